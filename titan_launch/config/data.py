@@ -1,0 +1,95 @@
+"""`[data]`: what is trained on, and `[validation.data]`: what is validated on."""
+
+from __future__ import annotations
+
+import glob
+import sysconfig
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from titan_launch.config.base import Array, Section
+
+PYTHON_STDLIB = "python-stdlib"
+
+
+class _Source(Section):
+    """The keys that every kind of data has."""
+
+    shuffle: bool = True
+    """Visit the samples of each epoch in an order drawn from `training.seed` and the epoch; otherwise in file order."""
+
+    num_workers: Annotated[int, Field(ge=0)] = 0
+    """Worker processes per rank that prepare samples. The samples and their order do not depend on it."""
+
+
+class TextData(_Source):
+    """Text files, read into memory, tokenized, concatenated and cut to `training.seq_len`."""
+
+    kind: Literal["text"] = "text"
+    """Kind of source."""
+
+    path: str | Array[str] = PYTHON_STDLIB
+    """A file, a folder (every file below it), a glob (`**` crosses folders), or several of these, relative to the
+    working directory. `python-stdlib` is the source code of the running Python's standard library: tens of MB of real
+    text that is on every machine. Every file is one document."""
+
+    split: Literal["all", "train", "validation"] = "all"
+    """Which documents to take. `validation` takes `validation_percent` of them, chosen by a hash of their paths
+    (relative to the folder given), and `train` the others, so that one `path` can serve both."""
+
+    validation_percent: Annotated[int, Field(ge=1, le=99)] = 5
+    """Share of the documents that `split` sets aside for validation."""
+
+
+class SyntheticData(_Source):
+    """Random token sequences with structure to learn: each token is a fixed function of the one before, or noise."""
+
+    kind: Literal["synthetic"]
+    """Kind of source."""
+
+    num_samples: Annotated[int, Field(ge=1)] = 10_000
+    """Sequences in an epoch."""
+
+    vocab_size: Annotated[int, Field(ge=2)] = 256
+    """Tokens are drawn from 0 to `vocab_size` - 1."""
+
+    noise: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of the tokens that are drawn at random; the others follow from the token before."""
+
+    seed: int = 0
+    """Seed of the sequences themselves. Give the validation source another one."""
+
+
+DataConfig = Annotated[TextData | SyntheticData, Field(discriminator="kind")]
+
+
+def expand_text_paths(path: str | tuple[str, ...]) -> list[tuple[str, Path]]:
+    """The files that a `path` of `TextData` names, in an order that is the same on every machine.
+
+    Returns (name, file) pairs, sorted by name within each entry; the name is relative to the folder given, so that a
+    corpus keeps its split when it is moved. Raises FileNotFoundError that names the entry which matches no file.
+    """
+    files: dict[Path, str] = {}
+    for entry in (path,) if isinstance(path, str) else path:
+        found = _expand_entry(entry)
+        if not found:
+            raise FileNotFoundError(entry)
+        for name, file in found:
+            files.setdefault(file, name)
+    return [(name, file) for file, name in files.items()]
+
+
+def _expand_entry(entry: str) -> list[tuple[str, Path]]:
+    if entry == PYTHON_STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = (f for f in root.rglob("*.py") if "site-packages" not in f.parts)
+    elif Path(entry).is_dir():
+        root = Path(entry)
+        files = root.rglob("*")
+    elif Path(entry).is_file():
+        return [(Path(entry).name, Path(entry))]
+    else:
+        return [(name, Path(name)) for name in sorted(glob.glob(entry, recursive=True)) if Path(name).is_file()]
+    return sorted((f.relative_to(root).as_posix(), f) for f in files if f.is_file())

@@ -1,0 +1,22 @@
+"""`[job]`: what the run is called, where it writes and what it runs on."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from titan_launch.config.base import Section
+
+
+class GeneralConfig(Section):
+    """What the run is called, where it writes and what it runs on."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "job"
+    """Name of the run, and of its folder below `dump_folder`. Letters, digits, `.`, `_` and `-`."""
+
+    dump_folder: str = "outputs"
+    """Folder that holds the run folders, relative to the working directory."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What to compute on. `auto` takes CUDA where there is a GPU. The backend follows: NCCL on `cuda`, gloo on `cpu`."""

@@ -1,0 +1,36 @@
+"""`[training]`: batch, length, clipping and seed of the run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from titan_launch.config.base import Section
+
+
+class TrainingConfig(Section):
+    """Batch, length, clipping and seed of the run."""
+
+    seq_len: Annotated[int, Field(ge=1)] = 256
+    """Tokens in a sequence."""
+
+    local_batch_size: Annotated[int, Field(ge=1)] = 4
+    """Sequences in a microbatch on each data-parallel rank."""
+
+    global_batch_size: Annotated[int, Field(ge=1)] | None = None
+    """Sequences in an optimizer step, over all ranks and microbatches. The number of microbatches follows:
+    `global_batch_size / (local_batch_size * data-parallel ranks)`, which must be whole. Default: one microbatch."""
+
+    steps: Annotated[int, Field(ge=1)] = 100
+    """Optimizer steps in the whole run, those before a resume included."""
+
+    max_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Clip the gradient of all parameters together to this norm. 0: do not clip, only report the norm."""
+
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the initial parameters and of the order of the data."""
+
+    gc_freq: Annotated[int, Field(ge=1)] = 50
+    """Python's garbage collector runs every this many steps, on all ranks together, and at no other time: a rank that
+    collects alone holds up all the others."""

@@ -1,0 +1,31 @@
+"""Globs over dotted paths (of modules and parameters), with one meaning everywhere."""
+
+from __future__ import annotations
+
+import functools
+import re
+from fnmatch import translate
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a glob matches a whole dotted path.
+
+    `*`, `?` and `[...]` stay within one segment; `**` is any number of whole segments, none included, so `**.norm`
+    finds `norm` and `layers.0.norm`, while `layers.*` finds `layers.0` but not `layers.0.norm`.
+    """
+    return _matches(tuple(pattern.split(".")), tuple(path.split(".")))
+
+
+@functools.cache
+def _matches(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
+    if not pattern:
+        return not path
+    head, rest = pattern[0], pattern[1:]
+    if head == "**":
+        return any(_matches(rest, path[i:]) for i in range(len(path) + 1))
+    return bool(path) and _segment(head).match(path[0]) is not None and _matches(rest, path[1:])
+
+
+@functools.cache
+def _segment(pattern: str) -> re.Pattern[str]:
+    return re.compile(translate(pattern))
