@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,8 @@ class Problem:
     key: KeyPath
     reason: str
     value: Any = UNSET
+    also: tuple[KeyPath, ...] = ()
+    """Other keys it depends on: when one of those is wrong itself, this problem may only follow from that one."""
 
 
 class ConfigError(UserError):
@@ -39,18 +40,35 @@ class ConfigError(UserError):
         super().__init__("\n".join(f"{format_key(p.key)}: {p.reason}" for p in self.problems))
 
 
-def config_error(key: KeyPath, reason: str, value: Any = UNSET) -> ConfigError:
+def config_error(key: KeyPath, reason: str, value: Any = UNSET, also: tuple[KeyPath, ...] = ()) -> ConfigError:
     """The error for a single problem, to be raised: `raise config_error(("data", "path"), "no such file", path)`."""
-    return ConfigError([Problem(key, reason, value)])
+    return ConfigError([Problem(key, reason, value, also)])
 
 
 def format_key(key: KeyPath) -> str:
     """`("precision", "rules", 0, "match")` as `precision.rules.0.match`, the form that overrides take."""
-    return ".".join(map(str, key))
+    return ".".join(_format_key_part(str(part)) for part in key)
+
+
+def _format_key_part(part: str) -> str:
+    is_bare = part.isascii() and part.replace("_", "").replace("-", "").isalnum()
+    return part if is_bare else f'"{part}"'
+
+
+def nearest(word: str, candidates: Iterable[str], similarity: float = 0.6) -> str | None:
+    """The candidate that a misspelt word most likely means, if any is near. Case is ignored."""
+    import difflib  # only errors need it, and importing it takes a millisecond of every start
+
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=similarity)
+    return by_lower[near[0]] if near else None
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """`; did you mean "steps"?`, or nothing when no candidate is near. Case is ignored."""
-    by_lower = {candidate.lower(): candidate for candidate in candidates}
-    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    return f'; did you mean "{by_lower[near[0]]}"?' if near else ""
+    near = nearest(word, candidates)
+    return f'; did you mean "{near}"?' if near else ""
+
+
+class RunError(Exception):
+    """Why a run that was under way cannot go on, in a sentence. Exit status 1, no traceback."""

@@ -12,9 +12,11 @@ class Section(BaseModel):
 
     The string below a field is its reference documentation: `titan_launch.config.schema` puts it into
     `docs/config.md` and the JSON Schema. (Pydantic can read these strings itself, but does so at every import.)
+
+    Validators are built on first use: those of a whole job contain those of its sections, which need none of their own.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
 
 T = TypeVar("T")

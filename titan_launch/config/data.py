@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import glob
-import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -73,7 +72,7 @@ def expand_text_paths(path: str | tuple[str, ...]) -> list[tuple[str, Path]]:
     """
     files: dict[Path, str] = {}
     for entry in (path,) if isinstance(path, str) else path:
-        found = _expand_entry(entry)
+        found = sorted(_files_of(entry))
         if not found:
             raise FileNotFoundError(entry)
         for name, file in found:
@@ -81,15 +80,35 @@ def expand_text_paths(path: str | tuple[str, ...]) -> list[tuple[str, Path]]:
     return [(name, file) for file, name in files.items()]
 
 
-def _expand_entry(entry: str) -> list[tuple[str, Path]]:
+def names_a_file(entry: str) -> bool:
+    """Whether an entry of a `path` names any file. Cheap: it stops at the first file, and trusts the standard library
+    to be there."""
+    return entry == PYTHON_STDLIB or next(_files_of(entry), None) is not None
+
+
+def _files_of(entry: str) -> Iterator[tuple[str, Path]]:
+    """The files that one entry names, in no particular order."""
     if entry == PYTHON_STDLIB:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = (f for f in root.rglob("*.py") if "site-packages" not in f.parts)
-    elif Path(entry).is_dir():
-        root = Path(entry)
-        files = root.rglob("*")
-    elif Path(entry).is_file():
-        return [(Path(entry).name, Path(entry))]
-    else:
-        return [(name, Path(name)) for name in sorted(glob.glob(entry, recursive=True)) if Path(name).is_file()]
-    return sorted((f.relative_to(root).as_posix(), f) for f in files if f.is_file())
+        return _python_stdlib()
+    if Path(entry).is_dir():
+        return _files_below(Path(entry), "*")
+    if Path(entry).is_file():
+        return iter([(Path(entry).name, Path(entry))])
+    return _files_like(entry)
+
+
+def _python_stdlib() -> Iterator[tuple[str, Path]]:
+    import sysconfig  # here and not above, as `glob` below: a check of a job file rarely needs them
+
+    files = _files_below(Path(sysconfig.get_paths()["stdlib"]), "*.py")
+    return ((name, file) for name, file in files if "site-packages" not in file.parts)
+
+
+def _files_below(root: Path, pattern: str) -> Iterator[tuple[str, Path]]:
+    return ((file.relative_to(root).as_posix(), file) for file in root.rglob(pattern) if file.is_file())
+
+
+def _files_like(pattern: str) -> Iterator[tuple[str, Path]]:
+    import glob
+
+    return ((name, Path(name)) for name in glob.iglob(pattern, recursive=True) if Path(name).is_file())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from titan_launch.config.base import Section
 from titan_launch.config.checkpoint import CheckpointConfig
 from titan_launch.config.comm import CommConfig
@@ -23,18 +25,18 @@ from titan_launch.config.validation import ValidationConfig
 class JobConfig(Section):
     """A training job, complete. Every section may be left out."""
 
-    job: GeneralConfig = GeneralConfig()
-    model: ModelConfig = ModelConfig()
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    data: DataConfig = TextData()
-    training: TrainingConfig = TrainingConfig()
-    precision: PrecisionConfig = PrecisionConfig()
-    gradient_accumulation: GradientAccumulationConfig = GradientAccumulationConfig()
-    parallelism: ParallelismConfig = ParallelismConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    lr_scheduler: SchedulerConfig = WarmupStableDecay()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    validation: ValidationConfig = ValidationConfig()
-    metrics: MetricsConfig = MetricsConfig()
-    comm: CommConfig = CommConfig()
-    debug: DebugConfig = DebugConfig()
+    job: GeneralConfig = Field(default_factory=GeneralConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    data: DataConfig = Field(default_factory=TextData)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    gradient_accumulation: GradientAccumulationConfig = Field(default_factory=GradientAccumulationConfig)
+    parallelism: ParallelismConfig = Field(default_factory=ParallelismConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    lr_scheduler: SchedulerConfig = Field(default_factory=WarmupStableDecay)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    comm: CommConfig = Field(default_factory=CommConfig)
+    debug: DebugConfig = Field(default_factory=DebugConfig)

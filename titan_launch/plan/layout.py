@@ -55,7 +55,7 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
         raise config_error(
             ("training", "global_batch_size"),
             f"not a multiple of {per_round} = training.local_batch_size ({training.local_batch_size}) x {ranks} "
-            f"data-parallel {'rank' if ranks == 1 else 'ranks'}; the nearest that works: {_nearest_multiples(batch, per_round)}",
+            f"data-parallel {'rank' if ranks == 1 else 'ranks'}; nearest: {_nearest_multiples(batch, per_round)}",
             batch,
         )
     return Layout(replicate, shard, training.local_batch_size, batch // per_round)

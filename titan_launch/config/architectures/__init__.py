@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,11 @@ class Architecture:
     flavors: Mapping[str, Mapping[str, Any]]
     """The size table: values of those fields by flavor."""
 
+    check: Callable[[Any], Iterable[tuple[tuple[str, ...], str]]]
+    """What does not fit together in the arguments: those concerned, and the reason."""
 
-ARCHITECTURES = {"llama3": Architecture(llama3.Llama3Args, llama3.FLAVORS)}
+
+ARCHITECTURES = {"llama3": Architecture(llama3.Llama3Args, llama3.FLAVORS, llama3.check)}
 
 
 def resolve_args(name: str, flavor: str, overrides: Mapping[str, Any]) -> Section:

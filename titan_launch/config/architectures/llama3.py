@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -9,6 +10,7 @@ from pydantic import Field
 from titan_launch.config.base import Section
 
 Positive = Annotated[int, Field(ge=1)]
+NormKind = Literal["rmsnorm", "layernorm", "batchnorm"]
 
 
 class RopeScaling(Section):
@@ -48,7 +50,7 @@ class Llama3Args(Section):
     vocab_size: Positive
     """Rows of the embedding; at least the tokenizer's vocabulary."""
 
-    norm: Literal["rmsnorm", "layernorm", "batchnorm"] = "rmsnorm"
+    norm: NormKind = "rmsnorm"
     """The normalization. `batchnorm` normalizes each channel over all tokens of a microbatch, which lets a token see
     statistics of later ones: see `docs/precision.md`."""
 
@@ -67,12 +69,65 @@ class Llama3Args(Section):
     tie_embeddings: bool = False
     """Whether the output layer shares the embedding's weight."""
 
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.dim // self.n_heads
+
+
+def num_parameters(args: Llama3Args) -> int:
+    """Parameters of the model, shared ones once.
+
+    D = `dim`, F = `hidden_dim`, V = `vocab_size`, L = `n_layers`, K = `n_kv_heads * head_dim`:
+
+        embedding   V D
+        block       attention 2 D D + 2 D K (wq, wo; wk, wv), feed-forward 3 D F, two norms
+        head        one norm, output V D unless tied
+
+    A norm is a weight of D; `layernorm` and `batchnorm` have a bias too.
+    """
+    norm = args.dim if args.norm == "rmsnorm" else 2 * args.dim
+    embedding = args.vocab_size * args.dim
+    output = 0 if args.tie_embeddings else embedding
+    return embedding + args.n_layers * (_block_matmul_weights(args) + 2 * norm) + norm + output
+
+
+def flops_per_token(args: Llama3Args, seq_len: int) -> int:
+    """FLOPs of forward and backward per token: 6 N + 12 L D T.
+
+    N counts the weights that are multiplied with every token: the blocks' matrices and the output layer (tied or not),
+    not the embedding, which is a look-up. Each takes a multiplication and an addition in forward, and twice that in
+    backward. Attention adds 4 D T per layer in forward (scores and weighted sum: D T multiply-adds each), and twice that in
+    backward. That counts every pair of tokens, though causal attention needs half of them, and nothing for
+    recomputation: the convention of PaLM (arXiv:2204.02311, appendix B) and TorchTitan, so MFUs can be compared.
+    """
+    matmul_weights = args.n_layers * _block_matmul_weights(args) + args.vocab_size * args.dim
+    return 6 * matmul_weights + 12 * args.n_layers * args.dim * seq_len
+
+
+def _block_matmul_weights(args: Llama3Args) -> int:
+    kv_dim = args.n_kv_heads * args.head_dim
+    return 2 * args.dim * args.dim + 2 * args.dim * kv_dim + 3 * args.dim * args.hidden_dim
+
+
+def check(args: Llama3Args) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What does not fit together: the arguments concerned, the likeliest culprit first, and the reason."""
+    dim, n_heads, n_kv_heads = args.dim, args.n_heads, args.n_kv_heads
+    if n_heads % n_kv_heads:
+        yield ("n_kv_heads", "n_heads"), f"n_heads ({n_heads}) must be a multiple of n_kv_heads ({n_kv_heads})"
+    if dim % n_heads:
+        yield ("n_heads", "dim"), f"dim ({dim}) must be a multiple of n_heads ({n_heads})"
+    elif dim // n_heads % 2:
+        reason = f"a head must have an even width, for its rotary pairs, but dim / n_heads is {dim // n_heads}"
+        yield ("n_heads", "dim"), reason
+
 
 _LLAMA_3: dict[str, Any] = {"n_kv_heads": 8, "vocab_size": 128_256}
 _LLAMA_3_1 = {**_LLAMA_3, "rope_scaling": {"factor": 8.0}}
 _LLAMA_3_2 = {**_LLAMA_3, "rope_scaling": {"factor": 32.0}, "tie_embeddings": True}
 
-# Llama 3.1 (8B, 70B, 405B) and 3.2 (1B, 3B) as published with their weights; `debug` is for the byte tokenizer on a CPU.
+# Llama 3.1 (8B, 70B, 405B) and 3.2 (1B, 3B) as published with their weights; `debug` is for the byte tokenizer on a
+# CPU.
 FLAVORS: dict[str, dict[str, Any]] = {
     "debug": {"dim": 256, "n_layers": 6, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 768, "vocab_size": 320},
     "1B": {"dim": 2048, "n_layers": 16, "n_heads": 32, "hidden_dim": 8192, **_LLAMA_3_2},

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Sets itself up (into .venv, unless the Python it runs with has everything), then runs linter, formatter, type checker
+# and tests. Arguments go to pytest; with arguments only the tests run.
+set -euo pipefail
+
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+use_environment test
+cd "$ROOT"
+
+if [[ $# -eq 0 ]]; then
+    "$PYTHON" -m ruff check .
+    "$PYTHON" -m ruff format --check .
+    "$PYTHON" -m mypy
+fi
+"$PYTHON" -m pytest "$@"

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+set -euo pipefail
+
+usage() {
+    cat <<'USAGE'
+usage: [VARIABLE=value ...] scripts/run_train.sh [--section.key=value ...]
+
+Sets itself up (into .venv, unless the Python it runs with has the package), then trains with torchrun.
+Arguments override keys of the job file, for example --training.steps=20.
+
+  CONFIG         job file                                       (default: configs/llama_bn.toml)
+  NPROC          processes on this host                         (default: one per GPU; 2 without a GPU)
+  NNODES         hosts, or min:max                              (default: 1)
+
+With more than one host, start this on every host with the same values of
+  RDZV_ENDPOINT  HOST:PORT of one of the hosts, reachable by all
+  RDZV_ID        any name that this job has for itself          (default: titan_launch)
+  RDZV_BACKEND   rendezvous backend of torchrun                 (default: c10d)
+USAGE
+}
+
+for argument in "$@"; do
+    if [[ "$argument" == --help || "$argument" == -h ]]; then
+        usage
+        exit 0
+    fi
+done
+
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+use_environment
+
+config="${CONFIG:-$ROOT/configs/llama_bn.toml}"
+options=(--nproc-per-node "${NPROC:-auto}")
+if [[ "${NNODES:-1}" != 1 ]]; then
+    if [[ -z "${RDZV_ENDPOINT:-}" ]]; then
+        echo "error: NNODES=$NNODES needs RDZV_ENDPOINT=HOST:PORT, the same on every host" >&2
+        exit 2
+    fi
+    options+=(
+        --nnodes "$NNODES"
+        --rdzv-endpoint "$RDZV_ENDPOINT"
+        --rdzv-id "${RDZV_ID:-titan_launch}"
+        --rdzv-backend "${RDZV_BACKEND:-c10d}"
+    )
+fi
+
+exec "$PYTHON" -m titan_launch launch --config "$config" "${options[@]}" "$@"

@@ -1,0 +1,73 @@
+"""What each accumulation mode communicates, counted on a real wrapped model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.distributed import run_ranks
+from tests.train.jobs import TINY_ARGS, this_rank
+from titan_launch.accumulation.strategies import build_strategy
+from titan_launch.config.job import JobConfig
+from titan_launch.loss import cross_entropy_sum
+from titan_launch.models.build import build_model
+from titan_launch.models.init import initialize
+from titan_launch.plan.layout import plan_layout
+from titan_launch.train.build import shard_model
+
+LAYERS, MICROBATCHES = TINY_ARGS["n_layers"], 4
+UNITS = LAYERS + 2  # blocks, [norm, output], root
+
+
+def count(mode: str, keep: bool, replicate: int, rules: bool = False) -> tuple[int, int, int]:
+    """All-gathers, reduce-scatters and all-reduces of one step."""
+    config = JobConfig.model_validate(
+        {
+            "model": {"args": TINY_ARGS},
+            "training": {"seq_len": 16, "local_batch_size": 1},
+            "precision": {"rules": [{"type": "RMSNorm", "param_dtype": "float32"}] if rules else []},
+            "parallelism": {"data_parallel_replicate_degree": replicate},
+            "gradient_accumulation": {"mode": mode, "keep_params_unsharded": keep},
+        }
+    )
+    ranks = this_rank()
+    layout = plan_layout(config.parallelism, config.training, ranks.world_size)
+    built = build_model(config.model, 16)
+    model = shard_model(config, built, layout, ranks.device)
+    model.to_empty(device=ranks.device)
+    initialize(model, built.initializer, 0, ranks.device)
+    strategy = build_strategy(config.gradient_accumulation)
+    tokens = torch.randint(0, 61, (1, 16))
+    with CommDebugMode() as counter:
+        for index in range(MICROBATCHES):
+            strategy.begin_microbatch(model, is_last=index == MICROBATCHES - 1)
+            cross_entropy_sum(model(tokens), tokens).backward()
+    names = {str(op): number for op, number in counter.get_comm_counts().items()}
+    found = [sum(n for op, n in names.items() if part in op) for part in ("allgather", "reduce_scatter", "allreduce")]
+    return found[0], found[1], found[2]
+
+
+N = MICROBATCHES
+# Blocks are gathered for forward and for backward, the head and the root once a microbatch.
+GATHERS = N * (2 * LAYERS + 2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "keep", "expected"),
+    [
+        ("immediate", False, (GATHERS, N * UNITS, N * UNITS)),
+        ("deferred", False, (GATHERS, UNITS, UNITS)),
+        ("deferred_all_reduce", False, (GATHERS, N * UNITS, UNITS)),
+        ("immediate", True, (UNITS, N * UNITS, N * UNITS)),
+        ("deferred", True, (UNITS, UNITS, UNITS)),
+    ],
+)
+def test_collectives_of_a_step_on_hsdp(mode: str, keep: bool, expected: tuple[int, int, int]) -> None:
+    assert run_ranks(count, 4, mode, keep, 2) == [expected] * 4
+
+
+def test_an_fp32_rule_for_all_norms_costs_three_collectives_a_microbatch() -> None:
+    plain = run_ranks(count, 2, "immediate", False, 1)[0]
+    ruled = run_ranks(count, 2, "immediate", False, 1, True)[0]
+    assert tuple(b - a for a, b in zip(plain, ruled, strict=True)) == (2 * N, N, 0)

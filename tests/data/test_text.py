@@ -1,0 +1,111 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_launch.config.data import TextData
+from titan_launch.data.sources import build_source
+from titan_launch.data.sources.text import TokenSource, is_validation_document
+from titan_launch.errors import ConfigError
+from titan_launch.tokenizer import ByteTokenizer
+
+
+def build(config: TextData, seq_len: int = 4, key: tuple[str, ...] = ("data",)) -> TokenSource:
+    source = build_source(config, ByteTokenizer(), seq_len, key)
+    assert isinstance(source, TokenSource)
+    return source
+
+
+def write_documents(folder: Path, number: int = 60) -> dict[str, str]:
+    documents = {f"sub/{i}.txt": f"document {i} " * 3 for i in range(number)}
+    (folder / "sub").mkdir()
+    for name, text in documents.items():
+        (folder / name).write_text(text)
+    return documents
+
+
+def all_text(source: TokenSource) -> str:
+    return "".join(ByteTokenizer().decode(source[i][0].tolist()) for i in range(len(source)))
+
+
+def test_samples_are_windows_whose_targets_are_the_next_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"abcdefg")
+    (tmp_path / "b.txt").write_bytes(b"hij")
+    source = build(TextData(path=str(tmp_path)))
+    # "abcdefg" end "hij" end: 12 tokens
+    assert len(source) == 2
+    assert [(i.tolist(), t.tolist()) for i, t in (source[0], source[1])] == [
+        ([97, 98, 99, 100], [98, 99, 100, 101]),
+        ([101, 102, 103, 256], [102, 103, 256, 104]),
+    ]
+    assert source[0][0].dtype == source[0][1].dtype == torch.int64
+    with pytest.raises(IndexError):
+        source[2]
+
+
+def test_the_smallest_data_set_is_one_token_longer_than_a_sample(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"abcd")
+    assert len(build(TextData(path=str(tmp_path / "a.txt")))) == 1
+
+
+def test_the_split_is_disjoint_and_complete(tmp_path: Path) -> None:
+    documents = write_documents(tmp_path)
+    sides = {
+        split: all_text(build(TextData(path=str(tmp_path), split=split, validation_percent=30), seq_len=1))
+        for split in ("train", "validation", "all")
+    }
+    held_out = [name for name in documents if is_validation_document(name, 30)]
+    assert 5 < len(held_out) < 35
+    for name, text in documents.items():
+        assert text in sides["all"]
+        assert (text in sides["validation"]) == (name in held_out)
+        assert (text in sides["train"]) == (name not in held_out)
+
+
+def test_a_larger_share_keeps_what_a_smaller_one_holds_out() -> None:
+    names = [f"{i}.py" for i in range(200)]
+    small = {name for name in names if is_validation_document(name, 5)}
+    assert small < {name for name in names if is_validation_document(name, 20)}
+
+
+def test_the_standard_library_is_tens_of_megabytes() -> None:
+    source = build(TextData(), seq_len=256)
+    assert len(source) * 256 > 10_000_000
+    inputs, targets = source[len(source) - 1]
+    assert inputs.shape == targets.shape == (256,)
+    assert torch.equal(inputs[1:], targets[:-1])
+
+
+def problem(config: TextData, seq_len: int = 256, key: tuple[str, ...] = ("data",)) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build(config, seq_len, key)
+    return str(caught.value)
+
+
+def test_errors_name_the_key_and_the_remedy(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("short")
+    assert problem(TextData(path=str(file))) == (
+        "data.path: holds no sample of seq_len + 1 = 257 tokens: 6 tokens in 1 file"
+    )
+    (tmp_path / "b.txt").write_text("")
+    assert problem(TextData(path=str(tmp_path)), key=("validation", "data")) == (
+        "validation.data.path: holds no sample of seq_len + 1 = 257 tokens: 7 tokens in 2 files"
+    )
+    assert problem(TextData(path=(str(file), "nowhere/*.txt"))) == 'data.path: no file is found at "nowhere/*.txt"'
+    empty_side = "train" if is_validation_document("a.txt", 50) else "validation"
+    other_side = "validation" if empty_side == "train" else "train"
+    assert problem(TextData(path=str(file), split=empty_side, validation_percent=50)) == (
+        f'data.split: holds no document: with validation_percent = 50, the only file falls to "{other_side}"; give '
+        'more files (each is one document), or a path of its own with split = "all"'
+    )
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    file = tmp_path / "a.txt"
+    file.write_text("text")
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # chmod does not stop root
+    assert problem(TextData(path=str(file))) == f"data.path: cannot read {file}: Permission denied"

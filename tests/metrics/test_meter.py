@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import run_ranks
+from titan_launch.metrics.meter import Meter
+from titan_launch.metrics.tags import BY_NAME
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """A clock that moves when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def build(clock: Clock, **keys: Any) -> Meter:
+    return Meter(device=CPU, clock=clock, **{"world_size": 1, **keys})
+
+
+def train(meter: Meter, clock: Clock, *, steps: int, tokens: int = 1000) -> None:
+    """Steps of 2 s, half a second of which is waiting for data."""
+    for _ in range(steps):
+        with meter.loading():
+            clock.advance(0.5)
+        clock.advance(1.5)
+        meter.end_step(torch.tensor(tokens))
+
+
+def report(meter: Meter, *, loss: float = 2.5, valid: int = 1000, valid_global: int = 1000) -> dict[str, float]:
+    return meter.report(
+        loss_sum=torch.tensor(loss),
+        valid_local=torch.tensor(valid),
+        valid_global=torch.tensor(valid_global),
+        grad_norm=torch.tensor(0.5),
+    )
+
+
+def test_a_window() -> None:
+    clock = Clock()
+    meter = build(clock, flops_per_step_per_device=4e12, peak_flops=10e12)
+    train(meter, clock, steps=3)
+    scalars = report(meter)
+    assert scalars.pop("memory/max_rss_gib") > 0
+    assert scalars == {
+        "train/loss": 2.5,
+        "train/loss_max": 2.5,
+        "train/grad_norm": 0.5,
+        "time/step_s": 2.0,
+        "time/data_s": 0.5,
+        "throughput/tokens_per_second": 500.0,
+        "throughput/tokens_per_second_per_device": 500.0,
+        "throughput/tflops_per_device": 2.0,
+        "throughput/mfu_percent": 20.0,
+    }
+    assert set(scalars) < set(BY_NAME)
+
+
+def test_every_window_counts_its_own_steps_tokens_and_time() -> None:
+    clock = Clock()
+    meter = build(clock)
+    train(meter, clock, steps=1, tokens=400)
+    assert report(meter)["throughput/tokens_per_second"] == 200
+    train(meter, clock, steps=10, tokens=100)
+    scalars = report(meter)
+    assert scalars["throughput/tokens_per_second"] == 50
+    assert scalars["time/step_s"] == 2
+    assert scalars["time/data_s"] == 0.5
+
+
+def test_pauses_do_not_count() -> None:
+    clock = Clock()
+    meter = build(clock, flops_per_step_per_device=4e12)
+    train(meter, clock, steps=1)
+    with meter.paused():
+        clock.advance(1000)
+    train(meter, clock, steps=1)
+    scalars = report(meter)
+    assert scalars["time/step_s"] == 2
+    assert scalars["throughput/tokens_per_second"] == 500
+    assert scalars["throughput/tflops_per_device"] == 2
+
+
+def test_unknown_figures_are_left_out() -> None:
+    clock = Clock()
+    no_flops, no_peak = build(clock, peak_flops=1e12), build(clock, flops_per_step_per_device=1e12)
+    for meter in (no_flops, no_peak):
+        train(meter, clock, steps=1)
+    assert not {"throughput/tflops_per_device", "throughput/mfu_percent"} & set(report(no_flops))
+    assert "throughput/mfu_percent" not in report(no_peak)
+
+
+def test_more_tokens_than_float32_can_count() -> None:
+    clock = Clock()
+    meter = build(clock)
+    train(meter, clock, steps=1, tokens=2**24 + 1)
+    assert report(meter)["throughput/tokens_per_second"] == (2**24 + 1) / 2
+
+
+def test_gradients_are_not_needed_nor_kept() -> None:
+    clock = Clock()
+    meter = build(clock)
+    train(meter, clock, steps=1)
+    loss = torch.tensor(1.0, requires_grad=True)
+    one = torch.tensor(1)
+    assert meter.report(loss_sum=loss, valid_local=one, valid_global=one, grad_norm=loss)["train/loss"] == 1
+
+
+def test_a_report_needs_a_step() -> None:
+    with pytest.raises(RuntimeError, match="without a step"):
+        report(build(Clock()))
+
+
+def test_no_maximum_without_targets() -> None:
+    clock = Clock()
+    meter = build(clock)
+    train(meter, clock, steps=1)
+    assert "train/loss_max" not in report(meter, loss=math.nan, valid=0, valid_global=0)
+
+
+def _unequal_ranks() -> dict[str, float]:
+    # 600 targets of mean 2, 200 of mean 5, none.
+    rank = dist.get_rank()
+    valid, mean, waited = [(600, 2.0, 1.0), (200, 5.0, 7.0), (0, 0.0, 3.0)][rank]
+    clock = Clock()
+    meter = build(clock, world_size=3)
+    with meter.loading():
+        clock.advance(waited)
+    clock.advance(10 - waited)
+    meter.end_step(torch.tensor(800))
+    return report(meter, loss=mean * valid / 800, valid=valid, valid_global=800)
+
+
+def test_ranks_are_combined() -> None:
+    for scalars in run_ranks(_unequal_ranks, 3):
+        assert scalars["train/loss"] == pytest.approx((600 * 2 + 200 * 5) / 800)
+        assert scalars["train/loss_max"] == pytest.approx(5)
+        assert scalars["train/grad_norm"] == 0.5
+        assert scalars["time/data_s"] == 7
+        assert scalars["throughput/tokens_per_second"] == 80
+        assert scalars["throughput/tokens_per_second_per_device"] == pytest.approx(80 / 3)
+
+
+def _one_bad_rank(bad: int) -> dict[str, float]:
+    clock = Clock()
+    meter = build(clock, world_size=2)
+    train(meter, clock, steps=1)
+    return report(meter, loss=math.nan if dist.get_rank() == bad else 1.0, valid=500)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_loss_that_is_not_a_number_does_not_get_lost(bad: int) -> None:
+    for scalars in run_ranks(_one_bad_rank, 2, bad):
+        assert math.isnan(scalars["train/loss"])
+        assert scalars["train/loss_max"] == math.inf
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_memory_is_per_window() -> None:
+    device = torch.device("cuda")
+    meter = Meter(device=device, world_size=1)
+    one = torch.ones((), device=device)
+
+    def window(gib: float) -> dict[str, float]:
+        torch.empty(int(gib * 2**30), dtype=torch.uint8, device=device)
+        meter.end_step(one)
+        return meter.report(loss_sum=one, valid_local=one, valid_global=one, grad_norm=one)
+
+    first, second = window(1.0), window(0.25)
+    assert first["memory/max_active_gib"] == pytest.approx(1.0, abs=0.01)
+    assert second["memory/max_active_gib"] == pytest.approx(0.25, abs=0.01)
+    assert second["memory/max_reserved_gib"] >= 0.25
+    assert {"memory/alloc_retries", "memory/ooms"} < set(first)

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+
+from titan_launch.metrics.sinks import JsonlSink, TensorBoardSink
+from titan_launch.metrics.tags import TAGS, dashboard_layout
+
+
+def read_events(folder: Path) -> EventAccumulator:
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    events.Reload()
+    return events
+
+
+def scalar(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_tensorboard_holds_what_was_written_before_it_is_closed(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path / "tb")
+    sink.write(1, {"train/loss": 2.5, "train/lr": 0.5})
+    sink.write(2, {"train/loss": math.inf})
+    sink.text("config", "seed = 1")
+    events = read_events(tmp_path / "tb")
+    assert scalar(events, "train/loss") == [(1, 2.5), (2, math.inf)]
+    assert scalar(events, "train/lr") == [(1, 0.5)]
+    assert events.Tensors("config/text_summary")[0].tensor_proto.string_val == [b"seed = 1"]
+    sink.close()
+
+
+def test_tensorboard_gets_the_dashboard_once(tmp_path: Path) -> None:
+    TensorBoardSink(tmp_path / "tb").close()
+    TensorBoardSink(tmp_path / "tb", resume_step=1).close()
+    (event,) = read_events(tmp_path / "tb").Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    charts = {
+        group.title: {chart.title: list(chart.multiline.tag) for chart in group.chart} for group in layout.category
+    }
+    assert charts.keys() == dashboard_layout().keys()
+    names = [tag.name for tag in TAGS]
+    for group, titles in dashboard_layout().items():
+        for title, expected in titles.items():
+            shown = [name for name in names if any(re.match(pattern, name) for pattern in charts[group][title])]
+            assert sorted(shown) == sorted(expected)
+
+
+def test_tensorboard_drops_the_steps_that_a_resumed_run_repeats(tmp_path: Path) -> None:
+    first = TensorBoardSink(tmp_path / "tb")
+    for step in range(1, 6):
+        first.write(step, {"train/loss": step})
+    resumed = TensorBoardSink(tmp_path / "tb", resume_step=3)  # the first one was killed: it is not closed
+    resumed.write(4, {"train/loss": 40})
+    events = read_events(tmp_path / "tb")
+    assert scalar(events, "train/loss") == [(1, 1), (2, 2), (3, 3), (4, 40)]
+    first.close()
+    resumed.close()
+
+
+def test_a_fresh_start_moves_older_files_aside(tmp_path: Path) -> None:
+    for loss in (1.0, 2.0, 3.0):
+        for sink in (TensorBoardSink(tmp_path / "tb"), JsonlSink(tmp_path / "metrics.jsonl")):
+            sink.write(1, {"train/loss": loss})
+            sink.close()
+    for number, loss in ((".1", 1.0), (".2", 2.0), ("", 3.0)):
+        assert scalar(read_events(tmp_path / f"tb{number}"), "train/loss") == [(1, loss)]
+        assert read_lines(tmp_path / f"metrics{number}.jsonl") == [{"step": 1, "train/loss": loss}]
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+def read_lines(path: Path) -> list[dict[str, float | str]]:
+    def refuse(constant: str) -> float:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_jsonl_is_on_disk_at_once_and_is_strict_json(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
+    sink = JsonlSink(path)
+    sink.write(10, {"train/loss": 5.25, "train/grad_norm": math.nan})
+    sink.write(20, {"train/loss": math.inf, "train/loss_max": -math.inf})
+    lines = read_lines(path)
+    assert lines == [
+        {"step": 10, "train/loss": 5.25, "train/grad_norm": "nan"},
+        {"step": 20, "train/loss": "inf", "train/loss_max": "-inf"},
+    ]
+    assert math.isnan(float(lines[0]["train/grad_norm"]))
+    sink.close()
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 7, "tra', '{"step": 7}', '{"step": 2, "train/loss": 1.0'])
+def test_a_resumed_jsonl_drops_repeated_steps_and_a_torn_line(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3, 3, 6)) + torn)
+    sink = JsonlSink(path, resume_step=3)
+    sink.write(4, {"train/loss": 4.0})
+    sink.close()
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 3, 4]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_torn_line_alone_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "train/l')
+    JsonlSink(path, resume_step=5).close()
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_resuming_without_an_older_file_starts_one(tmp_path: Path) -> None:
+    JsonlSink(tmp_path / "metrics.jsonl", resume_step=5).close()
+    TensorBoardSink(tmp_path / "tb", resume_step=5).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert read_events(tmp_path / "tb").Tensors("custom_scalars__config__")

@@ -1,0 +1,206 @@
+"""Precision rules become units."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from titan_launch.config.precision import PrecisionConfig, PrecisionRule
+from titan_launch.errors import ConfigError
+from titan_launch.models.inventory import take_inventory
+from titan_launch.plan.report import format_units
+from titan_launch.plan.types import Inventory, Policy, Unit
+from titan_launch.plan.units import BATCH_NORM_DEFAULT, Resharding, plan_buffer_dtypes, plan_units
+
+RESHARDING = Resharding(blocks=True, head=False)
+
+
+class Block(nn.Module):
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm):
+        super().__init__()
+        self.norm1 = norm(8)
+        self.mix = nn.Linear(8, 8)
+        self.act = nn.SiLU()
+        self.inner = nn.Sequential(nn.Linear(8, 8), norm(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm, tied: bool = False):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(Block(norm) for _ in range(3))
+        self.norm = norm(8)
+        self.output = nn.Linear(8, 16, bias=False)
+        if tied:
+            self.output.weight = self.embedding.weight
+
+
+def inventory_of(**kwargs: object) -> Inventory:
+    with torch.device("meta"):
+        model = Model(**kwargs)  # type: ignore[arg-type]
+    return take_inventory(model, tuple(f"layers.{i}" for i in range(3)), ("norm", "output"))
+
+
+def units_of(*rules: dict[str, object], model: dict[str, object] | None = None, **precision: object) -> list[Unit]:
+    config = PrecisionConfig.model_validate({**precision, "rules": list(rules)})
+    return list(plan_units(inventory_of(**(model or {})), config, RESHARDING))
+
+
+def by_reason(units: list[Unit], reason: str) -> Unit:
+    (unit,) = [unit for unit in units if unit.reason == reason]
+    return unit
+
+
+def test_without_rules_blocks_head_and_root_are_the_units() -> None:
+    units = units_of()
+    assert [unit.reason for unit in units] == ["block"] * 3 + ["head", "root"]
+    assert by_reason(units, "head").modules == ("norm", "output")
+    assert [unit.reshard_after_forward for unit in units] == [True, True, True, False, None]
+    assert {unit.policy for unit in units} == {Policy("bfloat16", "float32")}
+
+
+def test_every_parameter_is_counted_once() -> None:
+    for tied in (False, True):
+        inventory = inventory_of(tied=tied)
+        units = plan_units(inventory, PrecisionConfig(rules=(PrecisionRule(type="LayerNorm"),)), RESHARDING)
+        assert sum(unit.num_parameters for unit in units) == inventory.num_parameters
+
+
+def test_all_modules_of_a_rule_share_one_unit_wrapped_before_their_parents() -> None:
+    units = units_of({"type": "LayerNorm", "param_dtype": "float32"})
+    assert units[0].reason == "precision.rules.0"
+    assert len(units[0].modules) == 7
+    assert units[0].policy == Policy("float32", "float32", output_dtype="bfloat16")
+    assert by_reason(units, "head").modules == ("output",)
+
+
+def test_an_unset_param_dtype_stays_unset() -> None:
+    units = units_of({"type": "LayerNorm"})
+    assert units[0].policy == Policy(None, "float32", output_dtype="bfloat16")
+
+
+def test_batchnorm_gets_an_fp32_unit_by_default_where_computation_is_reduced() -> None:
+    unit = by_reason(units_of(model={"norm": nn.BatchNorm1d}), BATCH_NORM_DEFAULT)
+    assert len(unit.modules) == 7
+    assert unit.policy == Policy(None, "float32", output_dtype="bfloat16")
+    full = units_of(model={"norm": nn.BatchNorm1d}, param_dtype="float32")
+    assert all(unit.reason != BATCH_NORM_DEFAULT for unit in full)
+
+
+def test_a_rule_for_batchnorm_takes_the_place_of_the_default() -> None:
+    units = units_of({"type": "BatchNorm", "param_dtype": "float32"}, model={"norm": nn.BatchNorm1d})
+    assert by_reason(units, "precision.rules.0").policy.param_dtype == "float32"
+    assert all(unit.reason != BATCH_NORM_DEFAULT for unit in units)
+
+
+def test_inside_an_fp32_block_the_output_is_fp32_and_batchnorm_needs_no_unit() -> None:
+    rules = [{"match": "layers.1", "param_dtype": "float32"}, {"match": "**.norm1", "param_dtype": "float32"}]
+    units = units_of(*rules)
+    outputs = {unit.modules: unit.policy.output_dtype for unit in units if unit.reason == "precision.rules.1"}
+    assert outputs == {("layers.0.norm1", "layers.2.norm1"): "bfloat16", ("layers.1.norm1",): "float32"}
+    batchnorm = units_of(rules[0], model={"norm": nn.BatchNorm1d})
+    assert not any(m.startswith("layers.1.") for m in by_reason(batchnorm, BATCH_NORM_DEFAULT).modules)
+
+
+def test_a_block_under_a_rule_stays_a_unit_of_its_own() -> None:
+    units = units_of({"match": "layers.*", "param_dtype": "float32"})
+    assert [unit.modules for unit in units[:3]] == [("layers.0",), ("layers.1",), ("layers.2",)]
+    assert {unit.policy.output_dtype for unit in units[:3]} == {"bfloat16"}
+
+
+def test_the_models_own_output_is_not_rounded() -> None:
+    units = units_of({"match": "output", "param_dtype": "float32"})
+    assert by_reason(units, "precision.rules.0").policy.output_dtype is None
+    assert all(unit.reason != "head" for unit in units)
+
+
+def test_the_first_rule_that_matches_wins() -> None:
+    units = units_of({"match": "layers.0.norm1"}, {"type": "LayerNorm", "param_dtype": "float32"})
+    assert by_reason(units, "precision.rules.0").modules == ("layers.0.norm1",)
+    assert len(by_reason(units, "precision.rules.1").modules) == 6
+
+
+def test_a_module_inside_another_of_the_same_rule_is_not_listed_twice() -> None:
+    units = units_of({"match": "layers.0.inner.**", "param_dtype": "float32"})
+    assert by_reason(units, "precision.rules.0").modules == ("layers.0.inner",)
+
+
+class Holder(nn.Module):
+    def __init__(self, inside: nn.Module | None = None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.inside = inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Left(Holder):
+    pass
+
+
+class Right(Holder):
+    pass
+
+
+def test_units_that_lie_inside_each_other_are_divided_and_inner_ones_come_first() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = Left(Right())
+            self.b = Right(Left())
+
+    rules = (PrecisionRule(type=f"{__name__}.Left"), PrecisionRule(type="Right"))
+    units = plan_units(take_inventory(Both(), ()), PrecisionConfig(rules=rules), RESHARDING)
+    position = {path: i for i, unit in enumerate(units) for path in unit.modules}
+    assert position["a.inside"] < position["a"] and position["b.inside"] < position["b"]
+    assert [len(unit.modules) for unit in units] == [1] * 5
+    assert units[-1].reason == "root"
+
+
+def test_tied_embeddings_stay_in_the_root() -> None:
+    units = units_of(model={"tied": True})
+    assert [unit.reason for unit in units] == ["block"] * 3 + ["root"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ({"match": "layers.*.nrom1"}, ["precision.rules.0.match", "matches no module", 'did you mean "layers.']),
+        ({"type": "LayerNrom"}, ["precision.rules.0.type", 'did you mean "LayerNorm"']),
+        ({"match": "layers"}, ["a container without a forward", 'did you mean "layers.*"']),
+        ({"match": "layers.*.act"}, ["layers.0.act, layers.1.act, layers.2.act", "no parameters or buffers"]),
+        ({"match": "layers.*", "type": "Linear"}, ["matches no module of class Linear"]),
+    ],
+)
+def test_a_rule_that_does_nothing_is_an_error(rule: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        units_of(rule)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_rule_behind_another_that_takes_all_its_modules_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"already under precision\.rules\.0"):
+        units_of({"type": "LayerNorm"}, {"match": "norm"})
+
+
+def test_a_rule_for_one_of_two_tied_modules_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="output and embedding share a parameter"):
+        units_of({"match": "output", "param_dtype": "float32"}, model={"tied": True})
+
+
+def test_buffer_dtype_covers_what_is_inside() -> None:
+    rules = (PrecisionRule(match="layers.0.inner", buffer_dtype="bfloat16"), PrecisionRule(match="**.norm1"))
+    dtypes = plan_buffer_dtypes(inventory_of(norm=nn.BatchNorm1d), PrecisionConfig(rules=rules))
+    assert dtypes == {"layers.0.inner.1.running_mean": "bfloat16", "layers.0.inner.1.running_var": "bfloat16"}
+
+
+def test_the_table_shows_every_unit() -> None:
+    inventory = inventory_of(norm=nn.BatchNorm1d)
+    table = format_units(inventory, plan_units(inventory, PrecisionConfig(), RESHARDING))
+    assert "3 x 1" in table and "BatchNorm default" in table and "float32 (inputs as they come)" in table

@@ -1,0 +1,75 @@
+"""The layers of docs/architecture.md: a module imports from ranks below its own, or from its own package."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "titan_launch"
+
+RANKS = {
+    "errors": 0,
+    "globs": 0,
+    "constants": 0,
+    "registry": 0,
+    "config": 1,
+    "plan": 2,
+    "tokenizer": 2,
+    "models": 3,
+    "precision": 3,
+    "accumulation": 3,
+    "data": 3,
+    "optim": 3,
+    "checkpoint": 3,
+    "metrics": 3,
+    "loss": 3,
+    "parallel": 4,
+    "train": 5,
+    "process": 6,
+    "launch": 6,
+    "cli": 7,
+    "__main__": 8,
+}
+TORCH_FREE = {"errors", "globs", "constants", "registry", "config", "plan", "cli", "process", "launch", "__main__"}
+
+MODULES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+
+
+def package_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST, top_level_only: bool = False) -> Iterator[str]:
+    """Full names of imported modules; not those that only the type checker sees."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield node.module or ""
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        elif not (top_level_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            yield from imports(node, top_level_only)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    package, tree = package_of(path), ast.parse(path.read_text())
+    for name in imports(tree):
+        if not name.startswith("titan_launch."):
+            continue
+        imported = name.split(".")[1]
+        assert imported == package or RANKS[imported] < RANKS[package], f"{package} imports {name}"
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in MODULES if package_of(p) in TORCH_FREE], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_what_answers_a_bad_config_does_not_import_torch(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    heavy = {"torch", "numpy", "torchdata", "tensorboard"}
+    assert not heavy & {name.split(".")[0] for name in imports(tree, top_level_only=True)}

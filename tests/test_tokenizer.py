@@ -1,0 +1,25 @@
+import numpy as np
+
+from titan_launch.config.tokenizer import TokenizerConfig
+from titan_launch.tokenizer import build_tokenizer
+
+
+def test_bytes_become_tokens_and_an_end() -> None:
+    tokens = build_tokenizer(TokenizerConfig()).encode_document("aé\n".encode())
+    assert tokens.dtype == np.uint16
+    assert tokens.tolist() == [97, 195, 169, 10, 256]
+
+
+def test_an_empty_document_is_its_end() -> None:
+    assert build_tokenizer(TokenizerConfig()).encode_document(b"").tolist() == [256]
+
+
+def test_decode_reverses_encode() -> None:
+    tokenizer = build_tokenizer(TokenizerConfig())
+    text = "Grüße, 世界 🌍\n"
+    assert tokenizer.decode(tokenizer.encode_document(text.encode())) == text
+    assert tokenizer.vocab_size == 257
+
+
+def test_decode_survives_half_a_character() -> None:
+    assert build_tokenizer(TokenizerConfig()).decode([97, 195, 98]) == "a\ufffdb"

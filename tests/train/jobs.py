@@ -1,0 +1,81 @@
+"""Tiny jobs, and what to run of them on the ranks of a test."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_launch.config.job import JobConfig
+from titan_launch.parallel.distributed import Ranks
+from titan_launch.train.build import Run, build_run
+from titan_launch.train.loop import fit
+
+TINY_ARGS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
+
+
+def tiny_job(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A job of well under a second: fp32, synthetic data, four samples a step. `sections` are merged over it."""
+    job: dict[str, dict[str, Any]] = {
+        "job": {"name": "tiny", "dump_folder": str(folder), "device": "cpu"},
+        "model": {"args": dict(TINY_ARGS)},
+        "data": {"kind": "synthetic", "vocab_size": 61, "num_samples": 40},
+        "training": {"seq_len": 16, "local_batch_size": 1, "global_batch_size": 4, "steps": 4},
+        "precision": {"param_dtype": "float32"},
+        "optimizer": {"lr": 1e-2},
+        "metrics": {"log_freq": 1, "enable_tensorboard": False},
+    }
+    for name, values in sections.items():
+        job.setdefault(name, {})
+        args = {**job[name].get("args", {}), **values.get("args", {})}
+        job[name] = {**job[name], **values}
+        if args:
+            job[name]["args"] = args
+    return job
+
+
+def this_rank() -> Ranks:
+    """The rank of a test, on the CPU."""
+    return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+
+
+def run_job(job: dict[str, Any]) -> dict[str, Tensor]:
+    """Train a job on this rank and return its whole parameters and buffers."""
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(job), this_rank(), stack)
+        fit(run)
+        return whole_state(run.model)
+
+
+def run_job_until(job: dict[str, Any], step: int) -> None:
+    """Train a job, but leave it after a step as if it had been killed there."""
+    from titan_launch.train.loop import is_checkpoint_step, report, save, train_one_step
+
+    with ExitStack() as stack:
+        run: Run = build_run(JobConfig.model_validate(job), this_rank(), stack)
+        while run.progress.step < step:
+            report(run, train_one_step(run))
+            if is_checkpoint_step(run):
+                save(run)
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, gathered from their shards."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: whole(tensor) for name, tensor in tensors.items()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor gathered from its shards."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def read_metrics(folder: Path, name: str = "tiny") -> list[dict[str, float]]:
+    """The reports of a run, in order."""
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,142 @@
+"""Every accumulation mode, on every mesh, equals one big batch in a plain loop with plain PyTorch."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.distributed import run_ranks
+from tests.train.jobs import TINY_ARGS, this_rank, whole_state
+from titan_launch.accumulation.strategies import build_strategy
+from titan_launch.config.job import JobConfig
+from titan_launch.models.build import build_model
+from titan_launch.models.init import initialize
+from titan_launch.optim.optimizer import build_optimizer
+from titan_launch.plan.layout import plan_layout
+from titan_launch.train.build import shard_model
+from titan_launch.train.guard import NonFiniteGuard
+from titan_launch.train.step import TrainStep
+
+STEPS, SEQ_LEN, GLOBAL_BATCH = 3, 8, 8
+MAX_NORM = 0.5
+
+
+@cache
+def batches() -> tuple[Tensor, Tensor]:
+    """Inputs and targets of [STEPS, GLOBAL_BATCH, SEQ_LEN], every sample with another number of ignored targets; the
+    whole first microbatch of rank 0 has none that counts, whatever the number of ranks and microbatches."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 61, (STEPS, GLOBAL_BATCH, SEQ_LEN + 1), generator=generator)
+    targets = tokens[..., 1:].clone()
+    for row in targets.flatten(0, 1):
+        row[: int(torch.randint(0, SEQ_LEN, (), generator=generator))] = -100
+    targets[:, :2] = -100
+    return tokens[..., :-1], targets
+
+
+def job(mode: str, keep: bool, replicate: int, local_batch: int, param_dtype: str = "float32") -> JobConfig:
+    return JobConfig.model_validate(
+        {
+            "model": {"args": TINY_ARGS},
+            "training": {"seq_len": SEQ_LEN, "local_batch_size": local_batch, "global_batch_size": GLOBAL_BATCH},
+            "precision": {"param_dtype": param_dtype, "rules": [{"type": "RMSNorm", "param_dtype": "float32"}]},
+            "gradient_accumulation": {"mode": mode, "keep_params_unsharded": keep},
+            "parallelism": {"data_parallel_replicate_degree": replicate},
+            "optimizer": {"lr": 1e-2, "eps": 1e-5},
+        }
+    )
+
+
+def train_sharded(config: JobConfig) -> tuple[dict[str, Tensor], list[float]]:
+    """What the launcher does, on this rank: whole parameters after STEPS steps, and the gradient norms."""
+    ranks = this_rank()
+    layout = plan_layout(config.parallelism, config.training, ranks.world_size)
+    built = build_model(config.model, SEQ_LEN)
+    model = shard_model(config, built, layout, ranks.device)
+    model.to_empty(device=ranks.device)
+    initialize(model, built.initializer, 0, ranks.device)
+    optimizer = build_optimizer(model, config.optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = config.optimizer.lr
+    guard = NonFiniteGuard("stop", ranks.device)
+    step = TrainStep(model, optimizer, build_strategy(config.gradient_accumulation), guard, MAX_NORM, ranks.device)
+    inputs, targets = batches()
+    norms = []
+    for i in range(STEPS):
+        # Microbatch-major, as the loader deals them: round m goes to ranks 0, 1, ...
+        rounds = [
+            t[i].unflatten(0, (layout.num_microbatches, ranks.world_size, -1))[:, ranks.rank] for t in (inputs, targets)
+        ]
+        norms.append(step(list(zip(*rounds, strict=True))).grad_norm.item())
+    return whole_state(model), norms
+
+
+def train_plainly() -> tuple[dict[str, Tensor], list[float]]:
+    """The same in plain PyTorch: one process, one batch a step, no FSDP."""
+    config = job("immediate", False, 1, GLOBAL_BATCH)
+    built = build_model(config.model, SEQ_LEN)
+    model = built.module
+    model.to_empty(device="cpu")
+    initialize(model, built.initializer, 0, torch.device("cpu"))
+    decayed = [p for name, p in model.named_parameters() if p.ndim == 2 and "tok_embeddings" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "tok_embeddings" in name]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-5)
+    norms = []
+    for inputs, targets in zip(*batches(), strict=True):
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-100)
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_state(model), norms
+
+
+def relative_error(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    assert ours.keys() == reference.keys()
+    errors = [(ours[k] - v).double().norm() / v.double().norm().clamp(min=1e-12) for k, v in reference.items()]
+    return max(float(error) for error in errors)
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[dict[str, Tensor], list[float]]:
+    return train_plainly()
+
+
+MESHES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)]
+"""(ranks, replicas): one rank, FSDP, replication alone, FSDP, HSDP 2 x 2."""
+
+
+@pytest.mark.parametrize(("world_size", "replicate"), MESHES)
+def test_every_mode_equals_one_big_batch(
+    world_size: int, replicate: int, reference: tuple[dict[str, Tensor], list[float]]
+) -> None:
+    for (mode, keep), states in run_ranks(train_in_all_modes, world_size, replicate)[0].items():
+        parameters, norms = states
+        assert relative_error(parameters, reference[0]) < 2e-6, (mode, keep)
+        assert norms == pytest.approx(reference[1], rel=1e-5), (mode, keep)
+
+
+def train_in_all_modes(replicate: int) -> dict[tuple[str, bool], tuple[dict[str, Tensor], list[float]]]:
+    modes = ["immediate", "deferred"] + (["deferred_all_reduce"] if replicate > 1 else [])
+    return {(mode, keep): train_sharded(job(mode, keep, replicate, 1)) for mode in modes for keep in (False, True)}
+
+
+def test_modes_agree_in_bf16() -> None:
+    results = run_ranks(train_in_all_modes_bf16, 2)[0]
+    reference = results.pop(("immediate", False))
+    for key, (parameters, norms) in results.items():
+        assert relative_error(parameters, reference[0]) < 1e-4, key
+        assert norms == pytest.approx(reference[1], rel=1e-4), key
+
+
+def train_in_all_modes_bf16() -> dict[tuple[str, bool], tuple[dict[str, Tensor], list[float]]]:
+    return {
+        (mode, keep): train_sharded(job(mode, keep, 1, 1, "bfloat16"))
+        for mode in ("immediate", "deferred")
+        for keep in (False, True)
+    }

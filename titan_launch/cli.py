@@ -1,0 +1,120 @@
+"""The command line. A bad job file is answered before torch is imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from titan_launch.config.job import JobConfig
+from titan_launch.config.load import LoadedJob, load_job
+from titan_launch.errors import ConfigError, Problem, UserError
+from titan_launch.plan.layout import plan_layout
+from titan_launch.process import BAD_INPUT, OK, announce_once, run_and_leave
+
+USAGE = """\
+usage: titan-launch [train] --config JOB.toml [--section.key=value ...]
+       titan-launch check   --config JOB.toml [--world-size N] [--section.key=value ...]
+       titan-launch launch  --config JOB.toml [--nproc-per-node N] [torchrun options] [--section.key=value ...]
+
+  train   train in this process: as one rank of the group that torchrun describes, or alone (the default command)
+  check   parse the job file and check it, without torch or a GPU; with --world-size also how ranks and batch divide
+  launch  check the job file, then run torchrun with one process per GPU (2 where there is no GPU)
+
+JOB.toml is a job file, or the config.json of an earlier run. --section.key=value overrides any key of it; values are
+TOML, and lists are counted from 0 (--precision.rules.0.param_dtype=float32). All keys: docs/config.md.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns the exit status: 0, 1 when a run fails, 2 for what the user can fix."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or "--help" in args or "-h" in args:
+        print(USAGE, end="")
+        return OK if args else BAD_INPUT
+    name = args.pop(0) if not args[0].startswith("-") else "train"
+    commands = {"train": _train, "check": _check, "launch": _launch}
+    try:
+        if name not in commands:
+            raise UserError(f'error: unknown command "{name}"; there are {", ".join(commands)} (see --help)')
+        return commands[name](args)
+    except UserError as error:
+        announce_once(str(error))
+        return BAD_INPUT
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    config: str
+    options: dict[str, str]
+    overrides: list[str]
+
+
+def _train(args: list[str]) -> int:
+    arguments = _parse(args, options=())
+    loaded = _load(arguments, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    run_and_leave(lambda: _import_and_train(loaded.config), loaded.provenance)
+
+
+def _import_and_train(config: JobConfig) -> None:
+    from titan_launch.train.main import train
+
+    train(config)
+
+
+def _check(args: list[str]) -> int:
+    arguments = _parse(args, options=("world-size",))
+    world_size = arguments.options.get("world-size")
+    _load(arguments, None if world_size is None else _positive("world-size", world_size))
+    print(f"{arguments.config}: no problems found")
+    return OK
+
+
+def _launch(args: list[str]) -> int:
+    from titan_launch.launch import TORCHRUN_OPTIONS, launch, plan_processes
+
+    arguments = _parse(args, TORCHRUN_OPTIONS)
+    processes = plan_processes(arguments.options)
+    _load(arguments, processes.world_size)
+    return launch(processes, ["--config", arguments.config, *arguments.overrides])
+
+
+def _load(arguments: _Arguments, world_size: int | None) -> LoadedJob:
+    """The job, checked; with a world size also whether ranks and batch divide."""
+
+    def layout_rule(config: JobConfig) -> Iterator[Problem]:
+        if world_size is None:
+            return
+        try:
+            plan_layout(config.parallelism, config.training, world_size)
+        except ConfigError as error:
+            yield from error.problems
+
+    return load_job(arguments.config, arguments.overrides, extra_rules=(layout_rule,))
+
+
+def _parse(args: list[str], options: Sequence[str]) -> _Arguments:
+    """Take `--config` and the named options out of the arguments; everything else overrides the job file."""
+    found: dict[str, str] = {}
+    overrides: list[str] = []
+    rest = iter(args)
+    for arg in rest:
+        name, has_value, value = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--") or name not in ("config", *options):
+            overrides.append(arg)
+            continue
+        if not has_value:
+            value = next(rest, "")
+        if not value:
+            raise UserError(f"error: --{name} needs a value (see --help)")
+        found[name] = value
+    if "config" not in found:
+        raise UserError("error: --config JOB.toml is missing (see --help)")
+    return _Arguments(found.pop("config"), found, overrides)
+
+
+def _positive(name: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"error: --{name} {text}: must be a whole number of at least 1")
+    return int(text)

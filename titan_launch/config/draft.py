@@ -1,0 +1,114 @@
+"""A job while files and overrides are laid over each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from titan_launch.config.kinds import TAGGED
+from titan_launch.config.overrides import Override
+from titan_launch.config.provenance import Provenance, Source
+from titan_launch.errors import KeyPath, config_error, format_key
+
+
+class Draft:
+    """The tables of a job, growing, with the source of every key."""
+
+    def __init__(self) -> None:
+        self.table: dict[str, Any] = {}
+        self._sources: list[Source] = []
+        self._origins: dict[KeyPath, Source] = {}
+
+    def lay(self, table: Mapping[str, Any], source: Source) -> None:
+        """Lay a file over what is there: tables merge, everything else is replaced."""
+        self._sources.append(source)
+        self._merge(self.table, table, (), source)
+
+    def override(self, override: Override) -> None:
+        """Set one key. Raises ConfigError where its path leads through something that is no table and no array."""
+        self._sources.append(override)
+        container: Any = self.table
+        key: KeyPath = ()
+        for part, following in pairwise((*override.key, None)):
+            assert part is not None
+            name = _name_in(container, part, (*key, part))
+            key = (*key, name)
+            if following is not None:
+                container = self._enter(container, name, key, following, override)
+            elif isinstance(container, dict):
+                self._merge(container, {str(name): override.value}, key[:-1], override)
+            else:
+                self._put(container, name, override.value, key, override)
+
+    def provenance(self, path: str) -> Provenance:
+        """Where the keys came from; `path` is the job file as the user named it."""
+        return Provenance(path, self.table, self._origins, self._sources)
+
+    def _merge(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath, source: Source) -> None:
+        self._make_way(table, new, key)
+        for name, value in new.items():
+            self._put(table, name, value, (*key, name), source)
+
+    def _make_way(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath) -> None:
+        """Where the kind of a table changes, the keys that only some kinds have mean nothing any more."""
+        kinds = TAGGED.get(key)
+        if kinds and kinds.is_changed(table, new):
+            for name in kinds.keys_of_some() & table.keys():
+                del table[name]
+                self._forget((*key, name))
+
+    def _put(self, container: Any, name: str | int, value: Any, key: KeyPath, source: Source) -> None:
+        """`container[name] = value`, where a table is merged into the one that is there."""
+        old = container[name] if _has(container, name) else None
+        if isinstance(value, dict):
+            merged = old if isinstance(old, dict) else {}
+            if merged is not old:
+                self._forget(key)
+            _assign(container, name, merged)
+            self._merge(merged, value, key, source)
+        else:
+            self._forget(key)
+            _assign(container, name, value)
+        self._origins[key] = source
+
+    def _enter(self, container: Any, name: str | int, key: KeyPath, following: str, source: Source) -> Any:
+        """The table or array at `key`, made where there is none."""
+        if not _has(container, name):
+            self._put(container, name, [] if following.isdecimal() else {}, key, source)
+        inside = container[name]
+        if not isinstance(inside, (dict, list)):
+            raise config_error((*key, following), f"{format_key(key)} is neither a table nor an array", inside)
+        return inside
+
+    def _forget(self, key: KeyPath) -> None:
+        """Drop the origins of a key and of everything in it."""
+        for known in [known for known in self._origins if known[: len(key)] == key]:
+            del self._origins[known]
+
+
+def _name_in(container: Any, part: str, key: KeyPath) -> str | int:
+    """A part of an override's path, as a key of a table or as an index into an array."""
+    if isinstance(container, dict):
+        return part
+    if part.isdecimal() and int(part) <= len(container):
+        return int(part)
+    raise config_error(key, _index_reason(format_key(key[:-1]), len(container)))
+
+
+def _index_reason(array: str, length: int) -> str:
+    if not length:
+        return f"{array} is empty; 0 appends the first item"
+    items = "item 0" if length == 1 else f"items 0 to {length - 1}"
+    return f"{array} has {items}; {length} appends one"
+
+
+def _has(container: Any, name: Any) -> bool:
+    return name in container if isinstance(container, dict) else name < len(container)
+
+
+def _assign(container: Any, name: Any, value: Any) -> None:
+    if isinstance(container, list) and name == len(container):
+        container.append(value)
+    else:
+        container[name] = value

@@ -1,0 +1,96 @@
+"""The job's schema as something to walk over: the tables, and what may stand at a key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from titan_launch.config.base import Section
+from titan_launch.errors import KeyPath
+
+
+class TableSchema(NamedTuple):
+    """A table that a job file may have."""
+
+    header: str
+    """As it is written: `[training]`, `[[precision.rules]]`."""
+
+    key: KeyPath
+    """Its path; an array of tables has the path of the array."""
+
+    section: type[Section]
+    """Its keys."""
+
+
+def alternatives(annotation: Any) -> list[Any]:
+    """The types that an annotation admits, None aside: `str | tuple[str, ...] | None` admits two."""
+    if get_origin(annotation) is Annotated:
+        return alternatives(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [kind for member in get_args(annotation) for kind in alternatives(member)]
+    return [] if annotation is NoneType else [annotation]
+
+
+def is_section(kind: Any) -> bool:
+    """Whether a type is a table with known keys."""
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def item_types(kind: Any) -> list[Any]:
+    """What the items of an array may be."""
+    return alternatives(get_args(kind)[0]) if get_origin(kind) is tuple else []
+
+
+def choices(kind: Any) -> tuple[str, ...]:
+    """The values of a closed choice."""
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def tables(section: type[Section], key: KeyPath = ()) -> Iterator[TableSchema]:
+    """Every table below a section, outer ones first. Those with kinds come once for each kind."""
+    for name, field in section.model_fields.items():
+        path = (*key, name)
+        dotted = ".".join(map(str, path))
+        for kind in alternatives(field.annotation):
+            for header, inner in ((f"[{dotted}]", [kind]), (f"[[{dotted}]]", item_types(kind))):
+                for table in filter(is_section, inner):
+                    yield TableSchema(header, path, table)
+                    yield from tables(table, path)
+
+
+def locate(location: Sequence[str | int], section: type[Section]) -> tuple[KeyPath, type[Section] | None, bool]:
+    """A location as pydantic gives it, as a path into the job file.
+
+    Pydantic also names the member of a union that it tried (`data.text.path`, `data.path.str`), which the file does
+    not. Returns the path, the section that the last key belongs to, and whether a member of a plain union was named.
+    """
+    key: KeyPath = ()
+    kinds: list[Any] = [section]
+    owner: type[Section] | None = None
+    in_union = False
+    for part in location:
+        if len(kinds) > 1:
+            in_union = not all(map(is_section, kinds))
+            kinds = [kind for kind in kinds if _names(part, kind)]
+            continue
+        (kind,) = kinds or [None]
+        owner = kind if is_section(kind) else None
+        kinds = _inside(kind, part)
+        key = (*key, part)
+    return key, owner, in_union
+
+
+def _names(label: str | int, kind: Any) -> bool:
+    """Whether pydantic's name of a union's member means this one: its tag, or its type."""
+    if is_section(kind):
+        return label in choices(kind.model_fields["kind"].annotation)
+    return str(label).startswith("tuple") == (get_origin(kind) is tuple)
+
+
+def _inside(kind: Any, part: str | int) -> list[Any]:
+    """What may stand at a key of a table, or at an index of an array."""
+    if not is_section(kind):
+        return item_types(kind)
+    field = kind.model_fields.get(part)
+    return alternatives(field.annotation) if field else []

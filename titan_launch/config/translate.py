@@ -1,0 +1,138 @@
+"""What pydantic found wrong, as problems with plain reasons. Imported only once something is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from titan_launch.config.base import Section
+from titan_launch.config.explain import toml_value
+from titan_launch.config.fields import locate
+from titan_launch.config.unknown_keys import explain_unknown_key
+from titan_launch.errors import KeyPath, Problem, did_you_mean, format_key
+
+
+def translate(error: ValidationError, section: type[Section], table: KeyPath = ()) -> list[Problem]:
+    """The problems in a validation error of `section`, which stands at the path `table` of the job file."""
+    found: dict[KeyPath, Problem] = {}
+    in_unions: set[KeyPath] = set()
+    for details in error.errors(include_url=False):
+        key, owner, in_union = locate(details["loc"], section)
+        problem = _translate(details, (*table, *key), owner)
+        if in_union:
+            in_unions.add(problem.key)
+        if problem.key in found:
+            problem = _either(found[problem.key], problem)
+        found[problem.key] = problem
+    return [problem for key, problem in found.items() if not (key in in_unions and _has_deeper(key, found))]
+
+
+def _either(one: Problem, other: Problem) -> Problem:
+    """Two members of a union, neither of which fits."""
+    return Problem(one.key, f"{one.reason} or {other.reason.removeprefix('must be ')}", one.value)
+
+
+def _has_deeper(key: KeyPath, found: Mapping[KeyPath, Problem]) -> bool:
+    """Whether one member of a union fits so far that only something in it is wrong."""
+    return any(len(other) > len(key) and other[: len(key)] == key for other in found)
+
+
+def _translate(details: ErrorDetails, key: KeyPath, owner: type[Section] | None) -> Problem:
+    kind, value = details["type"], details["input"]
+    if kind == "extra_forbidden":
+        return explain_unknown_key(key, value, owner)
+    if kind == "missing":
+        return Problem(key, "required, but missing")
+    if kind == "union_tag_invalid":
+        choices = _listed(details, "expected_tags")
+        return Problem((*key, "kind"), _one_of(choices, value["kind"]), value["kind"])
+    return Problem(key, _reason(details, key), value)
+
+
+def _reason(details: ErrorDetails, key: KeyPath) -> str:
+    context, value = details.get("ctx", {}), details["input"]
+    match details["type"]:
+        case "literal_error":
+            return _one_of(_listed(details, "expected"), value)
+        case "value_error":
+            return str(context["error"])
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"must be a table{_brackets_hint(key, value)}"
+        case "tuple_type":
+            return f"must be an array{_array_hint(key, value)}"
+        case kind if kind in _TYPES:
+            noun, hint = _TYPES[kind]
+            return f"must be {noun}{hint(value)}"
+        case kind if kind in _BOUNDS:
+            name, words = _BOUNDS[kind]
+            return f"must be {words} {context[name]}"
+    return details["msg"][:1].lower() + details["msg"][1:]
+
+
+def _one_of(choices: list[str], value: Any) -> str:
+    known = ", ".join(f'"{choice}"' for choice in choices)
+    return f"must be one of {known}{did_you_mean(value, choices) if isinstance(value, str) else ''}"
+
+
+def _listed(details: ErrorDetails, name: str) -> list[str]:
+    """The choices that pydantic lists as `'a', 'b' or 'c'`."""
+    return details["ctx"][name].split("'")[1::2]
+
+
+def _number_hint(value: Any) -> str:
+    """For a number in quotes, or a whole one with a decimal point."""
+    try:
+        number = float(value) if isinstance(value, (str, float)) else None
+    except ValueError:
+        return ""
+    if number is None or number in (float("inf"), float("-inf")) or number != number:
+        return ""
+    shown = str(int(number)) if number.is_integer() else str(number)
+    return f"; write {shown}{', without quotes' if isinstance(value, str) else ''}"
+
+
+def _whole_number_hint(value: Any) -> str:
+    hint = _number_hint(value)
+    return hint if "." not in hint else ""
+
+
+def _bool_hint(value: Any) -> str:
+    is_word = isinstance(value, str) and value.lower() in ("true", "false")
+    return f"; write {value.lower()}, without quotes" if is_word else ""
+
+
+def _string_hint(value: Any) -> str:
+    return "" if isinstance(value, (list, dict)) else f'; put it in quotes: "{toml_value(value)}"'
+
+
+def _brackets_hint(key: KeyPath, value: Any) -> str:
+    name = format_key(key)
+    return f"; write [{name}], not [[{name}]]" if isinstance(value, list) and isinstance(key[-1], str) else ""
+
+
+def _array_hint(key: KeyPath, value: Any) -> str:
+    if isinstance(value, dict):
+        return f" of tables; write [[{format_key(key)}]], not [{format_key(key)}]"
+    return f"; write [{toml_value(value)}]"
+
+
+def _no_hint(value: Any) -> str:
+    return ""
+
+
+_TYPES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+    "int_type": ("a whole number", _whole_number_hint),
+    "float_type": ("a number", _number_hint),
+    "finite_number": ("finite", _no_hint),
+    "bool_type": ("true or false", _bool_hint),
+    "string_type": ("a string", _string_hint),
+}
+_BOUNDS: Mapping[str, tuple[str, str]] = {
+    "greater_than": ("gt", "more than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}

@@ -1,0 +1,38 @@
+"""Where samples come from. A source answers for every index alone, so that order and position belong to the loader."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from titan_launch.config.data import DataConfig, SyntheticData
+from titan_launch.data.sources.synthetic import build_synthetic
+from titan_launch.data.sources.text import build_text
+from titan_launch.errors import KeyPath
+from titan_launch.tokenizer import Tokenizer
+
+
+class SampleSource(Protocol):
+    """A fixed number of samples; asking for one twice gives the same one.
+
+    A sample is a pair (input, target) of tensors whose shapes are the same for all samples. A target of
+    `IGNORED_TARGET` does not count.
+    """
+
+    def __len__(self) -> int:
+        """Number of samples, at least 1."""
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]:
+        """Sample `index`, from 0 to `len(self)` - 1."""
+
+
+def build_source(config: DataConfig, tokenizer: Tokenizer, seq_len: int, key: KeyPath = ("data",)) -> SampleSource:
+    """The source that `config` describes: samples of int64 tokens `[seq_len]` and the tokens that follow, `[seq_len]`.
+
+    `key` is where `config` stands in the job file, which errors name: `("validation", "data")` for the held-out source.
+    Raises ConfigError for data that is missing, unreadable or too small.
+    """
+    if isinstance(config, SyntheticData):
+        return build_synthetic(config, tokenizer.vocab_size, seq_len, key)
+    return build_text(config, tokenizer, seq_len, key)

@@ -1,0 +1,123 @@
+"""torchrun in this process: the job file is checked once before, and a failed worker's own error stays the last word.
+
+Started from the shell, torchrun ends every failure with a 40-line banner and exit status 1. Called from here, the
+status is the failed worker's, and its message stands alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from titan_launch.errors import UserError
+
+TORCHRUN_OPTIONS = (
+    "nproc-per-node",
+    "nnodes",
+    "node-rank",
+    "rdzv-backend",
+    "rdzv-endpoint",
+    "rdzv-id",
+    "rdzv-conf",
+    "master-addr",
+    "master-port",
+    "local-addr",
+    "max-restarts",
+    "log-dir",
+    "local-ranks-filter",
+)
+"""The options of torchrun that are passed on."""
+
+PROCESSES_WITHOUT_GPU = 2
+
+
+@dataclass(frozen=True)
+class Processes:
+    """How many processes are started, and what else torchrun is told."""
+
+    per_node: int
+    nodes: str
+    """A number, or `min:max`, in which case the world size is not known before the start."""
+
+    torchrun_args: tuple[str, ...]
+
+    @property
+    def world_size(self) -> int | None:
+        """All processes, where the number of nodes is fixed."""
+        return self.per_node * int(self.nodes) if self.nodes.isdecimal() else None
+
+
+def plan_processes(options: Mapping[str, str]) -> Processes:
+    """Read torchrun's options. Raises UserError for a number of processes or nodes that is none."""
+    options = dict(options)
+    per_node = _processes_per_node(options.pop("nproc-per-node", "auto"))
+    nodes = options.pop("nnodes", "1")
+    if not all(part.isdecimal() and int(part) >= 1 for part in nodes.split(":", 1)):
+        raise UserError(f"error: --nnodes {nodes}: must be a whole number of at least 1, or min:max")
+    args = [f"--nproc-per-node={per_node}", *(f"--{name}={value}" for name, value in options.items())]
+    if nodes == "1" and not {"rdzv-endpoint", "master-addr", "master-port"} & set(options):
+        args.append("--standalone")  # a free port of this host, so that several jobs do not collide
+    else:
+        args.append(f"--nnodes={nodes}")
+    return Processes(per_node, nodes, tuple(args))
+
+
+def _processes_per_node(text: str) -> int:
+    if text == "auto":
+        return count_gpus() or PROCESSES_WITHOUT_GPU
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f'error: --nproc-per-node {text}: must be a whole number of at least 1, or "auto"')
+    return int(text)
+
+
+def count_gpus() -> int:
+    """GPUs of this host that CUDA will show, without importing torch: `CUDA_VISIBLE_DEVICES`, or `nvidia-smi`."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def launch(processes: Processes, worker_args: Sequence[str]) -> int:
+    """Run the training processes and wait for them. Returns the exit status of the first that failed, or 0."""
+    _share_cores(processes.per_node)
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # torchrun's own account of a failure (several lines for every worker) would bury the worker's.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    args = torchrun.parse_args([*processes.torchrun_args, "-m", "titan_launch", *worker_args])
+    try:
+        torchrun.run(args)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return _report_failure(rank, failure.exitcode)
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+def _report_failure(rank: int, exit_code: int) -> int:
+    """A worker that exits has spoken itself; one that was killed could not."""
+    if exit_code >= 0:
+        return exit_code
+    name = signal.Signals(-exit_code).name
+    hint = "; the usual cause is that the host ran out of memory" if name == "SIGKILL" else ""
+    print(f"error: rank {rank} was killed by {name}{hint}", file=sys.stderr)
+    return 128 - exit_code
+
+
+def _share_cores(processes: int) -> None:
+    """Divide the cores among the processes: torchrun would give every one a single thread."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))

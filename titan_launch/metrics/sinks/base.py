@@ -1,0 +1,30 @@
+"""What a place that metrics go to looks like."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class Sink(ABC):
+    """A place that metrics go to. Only one rank has sinks."""
+
+    @abstractmethod
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Keep `scalars` (tag -> value) of `step`. More than one call per step is fine, any tag may be missing."""
+
+    def text(self, tag: str, text: str) -> None:  # noqa: B027
+        """Keep a text that describes the run, in Markdown, where there is a place for it."""
+
+    def close(self) -> None:  # noqa: B027
+        """Nothing follows."""
+
+
+def move_aside(path: Path) -> None:
+    """Rename what an earlier run has left at `path` to the first free of `name.1.suffix`, `name.2.suffix`, ..."""
+    if not path.exists():
+        return
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+    path.rename(next(name for name in names if not name.exists()))

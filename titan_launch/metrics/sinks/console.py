@@ -1,0 +1,102 @@
+"""Metrics for the person who watches."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TextIO
+
+from titan_launch.metrics.sinks.base import Sink
+from titan_launch.metrics.tags import TAGS, Tag
+
+_BOLD, _CYAN, _RED = "1", "36", "31"
+_CLEAR_LINE = "\r\x1b[K"
+_SECONDS_BETWEEN_REDRAWS = 0.1
+_BAR_WIDTH = 24
+
+
+class ConsoleSink(Sink):
+    """One aligned line per report; on a terminal, below it, a bar with the time that is left.
+
+    Escape sequences go to terminals only: a log file stays plain text. Colours can be turned off with NO_COLOR
+    (https://no-color.org).
+    """
+
+    def __init__(self, total_steps: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
+        """`stream`: where to print; standard output if None."""
+        self._stream = stream = stream or sys.stdout
+        self._total_steps = total_steps
+        self._clock = clock
+        self._has_bar = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._has_color = self._has_bar and not os.environ.get("NO_COLOR")
+        self._first: tuple[int, float] | None = None  # step and time of the first progress
+        self._drawn_step: int | None = None
+        self._drawn_at = -math.inf
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Print the line of `step`: those of `scalars` that the tags' table gives a field."""
+        fields = [self._field(tag, scalars[tag.name]) for tag in TAGS if _is_shown(tag, scalars)]
+        if not fields:
+            return
+        width = len(str(self._total_steps))
+        line = "  ".join([self._paint(f"step {step:>{width}}/{self._total_steps}", _BOLD), *fields])
+        self._stream.write(f"{_CLEAR_LINE if self._drawn_step is not None else ''}{line}\n")
+        if self._drawn_step is not None:
+            self._draw(self._drawn_step)
+        self._stream.flush()
+
+    def progress(self, step: int) -> None:
+        """Redraw the bar, at most ten times a second."""
+        if not self._has_bar:
+            return
+        now = self._clock()
+        self._first = self._first or (step, now)
+        if now - self._drawn_at >= _SECONDS_BETWEEN_REDRAWS or step == self._total_steps:
+            self._drawn_at = now
+            self._stream.write(_CLEAR_LINE)
+            self._draw(step)
+            self._stream.flush()
+
+    def clear(self) -> None:
+        """Take the bar away, so that something else can be printed; the next progress brings it back."""
+        if self._drawn_step is not None:
+            self._stream.write(_CLEAR_LINE)
+            self._stream.flush()
+            self._drawn_step, self._drawn_at = None, -math.inf
+
+    def close(self) -> None:
+        """Take the bar away. The stream stays open: it belongs to the caller."""
+        self.clear()
+
+    def _draw(self, step: int) -> None:
+        self._drawn_step = step
+        filled = _BAR_WIDTH * step // self._total_steps
+        bar = "#" * filled + "." * (_BAR_WIDTH - filled)
+        text = f"[{bar}] {step}/{self._total_steps}  {100 * step // self._total_steps} %  {self._time_left(step)}"
+        self._stream.write(text[: shutil.get_terminal_size().columns - 1])
+
+    def _time_left(self, step: int) -> str:
+        assert self._first is not None
+        first_step, first_time = self._first
+        if step == first_step:
+            return "ETA ?"
+        seconds = round((self._clock() - first_time) / (step - first_step) * (self._total_steps - step))
+        return f"ETA {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+    def _field(self, tag: Tag, value: float) -> str:
+        assert tag.console is not None
+        text = tag.console.format(value)
+        if not math.isfinite(value):
+            return self._paint(text, _RED)
+        return self._paint(text, _CYAN) if tag.name.endswith("/loss") else text
+
+    def _paint(self, text: str, code: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self._has_color else text
+
+
+def _is_shown(tag: Tag, scalars: Mapping[str, float]) -> bool:
+    return tag.console is not None and tag.name in scalars and tag.console_fallback_for not in scalars

@@ -1,0 +1,55 @@
+"""Metrics as lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from titan_launch.metrics.sinks.base import Sink, move_aside
+
+
+class JsonlSink(Sink):
+    """One object per report: `{"step": 10, "train/loss": 5.25, ...}`.
+
+    JSON has no numbers that are not finite, so these are the strings "nan", "inf" and "-inf": nothing is lost, every
+    parser reads the file, and `float(value)` gives back any value.
+
+    A resumed run drops the lines of steps that are computed again, and a last line that a kill has cut short. A fresh
+    start moves an older file aside (`metrics.1.jsonl`, `metrics.2.jsonl`, ...).
+    """
+
+    def __init__(self, path: Path, resume_step: int = 0):
+        """`resume_step`: the step of the checkpoint that the run goes on from; 0 for a fresh start."""
+        if not resume_step:
+            move_aside(path)
+        elif path.exists():
+            os.truncate(path, _length_until(path, resume_step))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", buffering=1, encoding="utf-8")  # line by line
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """One line, on disk when this returns: a run that is killed loses nothing."""
+        finite = {tag: value if math.isfinite(value) else str(float(value)) for tag, value in scalars.items()}
+        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _length_until(path: Path, last_step: int) -> int:
+    """Bytes of the lines before the first that is of a later step, or torn. Steps never go back within a file."""
+    length = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not _is_complete(line) or json.loads(line)["step"] > last_step:
+                break
+            length += len(line)
+    return length
+
+
+def _is_complete(line: bytes) -> bool:
+    return line.endswith(b"}\n")

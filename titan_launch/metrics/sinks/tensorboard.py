@@ -1,0 +1,53 @@
+"""Metrics as TensorBoard event files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+from titan_launch.metrics.sinks.base import Sink, move_aside
+from titan_launch.metrics.tags import dashboard_layout
+
+
+class TensorBoardSink(Sink):
+    """Scalars, texts and the layout of the "Custom Scalars" dashboard, below one folder.
+
+    A resumed run continues the folder of the run before: TensorBoard drops the steps that are computed again. A fresh
+    start moves an older folder aside (`tb.1`, `tb.2`, ...), where TensorBoard shows it as another run.
+    """
+
+    def __init__(self, log_dir: Path, resume_step: int = 0):
+        """`resume_step`: the step of the checkpoint that the run goes on from; 0 for a fresh start."""
+        if not resume_step:
+            move_aside(log_dir)
+        is_new = not any(log_dir.glob("events.out.tfevents.*"))
+        self._writer = SummaryWriter(log_dir, purge_step=resume_step + 1 if resume_step else None)
+        self._resume_step = resume_step
+        if is_new:
+            self._writer.add_custom_scalars(_custom_scalars())
+            self._writer.flush()
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """One event per tag, on disk when this returns: a run that is killed loses nothing."""
+        for tag, value in scalars.items():
+            self._writer.add_scalar(tag, value, step)
+        self._writer.flush()
+
+    def text(self, tag: str, text: str) -> None:
+        """Shown under "Text", once for every time that the run was started."""
+        self._writer.add_text(tag, text, self._resume_step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+def _custom_scalars() -> dict[str, dict[str, list[object]]]:
+    """The dashboard in the form that SummaryWriter takes. Tags are regular expressions that match from the start."""
+    return {
+        group: {title: ["Multiline", [f"{tag}$" for tag in tags]] for title, tags in charts.items()}
+        for group, charts in dashboard_layout().items()
+    }

@@ -1,0 +1,163 @@
+"""Every metric that a run reports, as data: the meter, the console, the dashboard and the documentation read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Tag:
+    """One metric."""
+
+    name: str
+    combine: Literal["sum", "max", "same"]
+    """How the values of the ranks become one: added, the largest, or the same on all ranks anyway."""
+
+    meaning: str
+    chart: tuple[str, str] | None = None
+    """Group and title of the dashboard's chart that shows it; tags with the same pair share a chart."""
+
+    console: str | None = None
+    """Its field in a line of the console, for `str.format`; always of the same width for ordinary values."""
+
+    console_fallback_for: str | None = None
+    """The console leaves it out where this tag is there."""
+
+
+TAGS = (
+    Tag(
+        "train/loss",
+        "sum",
+        "Mean loss of the step over all targets of all ranks that are not ignored.",
+        chart=("loss", "loss"),
+        console="loss {:8.4f}",
+    ),
+    Tag(
+        "train/loss_max",
+        "max",
+        "Largest of the ranks' own mean losses; infinite where a rank's loss is not a number.",
+        chart=("loss", "loss"),
+    ),
+    Tag(
+        "validation/loss",
+        "same",
+        "Mean loss over all targets of the held-out samples.",
+        chart=("loss", "loss"),
+        console="validation loss {:8.4f}",
+    ),
+    Tag(
+        "train/grad_norm",
+        "same",
+        "Norm of the whole gradient before clipping.",
+        chart=("loss", "gradient norm"),
+        console="grad {:8.3f}",
+    ),
+    Tag(
+        "train/lr",
+        "same",
+        "Learning rate of the step.",
+        chart=("loss", "learning rate"),
+        console="lr {:9.3e}",
+    ),
+    Tag("train/samples_seen", "same", "Samples consumed since the run began, over all ranks."),
+    Tag("train/epoch", "same", "The same in passes over the data."),
+    Tag(
+        "train/skipped_steps",
+        "same",
+        "Steps so far that left the parameters alone because the gradient was not finite.",
+        chart=("loss", "skipped steps"),
+    ),
+    Tag(
+        "throughput/tokens_per_second",
+        "same",
+        "Targets that are not ignored, per second of training, over all ranks.",
+        chart=("throughput", "tokens per second"),
+        console="{:>11,.0f} tok/s",
+    ),
+    Tag(
+        "throughput/tokens_per_second_per_device",
+        "same",
+        "The same per device.",
+        chart=("throughput", "tokens per second per device"),
+    ),
+    Tag(
+        "throughput/tflops_per_device",
+        "same",
+        "Floating-point operations of the model per second of training and device, in TFLOP/s. Every position counts, "
+        "recomputation does not.",
+        chart=("throughput", "TFLOP/s per device"),
+    ),
+    Tag(
+        "throughput/mfu_percent",
+        "same",
+        "The same in percent of the device's bf16 peak. Only where the peak is known or given.",
+        chart=("throughput", "model FLOPs utilization (%)"),
+        console="MFU {:5.1f} %",
+    ),
+    Tag(
+        "time/step_s",
+        "same",
+        "Seconds per step, without validation and checkpoints.",
+        chart=("time", "seconds per step"),
+        console="{:8.3f} s/step",
+    ),
+    Tag(
+        "time/data_s",
+        "max",
+        "Part of it spent waiting for data.",
+        chart=("time", "seconds per step"),
+    ),
+    Tag(
+        "memory/max_active_gib",
+        "max",
+        "Largest amount of CUDA memory in use since the last report, in GiB.",
+        chart=("memory", "GiB"),
+    ),
+    Tag(
+        "memory/max_reserved_gib",
+        "max",
+        "Largest amount of CUDA memory held by the allocator since the last report, in GiB.",
+        chart=("memory", "GiB"),
+        console="mem {:7.2f} GiB",
+    ),
+    Tag(
+        "memory/max_rss_gib",
+        "max",
+        "Largest resident memory of the process so far, in GiB, without the data workers.",
+        chart=("memory", "GiB"),
+        console="mem {:7.2f} GiB",
+        console_fallback_for="memory/max_reserved_gib",
+    ),
+    Tag(
+        "memory/alloc_retries",
+        "max",
+        "Times so far that the CUDA allocator had to give memory back to find some. Other than 0 costs speed.",
+        chart=("memory", "allocator"),
+    ),
+    Tag(
+        "memory/ooms",
+        "max",
+        "Times so far that the CUDA allocator found none.",
+        chart=("memory", "allocator"),
+    ),
+)
+
+BY_NAME = {tag.name: tag for tag in TAGS}
+
+
+def dashboard_layout() -> dict[str, dict[str, list[str]]]:
+    """Group -> chart title -> names of the tags in it."""
+    layout: dict[str, dict[str, list[str]]] = {}
+    for tag in TAGS:
+        if tag.chart:
+            group, title = tag.chart
+            layout.setdefault(group, {}).setdefault(title, []).append(tag.name)
+    return layout
+
+
+def markdown_table() -> str:
+    """The table of all metrics, for the documentation."""
+    over_ranks = {"sum": "sum", "max": "maximum", "same": "-"}
+    rows = [f"| `{tag.name}` | {tag.meaning} | {over_ranks[tag.combine]} |" for tag in TAGS]
+    return "\n".join(["| tag | meaning | over ranks |", "|---|---|---|", *rows, ""])

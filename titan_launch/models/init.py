@@ -1,0 +1,155 @@
+"""Initial parameters and buffers that are the same for every sharding and every number of ranks.
+
+Every rank makes each module's tensors whole, from a seed that depends on the module's path only, and keeps its shard.
+Nothing is communicated, and no more than one module is whole at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from titan_launch.errors import ConfigError, Problem, UserError, config_error
+from titan_launch.globs import matches
+from titan_launch.registry import user_traceback
+
+
+class Initializer(Protocol):
+    """Fills the tensors that one module owns itself."""
+
+    def __call__(self, module: nn.Module, path: str) -> None:
+        """Fill every parameter and buffer of `module`: whole plain tensors, uninitialised, at least fp32.
+
+        `path` is the module's in the model. Random numbers come from torch's default generators, which are seeded.
+        """
+
+
+def initialize(model: nn.Module, initializer: Initializer, seed: int, device: torch.device) -> None:
+    """Fill a model that is on `device` (after `to_empty`), sharded or not, in place.
+
+    A shared tensor is filled once, by the first module in `named_modules` that owns it. Children come before parents.
+    No communication. Beyond the model itself it needs the memory of the largest single module, whole and in fp32.
+    """
+    for path, module, names in reversed(list(_owners(model))):
+        twin = _whole_twin(module, device)
+        with _seeded(_module_seed(seed, path), device), torch.no_grad():
+            initializer(twin, path)
+            for name in names:
+                _copy_shard(_tensors(module)[name], _tensors(twin)[name])
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """Modules that own tensors themselves, with the names of those that no module before them owns too."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        names = [name for name, tensor in _tensors(module).items() if id(tensor) not in seen]
+        seen.update(id(tensor) for tensor in _tensors(module).values())
+        if names:
+            yield path, module, names
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers that a module owns itself, by name."""
+    both = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in both.items() if tensor is not None}
+
+
+def _whole_twin(module: nn.Module, device: torch.device) -> nn.Module:
+    """A module like `module` before it was wrapped, with whole, uninitialised tensors of its own.
+
+    Its attributes are shared with the original. It has no children, since those of the original are sharded; except a
+    class of torch's own, whose initialisation may reach into them (`MultiheadAttention` sets a constant there).
+    """
+    cls = _original_class(module)
+    twin = cls.__new__(cls)
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["_parameters"] = {
+        name: None if p is None else nn.Parameter(_uninitialised(p, device), p.requires_grad)
+        for name, p in module._parameters.items()
+    }
+    twin.__dict__["_buffers"] = {
+        name: None if b is None else _uninitialised(b, device) for name, b in module._buffers.items()
+    }
+    if not cls.__module__.startswith("torch."):
+        twin.__dict__["_modules"] = {}
+    return twin
+
+
+def _original_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, or the one it had before `fully_shard` replaced it."""
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def _uninitialised(like: Tensor, device: torch.device) -> Tensor:
+    """Floating tensors hold NaN until they are filled, and are fp32 where storage is less: one rounding, at the end."""
+    if not (like.is_floating_point() or like.is_complex()):
+        return torch.zeros(like.shape, dtype=like.dtype, device=device)
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return torch.full(like.shape, torch.nan, dtype=dtype, device=device)
+
+
+def _copy_shard(target: Tensor, whole: Tensor) -> None:
+    """Copy into a tensor the part of `whole` that it holds, cast to its dtype."""
+    if isinstance(target, DTensor):
+        part = distribute_tensor(whole.detach(), target.device_mesh, target.placements, src_data_rank=None)
+        target.to_local().copy_(part.to_local())
+    else:
+        target.copy_(whole)
+
+
+def _module_seed(seed: int, path: str) -> int:
+    digest = hashlib.blake2b(f"{seed}:{path}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the default generators of the host and of `device`; afterwards they are where they were."""
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
+        torch.manual_seed(seed)
+        yield
+
+
+# ------------------------------------------------------------------------------------------------ a table of rules
+
+Fill = Callable[[Tensor, nn.Module], None]
+"""Fills a tensor in place; the module is the one that owns it."""
+
+
+class InitTable:
+    """Rules by the full name of a parameter or buffer; the first glob that matches wins.
+
+    A name that none matches is a mistake in the table, and raises AssertionError.
+    """
+
+    def __init__(self, rules: Sequence[tuple[str, Fill]]):
+        self._rules = tuple(rules)
+
+    def __call__(self, module: nn.Module, path: str) -> None:
+        """Fill the module's tensors by their rules."""
+        for name, tensor in _tensors(module).items():
+            self._rule(f"{path}.{name}" if path else name)(tensor, module)
+
+    def _rule(self, name: str) -> Fill:
+        for pattern, fill in self._rules:
+            if matches(pattern, name):
+                return fill
+        raise AssertionError(f"no initialisation for {name}")
+
+
+def constant(value: float) -> Fill:
+    """Every element the same."""
+    return lambda tensor, module: tensor.fill_(value) and None
+
+
+def normal(std: float) -> Fill:
+    """Normal around 0."""
+    return lambda tensor, module: tensor.normal_(std=std) and None

@@ -1,0 +1,51 @@
+"""A model's modules, parameters and buffers as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo
+
+
+def take_inventory(model: nn.Module, blocks: tuple[str, ...], head: tuple[str, ...] = ()) -> Inventory:
+    """Describe a model, on any device (meta included), before it is wrapped."""
+    first_owner: dict[int, str] = {}
+    modules = tuple(
+        ModuleInfo(
+            path=path,
+            classes=_class_names(module),
+            has_forward=type(module).forward is not nn.Module.forward,
+            parameters=_tensors(path, module._parameters.items(), first_owner),
+            buffers=_tensors(path, module._buffers.items(), first_owner),
+        )
+        for path, module in model.named_modules()
+    )
+    return Inventory(modules, blocks, head)
+
+
+def _class_names(module: nn.Module) -> tuple[str, ...]:
+    mro = type(module).__mro__
+    return tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in mro[: max(1, mro.index(nn.Module))])
+
+
+def _tensors(
+    path: str, tensors: Iterable[tuple[str, Tensor | None]], first_owner: dict[int, str]
+) -> tuple[TensorInfo, ...]:
+    infos = []
+    for name, tensor in tensors:
+        if tensor is None:
+            continue
+        full_name = f"{path}.{name}" if path else name
+        owner = first_owner.setdefault(id(tensor), full_name)
+        infos.append(
+            TensorInfo(
+                name=name,
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                is_floating=tensor.is_floating_point(),
+                tied_to=owner if owner != full_name else None,
+            )
+        )
+    return tuple(infos)

@@ -1,0 +1,46 @@
+"""FSDP2 on planned units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from titan_launch.plan.types import Unit
+from titan_launch.precision.policy import mixed_precision_policy
+
+
+def apply_fsdp(model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh) -> FSDPModule:
+    """Wrap a model in place: one `fully_shard` per unit, in the planned order (inner first, root last).
+
+    The mesh is passed always: FSDP2's default one would take the accelerator of the host, whatever `job.device` says.
+    """
+    for unit in units:
+        modules = [model.get_submodule(path) for path in unit.modules]
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=mesh,
+            mp_policy=mixed_precision_policy(unit.policy),
+            reshard_after_forward=unit.reshard_after_forward,
+        )
+    _sum_gradients(model)
+    assert isinstance(model, FSDPModule)
+    return model
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """Every module that was given to `fully_shard`, the root included."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _sum_gradients(model: nn.Module) -> None:
+    """Let FSDP2 sum gradients, not average them: the loss is already divided by the step's global target count.
+
+    Plain SUM is forced because factor 1 would otherwise be a PREMUL_SUM, which gloo does not have. Neither setter
+    recurses; a unit left out would silently average.
+    """
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)

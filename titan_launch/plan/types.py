@@ -1,0 +1,113 @@
+"""The tables that planner and trainer share: what a model is made of, and how FSDP2 will wrap it. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A parameter or a buffer that a module owns directly."""
+
+    name: str
+    """Name within its module, such as `weight`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """`float32`, `bfloat16`, `int64`, ..."""
+
+    is_floating: bool
+    tied_to: str | None = None
+    """Full path of the same tensor where it was met first, for a shared (tied) parameter."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """One module of the tree."""
+
+    path: str
+    """Dotted path from the root; the root's is empty."""
+
+    classes: tuple[str, ...]
+    """Full names of its class and of that class's bases, nearest first, up to `torch.nn.Module` exclusively."""
+
+    has_forward: bool
+    """False for containers (`nn.ModuleList`), which FSDP2 cannot wrap."""
+
+    parameters: tuple[TensorInfo, ...] = ()
+    buffers: tuple[TensorInfo, ...] = ()
+
+    @property
+    def class_name(self) -> str:
+        """The class without its module."""
+        return self.classes[0].rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """A model as a table: every module, and which of them the model calls its blocks and its head."""
+
+    modules: tuple[ModuleInfo, ...]
+    """In the order of `named_modules`: parents before children, the root first."""
+
+    blocks: tuple[str, ...]
+    """Paths of the repeated blocks, each a unit of its own."""
+
+    head: tuple[str, ...] = ()
+    """Paths of the modules that run last, in order; the last one's output is the model's."""
+
+    @cached_property
+    def by_path(self) -> dict[str, ModuleInfo]:
+        """The modules by path."""
+        return {module.path: module for module in self.modules}
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, tied ones once."""
+        return sum(p.numel for m in self.modules for p in m.parameters if p.tied_to is None)
+
+
+def is_within(path: str, ancestor: str) -> bool:
+    """Whether `path` is the module `ancestor` or lies in it."""
+    return not ancestor or path == ancestor or path.startswith(ancestor + ".")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What one FSDP2 unit does with dtypes: the arguments of `MixedPrecisionPolicy`, by name. None is FSDP2's None."""
+
+    param_dtype: str | None
+    """All-gather and compute. None: as stored, inputs are not cast."""
+
+    reduce_dtype: str | None
+    output_dtype: str | None = None
+    """None: outputs stay as they are."""
+
+    cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The modules of one `fully_shard` call: their parameters are gathered, freed and reduced together."""
+
+    name: str
+    """What the table calls it: the path of a block, or why it exists."""
+
+    modules: tuple[str, ...]
+    policy: Policy
+    reshard_after_forward: bool | None
+    """None leaves the choice to FSDP2, which keeps the root's parameters (they are needed first in backward)."""
+
+    num_parameters: int
+    """Elements of the parameters it holds, over all ranks."""
+
+    storage_dtype: str
+    reason: str
+    """`precision.rules.0`, `block`, `head`, `root`, or the default that made it."""

@@ -1,0 +1,78 @@
+"""How a training process ends: one message for all ranks, output flushed, the right exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from titan_launch.config.explain import render
+from titan_launch.config.provenance import Provenance
+from titan_launch.errors import ConfigError, RunError, UserError
+
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+def run_and_leave(action: Callable[[], None], provenance: Provenance) -> NoReturn:
+    """Run `action`, report how it ended, and end the process.
+
+    It ends with `os._exit`, once everything is flushed: gloo's threads may still hold Python objects when the
+    interpreter shuts down in the ordinary way, which aborts up to a quarter of finished, correct runs (SIGABRT;
+    pytorch issue 190489).
+    """
+    status = FAILED
+    try:
+        status = _run(action, provenance)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _run(action: Callable[[], None], provenance: Provenance) -> int:
+    try:
+        action()
+        return OK
+    except ConfigError as error:
+        return _announce(render(error.problems, provenance), BAD_INPUT)
+    except UserError as error:
+        return _announce(f"error: {error}", BAD_INPUT)
+    except RunError as error:
+        return _announce(f"error: {error}", FAILED)
+    except KeyboardInterrupt:
+        return _announce("interrupted", INTERRUPTED)
+    except BaseException:
+        rank = os.environ.get("RANK")
+        where = f" on rank {rank}" if rank else ""
+        return _announce(f"{traceback.format_exc()}error: the run failed{where}; see the traceback above", FAILED)
+
+
+def _announce(text: str, status: int) -> int:
+    announce_once(text)
+    return status
+
+
+def announce_once(text: str) -> None:
+    """Print an error on the first rank of this host that has one; the others' errors are its echo.
+
+    "Rank 0 prints" would lose the message: torchrun stops all ranks as soon as the first one fails. So whoever first
+    creates a file in torchrun's folder for this attempt prints.
+    """
+    if _is_first():
+        print(text, file=sys.stderr, flush=True)
+
+
+def _is_first() -> bool:
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file is None:  # started by hand, or by another launcher: nothing stops the ranks, each may speak
+        return True
+    try:
+        os.close(os.open(Path(error_file).parent.parent / "announced", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    except OSError:  # a message twice is better than none
+        return True
+    return True

@@ -1,0 +1,76 @@
+"""Import strings: `package.module:attribute` in the job file stands for a Python object of the user's own."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from titan_launch.errors import ConfigError, KeyPath, config_error, did_you_mean
+
+_OWN_FOLDER = str(Path(__file__).resolve().parent) + os.sep
+_IMPORT_MACHINERY = ("<frozen importlib", str(Path(importlib.__file__).resolve().parent) + os.sep)
+
+
+def import_factory(name: str, key: KeyPath = ("model", "name")) -> Callable[..., Any]:
+    """The callable that `package.module:attribute` names; the attribute may have dots (`my_models:Net.small`).
+
+    The working directory can be imported from, as with `python -m`. Raises ConfigError on `key`, with the user's own
+    traceback where importing the module fails inside it.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise config_error(key, 'expected "package.module:attribute"', name)
+    found = _import_module(module_name, name, key)
+    path = module_name
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [candidate for candidate in dir(found) if not candidate.startswith("_")]
+            raise config_error(key, f'{path} has no attribute "{part}"{did_you_mean(part, public)}', name)
+        found, path = getattr(found, part), f"{path}.{part}"
+    if not callable(found):
+        raise config_error(key, f"{path} is of type {type(found).__name__}, which cannot be called", name)
+    return found
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback of an error raised in code of the user's, without the frames of ours that led there."""
+    trace = traceback.TracebackException.from_exception(error)
+    frames = list(trace.stack)
+    while frames and frames[0].filename.startswith((_OWN_FOLDER, *_IMPORT_MACHINERY)):
+        del frames[0]
+    trace.stack = traceback.StackSummary.from_list(frames)
+    return "".join(trace.format()).rstrip()
+
+
+def _import_module(module_name: str, name: str, key: KeyPath) -> Any:
+    _make_working_directory_importable()
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and _is_or_contains(error.name, module_name):
+            raise _missing_module(error.name, name, key) from None
+        raise config_error(key, f"importing {module_name} failed:\n{user_traceback(error)}", name) from error
+    except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` may call sys.exit
+        raise config_error(key, f"importing {module_name} failed:\n{user_traceback(error)}", name) from error
+
+
+def _is_or_contains(package: str, module: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")
+
+
+def _missing_module(missing: str, name: str, key: KeyPath) -> ConfigError:
+    reason = f'there is no module "{missing}" (searched: {os.getcwd()}, and the installed packages)'
+    return config_error(key, reason, name)
+
+
+def _make_working_directory_importable() -> None:
+    """As `python -m` does; an installed console script does not."""
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
+        importlib.invalidate_caches()

@@ -1,0 +1,242 @@
+"""From a job's configuration to the finished parts of a run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from titan_launch.accumulation.strategies import build_strategy
+from titan_launch.checkpoint.manager import CheckpointManager
+from titan_launch.checkpoint.state import Progress
+from titan_launch.config.job import JobConfig
+from titan_launch.data.loader import build_train_loader, build_validation_loader
+from titan_launch.data.order import SampleOrder
+from titan_launch.data.sources import SampleSource, build_source
+from titan_launch.metrics.meter import Meter
+from titan_launch.metrics.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink
+from titan_launch.models.build import BuiltModel, build_model
+from titan_launch.models.init import initialize
+from titan_launch.models.inventory import take_inventory
+from titan_launch.optim.optimizer import build_optimizer
+from titan_launch.parallel.apply import parallelize
+from titan_launch.parallel.distributed import Ranks
+from titan_launch.parallel.mesh import build_mesh, fsdp_mesh
+from titan_launch.plan.devices import find_device
+from titan_launch.plan.layout import Layout, plan_layout
+from titan_launch.plan.report import format_units
+from titan_launch.plan.units import BATCH_NORM_DEFAULT, Resharding, plan_buffer_dtypes, plan_units
+from titan_launch.tokenizer import Tokenizer, build_tokenizer
+from titan_launch.train.folder import checkpoint_folder, prepare_run_folder
+from titan_launch.train.guard import NonFiniteGuard
+from titan_launch.train.step import Microbatch, TrainStep
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The finished parts of a run."""
+
+    config: JobConfig
+    folder: Path
+    ranks: Ranks
+    layout: Layout
+    model: nn.Module
+    optimizer: Optimizer
+    step: TrainStep
+    guard: NonFiniteGuard
+    progress: Progress
+    first_step: int
+    """The first step of this process: 1, or the one after the checkpoint it resumed from."""
+
+    epoch_size: int
+    """Samples in an epoch."""
+
+    train_batches: Iterator[Microbatch]
+    """This rank's microbatches, without end."""
+
+    validation_batches: Iterable[Microbatch] | None
+    checkpoints: CheckpointManager | None
+    meter: Meter
+    sinks: tuple[Sink, ...]
+    console: ConsoleSink | None
+    """The terminal, on the main rank; also among the sinks."""
+
+
+def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack) -> Run:
+    """Build everything that training needs; what must be closed is entered into `stack`.
+
+    What can be wrong is found first (the division of ranks, the model, the precision rules, the data); then memory is
+    allocated; only then is anything written.
+    """
+    layout = plan_layout(config.parallelism, config.training, ranks.world_size)
+    built = build_model(config.model, config.training.seq_len)
+    model = shard_model(config, built, layout, ranks.device)
+    tokenizer = build_tokenizer(config.tokenizer)
+    source = build_source(config.data, tokenizer, config.training.seq_len, key=("data",))
+    validation_batches = build_validation_batches(config, tokenizer, layout, ranks, stack)
+
+    model.to_empty(device=ranks.device)
+    initialize(model, built.initializer, config.training.seed, ranks.device)
+    optimizer = build_optimizer(model, config.optimizer)
+
+    folder = open_run_folder(config, ranks)
+    progress = Progress()
+    checkpoints = resume(config, folder, model, optimizer, progress, ranks)
+    guard = NonFiniteGuard(config.debug.on_nonfinite, ranks.device)
+    accumulation = build_strategy(config.gradient_accumulation)
+    console = ConsoleSink(total_steps=config.training.steps) if ranks.is_main else None
+    log_batches(config, layout, ranks, len(source), folder)
+    return Run(
+        config=config,
+        folder=folder,
+        ranks=ranks,
+        layout=layout,
+        model=model,
+        optimizer=optimizer,
+        step=TrainStep(model, optimizer, accumulation, guard, config.training.max_norm, ranks.device),
+        guard=guard,
+        progress=progress,
+        first_step=progress.step + 1,
+        epoch_size=len(source),
+        train_batches=build_train_batches(config, source, layout, ranks, progress, stack),
+        validation_batches=validation_batches,
+        checkpoints=checkpoints,
+        meter=build_meter(config, built, layout, ranks),
+        sinks=build_sinks(config, folder, progress, console, stack),
+        console=console,
+    )
+
+
+def shard_model(config: JobConfig, built: BuiltModel, layout: Layout, device: torch.device) -> nn.Module:
+    """Plan the units of a model on the meta device, show them, and wrap the model; nothing is allocated."""
+    inventory = take_inventory(built.module, built.blocks, built.head)
+    units = plan_units(inventory, config.precision, plan_resharding(config))
+    buffer_dtypes = plan_buffer_dtypes(inventory, config.precision)
+    _log.info("model: %s, %s parameters", config.model.name, f"{inventory.num_parameters:,}")
+    _log.info("%s", format_units(inventory, units))
+    if any(unit.reason == BATCH_NORM_DEFAULT for unit in units):
+        _log.info("BatchNorm has a unit of its own by default: its parameters and running statistics stay float32")
+    mesh = fsdp_mesh(build_mesh(layout, device.type), layout)
+    return parallelize(built.module, units, buffer_dtypes, config.precision.storage_dtype, mesh)
+
+
+def plan_resharding(config: JobConfig) -> Resharding:
+    """Which units free their parameters after forward."""
+    choice = config.parallelism.fsdp_reshard_after_forward
+    if config.gradient_accumulation.keep_params_unsharded or choice == "never":
+        return Resharding(blocks=False, head=False)
+    return Resharding(blocks=True, head=choice == "always")
+
+
+def build_train_batches(
+    config: JobConfig, source: SampleSource, layout: Layout, ranks: Ranks, progress: Progress, stack: ExitStack
+) -> Iterator[Microbatch]:
+    """This rank's microbatches, from where the run is."""
+    loader = build_train_loader(
+        source,
+        SampleOrder(len(source), config.training.seed, config.data.shuffle),
+        layout,
+        ranks.rank,
+        start=progress.samples_seen,
+        num_workers=config.data.num_workers,
+        pin_memory=ranks.device.type == "cuda",
+    )
+    stack.callback(loader.close)
+    return iter(loader)
+
+
+def build_validation_batches(
+    config: JobConfig, tokenizer: Tokenizer, layout: Layout, ranks: Ranks, stack: ExitStack
+) -> Iterable[Microbatch] | None:
+    """This rank's validation batches, or None where there is no validation."""
+    validation = config.validation
+    if not validation.freq or validation.data is None:
+        return None
+    loader = build_validation_loader(
+        build_source(validation.data, tokenizer, config.training.seq_len, key=("validation", "data")),
+        local_batch_size=validation.local_batch_size,
+        dp_rank=ranks.rank,
+        dp_size=layout.data_parallel,
+        max_samples=validation.max_samples,
+        num_workers=validation.data.num_workers,
+        pin_memory=ranks.device.type == "cuda",
+    )
+    stack.callback(loader.close)
+    return loader
+
+
+def open_run_folder(config: JobConfig, ranks: Ranks) -> Path:
+    """The run's folder, made ready by the main rank before any rank goes on."""
+    folder = Path(config.job.dump_folder, config.job.name)
+    if ranks.is_main:
+        prepare_run_folder(folder, config)
+    dist.barrier()
+    return folder
+
+
+def resume(
+    config: JobConfig, folder: Path, model: nn.Module, optimizer: Optimizer, progress: Progress, ranks: Ranks
+) -> CheckpointManager | None:
+    """Load the newest checkpoint, if there is one, into the parts; None where checkpoints are off."""
+    if not config.checkpoint.enable:
+        return None
+    checkpoints = CheckpointManager(checkpoint_folder(folder), model, optimizer, progress, ranks.device)
+    checkpoints.load_latest()
+    return checkpoints
+
+
+def build_meter(config: JobConfig, built: BuiltModel, layout: Layout, ranks: Ranks) -> Meter:
+    """The meter, which knows the FLOPs of a step and, on known hardware, the peak."""
+    flops = built.flops_per_sample
+    return Meter(
+        device=ranks.device,
+        world_size=ranks.world_size,
+        flops_per_step_per_device=None if flops is None else flops * layout.global_batch_size / ranks.world_size,
+        peak_flops=peak_flops(config, ranks.device),
+    )
+
+
+def peak_flops(config: JobConfig, device: torch.device) -> float | None:
+    """FLOP/s that the MFU is relative to: as configured, else those of a known GPU, else none."""
+    if config.metrics.peak_tflops_per_device is not None:
+        return config.metrics.peak_tflops_per_device * 1e12
+    known = find_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if known is None else known.peak_bf16_tflops * 1e12
+
+
+def build_sinks(
+    config: JobConfig, folder: Path, progress: Progress, console: ConsoleSink | None, stack: ExitStack
+) -> tuple[Sink, ...]:
+    """Where reports go; only the main rank, which has a console, writes."""
+    if console is None:
+        return ()
+    sinks: list[Sink] = [console, JsonlSink(folder / "metrics.jsonl", resume_step=progress.step)]
+    if config.metrics.enable_tensorboard:
+        sinks.append(TensorBoardSink(folder / "tb", resume_step=progress.step))
+    for sink in sinks:
+        stack.callback(sink.close)
+    return tuple(sinks)
+
+
+def log_batches(config: JobConfig, layout: Layout, ranks: Ranks, epoch_size: int, folder: Path) -> None:
+    """Say how the run divides its batch, and where it writes."""
+    _log.info(
+        "batch: %d samples a step = %d on each of %d ranks x %d microbatches (%s); an epoch has %s samples",
+        layout.global_batch_size,
+        layout.local_batch_size,
+        layout.data_parallel,
+        layout.num_microbatches,
+        config.gradient_accumulation.mode,
+        f"{epoch_size:,}",
+    )
+    _log.info("device: %s; ranks: %d (%d x %d)", ranks.device.type, ranks.world_size, layout.replicate, layout.shard)
+    _log.info("folder: %s", folder)

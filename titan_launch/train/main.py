@@ -1,0 +1,33 @@
+"""A training run, from its configuration to its end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import ExitStack
+
+from titan_launch.config.job import JobConfig
+from titan_launch.parallel.distributed import process_group
+from titan_launch.train.build import build_run
+from titan_launch.train.loop import fit
+from titan_launch.train.seed import seed_everything
+
+
+def train(config: JobConfig) -> None:
+    """Train as one rank. Every path out closes writers and destroys the process group."""
+    with ExitStack() as stack:
+        ranks = stack.enter_context(process_group(config.job.device, config.comm.timeout_seconds))
+        _log_on_main(ranks.is_main)
+        seed_everything(config.training.seed + ranks.rank, config.debug.deterministic)
+        fit(build_run(config, ranks, stack))
+
+
+def _log_on_main(is_main: bool) -> None:
+    """This package's messages go to standard output, from one rank; warnings from all."""
+    logger = logging.getLogger("titan_launch")
+    logger.setLevel(logging.INFO if is_main else logging.WARNING)
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
