@@ -63,17 +63,6 @@ def test_tensorboard_drops_the_steps_that_a_resumed_run_repeats(tmp_path: Path) 
     resumed.close()
 
 
-def test_a_fresh_start_moves_older_files_aside(tmp_path: Path) -> None:
-    for loss in (1.0, 2.0, 3.0):
-        for sink in (TensorBoardSink(tmp_path / "tb"), JsonlSink(tmp_path / "metrics.jsonl")):
-            sink.write(1, {"train/loss": loss})
-            sink.close()
-    for number, loss in ((".1", 1.0), (".2", 2.0), ("", 3.0)):
-        assert scalar(read_events(tmp_path / f"tb{number}"), "train/loss") == [(1, loss)]
-        assert read_lines(tmp_path / f"metrics{number}.jsonl") == [{"step": 1, "train/loss": loss}]
-    assert len(list(tmp_path.iterdir())) == 6
-
-
 def read_lines(path: Path) -> list[dict[str, float | str]]:
     def refuse(constant: str) -> float:
         raise AssertionError(f"{constant} is not JSON")

@@ -81,7 +81,10 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, norm: st
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path, first: int, second: int) -> None:
     def job(name: str, steps: int) -> dict[str, Any]:
         return tiny_job(
-            tmp_path / name, training={"steps": steps}, checkpoint={"enable": True}, lr_scheduler={"decay_ratio": 0.0}
+            tmp_path / name,
+            training={"steps": steps},
+            checkpoint={"enable": True},
+            lr_scheduler={"kind": "warmup_stable_decay", "decay_ratio": 0.0},
         )
 
     whole = run_ranks(run_job, 1, job("whole", 6))[0]

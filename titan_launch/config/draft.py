@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from titan_launch.config.explain import toml_value
 from titan_launch.config.kinds import TAGGED
 from titan_launch.config.overrides import Override
 from titan_launch.config.provenance import Provenance, Source
-from titan_launch.errors import KeyPath, config_error, format_key
+from titan_launch.errors import ConfigError, KeyPath, config_error, format_key
 
 
 class Draft:
@@ -28,22 +29,28 @@ class Draft:
     def override(self, override: Override) -> None:
         """Set one key. Raises ConfigError where its path leads through something that is no table and no array."""
         self._sources.append(override)
+        try:
+            self._set(override)
+        except ConfigError as error:
+            self._origins.update({problem.key: override for problem in error.problems})
+            raise
+
+    def provenance(self, path: str) -> Provenance:
+        """Where the keys came from; `path` is the job file as the user named it."""
+        return Provenance(path, self.table, self._origins, self._sources)
+
+    def _set(self, override: Override) -> None:
         container: Any = self.table
         key: KeyPath = ()
-        for part, following in pairwise((*override.key, None)):
-            assert part is not None
+        for part, following in pairwise((*override.key, "")):
             name = _name_in(container, part, (*key, part))
             key = (*key, name)
-            if following is not None:
+            if following:
                 container = self._enter(container, name, key, following, override)
             elif isinstance(container, dict):
                 self._merge(container, {str(name): override.value}, key[:-1], override)
             else:
                 self._put(container, name, override.value, key, override)
-
-    def provenance(self, path: str) -> Provenance:
-        """Where the keys came from; `path` is the job file as the user named it."""
-        return Provenance(path, self.table, self._origins, self._sources)
 
     def _merge(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath, source: Source) -> None:
         self._make_way(table, new, key)
@@ -78,7 +85,8 @@ class Draft:
             self._put(container, name, [] if following.isdecimal() else {}, key, source)
         inside = container[name]
         if not isinstance(inside, (dict, list)):
-            raise config_error((*key, following), f"{format_key(key)} is neither a table nor an array", inside)
+            reason = f"{format_key(key)} is {toml_value(inside)}, neither a table nor an array"
+            raise config_error((*key, following), reason)
         return inside
 
     def _forget(self, key: KeyPath) -> None:

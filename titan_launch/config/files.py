@@ -8,7 +8,7 @@ from typing import Any
 
 import tomli
 
-from titan_launch.errors import KeyPath, UserError, did_you_mean
+from titan_launch.errors import KeyPath, UserError, nearest
 
 
 class JobFile:
@@ -87,6 +87,8 @@ class _Reader:
     def _bases(self, file: JobFile) -> list[tuple[str, str]]:
         """The files that a file extends, and for each the place that says so."""
         names = [file.extends] if isinstance(file.extends, str) else file.extends
+        if not names:
+            return []
         _, place = file.find(("extends",))
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             self.problems.append(f"{place}: extends: must be the name of a file, or an array of them")
@@ -117,12 +119,19 @@ def _read_text(path: str) -> str:
 
 
 def _similar_file(path: str) -> str:
+    """The hint for a file that is not there: one of its folder with nearly the same name."""
     folder = os.path.dirname(path)
     try:
-        candidates = [entry for entry in os.listdir(folder or ".") if entry.endswith((".toml", ".json"))]
+        entries = os.listdir(folder or ".")
     except OSError:
         return f' (there is no folder "{folder}" either)'
-    return did_you_mean(path, [os.path.join(folder, candidate) for candidate in candidates])
+    by_stem = {_stem(entry): os.path.join(folder, entry) for entry in entries if entry.endswith((".toml", ".json"))}
+    near = nearest(_stem(path), by_stem)
+    return f'; did you mean "{by_stem[near]}"?' if near else ""
+
+
+def _stem(path: str) -> str:
+    return os.path.splitext(os.path.basename(path))[0]
 
 
 def _parse(path: str, text: str) -> dict[str, Any]:

@@ -27,8 +27,8 @@ class Kinds:
 
     def keys_of_some(self) -> set[str]:
         """The keys that belong to one kind or another, but not to all."""
-        keys = [set(variant.model_fields) for variant in self.variants.values()]
-        return set.union(*keys) - set.intersection(*keys)
+        all_keys = [set(variant.model_fields) for variant in self.variants.values()]
+        return {key for keys in all_keys for key in keys if not all(key in others for others in all_keys)}
 
 
 def _tag(variant: type[Section]) -> str:

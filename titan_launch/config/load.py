@@ -14,7 +14,7 @@ from titan_launch.config.files import read_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.kinds import TAGGED
 from titan_launch.config.overrides import parse_overrides
-from titan_launch.config.provenance import Provenance
+from titan_launch.config.provenance import Provenance, contains
 from titan_launch.config.rules import RULES, Rule
 from titan_launch.errors import ConfigError, KeyPath, Problem, UserError
 
@@ -110,17 +110,16 @@ def _remove(table: dict[str, Any], key: KeyPath) -> None:
 
     An array goes as a whole: without one of them, the other items would answer to wrong indices.
     """
-    if key[-1] == "kind" and key[:-1] in TAGGED:
+    is_kind = key[-1] == "kind" and key[:-1] in TAGGED
+    if is_kind or not contains(table, key):
         key = key[:-1]
-    while key and (isinstance(key[-1], int) or not _contains(table, key)):
+    while key and isinstance(key[-1], int):
         key = key[:-1]
-    if key:
-        *path, last = key
-        reduce(getitem, path, table).pop(last)
-
-
-def _contains(table: dict[str, Any], key: KeyPath) -> bool:
-    ...
+    if key and contains(table, key):
+        container: Any = table
+        for part in key[:-1]:
+            container = container[part]
+        del container[key[-1]]
 
 
 def _judge(config: JobConfig, rules: Iterable[Rule], known: Iterable[Problem]) -> list[Problem]:

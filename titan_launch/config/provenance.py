@@ -44,10 +44,15 @@ class Provenance:
 
     def is_given(self, key: KeyPath) -> bool:
         """Whether a key was written somewhere, so that its value is not a default."""
-        value: Any = self._table
-        for part in key:
-            if (isinstance(value, dict) and part in value) or (isinstance(value, list) and part in range(len(value))):
-                value = value[part]
-            else:
-                return False
-        return True
+        return contains(self._table, key)
+
+
+def contains(table: Mapping[str, Any], key: KeyPath) -> bool:
+    """Whether a key is in a table, or in the tables and arrays in it."""
+    value: Any = table
+    for part in key:
+        known = range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ()
+        if part not in known:
+            return False
+        value = value[part]
+    return True

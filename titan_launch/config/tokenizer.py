@@ -6,7 +6,6 @@ from typing import Literal
 
 from titan_launch.config.base import Section
 
-
 VOCABULARY_SIZES = {"bytes": 257}
 """Tokens of the tokenizers whose vocabulary is fixed."""
 

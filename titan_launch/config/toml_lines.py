@@ -118,8 +118,9 @@ class _Scanner:
         self.at += 1
         index = 0
         while self._skip_gap() and self.text[self.at] != "]":
-            self.lines[(*key, index)] = self._current_line()
-            self._value((*key, index))
+            item = (*key, index)
+            self.lines[item] = self._current_line()
+            self._value(item)
             self._skip_comma()
             index += 1
         self.at += 1

@@ -31,8 +31,9 @@ def translate(error: ValidationError, section: type[Section], table: KeyPath = (
 
 
 def _either(one: Problem, other: Problem) -> Problem:
-    """Two members of a union, neither of which fits."""
-    return Problem(one.key, f"{one.reason} or {other.reason.removeprefix('must be ')}", one.value)
+    """Two members of a union, neither of which fits; their hints would contradict each other."""
+    reasons = [problem.reason.partition(";")[0] for problem in (one, other)]
+    return Problem(one.key, f"{reasons[0]} or {reasons[1].removeprefix('must be ')}", one.value)
 
 
 def _has_deeper(key: KeyPath, found: Mapping[KeyPath, Problem]) -> bool:
@@ -68,13 +69,14 @@ def _reason(details: ErrorDetails, key: KeyPath) -> str:
             return f"must be {noun}{hint(value)}"
         case kind if kind in _BOUNDS:
             name, words = _BOUNDS[kind]
-            return f"must be {words} {context[name]}"
+            return f"must be {words} {context[name]:{'' if isinstance(context[name], int) else 'g'}}"
     return details["msg"][:1].lower() + details["msg"][1:]
 
 
 def _one_of(choices: list[str], value: Any) -> str:
     known = ", ".join(f'"{choice}"' for choice in choices)
-    return f"must be one of {known}{did_you_mean(value, choices) if isinstance(value, str) else ''}"
+    hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+    return f"must be {known}" if len(choices) == 1 else f"must be one of {known}{hint}"
 
 
 def _listed(details: ErrorDetails, name: str) -> list[str]:

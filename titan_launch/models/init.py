@@ -7,28 +7,15 @@ Nothing is communicated, and no more than one module is whole at a time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from titan_launch.errors import ConfigError, Problem, UserError, config_error
-from titan_launch.globs import matches
-from titan_launch.registry import user_traceback
-
-
-class Initializer(Protocol):
-    """Fills the tensors that one module owns itself."""
-
-    def __call__(self, module: nn.Module, path: str) -> None:
-        """Fill every parameter and buffer of `module`: whole plain tensors, uninitialised, at least fp32.
-
-        `path` is the module's in the model. Random numbers come from torch's default generators, which are seeded.
-        """
+from titan_launch.models.initializers import Initializer, own_tensors
 
 
 def initialize(model: nn.Module, initializer: Initializer, seed: int, device: torch.device) -> None:
@@ -42,30 +29,23 @@ def initialize(model: nn.Module, initializer: Initializer, seed: int, device: to
         with _seeded(_module_seed(seed, path), device), torch.no_grad():
             initializer(twin, path)
             for name in names:
-                _copy_shard(_tensors(module)[name], _tensors(twin)[name])
+                _copy_shard(own_tensors(module)[name], own_tensors(twin)[name])
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """Modules that own tensors themselves, with the names of those that no module before them owns too."""
     seen: set[int] = set()
     for path, module in model.named_modules():
-        names = [name for name, tensor in _tensors(module).items() if id(tensor) not in seen]
-        seen.update(id(tensor) for tensor in _tensors(module).values())
+        names = [name for name, tensor in own_tensors(module).items() if id(tensor) not in seen]
+        seen.update(id(tensor) for tensor in own_tensors(module).values())
         if names:
             yield path, module, names
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers that a module owns itself, by name."""
-    both = {**module._parameters, **module._buffers}
-    return {name: tensor for name, tensor in both.items() if tensor is not None}
 
 
 def _whole_twin(module: nn.Module, device: torch.device) -> nn.Module:
     """A module like `module` before it was wrapped, with whole, uninitialised tensors of its own.
 
-    Its attributes are shared with the original. It has no children, since those of the original are sharded; except a
-    class of torch's own, whose initialisation may reach into them (`MultiheadAttention` sets a constant there).
+    Its attributes are shared with the original. It has no children, since those of the original are sharded.
     """
     cls = _original_class(module)
     twin = cls.__new__(cls)
@@ -77,14 +57,15 @@ def _whole_twin(module: nn.Module, device: torch.device) -> nn.Module:
     twin.__dict__["_buffers"] = {
         name: None if b is None else _uninitialised(b, device) for name, b in module._buffers.items()
     }
-    if not cls.__module__.startswith("torch."):
+    if not isinstance(module, nn.MultiheadAttention):  # it sets its child's bias to zero, which needs no whole tensor
         twin.__dict__["_modules"] = {}
     return twin
 
 
 def _original_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module, or the one it had before `fully_shard` replaced it."""
-    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+    classes: Iterator[type[nn.Module]] = (cls for cls in type(module).__mro__ if issubclass(cls, nn.Module))
+    return next(cls for cls in classes if not issubclass(cls, FSDPModule))
 
 
 def _uninitialised(like: Tensor, device: torch.device) -> Tensor:
@@ -116,40 +97,3 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
         torch.manual_seed(seed)
         yield
-
-
-# ------------------------------------------------------------------------------------------------ a table of rules
-
-Fill = Callable[[Tensor, nn.Module], None]
-"""Fills a tensor in place; the module is the one that owns it."""
-
-
-class InitTable:
-    """Rules by the full name of a parameter or buffer; the first glob that matches wins.
-
-    A name that none matches is a mistake in the table, and raises AssertionError.
-    """
-
-    def __init__(self, rules: Sequence[tuple[str, Fill]]):
-        self._rules = tuple(rules)
-
-    def __call__(self, module: nn.Module, path: str) -> None:
-        """Fill the module's tensors by their rules."""
-        for name, tensor in _tensors(module).items():
-            self._rule(f"{path}.{name}" if path else name)(tensor, module)
-
-    def _rule(self, name: str) -> Fill:
-        for pattern, fill in self._rules:
-            if matches(pattern, name):
-                return fill
-        raise AssertionError(f"no initialisation for {name}")
-
-
-def constant(value: float) -> Fill:
-    """Every element the same."""
-    return lambda tensor, module: tensor.fill_(value) and None
-
-
-def normal(std: float) -> Fill:
-    """Normal around 0."""
-    return lambda tensor, module: tensor.normal_(std=std) and None

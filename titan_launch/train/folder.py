@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 
@@ -19,7 +20,8 @@ def prepare_run_folder(folder: Path, config: JobConfig) -> None:
     resolved configuration is written as `config.json`, which can itself be passed as `--config`.
     """
     if folder.exists() and any(folder.iterdir()) and not will_resume(folder, config):
-        aside = next(p for n in range(1, 1_000_000) if not (p := folder.with_name(f"{folder.name}.{n}")).exists())
+        names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+        aside = next(name for name in names if not name.exists())
         folder.rename(aside)
         _log.info("moved the earlier run in %s to %s", folder, aside)
     folder.mkdir(parents=True, exist_ok=True)

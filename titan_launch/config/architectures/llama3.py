@@ -97,9 +97,9 @@ def flops_per_token(args: Llama3Args, seq_len: int) -> int:
 
     N counts the weights that are multiplied with every token: the blocks' matrices and the output layer (tied or not),
     not the embedding, which is a look-up. Each takes a multiplication and an addition in forward, and twice that in
-    backward. Attention adds 4 D T per layer in forward (scores and weighted sum: D T multiply-adds each), and twice that in
-    backward. That counts every pair of tokens, though causal attention needs half of them, and nothing for
-    recomputation: the convention of PaLM (arXiv:2204.02311, appendix B) and TorchTitan, so MFUs can be compared.
+    backward. Attention adds 4 D T per layer in forward (scores and weighted sum: D T multiply-adds each), and twice
+    that in backward. Every pair of tokens counts, though causal attention needs half of them, and recomputation does
+    not: the convention of PaLM (arXiv:2204.02311, appendix B) and TorchTitan, so that MFUs can be compared.
     """
     matmul_weights = args.n_layers * _block_matmul_weights(args) + args.vocab_size * args.dim
     return 6 * matmul_weights + 12 * args.n_layers * args.dim * seq_len

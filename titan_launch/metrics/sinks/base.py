@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
 
 
 class Sink(ABC):
@@ -20,11 +18,3 @@ class Sink(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Nothing follows."""
-
-
-def move_aside(path: Path) -> None:
-    """Rename what an earlier run has left at `path` to the first free of `name.1.suffix`, `name.2.suffix`, ..."""
-    if not path.exists():
-        return
-    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
-    path.rename(next(name for name in names if not name.exists()))

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from titan_launch.metrics.sinks.base import Sink, move_aside
+from titan_launch.metrics.sinks.base import Sink
 
 
 class JsonlSink(Sink):
@@ -17,15 +17,12 @@ class JsonlSink(Sink):
     JSON has no numbers that are not finite, so these are the strings "nan", "inf" and "-inf": nothing is lost, every
     parser reads the file, and `float(value)` gives back any value.
 
-    A resumed run drops the lines of steps that are computed again, and a last line that a kill has cut short. A fresh
-    start moves an older file aside (`metrics.1.jsonl`, `metrics.2.jsonl`, ...).
+    A resumed run drops the lines of steps that are computed again, and a last line that a kill has cut short.
     """
 
     def __init__(self, path: Path, resume_step: int = 0):
         """`resume_step`: the step of the checkpoint that the run goes on from; 0 for a fresh start."""
-        if not resume_step:
-            move_aside(path)
-        elif path.exists():
+        if path.exists():
             os.truncate(path, _length_until(path, resume_step))
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", buffering=1, encoding="utf-8")  # line by line

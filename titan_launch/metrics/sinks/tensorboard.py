@@ -7,21 +7,18 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from titan_launch.metrics.sinks.base import Sink, move_aside
+from titan_launch.metrics.sinks.base import Sink
 from titan_launch.metrics.tags import dashboard_layout
 
 
 class TensorBoardSink(Sink):
     """Scalars, texts and the layout of the "Custom Scalars" dashboard, below one folder.
 
-    A resumed run continues the folder of the run before: TensorBoard drops the steps that are computed again. A fresh
-    start moves an older folder aside (`tb.1`, `tb.2`, ...), where TensorBoard shows it as another run.
+    A resumed run continues the folder of the run before: TensorBoard drops the steps that are computed again.
     """
 
     def __init__(self, log_dir: Path, resume_step: int = 0):
         """`resume_step`: the step of the checkpoint that the run goes on from; 0 for a fresh start."""
-        if not resume_step:
-            move_aside(log_dir)
         is_new = not any(log_dir.glob("events.out.tfevents.*"))
         self._writer = SummaryWriter(log_dir, purge_step=resume_step + 1 if resume_step else None)
         self._resume_step = resume_step

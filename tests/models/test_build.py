@@ -1,0 +1,125 @@
+"""From `[model]` to a module on the meta device."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from titan_launch.config.model import ModelConfig
+from titan_launch.errors import ConfigError, Problem
+from titan_launch.models.build import build_model
+from titan_launch.models.initializers import call_reset_parameters
+from titan_launch.models.llama3 import Llama3
+
+THIS = __name__
+
+
+class Net(nn.Module):
+    """Two lists of blocks, one of them in a list and with an entry that has nothing to shard."""
+
+    def __init__(self, width: int = 4, depth: int = 2) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(width, width))
+        self.stages = nn.ModuleList(
+            nn.ModuleList([*(nn.Linear(width, width) for _ in range(depth)), nn.ReLU()]) for _ in range(2)
+        )
+        self.tail = nn.ModuleDict({"heads": nn.ModuleList([nn.Sequential(nn.ModuleList([nn.Linear(width, 2)]))])})
+
+    def flops_per_sample(self, seq_len: int) -> int:
+        return 10 * seq_len
+
+
+def fails(width: int) -> nn.Module:
+    return nn.Linear(width, int(torch.ones(2).sum().item()))
+
+
+def not_a_module() -> dict[str, Any]:
+    return {}
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+
+def _problem(**config: Any) -> Problem:
+    with pytest.raises(ConfigError) as caught:
+        build_model(ModelConfig.model_validate(config), 8)
+    return caught.value.problems[0]
+
+
+def test_a_model_of_this_package() -> None:
+    built = build_model(ModelConfig(name="llama3", flavor="debug", args={"n_layers": 2, "norm": "layernorm"}), 64)
+    assert isinstance(built.module, Llama3) and built.module.rope.cos.shape[0] == 64
+    assert all(tensor.is_meta for tensor in [*built.module.parameters(), *built.module.buffers()])
+    assert built.blocks == ("layers.0", "layers.1")
+    assert built.head == ("norm", "output")
+    assert built.flops_per_sample is not None and built.flops_per_sample > 0
+
+
+def test_a_model_of_the_users() -> None:
+    built = build_model(ModelConfig(name=f"{THIS}:Net", args={"width": 6}), 8)
+    assert isinstance(built.module, Net) and built.module.stem[0].weight.shape == (6, 6)
+    assert all(parameter.is_meta for parameter in built.module.parameters())
+    assert built.blocks == ("stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1", "tail.heads.0")
+    assert built.head == ()
+    assert built.flops_per_sample == 80
+    assert built.initializer is call_reset_parameters
+
+
+def test_a_users_model_may_be_silent_about_flops_and_have_no_list() -> None:
+    built = build_model(ModelConfig(name="torch.nn:Linear", args={"in_features": 2, "out_features": 3}), 8)
+    assert built.blocks == () and built.flops_per_sample is None
+
+
+def test_blocks_by_glob() -> None:
+    assert build_model(ModelConfig(name=f"{THIS}:Net", blocks=("stem", "stages.*.0")), 8).blocks == (
+        "stem",
+        "stages.0.0",
+        "stages.1.0",
+    )
+    assert build_model(ModelConfig(name=f"{THIS}:Net", blocks=()), 8).blocks == ()
+    assert build_model(ModelConfig(name="llama3", blocks=("layers.[01]",)), 8).blocks == ("layers.0", "layers.1")
+
+
+def test_blocks_that_match_nothing() -> None:
+    problem = _problem(name="llama3", blocks=["layers.*", "output", "noorm"])
+    assert problem == Problem(("model", "blocks", 2), 'matches no module of the model; did you mean "norm"?', "noorm")
+    problem = _problem(name="llama3", blocks=["layers"])
+    assert problem.reason == 'matches only layers, a container without a forward; did you mean "layers.*"?'
+
+
+def test_wrong_arguments_are_named() -> None:
+    problem = _problem(name=f"{THIS}:Net", args={"widht": 3})
+    assert problem.key == ("model", "args")
+    assert problem.reason.startswith(f"{THIS}:Net(width: 'int' = 4")
+    assert problem.reason.endswith("""got an unexpected keyword argument 'widht'; did you mean "width"?""")
+    assert "missing a required argument: 'width'" in _problem(name=f"{THIS}:fails").reason
+
+
+def test_a_failing_factory_shows_the_users_traceback() -> None:
+    problem = _problem(name=f"{THIS}:fails", args={"width": 2})
+    assert problem.key == ("model", "name")
+    assert problem.reason.startswith("failed; it is called on the meta device")
+    assert "in fails" in problem.reason and "models/build.py" not in problem.reason
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    assert _problem(name=f"{THIS}:not_a_module").reason == "must return a torch.nn.Module; it returns a dict"
+    assert _problem(name=f"{THIS}:Scalar").reason.startswith("the parameter scale is a scalar")
+
+
+def test_factories_are_found_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("build_net.py").write_text("from torch import nn\n\ndef build(width):\n    return nn.Linear(width, 1)\n")
+    assert build_model(ModelConfig(name="build_net:build", args={"width": 3}), 8).module.in_features == 3

@@ -1,0 +1,183 @@
+"""Layers against the formulas they implement."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from tests.models import llama3_reference
+from titan_launch.config.architectures.llama3 import RopeScaling
+from titan_launch.models.layers.attention import Attention, causal_attention
+from titan_launch.models.layers.feed_forward import FeedForward
+from titan_launch.models.layers.norms import BatchNorm, build_norm
+from titan_launch.models.layers.rope import RotaryEmbedding, rotary_frequencies
+
+
+@pytest.fixture
+def single_process_group() -> Iterator[None]:
+    """A gloo group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# --- rotary embedding
+
+
+def test_rope_is_a_multiplication_of_complex_numbers() -> None:
+    rope = RotaryEmbedding(head_dim=8, max_seq_len=20, theta=100.0)
+    x = torch.randn(2, 20, 3, 8)
+    angles = torch.outer(torch.arange(20.0), 100.0 ** -(torch.arange(0, 8, 2) / 8))
+    turned = torch.view_as_complex(x.unflatten(-1, (4, 2))) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    torch.testing.assert_close(rope(x), torch.view_as_real(turned).flatten(-2))
+    torch.testing.assert_close(rope(x[:, :7]), rope(x)[:, :7])
+
+
+def test_rope_turns_in_float32_and_keeps_the_dtype() -> None:
+    rope = RotaryEmbedding(head_dim=8, max_seq_len=9000, theta=500_000.0)
+    x = torch.randn(1, 9000, 1, 8).bfloat16()
+    assert torch.equal(rope(x), rope(x.float()).bfloat16())
+
+
+def test_rope_refuses_longer_sequences() -> None:
+    rope = RotaryEmbedding(head_dim=4, max_seq_len=8, theta=100.0)
+    with pytest.raises(ValueError, match="9 tokens, but the rotary tables hold 8"):
+        rope(torch.zeros(1, 9, 1, 4))
+
+
+def test_rope_tables_come_back_after_the_meta_device() -> None:
+    expected = RotaryEmbedding(head_dim=4, max_seq_len=8, theta=100.0)
+    with torch.device("meta"):
+        rope = RotaryEmbedding(head_dim=4, max_seq_len=8, theta=100.0)
+    assert rope.cos.is_meta and not rope.state_dict()
+    rope.to_empty(device="cpu")
+    rope.reset_parameters()
+    assert torch.equal(rope.cos, expected.cos) and torch.equal(rope.sin, expected.sin)
+
+
+@pytest.mark.parametrize("name", llama3_reference.PUBLISHED)
+def test_frequencies_of_published_models(name: str, reference: dict) -> None:
+    head_dim, factor = llama3_reference.PUBLISHED[name]
+    frequencies = rotary_frequencies(head_dim, 500_000.0, RopeScaling(factor=factor))
+    torch.testing.assert_close(frequencies, torch.tensor(reference["frequencies"][name]), rtol=2e-6, atol=0)
+
+
+# --- attention and feed-forward
+
+
+def _explicit_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    return scores.masked_fill(later, -torch.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 6])
+def test_causal_attention_is_softmax_over_earlier_tokens(n_kv_heads: int) -> None:
+    q, k, v = torch.randn(2, 6, 9, 4), torch.randn(2, n_kv_heads, 9, 4), torch.randn(2, n_kv_heads, 9, 4)
+    torch.testing.assert_close(causal_attention(q, k, v), _explicit_attention(q, k, v))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_causal_attention_has_a_fused_kernel_on_cuda(dtype: torch.dtype) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k = (torch.randn(2, heads, 64, 64, device="cuda", dtype=dtype) for heads in (8, 2))
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+        attended = causal_attention(q, k, k)
+    expected = _explicit_attention(*(t.float().cpu() for t in (q, k, k)))
+    torch.testing.assert_close(attended.float().cpu(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_attention_projects_turns_attends_and_projects() -> None:
+    rope = RotaryEmbedding(head_dim=4, max_seq_len=7, theta=100.0)
+    attention = Attention(dim=8, n_heads=2, n_kv_heads=1, rope=rope)
+    x = torch.randn(3, 7, 8)
+    q = rope((x @ attention.wq.weight.T).view(3, 7, 2, 4)).transpose(1, 2)
+    k = rope((x @ attention.wk.weight.T).view(3, 7, 1, 4)).transpose(1, 2)
+    v = (x @ attention.wv.weight.T).view(3, 7, 1, 4).transpose(1, 2)
+    attended = _explicit_attention(q, k, v).transpose(1, 2).reshape(3, 7, 8)
+    torch.testing.assert_close(attention(x), attended @ attention.wo.weight.T)
+
+
+def test_feed_forward_is_swiglu() -> None:
+    layer = FeedForward(dim=4, hidden_dim=6)
+    x = torch.randn(2, 3, 4)
+    gate = x @ layer.w1.weight.T
+    expected = (gate * torch.sigmoid(gate) * (x @ layer.w3.weight.T)) @ layer.w2.weight.T
+    torch.testing.assert_close(layer(x), expected)
+
+
+# --- norms
+
+
+def test_build_norm() -> None:
+    x = torch.randn(2, 3, 5) * 3 + 1
+    norms = {kind: build_norm(kind, 5, eps=1e-5, momentum=0.25) for kind in ("rmsnorm", "layernorm", "batchnorm")}
+    torch.testing.assert_close(norms["rmsnorm"](x), x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+    torch.testing.assert_close(norms["layernorm"](x), F.layer_norm(x, (5,)))
+    assert isinstance(norms["batchnorm"], nn.BatchNorm1d) and norms["batchnorm"].momentum == 0.25
+
+
+def test_batch_norm_normalizes_channels_over_all_tokens() -> None:
+    norm = BatchNorm(5, momentum=0.25)
+    x = torch.randn(2, 3, 5) * 3 + 1
+    mean, variance = x.mean((0, 1)), x.var((0, 1), correction=0)
+    torch.testing.assert_close(norm(x), (x - mean) / (variance + norm.eps).sqrt())
+    torch.testing.assert_close(norm.running_mean, 0.25 * mean)
+    torch.testing.assert_close(norm.running_var, 0.75 + 0.25 * x.var((0, 1), correction=1))
+    norm.eval()
+    torch.testing.assert_close(norm(x), (x - norm.running_mean) / (norm.running_var + norm.eps).sqrt())
+
+
+def _check_mixed_batch_norm(device: str) -> None:
+    norm, exact = BatchNorm(6).to(device), BatchNorm(6).to(device)
+    x = (torch.randn(4, 8, 6, device=device) * 2 + 1).bfloat16().requires_grad_()
+    wide = x.detach().float().requires_grad_()
+    upstream = torch.randn(4, 8, 6, device=device)
+    y, expected = norm(x), exact(wide)
+    (y.float() * upstream).sum().backward()
+    (expected * upstream).sum().backward()
+    assert y.dtype == x.dtype == x.grad.dtype == torch.bfloat16
+    assert norm.running_mean.dtype == norm.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(x.grad.float(), wide.grad, rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(norm.running_mean, exact.running_mean)
+
+
+def test_batch_norm_takes_bfloat16_input_with_float32_parameters() -> None:
+    _check_mixed_batch_norm("cpu")
+
+
+@pytest.mark.gpu
+def test_batch_norm_takes_bfloat16_input_with_float32_parameters_on_cuda() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    _check_mixed_batch_norm("cuda")
+
+
+def test_batch_norm_as_a_unit_of_its_own(single_process_group: None) -> None:
+    """FSDP2 warns of outputs that are views; parameters and statistics stay fp32 between bf16 layers."""
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), BatchNorm(6), nn.Linear(6, 6, bias=False))
+    fully_shard(model[1], mesh=mesh, mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    dtypes: list[torch.dtype] = []
+    model[1].register_forward_hook(lambda module, args, y: dtypes.extend([args[0].dtype, module.weight.dtype, y.dtype]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(2, 4, 6)).float().square().sum().backward()
+    assert dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
+    assert model[1].running_mean.dtype == model[1].weight.grad.dtype == torch.float32
+    assert model[1].running_mean.abs().sum() > 0

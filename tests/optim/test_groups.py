@@ -1,0 +1,106 @@
+"""Which parameter is in which group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from titan_launch.config.optimizer import OptimizerConfig
+from titan_launch.errors import ConfigError, Problem
+from titan_launch.optim.groups import build_param_groups
+
+
+class ScaleNorm(nn.Module):
+    """A norm by its name, with a weight of two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3))
+
+
+class Subclass(ScaleNorm): ...
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = nn.Linear(3, 7, bias=False)
+        self.embedding = nn.Embedding(7, 3)
+        self.output.weight = self.embedding.weight
+        self.positions = nn.Embedding(4, 3)
+        self.layers = nn.ModuleList(nn.MultiheadAttention(3, 1) for _ in range(2))
+        self.norm = Subclass()
+        self.gain = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+
+
+def _named(model: nn.Module, **config: Any) -> dict[str, list[str]]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = build_param_groups(model, OptimizerConfig.model_validate(config))
+    return {group["name"]: [names[parameter] for parameter in group["params"]] for group in groups}
+
+
+def _problems(model: nn.Module, *matches: str) -> tuple[Problem, ...]:
+    config = OptimizerConfig.model_validate({"param_groups": [{"match": match} for match in matches]})
+    with pytest.raises(ConfigError) as caught:
+        build_param_groups(model, config)
+    return caught.value.problems
+
+
+def test_norms_biases_embeddings_and_vectors_have_no_weight_decay() -> None:
+    matrices = [f"layers.{i}.{name}" for i in (0, 1) for name in ("in_proj_weight", "out_proj.weight")]
+    groups = _named(Model())
+    assert groups["default, weight decay 0.1"] == matrices
+    assert set(groups["default, weight decay 0"]) == {
+        "output.weight",  # the embedding's, under the first of its names
+        "positions.weight",
+        *(f"layers.{i}.{name}" for i in (0, 1) for name in ("in_proj_bias", "out_proj.bias")),
+        "norm.weight",
+        "gain",
+    }
+    assert len(groups) == 2
+
+
+def test_the_first_matching_group_wins() -> None:
+    groups = _named(
+        Model(),
+        weight_decay=0.3,
+        param_groups=[
+            {"match": "embedding.*", "lr_factor": 0.5, "weight_decay": 0.2},
+            {"match": "layers.0.**", "lr_factor": 2.0},
+            {"match": "layers.**", "weight_decay": 0.0},
+        ],
+    )
+    assert groups == {
+        "param_groups.0, weight decay 0.2": ["output.weight"],
+        "param_groups.1, weight decay 0.3": ["layers.0.in_proj_weight", "layers.0.out_proj.weight"],
+        "param_groups.1, weight decay 0": ["layers.0.in_proj_bias", "layers.0.out_proj.bias"],
+        "param_groups.2, weight decay 0": [
+            f"layers.1.{name}" for name in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
+        ],
+        "default, weight decay 0": ["gain", "positions.weight", "norm.weight"],
+    }
+
+
+def test_groups_carry_their_settings() -> None:
+    config = OptimizerConfig.model_validate({"param_groups": [{"match": "weight", "lr_factor": 0.1}]})
+    weight, bias = build_param_groups(nn.Linear(2, 2), config)
+    assert (weight["lr_factor"], weight["weight_decay"]) == (0.1, 0.1)
+    assert (bias["lr_factor"], bias["weight_decay"]) == (1.0, 0.0)
+
+
+def test_groups_that_decide_nothing_are_errors() -> None:
+    key = ("optimizer", "param_groups")
+    assert _problems(Model(), "layers.**", "layers.0.**", "possitions.weight") == (
+        Problem((*key, 1, "match"), "every parameter it matches is already in an earlier group", "layers.0.**"),
+        Problem(
+            (*key, 2, "match"),
+            'matches no trainable parameter; did you mean "positions.weight"?',
+            "possitions.weight",
+        ),
+    )
+    (problem,) = _problems(Model(), "frozen.*")
+    assert problem.reason.startswith("matches no trainable parameter")

@@ -1,0 +1,57 @@
+"""The learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from titan_launch.config.lr_scheduler import SchedulerConfig
+from titan_launch.optim.schedule import lr_factor
+
+
+def _curve(total_steps: int, **config: Any) -> list[float]:
+    schedule = TypeAdapter(SchedulerConfig).validate_python({"kind": "warmup_stable_decay", **config})
+    return [lr_factor(schedule, step, total_steps) for step in range(1, total_steps + 2)]
+
+
+def test_warm_up_plateau_and_decay() -> None:
+    """The last value is that of a step after the last, where the decay ends."""
+    curve = _curve(10, warmup_steps=4, decay_ratio=0.3, min_lr_factor=0.2)
+    assert curve == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("decay_type", "fall"),
+    [
+        ("linear", lambda t: 1 - t),
+        ("sqrt", lambda t: 1 - math.sqrt(t)),
+        ("cosine", lambda t: (1 + math.cos(math.pi * t)) / 2),
+    ],
+)
+def test_shapes_of_the_decay(decay_type: str, fall: Any) -> None:
+    curve = _curve(8, decay_ratio=0.5, decay_type=decay_type, min_lr_factor=0.1)
+    assert curve[:4] == [1, 1, 1, 1]
+    assert curve[4:] == pytest.approx([0.1 + 0.9 * fall(step / 5) for step in (1, 2, 3, 4, 5)])
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_decay_over_the_whole_run(kind: str) -> None:
+    curve = _curve(100, kind=kind, warmup_steps=10)
+    assert curve[9] == 1
+    assert all(later < earlier for earlier, later in pairwise(curve[9:]))
+    assert curve[-2] > 0 and curve[-1] == pytest.approx(0)
+    assert _curve(100, kind=kind)[0] == 1
+
+
+def test_no_decay_and_nothing_but_warm_up() -> None:
+    assert _curve(5, decay_ratio=0) == [1, 1, 1, 1, 1, 0]
+    assert _curve(4, warmup_steps=4, decay_ratio=0)[:4] == [0.25, 0.5, 0.75, 1]
+
+
+@pytest.mark.parametrize("kind", ["warmup_stable_decay", "cosine", "linear"])
+def test_a_run_of_one_step_takes_it_at_the_peak(kind: str) -> None:
+    assert _curve(1, kind=kind)[0] == 1

@@ -1,0 +1,75 @@
+"""Import strings and their errors."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from titan_launch.errors import ConfigError
+from titan_launch.registry import import_factory
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory; the import path and the modules are restored afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    return tmp_path
+
+
+def _error(name: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        import_factory(name)
+    (problem,) = caught.value.problems
+    assert problem.key == ("model", "name")
+    assert problem.value == name
+    return problem.reason
+
+
+def test_a_factory_in_the_working_directory(folder: Path) -> None:
+    Path("reg_pkg").mkdir()
+    Path("reg_pkg/nets.py").write_text("class Net:\n    @staticmethod\n    def small():\n        return 'small'\n")
+    assert import_factory("reg_pkg.nets:Net.small")() == "small"
+
+
+@pytest.mark.parametrize("name", ["json", "json:", ":loads", "json.loads"])
+def test_not_an_import_string(name: str) -> None:
+    assert _error(name) == 'expected "package.module:attribute"'
+
+
+def test_a_missing_module_is_named_with_the_folder_that_was_searched(folder: Path) -> None:
+    assert _error("reg_absent.nets:build") == (
+        f'there is no module "reg_absent" (searched: {folder}, and the installed packages)'
+    )
+    assert 'no module "json.absent"' in _error("json.absent:build")
+
+
+def test_a_missing_attribute_with_the_nearest(folder: Path) -> None:
+    Path("reg_attribute.py").write_text("def build():\n    pass\n")
+    assert _error("reg_attribute:bild") == 'reg_attribute has no attribute "bild"; did you mean "build"?'
+    assert _error("json:JSONDecoder.decod") == 'json.JSONDecoder has no attribute "decod"; did you mean "decode"?'
+
+
+def test_not_callable(folder: Path) -> None:
+    Path("reg_value.py").write_text("build = 3\n")
+    assert _error("reg_value:build") == "reg_value.build is of type int, which cannot be called"
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("import reg_not_installed\n", "ModuleNotFoundError: No module named 'reg_not_installed'"),
+        ("import json\nraise RuntimeError('on purpose')\n", "RuntimeError: on purpose"),
+        ("import sys\nsys.exit(3)\n", "SystemExit: 3"),
+        ("def build(:\n    pass\n", "SyntaxError"),
+    ],
+)
+def test_a_module_that_fails_shows_the_users_traceback_only(folder: Path, source: str, cause: str) -> None:
+    Path("reg_broken.py").write_text(source)
+    reason = _error("reg_broken:build")
+    assert reason.startswith("importing reg_broken failed:\nTraceback") or "SyntaxError" in reason
+    assert "reg_broken.py" in reason and cause in reason
+    assert "registry.py" not in reason and "importlib" not in reason

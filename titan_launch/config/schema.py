@@ -1,0 +1,108 @@
+"""The reference of the job file, as a JSON Schema for editors and as a page to read.
+
+`python -m titan_launch.config.schema` writes both below `docs/`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from titan_launch.config.architectures import ARCHITECTURES
+from titan_launch.config.base import Section
+from titan_launch.config.docstrings import field_docs, section_doc
+from titan_launch.config.fields import tables
+from titan_launch.config.job import JobConfig
+from titan_launch.config.model import ModelConfig
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+_EXTENDS = {
+    "description": "Job files that this one is laid over, relative to it. Tables merge, everything else is replaced; "
+    "later files win, and this one wins over all of them.",
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+}
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a job file."""
+    job = section_schema(JobConfig)
+    definitions = job.pop("$defs")
+    for name, architecture in ARCHITECTURES.items():
+        args = section_schema(architecture.args)
+        args.pop("required", None)  # the flavor has what is left out
+        definitions |= args.pop("$defs", {})
+        definitions[architecture.args.__name__] = args
+        definitions["ModelConfig"].setdefault("allOf", []).append(_args_by_name(name))
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "titan_launch job",
+        **job,
+        "properties": {"extends": _EXTENDS, **job["properties"]},
+        "$defs": definitions,
+    }
+
+
+def section_schema(section: type[Section]) -> dict[str, Any]:
+    """The JSON Schema of one section: pydantic's, with the fields' docstrings, and without null, which TOML lacks."""
+    schema = section.model_json_schema()
+    sections = {table.section.__name__: table.section for table in tables(section)}
+    for name, definition in schema.get("$defs", {}).items():
+        _polish(definition, sections[name])
+    _polish(schema, section)
+    return schema
+
+
+def _polish(schema: dict[str, Any], section: type[Section]) -> None:
+    docs = field_docs(section)
+    schema.pop("title")
+    schema["description"] = section_doc(section)
+    for name, field in schema["properties"].items():
+        schema["properties"][name] = _without_null(field) | ({"description": docs[name]} if name in docs else {})
+
+
+def _without_null(field: dict[str, Any]) -> dict[str, Any]:
+    field = {key: value for key, value in field.items() if key not in ("title", "discriminator")}
+    if "default" in field and field["default"] is None:
+        del field["default"]
+    branches = [branch for branch in field.get("anyOf", []) if branch != {"type": "null"}]
+    if len(branches) == 1:
+        del field["anyOf"]
+        return _without_null(branches[0]) | field
+    return field
+
+
+def _args_by_name(name: str) -> dict[str, Any]:
+    """What `[model]` may hold for one architecture. The default one is also meant where `name` is left out."""
+    architecture = ARCHITECTURES[name]
+    is_default = ModelConfig.model_fields["name"].default == name
+    return {
+        "if": {"properties": {"name": {"const": name}}} | ({} if is_default else {"required": ["name"]}),
+        "then": {
+            "properties": {
+                "flavor": {"enum": list(architecture.flavors)},
+                "args": {"$ref": f"#/$defs/{architecture.args.__name__}"},
+            }
+        },
+    }
+
+
+def documents() -> dict[Path, str]:
+    """The generated files and what belongs into them."""
+    from titan_launch.config.reference import reference
+
+    schema = json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+    return {DOCS / "schema" / "job.schema.json": schema, DOCS / "config.md": reference()}
+
+
+def main() -> None:
+    """Write the generated files."""
+    for path, text in documents().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

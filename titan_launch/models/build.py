@@ -1,0 +1,155 @@
+"""From `[model]` to a module on the meta device, with what the launcher must know about it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from titan_launch.config.architectures import resolve_args
+from titan_launch.config.model import ModelConfig
+from titan_launch.errors import ConfigError, Problem, config_error, did_you_mean
+from titan_launch.globs import matches
+from titan_launch.models import llama3
+from titan_launch.models.initializers import Initializer, call_reset_parameters, check_reset_parameters
+from titan_launch.models.spec import ModelSpec
+from titan_launch.registry import import_factory, user_traceback
+
+SPECS: dict[str, ModelSpec] = {"llama3": llama3.SPEC}
+"""The models of this package, by their name in `[model]`."""
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model on the meta device: nothing is allocated."""
+
+    module: nn.Module
+
+    blocks: tuple[str, ...]
+    """Paths of the modules that become an FSDP unit each."""
+
+    head: tuple[str, ...]
+    """Paths of the modules that run last, in order; empty where nothing is known about them."""
+
+    flops_per_sample: int | None
+    """FLOPs of forward and backward for one sample (a target that counts); None where unknown."""
+
+    initializer: Initializer
+    """Fills the parameters and buffers, once the model has memory."""
+
+
+def build_model(config: ModelConfig, seq_len: int) -> BuiltModel:
+    """Build a model of this package by its name, or one of the user's own by its import string.
+
+    Raises ConfigError for what the user can fix; names, flavors and arguments of the package's own models are checked
+    by `titan_launch.config` before. A user's module can define `flops_per_sample(seq_len)`.
+    """
+    if ":" in config.name:
+        return _build_users_own(config, seq_len)
+    spec = SPECS[config.name]
+    args = resolve_args(config.name, config.flavor, config.args)
+    with torch.device("meta"):
+        module = spec.build(args, seq_len)
+    return BuiltModel(
+        module=module,
+        blocks=find_blocks(module, spec.blocks if config.blocks is None else config.blocks),
+        head=spec.head,
+        flops_per_sample=spec.flops_per_sample(args, seq_len),
+        initializer=spec.initializer(args),
+    )
+
+
+def _build_users_own(config: ModelConfig, seq_len: int) -> BuiltModel:
+    module = _call_factory(config, import_factory(config.name))
+    _check_no_scalars(module)
+    check_reset_parameters(module)
+    count_flops = getattr(module, "flops_per_sample", None)
+    return BuiltModel(
+        module=module,
+        blocks=tuple(_list_entries(module)) if config.blocks is None else find_blocks(module, config.blocks),
+        head=(),
+        flops_per_sample=None if count_flops is None else count_flops(seq_len),
+        initializer=call_reset_parameters,
+    )
+
+
+def _call_factory(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module:
+    _check_arguments(factory, config)
+    try:
+        with torch.device("meta"):
+            module = factory(**config.args)
+    except Exception as error:
+        reason = (
+            "failed; it is called on the meta device, where tensors have shapes but no values:\n"
+            f"{user_traceback(error)}"
+        )
+        raise config_error(("model", "name"), reason, config.name) from error
+    if not isinstance(module, nn.Module):
+        reason = f"must return a torch.nn.Module; it returns a {type(module).__name__}"
+        raise config_error(("model", "name"), reason, config.name)
+    return module
+
+
+def _check_arguments(factory: Callable[..., Any], config: ModelConfig) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # some callables in C have none
+        return
+    try:
+        signature.bind(**config.args)
+    except TypeError as error:
+        unknown = [name for name in config.args if name not in signature.parameters]
+        hint = did_you_mean(unknown[0], signature.parameters) if unknown else ""
+        raise config_error(("model", "args"), f"{config.name}{signature}: {error}{hint}", config.args) from None
+
+
+def _check_no_scalars(module: nn.Module) -> None:
+    reason = "is a scalar, and FSDP2 shards along the first axis; give it the shape (1,)"
+    scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        raise ConfigError(Problem(("model", "name"), f"the parameter {name} {reason}") for name in scalars)
+
+
+def find_blocks(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Paths of the modules that the globs match, in the order of `named_modules`.
+
+    Only what has a forward can be a block: not a ModuleList or ModuleDict. Raises ConfigError on `model.blocks` for
+    every glob that matches nothing.
+    """
+    paths = [path for path, child in module.named_modules() if path and _has_forward(child)]
+    unused = [
+        Problem(("model", "blocks", index), _nothing_matched(module, pattern, paths), pattern)
+        for index, pattern in enumerate(patterns)
+        if not any(matches(pattern, path) for path in paths)
+    ]
+    if unused:
+        raise ConfigError(unused)
+    return tuple(path for path in paths if any(matches(pattern, path) for pattern in patterns))
+
+
+def _nothing_matched(module: nn.Module, pattern: str, paths: Sequence[str]) -> str:
+    containers = [path for path, child in module.named_modules() if path and matches(pattern, path)]
+    if containers:
+        return f'matches only {containers[0]}, a container without a forward; did you mean "{containers[0]}.*"?'
+    return f"matches no module of the model{did_you_mean(pattern, paths)}"
+
+
+def _list_entries(module: nn.Module, path: str = "") -> Iterator[str]:
+    """Paths of the entries of the outermost ModuleLists, those without parameters left out.
+
+    An entry that is a container itself stands for its own entries.
+    """
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        if not isinstance(module, nn.ModuleList) or not _has_forward(child):
+            yield from _list_entries(child, child_path)
+        elif any(True for _ in child.parameters()):
+            yield child_path
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward

@@ -1,0 +1,133 @@
+"""How one module's tensors get their first values: by a table of rules, or by the module's own `reset_parameters`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from titan_launch.errors import ConfigError, Problem, UserError
+from titan_launch.globs import matches
+from titan_launch.registry import user_traceback
+
+
+class Initializer(Protocol):
+    """Fills the tensors that one module owns itself."""
+
+    def __call__(self, module: nn.Module, path: str) -> None:
+        """Fill every parameter and buffer of `module`, whose path in the model is `path`.
+
+        They are whole plain tensors, uninitialised (floating ones hold NaN, others 0), and fp32 at least. The module
+        has no children. Random numbers come from torch's default generators, which are seeded; gradients are off.
+        """
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers that a module owns itself, not through its children, by name."""
+    both = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in both.items() if tensor is not None}
+
+
+Fill = Callable[[Tensor, nn.Module], object]
+"""Fills a tensor in place; the module is the one that owns it."""
+
+
+def constant(value: float) -> Fill:
+    """Every element the same."""
+    return lambda tensor, module: tensor.fill_(value)
+
+
+def normal(std: float) -> Fill:
+    """Normal around 0."""
+    return lambda tensor, module: tensor.normal_(std=std)
+
+
+def truncated_normal(std: float) -> Fill:
+    """Normal around 0, cut off at three standard deviations."""
+    return lambda tensor, module: nn.init.trunc_normal_(tensor, std=std, a=-3 * std, b=3 * std)
+
+
+def recomputed(tensor: Tensor, module: nn.Module) -> None:
+    """As the module's own `reset_parameters` computes it (and all its other tensors)."""
+    reset = module.reset_parameters
+    assert callable(reset)
+    reset()
+
+
+class InitTable:
+    """Rules by the full name of a parameter or buffer; the first glob that matches wins.
+
+    A name that none matches is a mistake in the table, and raises AssertionError.
+    """
+
+    def __init__(self, rules: Sequence[tuple[str, Fill]]):
+        self._rules = tuple(rules)
+
+    def __call__(self, module: nn.Module, path: str) -> None:
+        """Fill the module's tensors by their rules."""
+        for name, tensor in own_tensors(module).items():
+            self._find(f"{path}.{name}" if path else name)(tensor, module)
+
+    def _find(self, name: str) -> Fill:
+        for pattern, fill in self._rules:
+            if matches(pattern, name):
+                return fill
+        raise AssertionError(f"the model's table of initial values has no rule for {name}")
+
+
+def call_reset_parameters(module: nn.Module, path: str) -> None:
+    """The initializer of modules that are not this package's: each fills its own tensors in `reset_parameters`.
+
+    That is PyTorch's convention, which its own layers follow. Raises UserError where the method fails, or leaves a
+    tensor as it was.
+    """
+    before = {name: (tensor, tensor._version) for name, tensor in own_tensors(module).items()}
+    where = f"reset_parameters of {type(module).__name__} ({path or 'the model itself'})"
+    try:
+        _reset_method(module)()
+    except Exception as error:
+        raise UserError(
+            f"{where} failed. It is called on a copy of the module that has no submodules, to fill the parameters and "
+            f"buffers that the module owns itself:\n{user_traceback(error)}"
+        ) from error
+    unfilled = [name for name, tensor in own_tensors(module).items() if not _is_filled(tensor, *before[name])]
+    if unfilled:
+        raise UserError(
+            f"{where} leaves {', '.join(unfilled)} unset. Models are built on the meta device, so what __init__ put "
+            "there is lost: reset_parameters must fill every parameter and buffer that the module owns itself"
+        )
+
+
+def _is_filled(tensor: Tensor, before: Tensor, version: int) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return not bool(tensor.isnan().any())
+    return tensor is not before or tensor._version > version
+
+
+def check_reset_parameters(model: nn.Module) -> None:
+    """Raise ConfigError on `model.name` for each class that owns tensors but has no `reset_parameters`."""
+    problems = list(_without_reset_parameters(model))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _without_reset_parameters(model: nn.Module) -> Iterator[Problem]:
+    reported: set[type] = set()
+    for path, module in model.named_modules():
+        tensors = own_tensors(module)
+        if not tensors or type(module) in reported or callable(_reset_method(module)):
+            continue
+        reported.add(type(module))
+        yield Problem(
+            ("model", "name"),
+            f"{type(module).__name__} ({path or 'the model itself'}) owns {', '.join(tensors)} but has no "
+            "reset_parameters to fill them; models are built on the meta device, so what __init__ put there is lost: "
+            "add the method, and call it in __init__",
+        )
+
+
+def _reset_method(module: nn.Module) -> Callable[[], object]:
+    # MultiheadAttention is the one class of torch's own that keeps the method to itself.
+    private = isinstance(module, nn.MultiheadAttention)
+    return getattr(module, "_reset_parameters" if private else "reset_parameters", None)  # type: ignore[return-value]
