@@ -73,10 +73,10 @@ def test_check_lists_every_mistake_with_file_line_and_remedy(job: Path) -> None:
     lines = result.stderr.splitlines()
     text = job.read_text().splitlines()
     assert len(lines) == 4
-    for line, key in zip(lines[1:], ("stepz", "lr", "global_batch_size"), strict=True):
+    for line, key in zip(lines[1:], ("global_batch_size", "stepz", "lr"), strict=True):
         (number,) = [i for i, content in enumerate(text, start=1) if content.startswith(f"{key} =")]
         assert f"{job}:{number}: " in line, line
-    assert 'did you mean "steps"' in result.stderr
+    assert 'did you mean "training.steps"' in result.stderr
 
 
 def test_check_never_imports_torch(job: Path) -> None:
@@ -134,15 +134,61 @@ def test_what_only_the_trainer_can_see_is_one_message_and_status_2(job: Path) ->
     assert not (job.parent / "tiny").exists()
 
 
-def test_a_failing_run_keeps_its_traceback_and_status_without_a_banner(job: Path) -> None:
-    job.with_name("broken_model.py").write_text("def build():\n    raise RuntimeError('no model today')\n")
-    override = "--model={name='broken_model:build'}"
-    result = run(
-        "titan_launch", "launch", "--nproc-per-node", "2", "--config", job, override, PYTHONPATH=str(job.parent)
-    )
+MODEL = """
+import os, signal
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(61, 8)
+        self.output = nn.Linear(8, 61, bias=False)
+
+    def forward(self, tokens):
+        if os.environ["RANK"] == "1":
+            {action}
+        return self.output(self.embedding(tokens))
+
+def build():
+    {build}
+    return Model()
+"""
+
+
+def launch_with_model(job: Path, action: str = "pass", build: str = "pass") -> subprocess.CompletedProcess[str]:
+    """Train on two ranks a model that does `action` in rank 1's first forward."""
+    job.with_name("my_model.py").write_text(MODEL.format(action=action, build=build))
+    text = job.read_text()
+    start, end = text.index("[model.args]"), text.index("[data]")
+    job.write_text(f'{text[:start]}[model]\nname = "my_model:build"\n\n{text[end:]}')
+    return run("titan_launch", "launch", "--nproc-per-node", "2", "--config", job, PYTHONPATH=str(job.parent))
+
+
+def test_a_model_of_ones_own_trains(job: Path) -> None:
+    result = launch_with_model(job)
+    assert result.returncode == 0, result.stderr
+    assert len(losses(job.parent)) == 3
+
+
+def test_a_model_that_cannot_be_built_shows_its_own_traceback_once(job: Path) -> None:
+    result = launch_with_model(job, build="raise RuntimeError('no model today')")
     assert result.returncode == 2
-    assert result.stderr.count("no model today") >= 1 and "broken_model.py" in result.stderr
+    assert result.stderr.count("RuntimeError: no model today") == 1
+    assert "my_model.py" in result.stderr and "titan_launch/models" not in result.stderr
+
+
+def test_a_run_that_fails_ends_with_the_failing_ranks_traceback_and_no_banner(job: Path) -> None:
+    result = launch_with_model(job, action="raise RuntimeError('no forward today')")
+    assert result.returncode == 1
+    assert result.stderr.count("RuntimeError: no forward today") == 1
+    assert "error: the run failed on rank 1; see the traceback above" in result.stderr
     assert "ChildFailedError" not in result.stderr and "=====" not in result.stderr
+
+
+def test_a_killed_rank_is_named(job: Path) -> None:
+    result = launch_with_model(job, action="os.kill(os.getpid(), signal.SIGKILL)")
+    assert result.returncode == 128 + 9
+    assert result.stderr.splitlines()[-1].startswith("error: rank 1 was killed by SIGKILL")
 
 
 def test_launch_python_and_torchrun_train_the_same(job: Path) -> None:

@@ -100,21 +100,26 @@ def launch(processes: Processes, worker_args: Sequence[str]) -> int:
     try:
         torchrun.run(args)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        return _report_failure(rank, failure.exitcode)
+        return _report_failure({rank: failure.exitcode for rank, failure in error.failures.items()})
     except SignalException as error:
         return 128 + error.sigval
     return 0
 
 
-def _report_failure(rank: int, exit_code: int) -> int:
-    """A worker that exits has spoken itself; one that was killed could not."""
-    if exit_code >= 0:
-        return exit_code
-    name = signal.Signals(-exit_code).name
-    hint = "; the usual cause is that the host ran out of memory" if name == "SIGKILL" else ""
+def _report_failure(exit_codes: Mapping[int, int]) -> int:
+    """The status of the worker that failed first: one that exits has spoken itself, one that was killed could not.
+
+    Whoever was killed comes first: the others have failed at their next collective. (SIGTERM is how torchrun stops the
+    others, and says nothing.)
+    """
+    killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM}
+    if not killed:
+        return next((code for code in exit_codes.values() if code > 0), 128 + signal.SIGTERM)
+    rank, number = next(iter(killed.items()))
+    name = signal.Signals(number).name
+    hint = "; the usual cause is that the host ran out of memory" if number == signal.SIGKILL else ""
     print(f"error: rank {rank} was killed by {name}{hint}", file=sys.stderr)
-    return 128 - exit_code
+    return 128 + number
 
 
 def _share_cores(processes: int) -> None:

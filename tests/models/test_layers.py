@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,15 +17,6 @@ from titan_launch.models.layers.attention import Attention, causal_attention
 from titan_launch.models.layers.feed_forward import FeedForward
 from titan_launch.models.layers.norms import BatchNorm, build_norm
 from titan_launch.models.layers.rope import RotaryEmbedding, rotary_frequencies
-
-
-@pytest.fixture
-def single_process_group() -> Iterator[None]:
-    """A gloo group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
 
 # --- rotary embedding
 

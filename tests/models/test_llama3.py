@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,14 +32,6 @@ def tiny_model(seq_len: int = 16, seed: int = 0, **overrides: Any) -> Llama3:
     model = Llama3(args, seq_len)
     initialize(model, initial_values(args), seed, CPU)
     return model
-
-
-@pytest.fixture
-def single_process_group() -> Iterator[None]:
-    """A gloo group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_logits_are_those_of_hugging_face(reference: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -27,6 +26,12 @@ def _model() -> nn.Module:
     """On two ranks the last parameter is on one of them only."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 1))
+
+
+def _sharded(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def _config(implementation: str) -> OptimizerConfig:
@@ -71,7 +76,9 @@ def test_adamw_is_the_published_algorithm(implementation: str) -> None:
     for step in (1, 2, 3):
         x = torch.randn(4, 3)
         model(x).square().sum().backward()
-        for p, (m, v), decay, actual in zip((weight, bias), moments, (0.1, 0.0), (model.weight, model.bias), strict=True):
+        for p, (m, v), decay, actual in zip(
+            (weight, bias), moments, (0.1, 0.0), (model.weight, model.bias), strict=True
+        ):
             gradient = actual.grad.double()
             m.mul_(0.9).add_(gradient, alpha=0.1)
             v.mul_(0.95).add_(gradient.square(), alpha=0.05)
@@ -94,15 +101,7 @@ def test_set_lr_scales_every_group() -> None:
 
 def _check_skipping(implementation: str, shard: bool) -> dict[str, torch.Tensor]:
     """A model that skips bad steps stays, bit for bit, one that never saw them; the first step is bad too."""
-    model = _model()
-    if shard:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        fully_shard(model[0], mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    never = copy.deepcopy(_model())
-    if shard:
-        fully_shard(never[0], mesh=mesh)
-        fully_shard(never, mesh=mesh)
+    model, never = (_sharded(_model()) if shard else _model() for _ in range(2))
     optimizer, never_optimizer = (build_optimizer(m, _config(implementation)) for m in (model, never))
     _train(model, optimizer, [0, 1], bad=(0,))
     before = _state(model, optimizer)

@@ -37,8 +37,8 @@ def _own_docs(cls: type[Section]) -> dict[str, str]:
 
 def _string(node: ast.stmt) -> str | None:
     """The string that a statement consists of, if it does."""
-    is_string = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    return node.value.value if is_string else None
+    value = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
+    return value if isinstance(value, str) else None
 
 
 def _unwrap(text: str) -> str:

@@ -69,7 +69,7 @@ def _parse_key(name: str) -> tuple[str, ...]:
         raise ValueError(f"not an override, which has the form --section.key=value{remedy}")
     key = _split_key(name[2:])
     if key[0] == "extends":
-        raise ValueError("files are extended by job files only; name the file with --config")
+        raise ValueError("only job files extend others; write it into the file that --config names")
     return key
 
 

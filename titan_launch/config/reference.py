@@ -89,26 +89,100 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 def reference() -> str:
     """The page."""
-    parts = [_INTRODUCTION]
+    return "\n".join([_INTRODUCTION, *_sections()])
+
+
+def _sections() -> Iterator[str]:
     for name, field in JobConfig.model_fields.items():
-        kinds = TAGGED.get((name,))
-        parts += _tagged_table(name, kinds) if kinds else _table(f"## `[{name}]`", name, field.annotation)
-    return "\n".join(parts)
+        heading = f"## `[{name}]`"
+        if (name,) in TAGGED:
+            yield from _tagged_table(heading, TAGGED[(name,)])
+        else:
+            (section,) = alternatives(field.annotation)
+            yield from _table(heading, name, section)
+        if name == "model":
+            for model, architecture in ARCHITECTURES.items():
+                yield from _architecture(model, architecture)
 
 
-def _table(heading: str, name: str, section: Any) -> Iterator[str]:
-    """A table's keys, and below them the tables in it."""
-    yield _describe(heading, section_doc(section), _keys(section))
-    for key, field in section.model_fields.items():
-        path = f"{name}.{key}"
+def _table(heading: str, path: str, section: type[Section]) -> Iterator[str]:
+    """The keys of a table, then the arrays of tables in it."""
+    yield from _describe(heading, section_doc(section), _fields(section))
+    for name, field in section.model_fields.items():
         for kind in alternatives(field.annotation):
             for item in filter(is_section, item_types(kind)):
-                yield from _table(f"### `[[{path}]]`", path, item)
-    if name == "model":
-        for model, architecture in ARCHITECTURES.items():
-            yield from _architecture(model, architecture)
+                yield from _table(f"### `[[{path}.{name}]]`", f"{path}.{name}", item)
 
 
-def _tagged_table(name: str, kinds: Kinds) -> Iterator[str]:
-    """The keys of all kinds, then those of each."""
-    common = [...]
+def _tagged_table(heading: str, kinds: Kinds) -> Iterator[str]:
+    """The keys that all kinds have, then those of each."""
+    own = kinds.keys_of_some()
+    fields = {kind: _fields(section) for kind, section in kinds.variants.items()}
+    common = {name: field for name, field in fields[kinds.default].items() if name not in own}
+    del common["kind"]
+    names = ", ".join(f'`"{kind}"`' for kind in kinds.variants)
+    common_keys = {"kind": {"type": names, "default": kinds.default, "description": "Decides which keys there are."}}
+    yield from _describe(heading, "", common_keys | common)
+    for kind, section in kinds.variants.items():
+        own_fields = {name: field for name, field in fields[kind].items() if name in own}
+        yield from _describe(f'### `kind = "{kind}"`', section_doc(section), own_fields)
+
+
+def _architecture(name: str, architecture: Architecture) -> Iterator[str]:
+    """The arguments and the size table of one model."""
+    fields = {field_name: field | {"required": False} for field_name, field in _fields(architecture.args).items()}
+    doc = f"{section_doc(architecture.args)} What is left out comes from the flavor, or else from the default."
+    yield from _describe(f"### `[model.args]` of `{name}`", doc, fields)
+    for field_name, field in architecture.args.model_fields.items():
+        for section in filter(is_section, alternatives(field.annotation)):
+            yield from _describe(f"#### `[model.args.{field_name}]`", section_doc(section), _fields(section))
+    yield f"#### Flavors of `{name}`\n"
+    columns = list(dict.fromkeys(column for row in architecture.flavors.values() for column in row))
+    yield _row(["flavor", *(f"`{column}`" for column in columns)])
+    yield _row(["---"] * (len(columns) + 1))
+    for flavor, row in architecture.flavors.items():
+        yield _row([f"`{flavor}`", *(toml_value(row[column]) if column in row else "" for column in columns)])
+    yield ""
+
+
+def _describe(heading: str, doc: str, fields: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    yield f"{heading}\n"
+    if doc:
+        yield f"{doc}\n"
+    if fields:
+        yield from (_entry(name, field) for name, field in fields.items())
+        yield ""
+
+
+def _fields(section: type[Section]) -> dict[str, dict[str, Any]]:
+    """The JSON Schema of every key of a section; `required` in it says whether the key is."""
+    schema = section_schema(section)
+    required = schema.get("required", [])
+    return {name: field | {"required": name in required} for name, field in schema["properties"].items()}
+
+
+def _entry(name: str, field: Mapping[str, Any]) -> str:
+    notes = [_type(field)]
+    if field.get("default") not in (None, [], {}):
+        notes.append(f"default `{toml_value(field['default'])}`")
+    elif field.get("required"):
+        notes.append("required")
+    return f"- **`{name}`** ({'; '.join(notes)}): {field['description']}"
+
+
+def _type(field: Mapping[str, Any]) -> str:
+    """A type in words, with its bounds."""
+    if "anyOf" in field:
+        return " or ".join(dict.fromkeys(map(_type, field["anyOf"])))
+    if "enum" in field or "const" in field:
+        return ", ".join(f"`{toml_value(choice)}`" for choice in field.get("enum", [field.get("const")]))
+    if "$ref" in field:
+        return "table"
+    if field["type"] == "array":
+        return f"array of {_type(field['items'])}s"
+    bounds = [f"{sign} {field[bound]}" for bound, sign in _BOUNDS.items() if bound in field]
+    return " ".join([_TYPES.get(field["type"], field["type"]), ", ".join(bounds)]).strip()
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -14,6 +14,7 @@ from titan_launch.config.base import Section
 from titan_launch.config.docstrings import field_docs, section_doc
 from titan_launch.config.fields import tables
 from titan_launch.config.job import JobConfig
+from titan_launch.config.kinds import TAGGED
 from titan_launch.config.model import ModelConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -29,6 +30,8 @@ def json_schema() -> dict[str, Any]:
     """The JSON Schema of a job file."""
     job = section_schema(JobConfig)
     definitions = job.pop("$defs")
+    for variant in (variant for kinds in TAGGED.values() for variant in kinds.variants.values()):
+        definitions[variant.__name__].pop("required", None)  # `kind` may stand in the file that this one extends
     for name, architecture in ARCHITECTURES.items():
         args = section_schema(architecture.args)
         args.pop("required", None)  # the flavor has what is left out
@@ -66,11 +69,10 @@ def _without_null(field: dict[str, Any]) -> dict[str, Any]:
     field = {key: value for key, value in field.items() if key not in ("title", "discriminator")}
     if "default" in field and field["default"] is None:
         del field["default"]
-    branches = [branch for branch in field.get("anyOf", []) if branch != {"type": "null"}]
+    branches = field.pop("oneOf", []) or [b for b in field.pop("anyOf", []) if b != {"type": "null"}]
     if len(branches) == 1:
-        del field["anyOf"]
         return _without_null(branches[0]) | field
-    return field
+    return {"anyOf": branches} | field if branches else field
 
 
 def _args_by_name(name: str) -> dict[str, Any]:

@@ -36,12 +36,12 @@ def _take_apart(message: str, text: str) -> tuple[str, int, str]:
 
 
 def _remedy(what: str, text: str, line: int) -> str:
-    """The most common slip: a string without quotes."""
-    lines = text.replace("\r\n", "\n").split("\n")
-    _, equals, value = lines[line - 1].partition("=") if line <= len(lines) else ("", "", "")
-    value = value.split("#")[0].strip()
-    if what != "Invalid value" or not equals or not value:
+    """What to do about the most common slips."""
+    if what == r"Illegal character '\n'":
+        return "; a string is closed, with the quotes that open it, on the same line"
+    if what != "Invalid value":
         return ""
+    value = text.splitlines()[line - 1].partition("=")[2].partition("#")[0].strip()
     if value in ("True", "False"):
         return f"; write {value.lower()}"
-    return f'; a string needs quotes: "{value}"' if value[0].isalpha() else ""
+    return f'; a string needs quotes: "{value}"' if value[:1].isalpha() else ""

@@ -28,7 +28,7 @@ class TrainingConfig(Section):
     max_norm: Annotated[float, Field(ge=0)] = 1.0
     """Clip the gradient of all parameters together to this norm. 0: do not clip, only report the norm."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the initial parameters and of the order of the data."""
 
     gc_freq: Annotated[int, Field(ge=1)] = 50

@@ -12,7 +12,7 @@ from titan_launch.config.base import Section
 from titan_launch.config.explain import toml_value
 from titan_launch.config.fields import locate
 from titan_launch.config.unknown_keys import explain_unknown_key
-from titan_launch.errors import KeyPath, Problem, did_you_mean, format_key
+from titan_launch.errors import KeyPath, Problem, format_key, nearest
 
 
 def translate(error: ValidationError, section: type[Section], table: KeyPath = ()) -> list[Problem]:
@@ -75,7 +75,8 @@ def _reason(details: ErrorDetails, key: KeyPath) -> str:
 
 def _one_of(choices: list[str], value: Any) -> str:
     known = ", ".join(f'"{choice}"' for choice in choices)
-    hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+    near = nearest(value, choices, similarity=0.7) if isinstance(value, str) else None  # "gpu" is not meant as "cpu"
+    hint = f'; did you mean "{near}"?' if near else ""
     return f"must be {known}" if len(choices) == 1 else f"must be one of {known}{hint}"
 
 

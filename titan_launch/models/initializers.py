@@ -84,8 +84,10 @@ def call_reset_parameters(module: nn.Module, path: str) -> None:
     """
     before = {name: (tensor, tensor._version) for name, tensor in own_tensors(module).items()}
     where = f"reset_parameters of {type(module).__name__} ({path or 'the model itself'})"
+    reset = _reset_method(module)
+    assert reset is not None, "check_reset_parameters comes first"
     try:
-        _reset_method(module)()
+        reset()
     except Exception as error:
         raise UserError(
             f"{where} failed. It is called on a copy of the module that has no submodules, to fill the parameters and "
@@ -116,7 +118,7 @@ def _without_reset_parameters(model: nn.Module) -> Iterator[Problem]:
     reported: set[type] = set()
     for path, module in model.named_modules():
         tensors = own_tensors(module)
-        if not tensors or type(module) in reported or callable(_reset_method(module)):
+        if not tensors or type(module) in reported or _reset_method(module) is not None:
             continue
         reported.add(type(module))
         yield Problem(
@@ -127,7 +129,8 @@ def _without_reset_parameters(model: nn.Module) -> Iterator[Problem]:
         )
 
 
-def _reset_method(module: nn.Module) -> Callable[[], object]:
+def _reset_method(module: nn.Module) -> Callable[[], object] | None:
     # MultiheadAttention is the one class of torch's own that keeps the method to itself.
-    private = isinstance(module, nn.MultiheadAttention)
-    return getattr(module, "_reset_parameters" if private else "reset_parameters", None)  # type: ignore[return-value]
+    return getattr(
+        module, "_reset_parameters" if isinstance(module, nn.MultiheadAttention) else "reset_parameters", None
+    )
