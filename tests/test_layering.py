@@ -14,7 +14,7 @@ RANKS = {
     "errors": 0,
     "globs": 0,
     "constants": 0,
-    "registry": 0,
+    "registry": 1,
     "config": 1,
     "plan": 2,
     "tokenizer": 2,

@@ -46,8 +46,8 @@ def test_an_empty_file_is_a_job_of_defaults() -> None:
 
 def test_tables_merge_arrays_replace_and_the_file_itself_wins() -> None:
     config = load(
-        "extends = ['one', 'two']\n[training]\nsteps = 3\n".replace("one", "one.toml").replace("two", "two.toml"),
-        one="[training]\nsteps = 1\nseq_len = 1\nseed = 1\n[[precision.rules]]\ntype = 'A'\n[[precision.rules]]\ntype = 'B'",
+        "extends = ['one.toml', 'two.toml']\n[training]\nsteps = 3\n",
+        one="[training]\nsteps = 1\nseq_len = 1\nseed = 1\n[precision]\nrules = [{type = 'A'}, {type = 'B'}]",
         two="[training]\nsteps = 2\nseq_len = 2\n[[precision.rules]]\nmatch = 'c'",
     ).config
     assert (config.training.steps, config.training.seq_len, config.training.seed) == (3, 2, 1)
@@ -77,10 +77,8 @@ def test_problems_name_the_file_that_won() -> None:
     base = "[training]\nsteps = 'x'\nseed = 'y'\n[[precision.rules]]\nx = 1\n"
     text = "extends = 'base.toml'\n[precision]\nrules = []\n\n[training]\nsteps = 'z'\n"
     lines = complaint(text, base=base).splitlines()[1:]
-    assert [line.split(" = ")[0].strip() for line in lines] == [
-        "base.toml:3: training.seed",
-        "job.toml:6: training.steps",
-    ]
+    places = [line.partition(" = ")[0].strip() for line in lines]
+    assert places == ["base.toml:3: training.seed", "job.toml:6: training.steps"]
 
 
 def test_a_new_kind_drops_the_keys_of_the_old_one_only() -> None:
@@ -102,9 +100,8 @@ def test_the_same_kind_again_merges() -> None:
 
 
 def test_kinds_have_defaults() -> None:
-    config = load(
-        "[data]\nshuffle = false\n[lr_scheduler]\nwarmup_steps = 1\n[validation.data]\nsplit = 'train'"
-    ).config
+    text = "[data]\nshuffle = false\n[lr_scheduler]\nwarmup_steps = 1\n[validation.data]\nsplit = 'train'\n"
+    config = load(text).config
     assert config.data == TextData(shuffle=False)
     assert config.lr_scheduler.kind == "warmup_stable_decay"
     assert config.validation.data == TextData(split="train")
@@ -143,8 +140,10 @@ def reload(config: JobConfig) -> JobConfig:
 
 def test_json_without_lines() -> None:
     Path("config.json").write_text('{"training": {"steps": "1"}}')
-    with pytest.raises(UserError, match='^error: config.json: training.steps = "1": must be a whole number'):
+    with pytest.raises(UserError) as caught:
         load_job("config.json")
+    place, _, _ = str(caught.value).partition(" = ")
+    assert place == "error: config.json: training.steps"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from titan_launch.config.data import SyntheticData, TextData
 from titan_launch.config.job import JobConfig
 from titan_launch.config.load import load_job
 from titan_launch.config.overrides import parse_overrides
@@ -51,11 +52,8 @@ def test_floats_that_json_lacks_are_still_values() -> None:
     assert override.value == math.inf
 
 
-@pytest.mark.parametrize("argument", ["steps", "training.steps=1", "-x", "--", "--=1", "--a..b=1", "--a. b=1", "---=1"])
+@pytest.mark.parametrize("argument", ["steps", "training.steps=1", "-x", "--", "--=1", "--a..b=1", "--a.'b=1"])
 def test_what_is_not_an_override(argument: str) -> None:
-    if argument == "---=1":  # a bare key may consist of a dash
-        assert parse_overrides([argument])[0].key == ("-",)
-        return
     with pytest.raises(UserError, match="not an override"):
         parse_overrides([argument])
 
@@ -92,7 +90,8 @@ def test_tables_merge_and_arrays_replace(tmp_path: Path) -> None:
         "rope_scaling": {"factor": 2.0, "low_freq_factor": 2.0},
         "norm": "batchnorm",
     }
-    assert isinstance(config.data.path, tuple) and len(config.data.path) == 1
+    assert isinstance(config.data, TextData)
+    assert config.data.path == (f"{tmp_path}/c",)
 
 
 def test_later_override_wins(tmp_path: Path) -> None:
@@ -101,7 +100,7 @@ def test_later_override_wins(tmp_path: Path) -> None:
 
 def test_kind_may_come_after_its_keys(tmp_path: Path) -> None:
     config = _load(tmp_path, "[data]\npath = 'x'", "--data.vocab_size=99", "--data.kind=synthetic")
-    assert config.data.vocab_size == 99
+    assert config.data == SyntheticData(kind="synthetic", vocab_size=99)
 
 
 def _load(folder: Path, text: str, *overrides: str) -> JobConfig:

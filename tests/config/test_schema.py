@@ -17,8 +17,8 @@ from titan_launch.config.kinds import TAGGED
 from titan_launch.config.schema import DOCS, documents, json_schema
 
 CONFIGS = DOCS.parent / "configs"
-ROOTS = [JobConfig, *(architecture.args for architecture in ARCHITECTURES.values())]
-SECTIONS = {table.section for root in ROOTS for table in tables(root)} | set(ROOTS[1:])
+ROOTS: list[type[Section]] = [JobConfig, *(architecture.args for architecture in ARCHITECTURES.values())]
+SECTIONS: set[type[Section]] = {table.section for root in ROOTS for table in tables(root)} | set(ROOTS[1:])
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
@@ -22,31 +23,31 @@ from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 class AccumulationStrategy(Protocol):
     """Told before each microbatch's forward whether it is the step's last."""
 
-    def begin_microbatch(self, model: FSDPModule, is_last: bool) -> None:
+    def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
         """Set what FSDP2 communicates in the backward to come. The setters used recurse into all units."""
 
 
 class Immediate:
     """Reduce-scatter, and all-reduce between replicas, after every microbatch: FSDP2's own behaviour."""
 
-    def begin_microbatch(self, model: FSDPModule, is_last: bool) -> None:
+    def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
         """Nothing to set."""
 
 
 class Deferred:
     """No gradient communication before the last microbatch; the whole gradients are summed on every rank."""
 
-    def begin_microbatch(self, model: FSDPModule, is_last: bool) -> None:
+    def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
         """Switch reduce-scatter, and with it all-reduce, on for the last microbatch only."""
-        model.set_requires_gradient_sync(is_last)
+        _root(model).set_requires_gradient_sync(is_last)
 
 
 class DeferredAllReduce:
     """Reduce-scatter after every microbatch, all-reduce between the replicas (HSDP) after the last."""
 
-    def begin_microbatch(self, model: FSDPModule, is_last: bool) -> None:
+    def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
         """Switch the all-reduce on for the last microbatch only."""
-        model.set_requires_all_reduce(is_last)
+        _root(model).set_requires_all_reduce(is_last)
 
 
 class KeepParamsUnsharded:
@@ -58,10 +59,15 @@ class KeepParamsUnsharded:
     def __init__(self, inner: AccumulationStrategy):
         self._inner = inner
 
-    def begin_microbatch(self, model: FSDPModule, is_last: bool) -> None:
+    def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
         """Free the parameters after the last backward only."""
         self._inner.begin_microbatch(model, is_last)
-        model.set_reshard_after_backward(is_last)
+        _root(model).set_reshard_after_backward(is_last)
+
+
+def _root(model: nn.Module) -> FSDPModule:
+    assert isinstance(model, FSDPModule), "the model is wrapped by parallel.apply before it is trained"
+    return model
 
 
 STRATEGIES: dict[str, type[AccumulationStrategy]] = {

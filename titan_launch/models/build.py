@@ -36,7 +36,7 @@ class BuiltModel:
     """Paths of the modules that run last, in order; empty where nothing is known about them."""
 
     flops_per_sample: int | None
-    """FLOPs of forward and backward for one sample (a target that counts); None where unknown."""
+    """FLOPs of forward and backward for one sample (of a language model, a sequence); None where unknown."""
 
     initializer: Initializer
     """Fills the parameters and buffers, once the model has memory."""

@@ -100,6 +100,6 @@ SPEC = ModelSpec(
     build=Llama3,
     blocks=("layers.*",),
     head=("norm", "output"),
-    flops_per_sample=flops_per_token,
+    flops_per_sample=lambda args, seq_len: seq_len * flops_per_token(args, seq_len),
     initializer=initial_values,
 )

@@ -28,7 +28,7 @@ class ModelSpec:
     """Paths of the modules that run last, in order."""
 
     flops_per_sample: Callable[[Any, int], int | None]
-    """(args, seq_len) to the FLOPs of forward and backward for one sample (a target: for a language model, a token)."""
+    """(args, seq_len) to the FLOPs of forward and backward for one sample: for a language model, a whole sequence."""
 
     initializer: Callable[[Any], Initializer]
     """args to what fills the parameters and buffers."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from titan_launch.parallel.fsdp import apply_fsdp
 from titan_launch.plan.types import Unit
@@ -15,11 +14,11 @@ from titan_launch.precision.policy import cast_storage
 
 def parallelize(
     model: nn.Module, units: Sequence[Unit], buffer_dtypes: Mapping[str, str], storage_dtype: str, mesh: DeviceMesh
-) -> FSDPModule:
+) -> None:
     """Prepare a model on the meta device for distributed training, in place; nothing is allocated.
 
     1. Storage dtypes, while parameters are plain and cost nothing to replace: FSDP2 takes over what it finds.
     2. FSDP2 last, around everything: it shards the parameters that are there then.
     """
     cast_storage(model, storage_dtype, buffer_dtypes)
-    return apply_fsdp(model, units, mesh)
+    apply_fsdp(model, units, mesh)

@@ -12,7 +12,7 @@ from titan_launch.plan.types import Unit
 from titan_launch.precision.policy import mixed_precision_policy
 
 
-def apply_fsdp(model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh) -> FSDPModule:
+def apply_fsdp(model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh) -> None:
     """Wrap a model in place: one `fully_shard` per unit, in the planned order (inner first, root last).
 
     The mesh is passed always: FSDP2's default one would take the accelerator of the host, whatever `job.device` says.
@@ -26,8 +26,6 @@ def apply_fsdp(model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh) -> FSD
             reshard_after_forward=unit.reshard_after_forward,
         )
     _sum_gradients(model)
-    assert isinstance(model, FSDPModule)
-    return model
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:

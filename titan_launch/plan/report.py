@@ -12,7 +12,7 @@ _HEADER = ("unit", "modules", "class", "parameters", "storage", "compute", "redu
 
 def format_units(inventory: Inventory, units: Sequence[Unit]) -> str:
     """An aligned table, one row per unit in wrapping order; units alike but for their path share a row."""
-    rows = [_HEADER]
+    rows: list[Sequence[str]] = [_HEADER]
     for _, alike in groupby(units, key=lambda unit: _cells(inventory, unit)[1:]):
         group = list(alike)
         cells = list(_cells(inventory, group[0]))
@@ -20,7 +20,7 @@ def format_units(inventory: Inventory, units: Sequence[Unit]) -> str:
             cells[0] = f"{group[0].name} … {group[-1].name}"
             cells[1] = f"{len(group)} x {cells[1]}"
             cells[3] = f"{len(group)} x {cells[3]}"
-        rows.append(tuple(cells))
+        rows.append(cells)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

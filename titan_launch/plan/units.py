@@ -58,7 +58,7 @@ def plan_units(inventory: Inventory, precision: PrecisionConfig, resharding: Res
 def plan_buffer_dtypes(inventory: Inventory, precision: PrecisionConfig) -> dict[str, str]:
     """Dtypes of the floating buffers that rules with a `buffer_dtype` cover, by the buffers' full names."""
     claims = claim_modules(inventory, precision)
-    dtypes = {}
+    dtypes: dict[str, str] = {}
     for module in inventory.modules:
         claim = _governing(module.path, claims)
         if claim is not None and claim.rule.buffer_dtype is not None:

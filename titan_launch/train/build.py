@@ -17,6 +17,7 @@ from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.checkpoint.manager import CheckpointManager
 from titan_launch.checkpoint.state import Progress
 from titan_launch.config.job import JobConfig
+from titan_launch.config.load import dump_job
 from titan_launch.data.loader import build_train_loader, build_validation_loader
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import SampleSource, build_source
@@ -126,7 +127,8 @@ def shard_model(config: JobConfig, built: BuiltModel, layout: Layout, device: to
     if any(unit.reason == BATCH_NORM_DEFAULT for unit in units):
         _log.info("BatchNorm has a unit of its own by default: its parameters and running statistics stay float32")
     mesh = fsdp_mesh(build_mesh(layout, device.type), layout)
-    return parallelize(built.module, units, buffer_dtypes, config.precision.storage_dtype, mesh)
+    parallelize(built.module, units, buffer_dtypes, config.precision.storage_dtype, mesh)
+    return built.module
 
 
 def plan_resharding(config: JobConfig) -> Resharding:
@@ -224,6 +226,7 @@ def build_sinks(
         sinks.append(TensorBoardSink(folder / "tb", resume_step=progress.step))
     for sink in sinks:
         stack.callback(sink.close)
+        sink.text("config", f"```json\n{dump_job(config)}```")
     return tuple(sinks)
 
 

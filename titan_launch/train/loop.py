@@ -28,6 +28,7 @@ def fit(run: Run) -> None:
             if is_checkpoint_step(run):
                 save(run)
             collect_garbage(run.progress.step)
+    clear_progress(run)
     _log.info("done: %d steps; everything is in %s", last, run.folder)
 
 
@@ -73,6 +74,12 @@ def is_checkpoint_step(run: Run) -> bool:
     return run.checkpoints is not None and due
 
 
+def clear_progress(run: Run) -> None:
+    """Take the progress bar away before something else is printed."""
+    if run.console is not None:
+        run.console.clear()
+
+
 def report(run: Run, result: StepResult) -> None:
     """Bring the step's numbers, and those of the window since the last report, to the host and to the writers."""
     step = run.progress.step
@@ -105,6 +112,7 @@ def validation_loss(run: Run) -> float:
 def save(run: Run) -> None:
     """Write a checkpoint; the time does not count as training time."""
     assert run.checkpoints is not None
+    clear_progress(run)
     with run.meter.paused():
         run.guard.raise_if_stopped(run.progress.step)
         run.progress.skipped_steps += run.guard.take_skipped()

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from titan_launch.accumulation.strategies import AccumulationStrategy
@@ -43,7 +42,7 @@ class TrainStep:
 
     def __init__(
         self,
-        model: FSDPModule,
+        model: nn.Module,
         optimizer: Optimizer,
         accumulation: AccumulationStrategy,
         guard: NonFiniteGuard,

@@ -1,0 +1,89 @@
+"""Every config that ships parses, plans its units, and, where a CPU will do, trains a step."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import run_ranks
+from tests.train.jobs import this_rank
+from titan_launch.cli import main
+from titan_launch.config.load import load_job
+from titan_launch.models.build import build_model
+from titan_launch.models.inventory import take_inventory
+from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.units import plan_units
+from titan_launch.train.build import build_run, plan_resharding
+from titan_launch.train.loop import fit
+
+REPO = Path(__file__).parent.parent
+CONFIGS = sorted((REPO / "configs").rglob("*.toml"))
+NEEDS_GPUS = {"llama3_8b": 8, "llama3_70b": 64}
+ON_CPU = [path for path in CONFIGS if path.stem not in NEEDS_GPUS]
+
+
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPO)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(REPO / "configs").with_suffix(""))
+
+
+def ranks_of(path: Path) -> int:
+    """The number of ranks in the config's launch line."""
+    launch = re.search(r"--nproc-per-node (\d+)", path.read_text())
+    return NEEDS_GPUS.get(path.stem) or (int(launch[1]) if launch else 1)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=name_of)
+def test_it_says_what_it_is_and_how_to_launch_it(path: Path) -> None:
+    schema, comment, *rest = path.read_text().splitlines()
+    assert (path.parent / schema.removeprefix("#:schema ")).resolve() == REPO / "docs/schema/job.schema.json"
+    assert comment.startswith("# ")
+    header = "\n".join(line for line in rest if line.startswith("#"))
+    assert f"configs/{name_of(path)}.toml" in header or "scripts/run_train.sh" in header
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=name_of)
+def test_it_passes_the_check(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--config", str(path), "--world-size", str(ranks_of(path))]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=name_of)
+def test_its_units_hold_every_parameter_once(path: Path) -> None:
+    config = load_job(str(path)).config
+    plan_layout(config.parallelism, config.training, ranks_of(path))
+    built = build_model(config.model, config.training.seq_len)
+    inventory = take_inventory(built.module, built.blocks, built.head)
+    units = plan_units(inventory, config.precision, plan_resharding(config))
+    assert sum(unit.num_parameters for unit in units) == inventory.num_parameters
+
+
+def train_a_step(path: str, folder: str) -> None:
+    overrides = [
+        f"--job.dump_folder={folder}",
+        "--job.device=cpu",
+        "--training.steps=1",
+        "--training.seq_len=32",
+        "--lr_scheduler={kind='warmup_stable_decay', warmup_steps=0}",
+        "--data={kind='synthetic'}",
+    ]
+    config = load_job(path, overrides).config
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        fit(build_run(config, this_rank(), stack))
+
+
+@pytest.mark.parametrize("path", ON_CPU, ids=name_of)
+def test_it_trains_a_step(path: Path, tmp_path: Path) -> None:
+    run_ranks(train_a_step, ranks_of(path), str(path), str(tmp_path))
+    (folder,) = tmp_path.iterdir()
+    report = json.loads((folder / "metrics.jsonl").read_text())
+    assert report["step"] == 1 and 4 < report["train/loss"] < 8
