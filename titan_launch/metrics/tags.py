@@ -40,13 +40,6 @@ TAGS = (
         chart=("loss", "loss"),
     ),
     Tag(
-        "validation/loss",
-        "same",
-        "Mean loss over all targets of the held-out samples.",
-        chart=("loss", "loss"),
-        console="validation loss {:8.4f}",
-    ),
-    Tag(
         "train/grad_norm",
         "same",
         "Norm of the whole gradient before clipping.",
@@ -140,6 +133,13 @@ TAGS = (
         "max",
         "Times so far that the CUDA allocator found none.",
         chart=("memory", "allocator"),
+    ),
+    Tag(
+        "validation/loss",
+        "same",
+        "Mean loss over all targets of the held-out samples.",
+        chart=("loss", "loss"),
+        console="validation loss {:8.4f}",
     ),
 )
 
