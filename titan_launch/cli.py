@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from titan_launch.config.job import JobConfig
 from titan_launch.config.load import LoadedJob, load_job
 from titan_launch.errors import ConfigError, Problem, UserError
-from titan_launch.plan.layout import plan_layout
 from titan_launch.process import BAD_INPUT, OK, announce_once, run_and_leave
 
 USAGE = """\
@@ -86,6 +85,8 @@ def _load(arguments: _Arguments, world_size: int | None) -> LoadedJob:
     def layout_rule(config: JobConfig) -> Iterator[Problem]:
         if world_size is None:
             return
+        from titan_launch.plan.layout import plan_layout
+
         try:
             plan_layout(config.parallelism, config.training, world_size)
         except ConfigError as error:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 from titan_launch.config.explain import render
@@ -45,6 +43,8 @@ def _run(action: Callable[[], None], provenance: Provenance) -> int:
     except KeyboardInterrupt:
         return _announce("interrupted", INTERRUPTED)
     except BaseException:
+        import traceback
+
         rank = os.environ.get("RANK")
         where = f" on rank {rank}" if rank else ""
         return _announce(f"{traceback.format_exc()}error: the run failed{where}; see the traceback above", FAILED)
@@ -70,7 +70,8 @@ def _is_first() -> bool:
     if error_file is None:  # started by hand, or by another launcher: nothing stops the ranks, each may speak
         return True
     try:
-        os.close(os.open(Path(error_file).parent.parent / "announced", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        attempt_folder = os.path.dirname(os.path.dirname(error_file))
+        os.close(os.open(os.path.join(attempt_folder, "announced"), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
         return False
     except OSError:  # a message twice is better than none

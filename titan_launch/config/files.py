@@ -8,6 +8,7 @@ from typing import Any
 
 import tomli
 
+from titan_launch.config.explain import report, toml_value
 from titan_launch.errors import KeyPath, UserError, nearest
 
 
@@ -48,8 +49,6 @@ def read_job(path: str) -> list[JobFile]:
     reader = _Reader()
     reader.read(path, place=None)
     if reader.problems:
-        from titan_launch.config.explain import report
-
         raise UserError(report(reader.problems, path))
     return reader.files
 
@@ -87,14 +86,18 @@ class _Reader:
     def _bases(self, file: JobFile) -> list[tuple[str, str]]:
         """The files that a file extends, and for each the place that says so."""
         names = [file.extends] if isinstance(file.extends, str) else file.extends
-        if not names:
+        if names == []:
             return []
         _, place = file.find(("extends",))
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             self.problems.append(f"{place}: extends: must be the name of a file, or an array of them")
             return []
         folder = os.path.dirname(file.path)
-        return [(os.path.normpath(os.path.join(folder, name)), f'{place}: extends = "{name}"') for name in names]
+        return [(_join(folder, name), f"{place}: extends = {toml_value(name)}") for name in names]
+
+
+def _join(folder: str, name: str) -> str:
+    return os.path.normpath(os.path.join(folder, name))
 
 
 def _is_json(path: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from titan_launch.config.draft import Draft
+from titan_launch.config.explain import render
 from titan_launch.config.files import read_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.kinds import TAGGED
@@ -41,8 +42,6 @@ def load_job(path: str, overrides: Sequence[str] = (), extra_rules: Sequence[Rul
     problems += _judge(config, (*RULES, *extra_rules), problems)
     provenance = draft.provenance(path)
     if problems:
-        from titan_launch.config.explain import render
-
         raise UserError(render(problems, provenance))
     return LoadedJob(config, provenance)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import tomli
 
+from titan_launch.config.explain import report
 from titan_launch.errors import KeyPath, UserError
 
 
@@ -43,8 +44,6 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
         except ValueError as error:
             problems.append(f"command line: {text}: {error}")
     if problems:
-        from titan_launch.config.explain import report
-
         raise UserError(report(problems, "the command line"))
     return sorted(overrides, key=lambda override: not override.sets_kind)
 

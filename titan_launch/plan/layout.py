@@ -8,6 +8,9 @@ from titan_launch.config.parallelism import ParallelismConfig
 from titan_launch.config.training import TrainingConfig
 from titan_launch.errors import config_error
 
+_REPLICATE = ("parallelism", "data_parallel_replicate_degree")
+_SHARD = ("parallelism", "data_parallel_shard_degree")
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -57,6 +60,7 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
             f"not a multiple of {per_round} = training.local_batch_size ({training.local_batch_size}) x {ranks} "
             f"data-parallel {'rank' if ranks == 1 else 'ranks'}; nearest: {_nearest_multiples(batch, per_round)}",
             batch,
+            also=(("training", "local_batch_size"), _REPLICATE, _SHARD),
         )
     return Layout(replicate, shard, training.local_batch_size, batch // per_round)
 
@@ -66,17 +70,19 @@ def _mesh_degrees(parallelism: ParallelismConfig, world_size: int) -> tuple[int,
     if shard == -1:
         if world_size % replicate:
             raise config_error(
-                ("parallelism", "data_parallel_replicate_degree"),
+                _REPLICATE,
                 f"does not divide the {world_size} ranks of this run",
                 replicate,
+                also=(_SHARD,),
             )
         return replicate, world_size // replicate
     if replicate * shard != world_size:
         raise config_error(
-            ("parallelism", "data_parallel_shard_degree"),
+            _SHARD,
             f"times data_parallel_replicate_degree ({replicate}) makes {replicate * shard} ranks, but this run has "
             f"{world_size}; start {replicate * shard} processes, or set -1 to take the rest",
             shard,
+            also=(_REPLICATE,),
         )
     return replicate, shard
 
