@@ -26,10 +26,6 @@ for argument in "$@"; do
     fi
 done
 
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-use_environment
-
-config="${CONFIG:-$ROOT/configs/llama_bn.toml}"
 options=(--nproc-per-node "${NPROC:-auto}")
 if [[ "${NNODES:-1}" != 1 ]]; then
     if [[ -z "${RDZV_ENDPOINT:-}" ]]; then
@@ -43,5 +39,9 @@ if [[ "${NNODES:-1}" != 1 ]]; then
         --rdzv-backend "${RDZV_BACKEND:-c10d}"
     )
 fi
+
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+use_environment
+config="${CONFIG:-$ROOT/configs/llama_bn.toml}"
 
 exec "$PYTHON" -m titan_launch launch --config "$config" "${options[@]}" "$@"

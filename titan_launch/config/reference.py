@@ -24,7 +24,7 @@ the source code of Python's standard library, on any machine.
 
 ```toml
 #:schema ../docs/schema/job.schema.json
-extends = "base/cpu.toml"
+extends = "llama_debug.toml"
 
 [job]
 name = "first"
@@ -33,7 +33,7 @@ name = "first"
 steps = 200
 
 [[precision.rules]]
-type = "BatchNorm"
+type = "RMSNorm"
 param_dtype = "float32"
 ```
 

@@ -1,0 +1,112 @@
+"""Docs describe the present: every TOML block passes the check, and every command is run or parsed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from titan_launch.cli import main
+from titan_launch.launch import plan_processes
+from titan_launch.metrics.tags import markdown_table
+
+REPO = Path(__file__).parent.parent
+PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
+CONFIGS = sorted((REPO / "configs").rglob("*.toml"))
+
+
+def blocks(language: str) -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        found = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        yield from ((f"{page.name}-{number}", block) for number, block in enumerate(found))
+
+
+def commands() -> list[str]:
+    in_docs = [line for _, block in blocks("sh") for line in block.splitlines()]
+    starts = ("scripts/", "torchrun ", "python -m ", "titan-launch ", "CONFIG=")
+    in_configs = [
+        line.removeprefix("#").strip()
+        for path in CONFIGS
+        for line in path.read_text().splitlines()
+        if line.removeprefix("#").strip().startswith(starts)
+    ]
+    return sorted({line.partition("  #")[0].strip() for line in [*in_docs, *in_configs] if line.strip()})
+
+
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPO)
+
+
+@pytest.mark.parametrize(("name", "block"), list(blocks("toml")))
+def test_toml_blocks_pass_the_check(name: str, block: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(REPO / "configs", tmp_path, dirs_exist_ok=True)  # what a block may extend
+    job = tmp_path / "job.toml"
+    job.write_text(block)
+    assert main(["check", "--config", str(job), "--world-size", "2"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_are_right(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(command)
+    words = words[next(i for i, word in enumerate(words) if "=" not in word) :]  # behind VARIABLE=value
+    match words:
+        case ["titan-launch" | "python", *rest] if words[0] == "titan-launch" or rest[:2] == ["-m", "titan_launch"]:
+            arguments = rest if words[0] == "titan-launch" else rest[2:]
+            check(arguments, capsys)
+        case ["torchrun", "--nproc-per-node", ranks, "-m", "titan_launch", *arguments]:
+            check([*arguments, "--world-size", ranks], capsys)
+        case [script, *arguments] if script.startswith("scripts/"):
+            check_script(script, arguments)
+        case ["tensorboard", "--logdir", "outputs"]:
+            pass
+        case ["python", "-m", "titan_launch.config.schema"]:
+            pass  # tests/config/test_schema.py runs what it does
+        case _:
+            pytest.fail(f"nothing checks this command: {command}")
+
+
+def check(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """`check` reads the same job file and overrides as the other commands."""
+    if arguments[0] == "launch":
+        assert arguments[1] == "--nproc-per-node"
+        processes = plan_processes({"nproc-per-node": arguments[2]})
+        arguments = [*arguments[3:], "--world-size", str(processes.world_size)]
+    if arguments[0] != "check":
+        arguments = ["check", *arguments]
+    assert main(arguments) == 0, capsys.readouterr().err
+
+
+def check_script(script: str, arguments: list[str]) -> None:
+    path = REPO / script
+    assert path.exists() and path.stat().st_mode & 0o100, f"{script} cannot be executed"
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    if script.endswith("run_tests.sh"):
+        assert all(word.startswith("-") or word == "rule" or (REPO / word).exists() for word in arguments)
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_table_of_metrics_is_current() -> None:
+    assert (REPO / "docs" / "metrics.md").read_text().endswith(markdown_table())
+
+
+def test_the_train_script_explains_itself() -> None:
+    help_text = subprocess.run(["scripts/run_train.sh", "--help"], capture_output=True, text=True, check=True).stdout
+    assert all(name in help_text for name in ("CONFIG", "NPROC", "NNODES", "RDZV_ENDPOINT", "--section.key=value"))
+
+
+def test_the_train_script_wants_a_rendezvous_for_several_hosts() -> None:
+    environment = {**os.environ, "NNODES": "2", "RDZV_ENDPOINT": ""}
+    result = subprocess.run(["scripts/run_train.sh"], env=environment, capture_output=True, text=True)
+    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1) and "RDZV_ENDPOINT" in result.stderr
