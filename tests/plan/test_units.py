@@ -78,6 +78,16 @@ def test_all_modules_of_a_rule_share_one_unit_wrapped_before_their_parents() -> 
     assert by_reason(units, "head").modules == ("output",)
 
 
+def test_where_units_cannot_be_shared_every_module_has_its_own() -> None:
+    rules = (PrecisionRule(type="LayerNorm", param_dtype="float32"),)
+    units = plan_units(inventory_of(), PrecisionConfig(rules=rules), RESHARDING, share_units=False)
+    assert [unit.name for unit in units if unit.reason == "precision.rules.0"][:2] == [
+        "layers.0.norm1",
+        "layers.0.inner.1",
+    ]
+    assert [len(unit.modules) for unit in units] == [1] * 12
+
+
 def test_an_unset_param_dtype_stays_unset() -> None:
     units = units_of({"type": "LayerNorm"})
     assert units[0].policy == Policy(None, "float32", output_dtype="bfloat16")

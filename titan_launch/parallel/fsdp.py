@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from titan_launch.plan.types import Unit
 from titan_launch.precision.policy import mixed_precision_policy
+
+CAN_SHARE_UNITS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+"""Whether one `fully_shard` call casts the inputs and outputs of every module it is given. Before torch 2.13 it cast
+the inputs of the first that runs and the outputs of the last, and lost count when one of them did not run."""
 
 
 def apply_fsdp(model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh) -> None:

@@ -42,15 +42,20 @@ class Resharding:
     head: bool
 
 
-def plan_units(inventory: Inventory, precision: PrecisionConfig, resharding: Resharding) -> tuple[Unit, ...]:
+def plan_units(
+    inventory: Inventory, precision: PrecisionConfig, resharding: Resharding, share_units: bool = True
+) -> tuple[Unit, ...]:
     """Compile the precision rules into units, in the order in which they are wrapped (inner before outer, root last).
+
+    `share_units`: whether the modules under one rule may share a unit, which FSDP2 can do from torch 2.13 on; otherwise
+    each has its own.
 
     Raises ConfigError for a rule that matches nothing or only modules without tensors, and for tied parameters that
     the rules would put into two units.
     """
     claims = claim_modules(inventory, precision)
     planner = _UnitPlanner(inventory, precision, resharding, claims)
-    units = _order(planner.units())
+    units = _order(planner.units(share_units))
     _check_tied_parameters(inventory, units, claims)
     return units
 
@@ -186,8 +191,10 @@ class _UnitPlanner:
         self.claims = claims
         self.default = Policy(precision.param_dtype, precision.reduce_dtype)
 
-    def units(self) -> list[Unit]:
-        drafts = [*self._rule_units(), *self._block_units(), *self._head_unit(), self._root_unit()]
+    def units(self, share: bool) -> list[Unit]:
+        shared = self._rule_units()
+        ruled = shared if share else [part for unit in shared for part in _split(unit)]
+        drafts = [*ruled, *self._block_units(), *self._head_unit(), self._root_unit()]
         owners = unit_by_module(self.inventory, drafts)
         sizes = dict.fromkeys(range(len(drafts)), 0)
         for module in self.inventory.modules:

@@ -29,6 +29,7 @@ from titan_launch.models.inventory import take_inventory
 from titan_launch.optim.optimizer import build_optimizer
 from titan_launch.parallel.apply import parallelize
 from titan_launch.parallel.distributed import Ranks
+from titan_launch.parallel.fsdp import CAN_SHARE_UNITS
 from titan_launch.parallel.mesh import build_mesh, fsdp_mesh
 from titan_launch.plan.devices import find_device
 from titan_launch.plan.layout import Layout, plan_layout
@@ -120,7 +121,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack) -> Run:
 def shard_model(config: JobConfig, built: BuiltModel, layout: Layout, device: torch.device) -> nn.Module:
     """Plan the units of a model on the meta device, show them, and wrap the model; nothing is allocated."""
     inventory = take_inventory(built.module, built.blocks, built.head)
-    units = plan_units(inventory, config.precision, plan_resharding(config))
+    units = plan_units(inventory, config.precision, plan_resharding(config), CAN_SHARE_UNITS)
     buffer_dtypes = plan_buffer_dtypes(inventory, config.precision)
     _log.info("model: %s, %s parameters", config.model.name, f"{inventory.num_parameters:,}")
     _log.info("%s", format_units(inventory, units))
