@@ -134,6 +134,13 @@ def test_what_only_the_trainer_can_see_is_one_message_and_status_2(job: Path) ->
     assert not (job.parent / "tiny").exists()
 
 
+def test_a_folder_that_cannot_be_written_is_one_message(job: Path) -> None:
+    result = run("titan_launch", "launch", "--nproc-per-node", "2", "--config", job, f"--job.dump_folder={job}")
+    assert result.returncode == 2
+    assert result.stderr.count("cannot be written") == 1 and "job.dump_folder" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 MODEL = """
 import os, signal
 from torch import nn

@@ -14,7 +14,8 @@ from titan_launch.config.docstrings import field_docs, section_doc
 from titan_launch.config.fields import tables
 from titan_launch.config.job import JobConfig
 from titan_launch.config.kinds import TAGGED
-from titan_launch.config.schema import DOCS, documents, json_schema
+from titan_launch.config.reference import DOCS, documents
+from titan_launch.config.schema import json_schema
 
 CONFIGS = DOCS.parent / "configs"
 ROOTS: list[type[Section]] = [JobConfig, *(architecture.args for architecture in ARCHITECTURES.values())]
@@ -36,7 +37,7 @@ def test_every_section_and_field_is_documented(section: type[Section]) -> None:
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
 def test_generated_files_are_current(path: Path) -> None:
-    message = "run `python -m titan_launch.config.schema`"
+    message = "run `python -m titan_launch.config.reference`"
     assert path.read_text(encoding="utf-8") == documents()[path], message
 
 

@@ -1,12 +1,7 @@
-"""The reference of the job file, as a JSON Schema for editors and as a page to read.
-
-`python -m titan_launch.config.schema` writes both below `docs/`.
-"""
+"""The reference of the job file as a JSON Schema, for editors."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from titan_launch.config.architectures import ARCHITECTURES
@@ -16,8 +11,6 @@ from titan_launch.config.fields import tables
 from titan_launch.config.job import JobConfig
 from titan_launch.config.kinds import TAGGED
 from titan_launch.config.model import ModelConfig
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 _EXTENDS = {
     "description": "Job files that this one is laid over, relative to it. Tables merge, everything else is replaced; "
@@ -88,23 +81,3 @@ def _args_by_name(name: str) -> dict[str, Any]:
             }
         },
     }
-
-
-def documents() -> dict[Path, str]:
-    """The generated files and what belongs into them."""
-    from titan_launch.config.reference import reference
-
-    schema = json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
-    return {DOCS / "schema" / "job.schema.json": schema, DOCS / "config.md": reference()}
-
-
-def main() -> None:
-    """Write the generated files."""
-    for path, text in documents().items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        print(path)
-
-
-if __name__ == "__main__":
-    main()

@@ -30,7 +30,10 @@ class Ranks:
 
 @contextmanager
 def process_group(device_choice: str, timeout_seconds: int) -> Iterator[Ranks]:
-    """Join the group that torchrun describes, or make one of this process alone; destroy it on the way out.
+    """Join the group that torchrun describes, or make one of this process alone; destroy it at the end.
+
+    After an error it is left to the end of the process: destroying an NCCL group waits for collectives that the other
+    ranks will never join, and would keep torchrun from noticing the failure.
 
     CUDA uses NCCL, with gloo beside it for tensors on the CPU; CPU uses gloo. Raises ConfigError when `job.device` is
     `cuda` and there is none for this rank.
@@ -44,10 +47,8 @@ def process_group(device_choice: str, timeout_seconds: int) -> Iterator[Ranks]:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), device)
-    finally:
-        dist.destroy_process_group()
+    yield Ranks(dist.get_rank(), dist.get_world_size(), device)
+    dist.destroy_process_group()
 
 
 def choose_device(choice: str, local_rank: int) -> torch.device:

@@ -74,7 +74,8 @@ class TrainStep:
         return StepResult(loss_sum, valid_local, valid_global, grad_norm)
 
     def _count(self, targets: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-        local = sum((count_valid(t) for t in targets), start=torch.zeros((), dtype=torch.int64)).to(self._device)
+        local = sum((count_valid(t) for t in targets), start=torch.zeros((), dtype=torch.int64))
+        local = local.to(self._device, non_blocking=True)
         total = local.clone()
         dist.all_reduce(total)
         return local, total
