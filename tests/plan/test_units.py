@@ -9,9 +9,10 @@ from torch import nn
 from titan_launch.config.precision import PrecisionConfig, PrecisionRule
 from titan_launch.errors import ConfigError
 from titan_launch.models.inventory import take_inventory
+from titan_launch.plan.claims import BATCH_NORM_DEFAULT
 from titan_launch.plan.report import format_units
 from titan_launch.plan.types import Inventory, Policy, Unit
-from titan_launch.plan.units import BATCH_NORM_DEFAULT, Resharding, plan_buffer_dtypes, plan_units
+from titan_launch.plan.units import Resharding, plan_buffer_dtypes, plan_units
 
 RESHARDING = Resharding(blocks=True, head=False)
 
@@ -185,6 +186,8 @@ def test_tied_embeddings_stay_in_the_root() -> None:
         ({"match": "layers"}, ["a container without a forward", 'did you mean "layers.*"']),
         ({"match": "layers.*.act"}, ["layers.0.act, layers.1.act, layers.2.act", "no parameters or buffers"]),
         ({"match": "layers.*", "type": "Linear"}, ["matches no module of class Linear"]),
+        ({"type": "Model"}, ["precision.rules.0.type", "only the model itself"]),
+        ({"match": "layers.0", "reshard_after_forward": False}, ["layers.0.mix, layers.0.inner.0", "set param_dtype"]),
     ],
 )
 def test_a_rule_that_does_nothing_is_an_error(rule: dict[str, object], words: list[str]) -> None:
@@ -192,6 +195,30 @@ def test_a_rule_that_does_nothing_is_an_error(rule: dict[str, object], words: li
         units_of(rule)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_a_rule_that_would_round_running_statistics_is_an_error(storage: str) -> None:
+    dtype = "bfloat16" if storage == "float32" else None
+    with pytest.raises(ConfigError, match=r"precision\.rules\.0\.type: .* beside float32 running statistics"):
+        units_of({"type": "BatchNorm", "param_dtype": dtype}, model={"norm": nn.BatchNorm1d}, storage_dtype=storage)
+
+
+def test_batchnorm_is_fp32_by_default_with_bf16_storage_too() -> None:
+    unit = by_reason(units_of(model={"norm": nn.BatchNorm1d}, storage_dtype="bfloat16"), BATCH_NORM_DEFAULT)
+    assert unit.policy == Policy("float32", "float32", output_dtype="bfloat16", cast_forward_inputs=False)
+
+
+def test_modules_without_parameters_get_no_unit() -> None:
+    class WithTable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.BatchNorm1d(4, affine=False)
+            self.layer = nn.Linear(4, 4)
+
+    rules = (PrecisionRule(match="**", param_dtype="float32"),)
+    units = plan_units(take_inventory(WithTable(), ()), PrecisionConfig(rules=rules), RESHARDING)
+    assert [unit.modules for unit in units] == [("layer",), ("",)]
 
 
 def test_a_rule_behind_another_that_takes_all_its_modules_is_an_error() -> None:
@@ -205,7 +232,7 @@ def test_a_rule_for_one_of_two_tied_modules_is_an_error() -> None:
 
 
 def test_buffer_dtype_covers_what_is_inside() -> None:
-    rules = (PrecisionRule(match="layers.0.inner", buffer_dtype="bfloat16"), PrecisionRule(match="**.norm1"))
+    rules = (PrecisionRule(match="layers.0.inner.1", buffer_dtype="bfloat16"), PrecisionRule(match="**.norm1"))
     dtypes = plan_buffer_dtypes(inventory_of(norm=nn.BatchNorm1d), PrecisionConfig(rules=rules))
     assert dtypes == {"layers.0.inner.1.running_mean": "bfloat16", "layers.0.inner.1.running_var": "bfloat16"}
 

@@ -31,10 +31,11 @@ from titan_launch.parallel.apply import parallelize
 from titan_launch.parallel.distributed import Ranks
 from titan_launch.parallel.fsdp import CAN_SHARE_UNITS
 from titan_launch.parallel.mesh import build_mesh, fsdp_mesh
+from titan_launch.plan.claims import BATCH_NORM_DEFAULT
 from titan_launch.plan.devices import find_device
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.report import format_units
-from titan_launch.plan.units import BATCH_NORM_DEFAULT, Resharding, plan_buffer_dtypes, plan_units
+from titan_launch.plan.units import Resharding, plan_buffer_dtypes, plan_units
 from titan_launch.tokenizer import Tokenizer, build_tokenizer
 from titan_launch.train.folder import checkpoint_folder, prepare_run_folder
 from titan_launch.train.guard import NonFiniteGuard
@@ -126,7 +127,7 @@ def shard_model(config: JobConfig, built: BuiltModel, layout: Layout, device: to
     _log.info("model: %s, %s parameters", config.model.name, f"{inventory.num_parameters:,}")
     _log.info("%s", format_units(inventory, units))
     if any(unit.reason == BATCH_NORM_DEFAULT for unit in units):
-        _log.info("BatchNorm has a unit of its own by default: its parameters and running statistics stay float32")
+        _log.info("BatchNorm has a unit of its own by default: float32 parameters and running statistics, any input")
     mesh = fsdp_mesh(build_mesh(layout, device.type), layout)
     parallelize(built.module, units, buffer_dtypes, config.precision.storage_dtype, mesh)
     return built.module
