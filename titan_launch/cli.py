@@ -7,18 +7,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from titan_launch import __version__
 from titan_launch.config.job import JobConfig
 from titan_launch.config.load import LoadedJob, load_job
 from titan_launch.errors import ConfigError, Problem, UserError
 from titan_launch.process import BAD_INPUT, OK, announce_once, run_and_leave
 
 USAGE = """\
-usage: titan-launch [train] --config JOB.toml [--section.key=value ...]
+usage: titan-launch --version
+       titan-launch [train] --config JOB.toml [--section.key=value ...]
        titan-launch check   --config JOB.toml [--world-size N] [--section.key=value ...]
        titan-launch launch  --config JOB.toml [--nproc-per-node N] [torchrun options] [--section.key=value ...]
 
   train   train in this process: as one rank of the group that torchrun describes, or alone (the default command)
-  check   parse the job file and check it, without torch or a GPU; with --world-size also how ranks and batch divide
+  check   parse the job file and check it, without torch or a GPU; with --world-size also how ranks and batch divide.
+          What needs the model (a factory of your own, a rule that matches nothing) is checked when a run starts
   launch  check the job file, then run torchrun with one process per GPU (2 where there is no GPU)
 
 JOB.toml is a job file, or the config.json of an earlier run. --section.key=value overrides any key of it; values are
@@ -32,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args or "--help" in args or "-h" in args:
         print(USAGE, end="")
         return OK if args else BAD_INPUT
+    if args == ["--version"]:
+        print(f"titan-launch {__version__}")
+        return OK
     name = args.pop(0) if not args[0].startswith("-") else "train"
     commands = {"train": _train, "check": _check, "launch": _launch}
     try:
@@ -52,7 +58,7 @@ class _Arguments:
 
 def _train(args: list[str]) -> int:
     arguments = _parse(args, options=())
-    loaded = _load(arguments, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    loaded = _load(arguments, world_size=_positive("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     run_and_leave(lambda: _import_and_train(loaded.config), loaded.provenance)
 
 
@@ -65,8 +71,8 @@ def _import_and_train(config: JobConfig) -> None:
 def _check(args: list[str]) -> int:
     arguments = _parse(args, options=("world-size",))
     world_size = arguments.options.get("world-size")
-    _load(arguments, None if world_size is None else _positive("world-size", world_size))
-    print(f"{arguments.config}: no problems found")
+    _load(arguments, None if world_size is None else _positive("--world-size", world_size))
+    print(f"{arguments.config}: no problems found (what only the model and the data can tell is checked at the start)")
     return OK
 
 
@@ -102,6 +108,7 @@ def _parse(args: list[str], options: Sequence[str]) -> _Arguments:
     rest = iter(args)
     for arg in rest:
         name, has_value, value = arg.removeprefix("--").partition("=")
+        name = name.replace("_", "-") if name.replace("_", "-") in options else name  # torchrun takes both
         if not arg.startswith("--") or name not in ("config", *options):
             overrides.append(arg)
             continue
@@ -117,5 +124,5 @@ def _parse(args: list[str], options: Sequence[str]) -> _Arguments:
 
 def _positive(name: str, text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"error: --{name} {text}: must be a whole number of at least 1")
+        raise UserError(f"error: {name} {text}: must be a whole number of at least 1")
     return int(text)

@@ -17,6 +17,10 @@ class UserError(Exception):
     """Something the user can fix: the message says what is wrong and what to do. Exit status 2, no traceback."""
 
 
+class RunError(Exception):
+    """Why a run that was under way cannot go on, in a sentence. Exit status 1, no traceback."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with a key of the job file.
@@ -68,7 +72,3 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """`; did you mean "steps"?`, or nothing when no candidate is near. Case is ignored."""
     near = nearest(word, candidates)
     return f'; did you mean "{near}"?' if near else ""
-
-
-class RunError(Exception):
-    """Why a run that was under way cannot go on, in a sentence. Exit status 1, no traceback."""

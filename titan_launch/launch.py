@@ -59,6 +59,9 @@ def plan_processes(options: Mapping[str, str]) -> Processes:
     nodes = options.pop("nnodes", "1")
     if not all(part.isdecimal() and int(part) >= 1 for part in nodes.split(":", 1)):
         raise UserError(f"error: --nnodes {nodes}: must be a whole number of at least 1, or min:max")
+    for name in ("max-restarts", "node-rank", "master-port"):
+        if not options.get(name, "0").isdecimal():
+            raise UserError(f"error: --{name} {options[name]}: must be a whole number")
     args = [f"--nproc-per-node={per_node}", *(f"--{name}={value}" for name, value in options.items())]
     if nodes == "1" and not {"rdzv-endpoint", "master-addr", "master-port"} & set(options):
         args.append("--standalone")  # a free port of this host, so that several jobs do not collide
@@ -70,8 +73,12 @@ def plan_processes(options: Mapping[str, str]) -> Processes:
 def _processes_per_node(text: str) -> int:
     if text == "auto":
         return count_gpus() or PROCESSES_WITHOUT_GPU
+    if text == "gpu":
+        if not count_gpus():
+            raise UserError("error: --nproc-per-node gpu: this host has no GPU")
+        return count_gpus()
     if not text.isdecimal() or int(text) < 1:
-        raise UserError(f'error: --nproc-per-node {text}: must be a whole number of at least 1, or "auto"')
+        raise UserError(f'error: --nproc-per-node {text}: must be a whole number of at least 1, "gpu" or "auto"')
     return int(text)
 
 
@@ -94,8 +101,7 @@ def launch(processes: Processes, worker_args: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # torchrun's own account of a failure (several lines for every worker) would bury the worker's.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)  # torchrun's own account of a failure would bury the worker's
     args = torchrun.parse_args([*processes.torchrun_args, "-m", "titan_launch", *worker_args])
     try:
         torchrun.run(args)

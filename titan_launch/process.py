@@ -67,7 +67,8 @@ def announce_once(text: str) -> None:
     creates a file in torchrun's folder for this attempt prints.
     """
     if _is_first():
-        print(text, file=sys.stderr, flush=True)
+        over_the_bar = "\r\x1b[K" if sys.stderr.isatty() else ""  # a progress bar leaves the cursor in its line
+        print(over_the_bar + text, file=sys.stderr, flush=True)
 
 
 def _is_first() -> bool:

@@ -104,14 +104,6 @@ def test_an_incomplete_checkpoint_is_not_resumed_from(tmp_path: Path) -> None:
     assert [report["step"] for report in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
 
 
-def test_an_earlier_run_is_moved_aside_not_overwritten(tmp_path: Path) -> None:
-    job = tiny_job(tmp_path)
-    run_ranks(run_job, 1, job)
-    run_ranks(run_job, 1, job)
-    assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["tiny", "tiny.1"]
-    assert len(read_metrics(tmp_path, "tiny.1")) == 4
-
-
 def train_with_poison(job: dict[str, Any], bad_step: int, bad_rank: int) -> tuple[list[dict[str, Tensor]], str]:
     """Train while one rank's loss is NaN at one step; the state after every step, and the error at the end."""
     from contextlib import ExitStack

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 from titan_launch.checkpoint.state import ModelAndOptimizer, Progress, RandomState
+from titan_launch.errors import UserError
 
 _log = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d+)")
@@ -36,12 +37,10 @@ class CheckpointManager:
         self._random = RandomState(device)
 
     def save(self) -> None:
-        """Write a checkpoint of the step just finished; collective. Does nothing if that step is saved already."""
+        """Write a checkpoint of the step just finished; collective."""
         final = self._folder / f"step-{self._progress.step}"
         temporary = final.with_name(final.name + ".tmp")
-        if _on_main(final.exists):
-            return
-        _on_main(lambda: shutil.rmtree(temporary, ignore_errors=True))
+        _on_main(lambda: _remove_incomplete(temporary, final))
         state = {
             "weights": self._weights.state_dict(),
             "progress": self._progress.state_dict(),
@@ -67,7 +66,10 @@ class CheckpointManager:
         key = self._random.key()
         if _has_key(reader.read_metadata(), f"random.{key}"):
             state["random"] = {key: self._random.capture()}
-        dcp.load(state, storage_reader=reader, planner=DefaultLoadPlanner())
+        try:
+            dcp.load(state, storage_reader=reader, planner=DefaultLoadPlanner())
+        except dcp.api.CheckpointException as error:
+            raise UserError(_unreadable(folder, error)) from error
         self._weights.load_state_dict(state["weights"])
         self._progress.load_state_dict(state["progress"])
         if "random" in state:
@@ -80,6 +82,21 @@ def complete_steps(folder: Path) -> list[int]:
     """The steps of the complete checkpoints in a folder (which need not exist), in no order."""
     found = (_STEP.fullmatch(entry.name) for entry in folder.glob("step-*"))
     return [int(match[1]) for match in found if match and (folder / match[0] / ".metadata").exists()]
+
+
+def _unreadable(folder: Path, error: dcp.api.CheckpointException) -> str:
+    cause = next(iter(error.failures.values()))[0]
+    return (
+        f"the checkpoint {folder} cannot be loaded: {type(cause).__name__}: {cause}\n"
+        'Move it away to resume from the one before, or start anew with checkpoint.load = "none"'
+    )
+
+
+def _remove_incomplete(*folders: Path) -> None:
+    """Delete what a save that was killed has left: nothing can be loaded from it."""
+    for folder in folders:
+        if not (folder / ".metadata").exists() or folder.suffix == ".tmp":
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _has_key(metadata: Metadata, prefix: str) -> bool:

@@ -88,9 +88,14 @@ def _split_key(name: str) -> tuple[str, ...]:
 
 
 def parse_value(text: str) -> Any:
-    """A value in TOML; what is not TOML is a string, so that most strings need no quotes."""
+    """A value in TOML; what is not TOML is a string, so that most strings need no quotes.
+
+    Raises ValueError for a table or an array that does not end well.
+    """
     try:
         table = tomli.loads(f"value = {text}")
-    except tomli.TOMLDecodeError:
+    except tomli.TOMLDecodeError as error:
+        if text.lstrip().startswith(("{", "[")):
+            raise ValueError(f"not TOML: {error}") from None
         return text
     return table["value"] if len(table) == 1 else text

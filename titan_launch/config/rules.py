@@ -17,6 +17,7 @@ from titan_launch.config.base import Section
 from titan_launch.config.data import SyntheticData, TextData, names_a_file
 from titan_launch.config.job import JobConfig
 from titan_launch.config.lr_scheduler import WarmupStableDecay
+from titan_launch.config.model import ModelConfig
 from titan_launch.config.precision import PrecisionRule
 from titan_launch.config.tokenizer import VOCABULARY_SIZES
 from titan_launch.errors import KeyPath, Problem, did_you_mean, format_key
@@ -47,6 +48,13 @@ def flavor_exists(config: JobConfig) -> Iterator[Problem]:
         flavors = ARCHITECTURES[name].flavors
         reason = f"unknown flavor; {name} has {', '.join(flavors)}{did_you_mean(flavor, flavors)}"
         yield Problem(_FLAVOR, reason, flavor, also=(_NAME,))
+
+
+def flavor_is_not_a_factorys(config: JobConfig) -> Iterator[Problem]:
+    """A factory of the user's own has no size table. (The default is let pass: a recorded configuration has it.)"""
+    if ":" in config.model.name and config.model.flavor != ModelConfig.model_fields["flavor"].default:
+        reason = f"{config.model.name} has no flavors; give its arguments in [model.args]"
+        yield Problem(_FLAVOR, reason, config.model.flavor, also=(_NAME,))
 
 
 def model_args_are_valid(config: JobConfig) -> Iterator[Problem]:
@@ -198,6 +206,7 @@ def schedule_fits_the_run(config: JobConfig) -> Iterator[Problem]:
 RULES: tuple[Rule, ...] = (
     model_exists,
     flavor_exists,
+    flavor_is_not_a_factorys,
     model_args_are_valid,
     factory_args_can_be_recorded,
     vocabulary_is_large_enough,

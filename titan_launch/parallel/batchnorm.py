@@ -28,10 +28,6 @@ def pool_running_statistics(model: nn.Module) -> None:
     _scatter(norms, "running_var", variance + mean_square - mean.square())
 
 
-def _gather(norms: list[_BatchNorm], name: str) -> torch.Tensor:
-    return torch.cat([getattr(norm, name).double() for norm in norms])
-
-
 def _scatter(norms: list[_BatchNorm], name: str, values: torch.Tensor) -> None:
     for norm, part in zip(norms, values.split([norm.num_features for norm in norms]), strict=True):
         getattr(norm, name).copy_(part)

@@ -17,7 +17,7 @@ def format_units(inventory: Inventory, units: Sequence[Unit]) -> str:
         group = list(alike)
         cells = list(_cells(inventory, group[0]))
         if len(group) > 1:
-            cells[0] = f"{group[0].name} … {group[-1].name}"
+            cells[0] = f"{group[0].name} .. {group[-1].name}"
             cells[1] = f"{len(group)} x {cells[1]}"
             cells[3] = f"{len(group)} x {cells[3]}"
         rows.append(cells)

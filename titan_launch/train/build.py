@@ -26,6 +26,7 @@ from titan_launch.metrics.sinks import ConsoleSink, JsonlSink, Sink, TensorBoard
 from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.models.init import initialize
 from titan_launch.models.inventory import take_inventory
+from titan_launch.optim.groups import build_param_groups
 from titan_launch.optim.optimizer import build_optimizer
 from titan_launch.parallel.apply import parallelize
 from titan_launch.parallel.distributed import Ranks
@@ -37,7 +38,7 @@ from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.report import format_units
 from titan_launch.plan.units import Resharding, plan_buffer_dtypes, plan_units
 from titan_launch.tokenizer import Tokenizer, build_tokenizer
-from titan_launch.train.folder import checkpoint_folder, prepare_run_folder
+from titan_launch.train.folder import checkpoint_folder, prepare_run_folder, record_config
 from titan_launch.train.guard import NonFiniteGuard
 from titan_launch.train.step import Microbatch, TrainStep
 
@@ -82,6 +83,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack) -> Run:
     """
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
     built = build_model(config.model, config.training.seq_len)
+    build_param_groups(built.module, config.optimizer)  # for its errors, before anything is allocated
     model = shard_model(config, built, layout, ranks.device)
     tokenizer = build_tokenizer(config.tokenizer)
     source = build_source(config.data, tokenizer, config.training.seq_len, key=("data",))
@@ -91,9 +93,11 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack) -> Run:
     initialize(model, built.initializer, config.training.seed, ranks.device)
     optimizer = build_optimizer(model, config.optimizer)
 
-    folder = open_run_folder(config, ranks)
+    folder = open_run_folder(config, ranks, stack)
     progress = Progress()
     checkpoints = resume(config, folder, model, optimizer, progress, ranks)
+    if ranks.is_main:
+        record_config(folder, config)
     guard = NonFiniteGuard(config.debug.on_nonfinite, ranks.device)
     accumulation = build_strategy(config.gradient_accumulation)
     console = ConsoleSink(total_steps=config.training.steps) if ranks.is_main else None
@@ -178,11 +182,11 @@ def build_validation_batches(
     return loader
 
 
-def open_run_folder(config: JobConfig, ranks: Ranks) -> Path:
+def open_run_folder(config: JobConfig, ranks: Ranks, stack: ExitStack) -> Path:
     """The run's folder, made ready by the main rank before any rank goes on."""
     folder = Path(config.job.dump_folder, config.job.name)
     if ranks.is_main:
-        prepare_run_folder(folder, config)
+        prepare_run_folder(folder, config, stack)
     dist.barrier()
     return folder
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from titan_launch.accumulation.strategies import AccumulationStrategy
+from titan_launch.errors import config_error
 from titan_launch.loss import count_valid, cross_entropy_sum
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.skip import step_unless
@@ -82,6 +83,15 @@ class TrainStep:
 
     def _backward(self, microbatch: Microbatch, valid_global: Tensor) -> Tensor:
         inputs, targets = (tensor.to(self._device, non_blocking=True) for tensor in microbatch)
-        loss = cross_entropy_sum(self._model(inputs), targets) / valid_global.clamp(min=1)
+        loss = cross_entropy_sum(logits_of(self._model, inputs), targets) / valid_global.clamp(min=1)
         loss.backward()
         return loss.detach()
+
+
+def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    """A model's outputs, which must be the logits. Raises ConfigError that says so where they are anything else."""
+    outputs = model(inputs)
+    if not isinstance(outputs, Tensor):
+        reason = f"its forward must return the logits, a tensor (..., classes); it returns a {type(outputs).__name__}"
+        raise config_error(("model", "name"), reason)
+    return outputs

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_launch.loss import count_valid, cross_entropy_sum
-from titan_launch.train.step import Microbatch
+from titan_launch.train.step import Microbatch, logits_of
 
 
 @torch.no_grad()
@@ -23,7 +23,7 @@ def validate(model: nn.Module, batches: Iterable[Microbatch], device: torch.devi
     model.eval()
     for batch in batches:
         inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
-        totals[0] += cross_entropy_sum(model(inputs), targets)
+        totals[0] += cross_entropy_sum(logits_of(model, inputs), targets)
         totals[1] += count_valid(targets)
     model.train()
     dist.all_reduce(totals)

@@ -46,7 +46,7 @@ class ConsoleSink(Sink):
         line = "  ".join([self._paint(f"step {step:>{width}}/{self._total_steps}", _BOLD), *fields])
         self._stream.write(f"{_CLEAR_LINE if self._drawn_step is not None else ''}{line}\n")
         if self._drawn_step is not None:
-            self._draw(self._drawn_step)
+            self._draw(step)
         self._stream.flush()
 
     def progress(self, step: int) -> None:
