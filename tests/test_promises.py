@@ -1,4 +1,4 @@
-"""Options are promises: every key of the job file is read by something, and used by a config that ships."""
+"""Options are promises: every key of the job file is read somewhere outside the config layer's own sections."""
 
 from __future__ import annotations
 
