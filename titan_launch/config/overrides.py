@@ -96,6 +96,6 @@ def parse_value(text: str) -> Any:
         table = tomli.loads(f"value = {text}")
     except tomli.TOMLDecodeError as error:
         if text.lstrip().startswith(("{", "[")):
-            raise ValueError(f"not TOML: {error}") from None
+            raise ValueError(f"not TOML: {str(error).partition(' (at ')[0]}") from None
         return text
     return table["value"] if len(table) == 1 else text
