@@ -71,7 +71,7 @@ def _mesh_degrees(parallelism: ParallelismConfig, world_size: int) -> tuple[int,
         if world_size % replicate:
             raise config_error(
                 _REPLICATE,
-                f"does not divide the {world_size} ranks of this run",
+                f"does not divide the number of ranks of this run, {world_size}; set a divisor of it",
                 replicate,
                 also=(_SHARD,),
             )

@@ -1,0 +1,46 @@
+"""How ranks and batches divide."""
+
+from __future__ import annotations
+
+import pytest
+
+from titan_launch.config.parallelism import ParallelismConfig
+from titan_launch.config.training import TrainingConfig
+from titan_launch.errors import ConfigError
+from titan_launch.plan.layout import Layout, plan_layout
+
+
+def layout(world_size: int, replicate: int = 1, shard: int = -1, local: int = 2, batch: int | None = None) -> Layout:
+    parallelism = ParallelismConfig(data_parallel_replicate_degree=replicate, data_parallel_shard_degree=shard)
+    training = TrainingConfig(local_batch_size=local, global_batch_size=batch)
+    return plan_layout(parallelism, training, world_size)
+
+
+def test_the_shard_axis_takes_the_rest_of_the_ranks() -> None:
+    assert (layout(8).replicate, layout(8).shard) == (1, 8)
+    assert (layout(8, replicate=2).replicate, layout(8, replicate=2).shard) == (2, 4)
+    assert layout(8, replicate=8).shard == 1
+
+
+def test_microbatches_follow_from_the_batch() -> None:
+    assert layout(4).num_microbatches == 1 and layout(4).global_batch_size == 8
+    assert layout(4, batch=32).num_microbatches == 4
+    assert layout(1, batch=32).num_microbatches == 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"world_size": 3, "batch": 8}, "global_batch_size: not a multiple of 6 .* nearest: 6 or 12"),
+        ({"world_size": 8, "batch": 4}, "nearest: 16"),
+        (
+            {"world_size": 3, "replicate": 2},
+            "data_parallel_replicate_degree: does not divide the number of ranks of this run, 3",
+        ),
+        ({"world_size": 4, "shard": 2}, "data_parallel_shard_degree: .* makes 2 ranks, but this run has 4"),
+        ({"world_size": 2, "replicate": 2, "shard": 2}, "makes 4 ranks, but this run has 2"),
+    ],
+)
+def test_a_division_with_a_rest_is_one_sentence(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        layout(**arguments)

@@ -1,0 +1,31 @@
+"""The main job's shape on a GPU: one process, as the command line runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+REPO = Path(__file__).parents[2]
+CUDA_TAGS = {"memory/max_active_gib", "memory/max_reserved_gib", "memory/alloc_retries", "memory/ooms"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("mode", ["immediate", "deferred"])
+def test_the_main_job_trains_on_cuda(tmp_path: Path, mode: str) -> None:
+    overrides = ["--training.steps=12", "--validation.freq=6", "--metrics.log_freq=4", "--lr_scheduler.warmup_steps=2"]
+    config = REPO / "configs" / "llama_bn.toml"
+    command = [sys.executable, "-m", "titan_launch", "--config", str(config), f"--job.dump_folder={tmp_path}"]
+    command += [*overrides, f"--gradient_accumulation.mode={mode}", "--checkpoint.enable"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=REPO, env={**os.environ}, timeout=200)
+    assert result.returncode == 0, result.stderr
+    reports = [json.loads(line) for line in (tmp_path / "llama_bn" / "metrics.jsonl").read_text().splitlines()]
+    assert reports[-1]["train/loss"] < reports[0]["train/loss"] - 1
+    assert reports[-1].keys() >= CUDA_TAGS
+    assert (tmp_path / "llama_bn" / "checkpoints" / "step-12" / ".metadata").exists()
