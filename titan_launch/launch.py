@@ -27,7 +27,6 @@ TORCHRUN_OPTIONS = (
     "master-addr",
     "master-port",
     "local-addr",
-    "max-restarts",
     "log-dir",
     "local-ranks-filter",
 )
@@ -59,11 +58,11 @@ def plan_processes(options: Mapping[str, str]) -> Processes:
     nodes = options.pop("nnodes", "1")
     if not all(part.isdecimal() and int(part) >= 1 for part in nodes.split(":", 1)):
         raise UserError(f"error: --nnodes {nodes}: must be a whole number of at least 1, or min:max")
-    for name in ("max-restarts", "node-rank", "master-port"):
+    for name in ("node-rank", "master-port"):
         if not options.get(name, "0").isdecimal():
             raise UserError(f"error: --{name} {options[name]}: must be a whole number")
     args = [f"--nproc-per-node={per_node}", *(f"--{name}={value}" for name, value in options.items())]
-    if nodes == "1" and not {"rdzv-endpoint", "master-addr", "master-port"} & set(options):
+    if nodes == "1" and not {"master-addr", "master-port"} & set(options) and not any("rdzv" in o for o in options):
         args.append("--standalone")  # a free port of this host, so that several jobs do not collide
     else:
         args.append(f"--nnodes={nodes}")
@@ -120,7 +119,10 @@ def _report_failure(exit_codes: Mapping[int, int]) -> int:
     """
     killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM}
     if not killed:
-        return next((code for code in exit_codes.values() if code > 0), 128 + signal.SIGTERM)
+        status = next((code for code in exit_codes.values() if code > 0), 128 + signal.SIGTERM)
+        if status == 128 + signal.SIGTERM:
+            print(f"error: rank {min(exit_codes)} was ended by SIGTERM", file=sys.stderr)
+        return status
     rank, number = next(iter(killed.items()))
     name = signal.Signals(number).name
     hint = "; the usual cause is that the host ran out of memory" if number == signal.SIGKILL else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 from titan_launch.config.explain import render
@@ -30,8 +31,9 @@ def leave(status: int) -> NoReturn:
     to a quarter of finished, correct runs (SIGABRT; pytorch issue 190489). It would also take a tenth of the time of a
     `check` to free, object by object, what the operating system frees anyway.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads any more: `| head`
+            stream.flush()
     os._exit(status)
 
 

@@ -108,10 +108,10 @@ def test_kinds_have_defaults() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.toml")), ids=lambda path: path.stem)
-def test_round_trip_of_shipped_configs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_round_trip_of_shipped_configs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(CONFIGS.parent)
     config = load_job(str(path)).config
-    assert reload(config) == config
+    assert reload(config, tmp_path) == config
 
 
 def test_round_trip_of_everything(tmp_path: Path) -> None:
@@ -132,10 +132,11 @@ def test_round_trip_of_a_factory() -> None:
     assert reload(config) == config
 
 
-def reload(config: JobConfig) -> JobConfig:
+def reload(config: JobConfig, folder: Path = Path()) -> JobConfig:
     """The configuration, from the file that a run leaves."""
-    Path("config.json").write_text(dump_job(config), encoding="utf-8")
-    return load_job("config.json").config
+    path = folder / "config.json"
+    path.write_text(dump_job(config), encoding="utf-8")
+    return load_job(str(path)).config
 
 
 def test_json_without_lines() -> None:

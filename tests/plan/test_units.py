@@ -173,6 +173,38 @@ def test_units_that_lie_inside_each_other_are_divided_and_inner_ones_come_first(
     assert units[-1].reason == "root"
 
 
+def test_a_unit_larger_than_a_block_is_divided_by_blocks() -> None:
+    units = units_of({"type": "Linear", "param_dtype": "float32"})
+    linear = [unit.modules for unit in units if unit.reason == "precision.rules.0"]
+    assert linear == [(f"layers.{i}.mix", f"layers.{i}.inner.0") for i in range(3)] + [("output",)]
+
+
+def test_a_head_that_is_named_as_a_block_is_in_one_unit() -> None:
+    inventory = inventory_of()
+    inventory = Inventory(inventory.modules, (*inventory.blocks, "output"), inventory.head)
+    units = plan_units(inventory, PrecisionConfig(), RESHARDING)
+    assert sorted(path for unit in units for path in unit.modules) == ["", "layers.0", "layers.1", "layers.2", "output"]
+
+
+def test_a_module_shared_between_blocks_is_an_error_that_names_both() -> None:
+    with torch.device("meta"):
+        model = Model()
+        model.layers[1].norm1 = model.layers[0].norm1
+    inventory = take_inventory(model, ("layers.0", "layers.1", "layers.2"), ("norm", "output"))
+    with pytest.raises(ConfigError, match=r"model\.blocks: layers\.1\.norm1 and layers\.0\.norm1 share"):
+        plan_units(inventory, PrecisionConfig(), RESHARDING)
+    rules = (PrecisionRule(type="LayerNorm", param_dtype="float32"),)
+    units = plan_units(inventory, PrecisionConfig(rules=rules), RESHARDING)
+    assert len(units[0].modules) == 6  # one unit holds it, so that the blocks need not
+    with pytest.raises(ConfigError, match=r"layers\.1\.norm1 is the same module as layers\.0\.norm1"):
+        plan_units(inventory, PrecisionConfig(rules=(PrecisionRule(match="layers.1.norm1"),)), RESHARDING)
+
+
+def test_an_output_dtype_is_not_for_the_blocks_inside() -> None:
+    units = units_of({"match": "layers.*", "param_dtype": "float32", "output_dtype": "float32"})
+    assert {unit.policy.output_dtype for unit in units[:3]} == {"float32"}
+
+
 def test_tied_embeddings_stay_in_the_root() -> None:
     units = units_of(model={"tied": True})
     assert [unit.reason for unit in units] == ["block"] * 3 + ["root"]

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from titan_launch.config.job import JobConfig
 from titan_launch.parallel.distributed import Ranks
 from titan_launch.train.build import Run, build_run
-from titan_launch.train.loop import fit
+from titan_launch.train.loop import fit, is_checkpoint_step, report, save, train_one_step
 
 TINY_ARGS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
 
@@ -55,8 +55,6 @@ def run_job(job: dict[str, Any]) -> dict[str, Tensor]:
 
 def run_job_until(job: dict[str, Any], step: int) -> None:
     """Train a job, but leave it after a step as if it had been killed there."""
-    from titan_launch.train.loop import is_checkpoint_step, report, save, train_one_step
-
     with ExitStack() as stack:
         run: Run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         while run.progress.step < step:

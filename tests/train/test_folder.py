@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -42,10 +45,41 @@ def test_a_folder_that_is_not_a_runs_is_left_alone(tmp_path: Path) -> None:
 def test_two_runs_cannot_write_into_one_folder(tmp_path: Path) -> None:
     with ExitStack() as first:
         prepare(tmp_path, first)
-        with pytest.raises(ConfigError, match="another run is writing"):
-            prepare(tmp_path)
+        (message,) = run_ranks(attempt, 1, tiny_job(tmp_path))  # a process of its own, as the locks are
+        assert "another run is writing" in message
         assert [p.name for p in tmp_path.iterdir()] == ["tiny"]
     prepare(tmp_path)
+
+
+def hold(folder: Path) -> int:
+    """Prepare a folder and die; a child, like a data worker, lives on. Returns the child's number."""
+    with ExitStack() as stack:
+        prepare(folder, stack)
+        child = os.fork()
+        if not child:
+            time.sleep(20)
+            os._exit(0)
+        return child
+
+
+def test_a_lock_does_not_outlive_its_process(tmp_path: Path) -> None:
+    (child,) = run_ranks(hold, 1, tmp_path)
+    try:
+        prepare(tmp_path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_changed_configuration_is_logged_key_by_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = tiny_job(tmp_path)
+    after = tiny_job(tmp_path, training={"steps": 9}, validation={"freq": 0, "max_samples": 3})
+    caplog.set_level("INFO", logger="titan_launch")
+    for job in (before, after):
+        record_config(tmp_path, JobConfig.model_validate(job))
+    assert [record.getMessage() for record in caplog.records] == [
+        "changed since the run began: training.steps was 4, is 9",
+        "changed since the run began: validation.max_samples was unset, is 3",
+    ]
 
 
 CHECKPOINT = {"enable": True, "interval": 2}

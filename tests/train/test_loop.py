@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.distributed import run_ranks
-from tests.train.jobs import read_metrics, run_job, run_job_until, tiny_job
+from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank, tiny_job, whole_state
+from titan_launch.config.job import JobConfig
+from titan_launch.train.build import build_run
+from titan_launch.train.loop import train_one_step, validation_loss
 
 
 def losses(folder: Path, tag: str = "train/loss") -> list[float]:
@@ -104,45 +107,77 @@ def test_an_incomplete_checkpoint_is_not_resumed_from(tmp_path: Path) -> None:
     assert [report["step"] for report in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
 
 
-def train_with_poison(job: dict[str, Any], bad_step: int, bad_rank: int) -> tuple[list[dict[str, Tensor]], str]:
-    """Train while one rank's loss is NaN at one step; the state after every step, and the error at the end."""
-    from contextlib import ExitStack
-
-    from tests.train.jobs import this_rank, whole_state
-    from titan_launch.config.job import JobConfig
-    from titan_launch.errors import RunError
-    from titan_launch.train.build import build_run
-    from titan_launch.train.loop import train_one_step
-
-    states = []
+def validate_twice(job: dict[str, Any]) -> tuple[list[float], bool]:
+    """Train, then validate twice: the losses, and whether validation left the model as it was."""
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
-        hook = run.model.register_forward_hook(
-            lambda _module, _inputs, logits: (
-                logits * math.nan if run.progress.step + 1 == bad_step and run.ranks.rank == bad_rank else logits
-            )
+        for _ in range(3):
+            train_one_step(run)
+        found = [validation_loss(run)]
+        before = whole_state(run.model)
+        found.append(validation_loss(run))
+        after = whole_state(run.model)
+        statistics = [run.model.get_buffer(name).clone() for name, _ in run.model.named_buffers() if "running" in name]
+        return [*found, *(float(s.double().sum()) for s in statistics)], all(
+            map(torch.equal, before.values(), after.values())
         )
-        try:
-            while run.progress.step < job["training"]["steps"]:
-                train_one_step(run)
-                states.append(whole_state(run.model))
-        except RunError as error:
-            return states, str(error)
-        finally:
-            hook.remove()
-        return states, f"skipped {run.guard.take_skipped()}"
 
 
-def test_a_non_finite_loss_on_one_rank_is_skipped_on_all(tmp_path: Path) -> None:
-    job = tiny_job(tmp_path, debug={"on_nonfinite": "skip"}, parallelism={"data_parallel_replicate_degree": 2})
-    for states, message in run_ranks(train_with_poison, 4, job, 2, 3):
-        assert_equal(states[0], states[1])
-        assert not torch.equal(states[1]["output.weight"], states[2]["output.weight"])
-        assert all(bool(tensor.isfinite().all()) for tensor in states[-1].values())
-        assert message == "skipped 1"
+def test_validation_evaluates_one_model_and_does_not_change_it(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, model={"args": {"norm": "batchnorm"}}, validation=VALIDATION)
+    (one, unchanged), (two, _) = run_ranks(validate_twice, 2, job)
+    assert unchanged and one[0] == one[1]
+    assert one == two  # all ranks have the same running statistics
 
 
-def test_a_non_finite_loss_stops_the_run_and_names_the_step(tmp_path: Path) -> None:
-    for states, message in run_ranks(train_with_poison, 2, tiny_job(tmp_path), 3, 1):
-        assert len(states) == 2
-        assert message.startswith("step 3: the loss or the gradient is not finite")
+def test_settings_of_the_optimizer_are_the_configurations_after_a_resume(tmp_path: Path) -> None:
+    groups = [{"match": "**.wq.weight", "lr_factor": 0.5}]
+    run_ranks(run_job, 1, tiny_job(tmp_path, checkpoint={"enable": True}))
+    changed = {"lr": 1e-2, "weight_decay": 0.3, "beta1": 0.5, "eps": 1e-3, "param_groups": groups}
+    job = tiny_job(tmp_path, checkpoint={"enable": True}, training={"steps": 6}, optimizer=changed)
+    (settings,) = run_ranks(settings_of, 1, job)
+    assert {(g["weight_decay"], g["betas"], g["eps"]) for g in settings} == {
+        (0.3, (0.5, 0.95), 1e-3),
+        (0.0, (0.5, 0.95), 1e-3),
+    }
+    assert sorted({g["lr_factor"] for g in settings}) == [0.5, 1.0]
+
+
+def settings_of(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """The settings of the optimizer's groups after a resume and a step."""
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(job), this_rank(), stack)
+        assert run.progress.step == 4
+        train_one_step(run)
+        return [{k: v for k, v in group.items() if k != "params"} for group in run.optimizer.param_groups]
+
+
+class PartlyUsed(torch.nn.Module):
+    """A model with dropout and with a layer that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(61, 16)
+        self.dropout = torch.nn.Dropout(0.2)
+        self.output = torch.nn.Linear(16, 61, bias=False)
+        self.unused = torch.nn.Linear(16, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.output(self.dropout(self.embedding(tokens)))
+
+
+@pytest.mark.parametrize("name", ["PartlyUsed", "tied"])
+def test_dropout_unused_and_tied_parameters_resume_bitwise(tmp_path: Path, name: str) -> None:
+    def job(folder: str) -> dict[str, Any]:
+        model: dict[str, Any] = {"args": {"tie_embeddings": True}}
+        job = tiny_job(tmp_path / folder, model=model, checkpoint={"enable": True, "interval": 2})
+        if name == "PartlyUsed":
+            job["model"] = {"name": f"{__name__}:PartlyUsed"}
+        return job
+
+    whole = run_ranks(run_job, 2, job("whole"))
+    run_ranks(run_job_until, 2, job("parts"), 3)
+    resumed = run_ranks(run_job, 2, job("parts"))
+    for a, b in zip(whole, resumed, strict=True):
+        assert_equal(a, b)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")

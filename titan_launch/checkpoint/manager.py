@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -13,7 +14,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 from titan_launch.checkpoint.state import ModelAndOptimizer, Progress, RandomState
@@ -61,21 +61,26 @@ class CheckpointManager:
         if step is None:
             return False
         folder = self._folder / f"step-{step}"
-        reader = dcp.FileSystemReader(folder)
-        state: dict[str, Any] = {"weights": self._weights.state_dict(), "progress": self._progress.state_dict()}
-        key = self._random.key()
-        if _has_key(reader.read_metadata(), f"random.{key}"):
-            state["random"] = {key: self._random.capture()}
         try:
-            dcp.load(state, storage_reader=reader, planner=DefaultLoadPlanner())
-        except dcp.api.CheckpointException as error:
+            self._load(folder)
+        except (dcp.api.CheckpointException, pickle.UnpicklingError, EOFError, OSError) as error:
             raise UserError(_unreadable(folder, error)) from error
+        _log.info("resumed from %s", folder)
+        return True
+
+    def _load(self, folder: Path) -> None:
+        reader = dcp.FileSystemReader(folder)
+        saved = reader.read_metadata().state_dict_metadata.keys()
+        weights = {key.removeprefix("weights.") for key in saved if key.startswith("weights.")}
+        state: dict[str, Any] = {"weights": self._weights.targets(weights), "progress": self._progress.state_dict()}
+        key, random = self._random.key(), self._random.capture()
+        if all(f"random.{key}.{name}" in saved for name in random):
+            state["random"] = {key: random}
+        dcp.load(state, storage_reader=reader, planner=DefaultLoadPlanner())
         self._weights.load_state_dict(state["weights"])
         self._progress.load_state_dict(state["progress"])
         if "random" in state:
             self._random.restore(state["random"][key])
-        _log.info("resumed from %s", folder)
-        return True
 
 
 def complete_steps(folder: Path) -> list[int]:
@@ -84,8 +89,8 @@ def complete_steps(folder: Path) -> list[int]:
     return [int(match[1]) for match in found if match and (folder / match[0] / ".metadata").exists()]
 
 
-def _unreadable(folder: Path, error: dcp.api.CheckpointException) -> str:
-    cause = next(iter(error.failures.values()))[0]
+def _unreadable(folder: Path, error: BaseException) -> str:
+    cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.api.CheckpointException) else error
     return (
         f"the checkpoint {folder} cannot be loaded: {type(cause).__name__}: {cause}\n"
         'Move it away to resume from the one before, or start anew with checkpoint.load = "none"'
@@ -97,10 +102,6 @@ def _remove_incomplete(*folders: Path) -> None:
     for folder in folders:
         if not (folder / ".metadata").exists() or folder.suffix == ".tmp":
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _has_key(metadata: Metadata, prefix: str) -> bool:
-    return any(name == prefix or name.startswith(prefix + ".") for name in metadata.state_dict_metadata)
 
 
 def _on_main(action: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,25 +36,47 @@ class Progress:
 
 
 class ModelAndOptimizer:
-    """Sharded parameters, buffers and optimizer state under their full names, so that any mesh can load them."""
+    """Sharded parameters, buffers and optimizer state under their full names, so that any mesh can load them.
+
+    The optimizer's settings (weight decay, betas, groups) are not part of it: they are the configuration's.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer):
         self._model = model
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Both states, by parameter name (the optimizer's state is created with zeros where there is none yet)."""
+        """The model's tensors, and the optimizer's for each parameter that has been updated."""
+        updated = {name for name, parameter in self._model.named_parameters() if parameter in self._optimizer.state}
         model, optimizer = get_state_dict(self._model, self._optimizer)
-        return {"model": model, "optimizer": optimizer}
+        return {"model": model, "optimizer": {name: _states(optimizer)[name] for name in updated}}
+
+    def targets(self, saved: Collection[str]) -> dict[str, Any]:
+        """Tensors for a checkpoint to be read into, for what is among its `saved` keys.
+
+        A parameter that was never updated has no optimizer state there, though a new optimizer can make some for it.
+        """
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        updated = {key.removeprefix("optimizer.").rpartition(".")[0] for key in saved if key.startswith("optimizer.")}
+        return {"model": model, "optimizer": {name: s for name, s in _states(optimizer).items() if name in updated}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load both; DCP has already read the right shards."""
-        set_state_dict(
-            self._model,
-            self._optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        """Take over what was read into `targets`; the optimizer keeps its own settings and groups."""
+        _, current = get_state_dict(self._model, self._optimizer)
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        optimizer = {**current, "state": {**_states(current), **state["optimizer"]}}
+        set_state_dict(self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
+        for group, own in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(own)
+        for name, parameter in self._model.named_parameters():
+            if name not in state["optimizer"]:
+                self._optimizer.state.pop(parameter, None)
+
+
+def _states(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """The state of each parameter, by name."""
+    states: dict[str, Any] = optimizer["state"]
+    return states
 
 
 class RandomState:

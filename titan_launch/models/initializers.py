@@ -109,9 +109,22 @@ def _is_filled(tensor: Tensor, before: Tensor, version: int) -> bool:
 
 def check_reset_parameters(model: nn.Module) -> None:
     """Raise ConfigError on `model.name` for each class that owns tensors but has no `reset_parameters`."""
-    problems = list(_without_reset_parameters(model))
+    problems = [*_without_reset_parameters(model), *_lost_tensors(model)]
     if problems:
         raise ConfigError(problems)
+
+
+def _lost_tensors(model: nn.Module) -> Iterator[Problem]:
+    """A tensor that is a plain attribute stays on the meta device, without values, and fails in the first forward."""
+    for path, module in model.named_modules():
+        names = [name for name, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
+        for name in names:
+            where = f"{type(module).__name__} ({path or 'the model itself'})"
+            yield Problem(
+                ("model", "name"),
+                f"{where} holds the tensor {name} as a plain attribute; models are built on the meta device, so its "
+                f'values are lost: use register_buffer("{name}", ...), and fill it in reset_parameters',
+            )
 
 
 def _without_reset_parameters(model: nn.Module) -> Iterator[Problem]:

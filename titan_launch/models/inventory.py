@@ -11,16 +11,18 @@ from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo
 
 def take_inventory(model: nn.Module, blocks: tuple[str, ...], head: tuple[str, ...] = ()) -> Inventory:
     """Describe a model, on any device (meta included), before it is wrapped."""
+    first_path: dict[int, str] = {}
     first_owner: dict[int, str] = {}
     modules = tuple(
         ModuleInfo(
             path=path,
+            same_as=first if (first := first_path.setdefault(id(module), path)) != path else None,
             classes=_class_names(module),
             has_forward=type(module).forward is not nn.Module.forward,
             parameters=_tensors(path, module._parameters.items(), first_owner),
             buffers=_tensors(path, module._buffers.items(), first_owner),
         )
-        for path, module in model.named_modules()
+        for path, module in model.named_modules(remove_duplicate=False)
     )
     return Inventory(modules, blocks, head)
 

@@ -28,6 +28,27 @@ def pool_running_statistics(model: nn.Module) -> None:
     _scatter(norms, "running_var", variance + mean_square - mean.square())
 
 
+class RunningStatistics:
+    """The running statistics of a model as they were, to go back to when a step is left out."""
+
+    def __init__(self, model: nn.Module):
+        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        self._buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+        self._saved = [buffer.clone() for buffer in self._buffers]
+
+    @torch.no_grad()
+    def save(self) -> None:
+        """Remember them as they are now."""
+        for saved, buffer in zip(self._saved, self._buffers, strict=True):
+            saved.copy_(buffer)
+
+    @torch.no_grad()
+    def restore_if(self, flag: torch.Tensor) -> None:
+        """Go back to what was saved where `flag`, a scalar on the device, is not 0; waits for nothing."""
+        for saved, buffer in zip(self._saved, self._buffers, strict=True):
+            buffer.copy_(torch.where(flag != 0, saved, buffer))
+
+
 def _scatter(norms: list[_BatchNorm], name: str, values: torch.Tensor) -> None:
     for norm, part in zip(norms, values.split([norm.num_features for norm in norms]), strict=True):
         getattr(norm, name).copy_(part)

@@ -66,7 +66,7 @@ def claim_modules(inventory: Inventory, precision: PrecisionConfig) -> Claims:
     A BatchNorm that would compute in a reduced dtype, and that no rule matches itself, is put under a default rule: its
     parameters are fp32 beside its fp32 running statistics, and its input is taken as it comes, which the kernels allow.
     """
-    candidates = [m for m in inventory.modules if m.path and m.has_forward]
+    candidates = [m for m in inventory.modules if m.path and m.has_forward and m.same_as is None]
     claims = _claims_of_rules(candidates, precision)
     problems = [*_unused_rules(inventory, precision.rules, candidates, claims)]
     problems = problems or [*_reduced_batch_norms(candidates, claims), *_matmuls_of_two_dtypes(candidates, claims)]
@@ -132,6 +132,9 @@ def _nothing_matched(
     inventory: Inventory, key: KeyPath, rule: PrecisionRule, candidates: Sequence[ModuleInfo]
 ) -> Problem:
     others = [m for m in inventory.modules if m.path not in {c.path for c in candidates} and rule_matches(rule, m)]
+    if others and others[0].same_as:
+        reason = f"{others[0].path} is the same module as {others[0].same_as}; match it under that path"
+        return _problem(key, rule, reason)
     if [m for m in others if not m.path]:
         return _problem(key, rule, "matches only the model itself, whose dtypes are those of [precision]")
     if others:

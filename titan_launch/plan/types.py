@@ -44,6 +44,9 @@ class ModuleInfo:
     parameters: tuple[TensorInfo, ...] = ()
     buffers: tuple[TensorInfo, ...] = ()
 
+    same_as: str | None = None
+    """The path under which the same module was met first, for a module with several parents."""
+
     @property
     def class_name(self) -> str:
         """The class without its module."""
@@ -55,7 +58,8 @@ class Inventory:
     """A model as a table: every module, and which of them the model calls its blocks and its head."""
 
     modules: tuple[ModuleInfo, ...]
-    """In the order of `named_modules`: parents before children, the root first."""
+    """In the order of `named_modules`: parents before children, the root first. A module with several parents is there
+    under each of its paths."""
 
     blocks: tuple[str, ...]
     """Paths of the repeated blocks, each a unit of its own."""

@@ -81,7 +81,11 @@ class _UnitPlanner:
         return Unit(name, tuple(modules), policy, reshard, 0, self.precision.storage_dtype, reason)
 
     def _rule_units(self) -> list[Unit]:
-        """One unit for all modules with the same rule and the same policy; the blocks are not among them."""
+        """One unit for all modules with the same rule and the same policy; the blocks are not among them.
+
+        A unit's parameters are gathered together, so one that would hold more than the largest block is divided into
+        one per block.
+        """
         groups: dict[tuple[str, Policy, bool], list[str]] = {}
         for path, claim in self.claims.own.items():
             if path in self.inventory.blocks or not self._needs_unit(path, claim):
@@ -89,9 +93,23 @@ class _UnitPlanner:
             reshard = self._reshard(claim)
             groups.setdefault((claim.reason, self._policy(path, claim), reshard), []).append(path)
         return [
-            self._unit(reason if len(paths) > 1 else paths[0], paths, policy, reshard, reason)
+            self._unit(reason if len(part) > 1 else part[0], part, policy, reshard, reason)
             for (reason, policy, reshard), paths in groups.items()
+            for part in self._parts(paths)
         ]
+
+    def _parts(self, paths: list[str]) -> list[list[str]]:
+        largest_block = max(map(self._numel_within, self.inventory.blocks), default=0)
+        if not largest_block or sum(map(self._numel_within, paths)) <= largest_block:
+            return [paths]
+        parts: dict[str, list[str]] = {}
+        for path in paths:
+            block = next((block for block in self.inventory.blocks if is_within(path, block)), "")
+            parts.setdefault(block, []).append(path)
+        return list(parts.values())
+
+    def _numel_within(self, path: str) -> int:
+        return sum(p.numel for m in self.inventory.modules if is_within(m.path, path) for p in m.parameters)
 
     def _needs_unit(self, path: str, claim: Claim) -> bool:
         """Not a module that the same rule already covers from further out, nor one that holds no parameters."""
@@ -114,7 +132,8 @@ class _UnitPlanner:
         None where the output layer has a rule of its own, or shares its weight with a module that runs first (tied
         embeddings): the two must then be in one unit, the root's.
         """
-        free = [path for path in self.inventory.head if self.claims.governing(path) is None]
+        ruled = [path for path in self.inventory.head if self.claims.governing(path) is not None]
+        free = [path for path in self.inventory.head if path not in (*ruled, *self.inventory.blocks)]
         if not free or free[-1] != self.inventory.head[-1] or self._is_tied(free):
             return []
         return [self._unit(" + ".join(free), free, self.default, self.resharding.head, "head")]
@@ -134,7 +153,8 @@ class _UnitPlanner:
         return Policy(
             param_dtype=rule.param_dtype,
             reduce_dtype=rule.reduce_dtype or self.precision.reduce_dtype,
-            output_dtype=rule.output_dtype or self._consumer_dtype(path),
+            # What a rule says of the outputs holds for the modules it matches, not for blocks inside them.
+            output_dtype=(rule.output_dtype if path in self.claims.own else None) or self._consumer_dtype(path),
             cast_forward_inputs=rule.cast_forward_inputs,
         )
 
@@ -156,7 +176,7 @@ def unit_by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, int
     owners: dict[str, int] = {}
     for module in inventory.modules:  # parents come first
         inherited = owners.get(parent(module.path), members[""])
-        owners[module.path] = members.get(module.path, inherited)
+        owners[module.path] = members.get(module.same_as or module.path, members.get(module.path, inherited))
     return owners
 
 
@@ -192,7 +212,8 @@ def _check_tied_parameters(inventory: Inventory, units: Sequence[Unit], claims: 
             if parameter.tied_to is None or owners[first] == owners[module.path]:
                 continue
             claim = claims.governing(module.path) or claims.governing(first)
-            reason = f"{module.path} and {first} share a parameter (tied), so one rule must match both or neither"
+            remedy = "one rule must match both or neither" if claim else "set model.blocks so that one block holds both"
+            reason = f"{module.path} and {first} share a parameter (tied), which FSDP2 wants in one unit: {remedy}"
             problems.append(Problem(claim.key if claim else ("model", "blocks"), reason))
     if problems:
         raise ConfigError(problems)

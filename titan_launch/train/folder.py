@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,26 @@ def prepare_run_folder(folder: Path, config: JobConfig, stack: ExitStack) -> Non
 
 
 def record_config(folder: Path, config: JobConfig) -> None:
-    """Write the resolved configuration, which can itself be passed as `--config`; once nothing else can go wrong."""
-    (folder / CONFIG_FILE).write_text(dump_job(config))
+    """Write the resolved configuration, which can itself be passed as `--config`; once nothing else can go wrong.
+
+    Where the run goes on with another configuration than it had, the differences are logged.
+    """
+    path, text = folder / CONFIG_FILE, dump_job(config)
+    if path.exists():
+        before, now = (dict(_leaves(json.loads(source), ())) for source in (path.read_text(), text))
+        for key in sorted(before.keys() | now.keys()):
+            if before.get(key) != now.get(key):
+                was, is_now = (toml_value(v[key]) if key in v else "unset" for v in (before, now))
+                _log.info("changed since the run began: %s was %s, is %s", format_key(key), was, is_now)
+    path.write_text(text)
+
+
+def _leaves(table: dict[str, Any], key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*key, name))
+        else:
+            yield (*key, name), value
 
 
 def checkpoint_folder(folder: Path) -> Path:
@@ -103,8 +122,8 @@ def _lock(folder: Path, config: JobConfig, stack: ExitStack) -> None:
     descriptor = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
     stack.callback(os.close, descriptor)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not inherited by data workers
+    except (BlockingIOError, PermissionError):
         reason = f"another run is writing to {folder}; wait for it, or choose another name"
         raise config_error(("job", "name"), reason, config.job.name) from None
 

@@ -15,6 +15,7 @@ from titan_launch.errors import config_error
 from titan_launch.loss import count_valid, cross_entropy_sum
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.skip import step_unless
+from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.train.guard import NonFiniteGuard
 
 Microbatch = tuple[Tensor, Tensor]
@@ -56,6 +57,7 @@ class TrainStep:
         self._guard = guard
         self._max_norm = max_norm
         self._device = device
+        self._statistics = RunningStatistics(model)
 
     def __call__(self, microbatches: list[Microbatch]) -> StepResult:
         """Train on one step's microbatches; nothing waits for the device.
@@ -65,12 +67,15 @@ class TrainStep:
         gradients.
         """
         valid_local, valid_global = self._count(targets for _, targets in microbatches)
+        self._statistics.save()
         loss_sum = torch.zeros((), device=self._device)
         for index, microbatch in enumerate(microbatches):
             self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
             loss_sum += self._backward(microbatch, valid_global)
         grad_norm = clip_grad_norm(self._model.parameters(), self._max_norm)
-        step_unless(self._optimizer, self._guard.check(loss_sum, grad_norm))
+        left_out = self._guard.check(loss_sum, grad_norm)
+        step_unless(self._optimizer, left_out)
+        self._statistics.restore_if(left_out)
         self._optimizer.zero_grad()
         return StepResult(loss_sum, valid_local, valid_global, grad_norm)
 
