@@ -47,6 +47,8 @@ def _run(action: Callable[[], None], provenance: Provenance) -> int:
         return _announce(f"error: {error}", BAD_INPUT)
     except RunError as error:
         return _announce(f"error: {error}", FAILED)
+    except BrokenPipeError:
+        return _announce("error: nobody reads the output any more (a closed pipe), so the run ends", FAILED)
     except KeyboardInterrupt:
         return _announce("interrupted", INTERRUPTED)
     except BaseException:

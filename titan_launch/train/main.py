@@ -30,4 +30,5 @@ def _log_on_main(is_main: bool) -> None:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(message)s"))
         logger.addHandler(handler)
+        logging.raiseExceptions = False  # a closed pipe is reported once, by the console's next line
         logger.propagate = False
