@@ -70,12 +70,11 @@ def plan_processes(options: Mapping[str, str]) -> Processes:
 
 
 def _processes_per_node(text: str) -> int:
-    if text == "auto":
-        return count_gpus() or PROCESSES_WITHOUT_GPU
-    if text == "gpu":
-        if not count_gpus():
+    if text in ("auto", "gpu"):
+        gpus = count_gpus()
+        if text == "gpu" and not gpus:
             raise UserError("error: --nproc-per-node gpu: this host has no GPU")
-        return count_gpus()
+        return gpus or PROCESSES_WITHOUT_GPU
     if not text.isdecimal() or int(text) < 1:
         raise UserError(f'error: --nproc-per-node {text}: must be a whole number of at least 1, "gpu" or "auto"')
     return int(text)

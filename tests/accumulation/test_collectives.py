@@ -9,15 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
-from tests.train.jobs import TINY_ARGS, this_rank
+from tests.train.jobs import TINY_ARGS, sharded_model
 from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.job import JobConfig
 from titan_launch.loss import cross_entropy_sum
-from titan_launch.models.build import build_model
-from titan_launch.models.init import initialize
 from titan_launch.parallel.fsdp import CAN_SHARE_UNITS
-from titan_launch.plan.layout import plan_layout
-from titan_launch.train.build import shard_model
 
 LAYERS, MICROBATCHES = TINY_ARGS["n_layers"], 4
 UNITS = LAYERS + 2  # blocks, [norm, output], root
@@ -47,12 +43,7 @@ def count(mode: str, keep: bool, replicate: int, rules: bool = False) -> tuple[i
             "gradient_accumulation": {"mode": mode, "keep_params_unsharded": keep},
         }
     )
-    ranks = this_rank()
-    layout = plan_layout(config.parallelism, config.training, ranks.world_size)
-    built = build_model(config.model, 16)
-    model = shard_model(config, built, layout, ranks.device)
-    model.to_empty(device=ranks.device)
-    initialize(model, built.initializer, 0, ranks.device)
+    model = sharded_model(config, 16)
     strategy = build_strategy(config.gradient_accumulation)
     tokens = torch.randint(0, 61, (1, 16))
     with CollectiveCounter() as counter:

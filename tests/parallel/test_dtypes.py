@@ -9,13 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.train.jobs import TINY_ARGS, this_rank
+from tests.train.jobs import TINY_ARGS, sharded_model
 from titan_launch.config.job import JobConfig
 from titan_launch.loss import cross_entropy_sum
-from titan_launch.models.build import build_model
-from titan_launch.models.init import initialize
-from titan_launch.plan.layout import plan_layout
-from titan_launch.train.build import shard_model
 
 Seen = dict[str, dict[str, str]]
 
@@ -24,12 +20,7 @@ def observe(precision: dict[str, Any], norm: str) -> tuple[Seen, dict[str, str]]
     """One forward and backward of a wrapped model: dtypes of inputs, weights and outputs by module while it computes,
     and the dtypes of what is stored afterwards (parameters, gradients, buffers)."""
     config = JobConfig.model_validate({"model": {"args": {**TINY_ARGS, "norm": norm}}, "precision": precision})
-    ranks = this_rank()
-    built = build_model(config.model, 16)
-    layout = plan_layout(config.parallelism, config.training, ranks.world_size)
-    model = shard_model(config, built, layout, ranks.device)
-    model.to_empty(device=ranks.device)
-    initialize(model, built.initializer, 0, ranks.device)
+    model = sharded_model(config, 16)
     seen: Seen = {}
     for path, module in model.named_modules():
         module.register_forward_hook(recorder(seen, path))

@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_launch.config.job import JobConfig
+from titan_launch.models.build import build_model
+from titan_launch.models.init import initialize
 from titan_launch.parallel.distributed import Ranks
-from titan_launch.train.build import Run, build_run
+from titan_launch.plan.layout import plan_layout
+from titan_launch.train.build import Run, build_run, shard_model
 from titan_launch.train.loop import fit, is_checkpoint_step, report, save, train_one_step
 
 TINY_ARGS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
@@ -61,6 +64,22 @@ def run_job_until(job: dict[str, Any], step: int) -> None:
             report(run, train_one_step(run))
             if is_checkpoint_step(run):
                 save(run)
+
+
+def sharded_model(config: JobConfig, seq_len: int) -> nn.Module:
+    """A job's model on this rank: planned, wrapped and initialised with seed 0, as the launcher does it."""
+    ranks = this_rank()
+    built = build_model(config.model, seq_len)
+    model = shard_model(config, built, plan_layout(config.parallelism, config.training, ranks.world_size), ranks.device)
+    model.to_empty(device=ranks.device)
+    initialize(model, built.initializer, 0, ranks.device)
+    return model
+
+
+def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    """Two states are the same, bit for bit."""
+    assert a.keys() == b.keys()
+    assert [name for name, tensor in a.items() if not torch.equal(tensor, b[name])] == []
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed import run_ranks
-from tests.train.jobs import this_rank, tiny_job, whole_state
+from tests.train.jobs import assert_equal, this_rank, tiny_job, whole_state
 from titan_launch.config.job import JobConfig
 from titan_launch.errors import RunError
 from titan_launch.train.build import build_run
@@ -68,10 +68,6 @@ def train_with_poison(job: dict[str, Any], bad_step: int, bad_rank: int) -> tupl
         except RunError as error:
             return states, str(error)
         return states, f"skipped {run.guard.take_skipped()}"
-
-
-def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert [name for name, tensor in a.items() if not torch.equal(tensor, b[name])] == []
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "batchnorm"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed import run_ranks
-from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank, tiny_job, whole_state
+from tests.train.jobs import assert_equal, read_metrics, run_job, run_job_until, this_rank, tiny_job, whole_state
 from titan_launch.config.job import JobConfig
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import train_one_step, validation_loss
@@ -19,12 +19,6 @@ from titan_launch.train.loop import train_one_step, validation_loss
 
 def losses(folder: Path, tag: str = "train/loss") -> list[float]:
     return [report[tag] for report in read_metrics(folder) if tag in report]
-
-
-def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name, tensor in a.items():
-        assert torch.equal(tensor, b[name]), name
 
 
 @pytest.fixture(scope="module")

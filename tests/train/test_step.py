@@ -10,14 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.train.jobs import TINY_ARGS, this_rank, whole_state
+from tests.train.jobs import TINY_ARGS, sharded_model, this_rank, whole_state
 from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.job import JobConfig
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.optim.optimizer import build_optimizer
 from titan_launch.plan.layout import plan_layout
-from titan_launch.train.build import shard_model
 from titan_launch.train.guard import NonFiniteGuard
 from titan_launch.train.step import TrainStep
 
@@ -55,10 +54,7 @@ def train_sharded(config: JobConfig) -> tuple[dict[str, Tensor], list[float]]:
     """What the launcher does, on this rank: whole parameters after STEPS steps, and the gradient norms."""
     ranks = this_rank()
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
-    built = build_model(config.model, SEQ_LEN)
-    model = shard_model(config, built, layout, ranks.device)
-    model.to_empty(device=ranks.device)
-    initialize(model, built.initializer, 0, ranks.device)
+    model = sharded_model(config, SEQ_LEN)
     optimizer = build_optimizer(model, config.optimizer)
     for group in optimizer.param_groups:
         group["lr"] = config.optimizer.lr

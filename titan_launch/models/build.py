@@ -16,6 +16,7 @@ from titan_launch.errors import ConfigError, Problem, config_error, did_you_mean
 from titan_launch.globs import matches
 from titan_launch.models import llama3
 from titan_launch.models.initializers import Initializer, call_reset_parameters, check_reset_parameters
+from titan_launch.models.inventory import has_forward
 from titan_launch.models.spec import ModelSpec
 from titan_launch.registry import import_factory, user_traceback
 
@@ -120,7 +121,7 @@ def find_blocks(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     Only what has a forward can be a block: not a ModuleList or ModuleDict. Raises ConfigError on `model.blocks` for
     every glob that matches nothing.
     """
-    paths = [path for path, child in module.named_modules() if path and _has_forward(child)]
+    paths = [path for path, child in module.named_modules() if path and has_forward(child)]
     unused = [
         Problem(("model", "blocks", index), _nothing_matched(module, pattern, paths), pattern)
         for index, pattern in enumerate(patterns)
@@ -145,11 +146,7 @@ def _list_entries(module: nn.Module, path: str = "") -> Iterator[str]:
     """
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
-        if not isinstance(module, nn.ModuleList) or not _has_forward(child):
+        if not isinstance(module, nn.ModuleList) or not has_forward(child):
             yield from _list_entries(child, child_path)
         elif any(True for _ in child.parameters()):
             yield child_path
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward

@@ -18,13 +18,18 @@ def take_inventory(model: nn.Module, blocks: tuple[str, ...], head: tuple[str, .
             path=path,
             same_as=first if (first := first_path.setdefault(id(module), path)) != path else None,
             classes=_class_names(module),
-            has_forward=type(module).forward is not nn.Module.forward,
+            has_forward=has_forward(module),
             parameters=_tensors(path, module._parameters.items(), first_owner),
             buffers=_tensors(path, module._buffers.items(), first_owner),
         )
         for path, module in model.named_modules(remove_duplicate=False)
     )
     return Inventory(modules, blocks, head)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called; containers (`nn.ModuleList`, `nn.ModuleDict`) cannot."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _class_names(module: nn.Module) -> tuple[str, ...]:

@@ -89,8 +89,7 @@ def report(run: Run, result: StepResult) -> None:
         valid_global=result.valid_global,
         grad_norm=result.grad_norm,
     )
-    run.guard.raise_if_stopped(step)
-    run.progress.skipped_steps += run.guard.take_skipped()
+    settle_guard(run)
     scalars["train/lr"] = run.config.optimizer.lr * current_lr_factor(run, step)
     scalars["train/samples_seen"] = run.progress.samples_seen
     scalars["train/epoch"] = run.progress.samples_seen / run.epoch_size
@@ -99,6 +98,12 @@ def report(run: Run, result: StepResult) -> None:
         scalars["validation/loss"] = validation_loss(run)
     for sink in run.sinks:
         sink.write(step, scalars)
+
+
+def settle_guard(run: Run) -> None:
+    """End the run if it was stopped, else count the steps that were left out. Waits for the device."""
+    run.guard.raise_if_stopped(run.progress.step)
+    run.progress.skipped_steps += run.guard.take_skipped()
 
 
 def validation_loss(run: Run) -> float:
@@ -114,7 +119,6 @@ def save(run: Run) -> None:
     assert run.checkpoints is not None
     clear_progress(run)
     with run.meter.paused():
-        run.guard.raise_if_stopped(run.progress.step)
-        run.progress.skipped_steps += run.guard.take_skipped()
+        settle_guard(run)
         pool_running_statistics(run.model)
         run.checkpoints.save()
