@@ -65,7 +65,7 @@ def test_check_accepts_a_good_job(job: Path) -> None:
     result = run("titan_launch", "check", "--config", job, "--world-size", "4")
     assert (result.returncode, result.stdout) == (
         0,
-        f"{job}: no problems found (what only the model and the data can tell is checked at the start)\n",
+        f"{job}: no problems found (what only the model can tell: plan; the data: a run)\n",
     )
 
 
@@ -80,6 +80,28 @@ def test_check_lists_every_mistake_with_file_line_and_remedy(job: Path) -> None:
         (number,) = [i for i, content in enumerate(text, start=1) if content.startswith(f"{key} =")]
         assert f"{job}:{number}: " in line, line
     assert 'did you mean "training.steps"' in result.stderr
+
+
+def test_plan_shows_what_every_module_becomes_and_which_line_says_so(job: Path, tmp_path: Path) -> None:
+    job.write_text(job.read_text() + '\n[[precision.rules]]\ntype = "RMSNorm"\nparam_dtype = "float32"\n')
+    override = "--precision.param_dtype=bfloat16"
+    text = run("titan_launch", "plan", "--config", job, "--world-size", "4", override)
+    assert text.returncode == 0, text.stderr
+    (line,) = [number for number, text in enumerate(job.read_text().splitlines(), 1) if "precision.rules" in text]
+    assert f"precision.rules.0 ({job}:{line})" in text.stdout
+    assert "ranks: 4 (1 replicas x 4 shards)" in text.stdout and "AG + " in text.stdout
+    plan = json.loads(run("titan_launch", "plan", "--config", job, "--world-size", "4", "--json", override).stdout)
+    (unit,) = [unit for unit in plan["units"] if unit["reason"] == "precision.rules.0"]
+    assert (unit["compute_dtype"], unit["output_dtype"], unit["place"]) == ("float32", "bfloat16", f"{job}:{line}")
+    assert sum(unit["parameters"] for unit in plan["units"]) == plan["parameters"]
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_plan_finds_what_only_the_model_can_tell(job: Path) -> None:
+    job.write_text(job.read_text() + '\n[[precision.rules]]\ntype = "LayerNorm"\n')
+    result = run("titan_launch", "plan", "--config", job)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "no module of the model is of this class" in result.stderr
 
 
 def test_check_never_imports_torch(job: Path) -> None:
@@ -98,6 +120,7 @@ def test_check_never_imports_torch(job: Path) -> None:
         (("check",), "--config JOB.toml is missing"),
         (("check", "--config"), "--config needs a value"),
         (("check", "--config", "x.toml", "--world-size", "two"), "--world-size two: must be a whole number"),
+        (("plan", "--world-size", "2"), "--config JOB.toml is missing"),
         (("launch", "--config", "x.toml", "--nproc-per-node", "0"), "--nproc-per-node 0: must be a whole number"),
         (("train", "--config", "missing.toml"), "missing.toml"),
     ],

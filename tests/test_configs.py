@@ -15,11 +15,11 @@ from tests.train.jobs import this_rank
 from titan_launch.cli import main
 from titan_launch.config.load import load_job
 from titan_launch.models.build import build_model
-from titan_launch.models.inventory import take_inventory
 from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.units import plan_units
-from titan_launch.train.build import build_run, plan_resharding
+from titan_launch.plan.report import format_units
+from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
+from titan_launch.train.plan import plan_precision
 
 REPO = Path(__file__).parent.parent
 CONFIGS = sorted((REPO / "configs").rglob("*.toml"))
@@ -59,11 +59,10 @@ def test_it_passes_the_check(path: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("path", CONFIGS, ids=name_of)
 def test_its_units_hold_every_parameter_once(path: Path) -> None:
     config = load_job(str(path)).config
-    plan_layout(config.parallelism, config.training, ranks_of(path))
-    built = build_model(config.model, config.training.seq_len)
-    inventory = take_inventory(built.module, built.blocks, built.head)
-    units = plan_units(inventory, config.precision, plan_resharding(config))
-    assert sum(unit.num_parameters for unit in units) == inventory.num_parameters
+    layout = plan_layout(config.parallelism, config.training, ranks_of(path))
+    plan = plan_precision(config, build_model(config.model, config.training.seq_len))
+    assert sum(unit.num_parameters for unit in plan.units) == plan.inventory.num_parameters
+    assert format_units(plan, layout).count("\n") >= 2
 
 
 def train_a_step(path: str, folder: str) -> None:

@@ -17,11 +17,14 @@ USAGE = """\
 usage: titan-launch --version
        titan-launch [train] --config JOB.toml [--section.key=value ...]
        titan-launch check   --config JOB.toml [--world-size N] [--section.key=value ...]
+       titan-launch plan    --config JOB.toml [--world-size N] [--json] [--section.key=value ...]
        titan-launch launch  --config JOB.toml [--nproc-per-node N] [torchrun options] [--section.key=value ...]
 
   train   train in this process: as one rank of the group that torchrun describes, or alone (the default command)
   check   parse the job file and check it, without torch or a GPU; with --world-size also how ranks and batch divide.
-          What needs the model (a factory of your own, a rule that matches nothing) is checked when a run starts
+          What needs the model (a factory of your own, a rule that matches nothing) is left to `plan`, and to a run
+  plan    build the model without memory and show what a run would do with it: what every module is stored, computed and
+          reduced in, which rule says so, and what is communicated
   launch  check the job file, then run torchrun with one process per GPU (2 where there is no GPU)
 
 JOB.toml is a job file, or the config.json of an earlier run. --section.key=value overrides any key of it; values are
@@ -39,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"titan-launch {__version__}")
         return OK
     name = args.pop(0) if not args[0].startswith("-") else "train"
-    commands = {"train": _train, "check": _check, "launch": _launch}
+    commands = {"train": _train, "check": _check, "plan": _plan, "launch": _launch}
     try:
         if name not in commands:
             raise UserError(f'error: unknown command "{name}"; there are {", ".join(commands)} (see --help)')
@@ -59,21 +62,35 @@ class _Arguments:
 def _train(args: list[str]) -> int:
     arguments = _parse(args, options=())
     loaded = _load(arguments, world_size=_positive("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    run_and_leave(lambda: _import_and_train(loaded.config), loaded.provenance)
+    run_and_leave(lambda: _import_and_train(loaded), loaded.provenance)
 
 
-def _import_and_train(config: JobConfig) -> None:
+def _import_and_train(loaded: LoadedJob) -> None:
     from titan_launch.train.main import train
 
-    train(config)
+    train(loaded.config, loaded.provenance)
 
 
 def _check(args: list[str]) -> int:
     arguments = _parse(args, options=("world-size",))
     world_size = arguments.options.get("world-size")
     _load(arguments, None if world_size is None else _positive("--world-size", world_size))
-    print(f"{arguments.config}: no problems found (what only the model and the data can tell is checked at the start)")
+    print(f"{arguments.config}: no problems found (what only the model can tell: plan; the data: a run)")
     return OK
+
+
+def _plan(args: list[str]) -> int:
+    as_json = "--json" in args
+    arguments = _parse([arg for arg in args if arg != "--json"], options=("world-size",))
+    world_size = _positive("--world-size", arguments.options.get("world-size", "1"))
+    loaded = _load(arguments, world_size)
+    run_and_leave(lambda: _import_and_plan(loaded, world_size, as_json), loaded.provenance)
+
+
+def _import_and_plan(loaded: LoadedJob, world_size: int, as_json: bool) -> None:
+    from titan_launch.train.plan import print_plan
+
+    print_plan(loaded.config, world_size, loaded.provenance.place, as_json)
 
 
 def _launch(args: list[str]) -> int:

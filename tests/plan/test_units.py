@@ -10,32 +10,33 @@ from titan_launch.config.precision import PrecisionConfig, PrecisionRule
 from titan_launch.errors import ConfigError
 from titan_launch.models.inventory import take_inventory
 from titan_launch.plan.claims import BATCH_NORM_DEFAULT
+from titan_launch.plan.layout import Layout
 from titan_launch.plan.report import format_units
 from titan_launch.plan.types import Inventory, Policy, Unit
-from titan_launch.plan.units import Resharding, plan_buffer_dtypes, plan_units
+from titan_launch.plan.units import Resharding, plan_model
 
-RESHARDING = Resharding(blocks=True, head=False)
+RESHARDING = Resharding(blocks=True, late=False)
 
 
 class Block(nn.Module):
-    def __init__(self, norm: type[nn.Module] = nn.LayerNorm):
+    def __init__(self, norm: type[nn.Module], dim: int):
         super().__init__()
-        self.norm1 = norm(8)
-        self.mix = nn.Linear(8, 8)
+        self.norm1 = norm(dim)
+        self.mix = nn.Linear(dim, dim)
         self.act = nn.SiLU()
-        self.inner = nn.Sequential(nn.Linear(8, 8), norm(8))
+        self.inner = nn.Sequential(nn.Linear(dim, dim), norm(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
 
 class Model(nn.Module):
-    def __init__(self, norm: type[nn.Module] = nn.LayerNorm, tied: bool = False):
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm, tied: bool = False, dim: int = 8):
         super().__init__()
-        self.embedding = nn.Embedding(16, 8)
-        self.layers = nn.ModuleList(Block(norm) for _ in range(3))
-        self.norm = norm(8)
-        self.output = nn.Linear(8, 16, bias=False)
+        self.embedding = nn.Embedding(16, dim)
+        self.layers = nn.ModuleList(Block(norm, dim) for _ in range(3))
+        self.norm = norm(dim)
+        self.output = nn.Linear(dim, 16, bias=False)
         if tied:
             self.output.weight = self.embedding.weight
 
@@ -48,7 +49,7 @@ def inventory_of(**kwargs: object) -> Inventory:
 
 def units_of(*rules: dict[str, object], model: dict[str, object] | None = None, **precision: object) -> list[Unit]:
     config = PrecisionConfig.model_validate({**precision, "rules": list(rules)})
-    return list(plan_units(inventory_of(**(model or {})), config, RESHARDING))
+    return list(plan_model(inventory_of(**(model or {})), config, RESHARDING).units)
 
 
 def by_reason(units: list[Unit], reason: str) -> Unit:
@@ -67,7 +68,7 @@ def test_without_rules_blocks_head_and_root_are_the_units() -> None:
 def test_every_parameter_is_counted_once() -> None:
     for tied in (False, True):
         inventory = inventory_of(tied=tied)
-        units = plan_units(inventory, PrecisionConfig(rules=(PrecisionRule(type="LayerNorm"),)), RESHARDING)
+        units = plan_model(inventory, PrecisionConfig(rules=(PrecisionRule(type="LayerNorm"),)), RESHARDING).units
         assert sum(unit.num_parameters for unit in units) == inventory.num_parameters
 
 
@@ -81,7 +82,7 @@ def test_all_modules_of_a_rule_share_one_unit_wrapped_before_their_parents() -> 
 
 def test_where_units_cannot_be_shared_every_module_has_its_own() -> None:
     rules = (PrecisionRule(type="LayerNorm", param_dtype="float32"),)
-    units = plan_units(inventory_of(), PrecisionConfig(rules=rules), RESHARDING, share_units=False)
+    units = plan_model(inventory_of(), PrecisionConfig(rules=rules), RESHARDING, share_units=False).units
     assert [unit.name for unit in units if unit.reason == "precision.rules.0"][:2] == [
         "layers.0.norm1",
         "layers.0.inner.1",
@@ -166,7 +167,7 @@ def test_units_that_lie_inside_each_other_are_divided_and_inner_ones_come_first(
             self.b = Right(Left())
 
     rules = (PrecisionRule(type=f"{__name__}.Left"), PrecisionRule(type="Right"))
-    units = plan_units(take_inventory(Both(), ()), PrecisionConfig(rules=rules), RESHARDING)
+    units = plan_model(take_inventory(Both(), ()), PrecisionConfig(rules=rules), RESHARDING).units
     position = {path: i for i, unit in enumerate(units) for path in unit.modules}
     assert position["a.inside"] < position["a"] and position["b.inside"] < position["b"]
     assert [len(unit.modules) for unit in units] == [1] * 5
@@ -174,15 +175,18 @@ def test_units_that_lie_inside_each_other_are_divided_and_inner_ones_come_first(
 
 
 def test_a_unit_larger_than_a_block_is_divided_by_blocks() -> None:
-    units = units_of({"type": "Linear", "param_dtype": "float32"})
+    rule = {"type": "Linear", "param_dtype": "float32"}
+    units = units_of(rule, model={"dim": 1024})
     linear = [unit.modules for unit in units if unit.reason == "precision.rules.0"]
     assert linear == [(f"layers.{i}.mix", f"layers.{i}.inner.0") for i in range(3)] + [("output",)]
+    small = [len(unit.modules) for unit in units_of(rule) if unit.reason == "precision.rules.0"]
+    assert small == [6, 1]  # the output layer returns another dtype
 
 
 def test_a_head_that_is_named_as_a_block_is_in_one_unit() -> None:
     inventory = inventory_of()
     inventory = Inventory(inventory.modules, (*inventory.blocks, "output"), inventory.head)
-    units = plan_units(inventory, PrecisionConfig(), RESHARDING)
+    units = plan_model(inventory, PrecisionConfig(), RESHARDING).units
     assert sorted(path for unit in units for path in unit.modules) == ["", "layers.0", "layers.1", "layers.2", "output"]
 
 
@@ -192,12 +196,12 @@ def test_a_module_shared_between_blocks_is_an_error_that_names_both() -> None:
         model.layers[1].norm1 = model.layers[0].norm1
     inventory = take_inventory(model, ("layers.0", "layers.1", "layers.2"), ("norm", "output"))
     with pytest.raises(ConfigError, match=r"model\.blocks: layers\.1\.norm1 and layers\.0\.norm1 share"):
-        plan_units(inventory, PrecisionConfig(), RESHARDING)
+        plan_model(inventory, PrecisionConfig(), RESHARDING)
     rules = (PrecisionRule(type="LayerNorm", param_dtype="float32"),)
-    units = plan_units(inventory, PrecisionConfig(rules=rules), RESHARDING)
+    units = plan_model(inventory, PrecisionConfig(rules=rules), RESHARDING).units
     assert len(units[0].modules) == 6  # one unit holds it, so that the blocks need not
     with pytest.raises(ConfigError, match=r"layers\.1\.norm1 is the same module as layers\.0\.norm1"):
-        plan_units(inventory, PrecisionConfig(rules=(PrecisionRule(match="layers.1.norm1"),)), RESHARDING)
+        plan_model(inventory, PrecisionConfig(rules=(PrecisionRule(match="layers.1.norm1"),)), RESHARDING)
 
 
 def test_an_output_dtype_is_not_for_the_blocks_inside() -> None:
@@ -216,7 +220,7 @@ def test_tied_embeddings_stay_in_the_root() -> None:
         ({"match": "layers.*.nrom1"}, ["precision.rules.0.match", "matches no module", 'did you mean "layers.']),
         ({"type": "LayerNrom"}, ["precision.rules.0.type", 'did you mean "LayerNorm"']),
         ({"match": "layers"}, ["a container without a forward", 'did you mean "layers.*"']),
-        ({"match": "layers.*.act"}, ["layers.0.act, layers.1.act, layers.2.act", "no parameters or buffers"]),
+        ({"match": "layers.*.act"}, ["layers.0.act, layers.1.act, layers.2.act", "no parameters to apply it to"]),
         ({"match": "layers.*", "type": "Linear"}, ["matches no module of class Linear"]),
         ({"type": "Model"}, ["precision.rules.0.type", "only the model itself"]),
         ({"match": "layers.0", "reshard_after_forward": False}, ["layers.0.mix, layers.0.inner.0", "set param_dtype"]),
@@ -249,7 +253,7 @@ def test_modules_without_parameters_get_no_unit() -> None:
             self.layer = nn.Linear(4, 4)
 
     rules = (PrecisionRule(match="**", param_dtype="float32"),)
-    units = plan_units(take_inventory(WithTable(), ()), PrecisionConfig(rules=rules), RESHARDING)
+    units = plan_model(take_inventory(WithTable(), ()), PrecisionConfig(rules=rules), RESHARDING).units
     assert [unit.modules for unit in units] == [("layer",), ("",)]
 
 
@@ -263,13 +267,95 @@ def test_a_rule_for_one_of_two_tied_modules_is_an_error() -> None:
         units_of({"match": "output", "param_dtype": "float32"}, model={"tied": True})
 
 
-def test_buffer_dtype_covers_what_is_inside() -> None:
-    rules = (PrecisionRule(match="layers.0.inner.1", buffer_dtype="bfloat16"), PrecisionRule(match="**.norm1"))
-    dtypes = plan_buffer_dtypes(inventory_of(norm=nn.BatchNorm1d), PrecisionConfig(rules=rules))
-    assert dtypes == {"layers.0.inner.1.running_mean": "bfloat16", "layers.0.inner.1.running_var": "bfloat16"}
+class Tables(nn.Module):
+    """Floating and other buffers, at two depths, and a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        self.inner = nn.Module()
+        self.inner.register_buffer("table", torch.ones(3))
+        self.norm = nn.BatchNorm1d(4)
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
-def test_the_table_shows_every_unit() -> None:
-    inventory = inventory_of(norm=nn.BatchNorm1d)
-    table = format_units(inventory, plan_units(inventory, PrecisionConfig(), RESHARDING))
+def buffers_of(*rules: dict[str, object], **precision: object) -> dict[str, str]:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Tables(), Tables()
+
+    config = PrecisionConfig.model_validate({**precision, "rules": list(rules)})
+    return dict(plan_model(take_inventory(Model(), ()), config, RESHARDING).buffer_dtypes)
+
+
+def test_buffers_stay_as_they_are_without_a_word_about_them() -> None:
+    buffers = buffers_of()
+    assert set(buffers.values()) == {"float32"} and not any("count" in name for name in buffers)
+
+
+def test_a_rules_buffer_dtype_covers_what_is_inside_but_for_running_statistics() -> None:
+    buffers = buffers_of({"match": "a", "param_dtype": "bfloat16", "buffer_dtype": "bfloat16"})
+    assert {name for name, dtype in buffers.items() if dtype == "bfloat16"} == {"a.scale", "a.inner.table"}
+
+
+def test_the_default_buffer_dtype_covers_all_but_rules_with_their_own_and_running_statistics() -> None:
+    rule = {"match": "a", "param_dtype": "bfloat16", "buffer_dtype": "float32"}
+    buffers = buffers_of(rule, buffer_dtype="bfloat16")
+    assert {name for name, dtype in buffers.items() if dtype == "bfloat16"} == {"b.scale", "b.inner.table"}
+
+
+def test_running_statistics_follow_a_rule_that_names_the_batchnorm_and_its_parameters() -> None:
+    rule = {"match": "a.norm", "param_dtype": "bfloat16", "buffer_dtype": "bfloat16"}
+    reduced = {name for name, dtype in buffers_of(rule).items() if dtype == "bfloat16"}
+    assert reduced == {"a.norm.running_mean", "a.norm.running_var"}
+    with pytest.raises(ConfigError, match="float32 parameters beside bfloat16 running statistics"):
+        buffers_of({**rule, "param_dtype": "float32"})
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.int64, "int64"), (torch.complex64, "complex64")])
+def test_a_parameter_that_is_not_floating_is_an_error(dtype: torch.dtype, kind: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_parameter("index", nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=False))
+    with pytest.raises(ConfigError, match=rf"the parameter 0\.index is {kind}.* register it as a buffer"):
+        plan_model(take_inventory(model, ()), PrecisionConfig(), RESHARDING)
+
+
+def test_a_rule_can_store_its_parameters_in_another_dtype() -> None:
+    units = units_of({"type": "LayerNorm", "storage_dtype": "float32"}, storage_dtype="bfloat16")
+    unit = by_reason(units, "precision.rules.0")
+    assert (unit.storage_dtype, unit.compute_dtype, unit.policy.output_dtype) == ("float32", "float32", "bfloat16")
+    assert {other.storage_dtype for other in units if other is not unit} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(("unit_per", "sizes"), [("model", [7]), ("block", [2, 2, 2, 1]), ("module", [1] * 7)])
+def test_a_rule_says_how_many_units_its_modules_become(unit_per: str, sizes: list[int]) -> None:
+    units = units_of({"type": "LayerNorm", "param_dtype": "float32", "unit_per": unit_per})
+    ruled = [unit for unit in units if unit.reason == "precision.rules.0"]
+    assert [len(unit.modules) for unit in ruled] == sizes
+    within_blocks = [unit.reshard_after_forward for unit in ruled if all("layers" in path for path in unit.modules)]
+    assert set(within_blocks) <= {True} and ruled[-1].reshard_after_forward is False
+
+
+def test_a_unit_over_several_blocks_keeps_its_parameters_for_backward_unless_told_otherwise() -> None:
+    rule = {"type": "LayerNorm", "param_dtype": "float32"}
+    assert units_of(rule)[0].reshard_after_forward is False
+    assert units_of({**rule, "reshard_after_forward": True})[0].reshard_after_forward is True
+    config = PrecisionConfig.model_validate({"rules": [rule]})
+    always = plan_model(inventory_of(), config, Resharding(blocks=True, late=True)).units
+    assert always[0].reshard_after_forward is True
+
+
+ALONE = Layout(replicate=1, shard=1, local_batch_size=1, num_microbatches=1)
+
+
+def test_the_table_shows_every_unit_and_where_its_rule_stands() -> None:
+    table = format_units(plan_model(inventory_of(norm=nn.BatchNorm1d), PrecisionConfig(), RESHARDING), ALONE)
     assert "3 x 1" in table and "BatchNorm default" in table and "float32 (inputs as they come)" in table
+    config = PrecisionConfig.model_validate({"rules": [{"type": "LayerNorm"}]})
+    table = format_units(plan_model(inventory_of(), config, RESHARDING), ALONE, lambda key: f"job.toml:{key[-1]}")
+    assert "precision.rules.0 (job.toml:0)" in table

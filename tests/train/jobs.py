@@ -19,6 +19,7 @@ from titan_launch.parallel.distributed import Ranks
 from titan_launch.plan.layout import plan_layout
 from titan_launch.train.build import Run, build_run, shard_model
 from titan_launch.train.loop import fit, is_checkpoint_step, report, save, train_one_step
+from titan_launch.train.plan import plan_precision
 
 TINY_ARGS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
 
@@ -70,7 +71,8 @@ def sharded_model(config: JobConfig, seq_len: int) -> nn.Module:
     """A job's model on this rank: planned, wrapped and initialised with seed 0, as the launcher does it."""
     ranks = this_rank()
     built = build_model(config.model, seq_len)
-    model = shard_model(config, built, plan_layout(config.parallelism, config.training, ranks.world_size), ranks.device)
+    layout = plan_layout(config.parallelism, config.training, ranks.world_size)
+    model = shard_model(built, plan_precision(config, built), layout, ranks.device)
     model.to_empty(device=ranks.device)
     initialize(model, built.initializer, 0, ranks.device)
     return model

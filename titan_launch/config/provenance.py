@@ -42,6 +42,10 @@ class Provenance:
                 return Place(self._sources.index(source), *source.find(key))
         return Place(0, 0, self.path)
 
+    def place(self, key: KeyPath) -> str:
+        """The same in words: `configs/job.toml:7`."""
+        return self.find(key).text
+
     def is_given(self, key: KeyPath) -> bool:
         """Whether a key was written somewhere, so that its value is not a default."""
         return contains(self._table, key)

@@ -77,6 +77,8 @@ def _one_of(choices: list[str], value: Any) -> str:
     known = ", ".join(f'"{choice}"' for choice in choices)
     near = nearest(value, choices, similarity=0.7) if isinstance(value, str) else None  # "gpu" is not meant as "cpu"
     hint = f'; did you mean "{near}"?' if near else ""
+    if value in _HALF and "bfloat16" in choices:
+        hint = "; float16 needs the loss scaled up and down while it trains, which there is not: use bfloat16"
     return f"must be {known}" if len(choices) == 1 else f"must be one of {known}{hint}"
 
 
@@ -126,6 +128,7 @@ def _no_hint(value: Any) -> str:
     return ""
 
 
+_HALF = ("float16", "fp16", "half")
 _TYPES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "int_type": ("a whole number", _whole_number_hint),
     "float_type": ("a number", _number_hint),

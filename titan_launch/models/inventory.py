@@ -52,6 +52,7 @@ def _tensors(
                 shape=tuple(tensor.shape),
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 is_floating=tensor.is_floating_point(),
+                requires_grad=tensor.requires_grad,
                 tied_to=owner if owner != full_name else None,
             )
         )

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_launch.parallel.fsdp import apply_fsdp
-from titan_launch.plan.types import Unit
+from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.policy import cast_storage
 
 
-def parallelize(
-    model: nn.Module, units: Sequence[Unit], buffer_dtypes: Mapping[str, str], storage_dtype: str, mesh: DeviceMesh
-) -> None:
+def parallelize(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> None:
     """Prepare a model on the meta device for distributed training, in place; nothing is allocated.
 
     1. Storage dtypes, while parameters are plain and cost nothing to replace: FSDP2 takes over what it finds.
     2. FSDP2 last, around everything: it shards the parameters that are there then.
     """
-    cast_storage(model, storage_dtype, buffer_dtypes)
-    apply_fsdp(model, units, mesh)
+    cast_storage(model, plan)
+    apply_fsdp(model, plan, mesh)

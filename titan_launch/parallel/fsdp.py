@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from titan_launch.plan.types import Unit
+from titan_launch.plan.prefetch import plan_backward_prefetch
+from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.policy import mixed_precision_policy
 
 CAN_SHARE_UNITS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
@@ -17,12 +18,12 @@ CAN_SHARE_UNITS = tuple(int(part) for part in torch.__version__.split(".")[:2]) 
 the inputs of the first that runs and the outputs of the last, and lost count when one of them did not run."""
 
 
-def apply_fsdp(model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh) -> None:
+def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> None:
     """Wrap a model in place: one `fully_shard` per unit, in the planned order (inner first, root last).
 
     The mesh is passed always: FSDP2's default one would take the accelerator of the host, whatever `job.device` says.
     """
-    for unit in units:
+    for unit in plan.units:
         modules = [model.get_submodule(path) for path in unit.modules]
         fully_shard(
             modules if len(modules) > 1 else modules[0],
@@ -31,6 +32,14 @@ def apply_fsdp(model: nn.Module, units: Sequence[Unit], mesh: DeviceMesh) -> Non
             reshard_after_forward=unit.reshard_after_forward,
         )
     _sum_gradients(model)
+    for path, ahead in plan_backward_prefetch(plan).items():
+        _fsdp_module(model, path).set_modules_to_backward_prefetch([_fsdp_module(model, name) for name in ahead])
+
+
+def _fsdp_module(model: nn.Module, path: str) -> FSDPModule:
+    module = model.get_submodule(path)
+    assert isinstance(module, FSDPModule), f"{path} stands for no unit"
+    return module
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from titan_launch.config.precision import PrecisionConfig, PrecisionRule
 from titan_launch.errors import ConfigError, KeyPath, Problem, did_you_mean
 from titan_launch.globs import matches
-from titan_launch.plan.types import Inventory, ModuleInfo, is_within
+from titan_launch.plan.types import Inventory, ModuleInfo, is_within, parent
 
 BATCH_NORM_DEFAULT = "BatchNorm default"
 """What the unit table gives as the reason of a BatchNorm unit that no rule asked for."""
@@ -24,7 +24,8 @@ class Claim:
 
     rule: PrecisionRule
     reason: str
-    key: KeyPath
+    key: KeyPath | None
+    """Where the rule stands in the job file; None for a default."""
 
 
 class Claims:
@@ -46,7 +47,25 @@ class Claims:
     def compute_dtype(self, path: str) -> str:
         """What a module computes in."""
         claim = self.governing(path)
-        return self._precision.param_dtype if claim is None else claim.rule.param_dtype or self._precision.storage_dtype
+        return self._precision.param_dtype if claim is None else claim.rule.param_dtype or self.storage_dtype(claim)
+
+    def storage_dtype(self, claim: Claim | None) -> str:
+        """What the parameters under a claim, or under none, are stored in."""
+        own = None if claim is None else claim.rule.storage_dtype
+        return own or self._precision.storage_dtype
+
+    def buffer_dtype(self, module: ModuleInfo) -> str | None:
+        """What `[precision]` wants a module's floating buffers to be, if anything.
+
+        Running statistics are moving averages: in bf16 an update of 1 % is rounded away. So only a rule that names the
+        BatchNorm itself decides about them.
+        """
+        if is_batch_norm(module):
+            claim = self.own.get(module.path)
+            return None if claim is None else claim.rule.buffer_dtype
+        claim = self.governing(module.path)
+        own = None if claim is None else claim.rule.buffer_dtype
+        return own or self._precision.buffer_dtype
 
     def around(self, path: str) -> str:
         """What the module around the nearest claimed one computes in: where its inputs come from."""
@@ -55,9 +74,9 @@ class Claims:
         return self.compute_dtype(parent(path))
 
 
-def parent(path: str) -> str:
-    """The path of the module around a module; empty for the root."""
-    return path.rpartition(".")[0]
+def is_batch_norm(module: ModuleInfo) -> bool:
+    """Whether a module is a BatchNorm, of any number of dimensions, or a subclass of one."""
+    return _BATCH_NORM in module.classes
 
 
 def claim_modules(inventory: Inventory, precision: PrecisionConfig) -> Claims:
@@ -69,23 +88,31 @@ def claim_modules(inventory: Inventory, precision: PrecisionConfig) -> Claims:
     candidates = [m for m in inventory.modules if m.path and m.has_forward and m.same_as is None]
     claims = _claims_of_rules(candidates, precision)
     problems = [*_unused_rules(inventory, precision.rules, candidates, claims)]
-    problems = problems or [*_reduced_batch_norms(candidates, claims), *_matmuls_of_two_dtypes(candidates, claims)]
+    problems = problems or [
+        *_mixed_batch_norms(candidates, claims),
+        *_mixed_matmuls(candidates, claims),
+    ]
+    problems += _parameters_without_dtype(inventory)
     if problems:
         raise ConfigError(problems)
-    default = Claim(_batch_norm_rule(precision), BATCH_NORM_DEFAULT, ("precision",))
-    unruled = [m.path for m in candidates if _BATCH_NORM in m.classes and m.path not in claims.own]
+    default = Claim(_batch_norm_rule(precision), BATCH_NORM_DEFAULT, None)
+    unruled = [m.path for m in candidates if is_batch_norm(m) and m.path not in claims.own]
     defaults = {path: default for path in unruled if claims.compute_dtype(path) in _REDUCED}
     return Claims({**claims.own, **defaults}, precision)
 
 
 def _claims_of_rules(candidates: Sequence[ModuleInfo], precision: PrecisionConfig) -> Claims:
     own: dict[str, Claim] = {}
-    for index, rule in enumerate(precision.rules):
-        claim = Claim(rule, f"precision.rules.{index}", ("precision", "rules", index))
+    for claim in _rule_claims(precision.rules):
         for module in candidates:
-            if rule_matches(rule, module):
+            if rule_matches(claim.rule, module):
                 own.setdefault(module.path, claim)
     return Claims(own, precision)
+
+
+def _rule_claims(rules: Sequence[PrecisionRule]) -> Iterator[Claim]:
+    for index, rule in enumerate(rules):
+        yield Claim(rule, f"precision.rules.{index}", ("precision", "rules", index))
 
 
 def _batch_norm_rule(precision: PrecisionConfig) -> PrecisionRule:
@@ -111,72 +138,91 @@ def _unused_rules(
     inventory: Inventory, rules: Sequence[PrecisionRule], candidates: Sequence[ModuleInfo], claims: Claims
 ) -> Iterator[Problem]:
     used = {claim.key for claim in claims.own.values()}
-    for index, rule in enumerate(rules):
-        matched = [m.path for m in candidates if rule_matches(rule, m)]
-        key: KeyPath = ("precision", "rules", index)
+    for claim in _rule_claims(rules):
+        matched = [m.path for m in candidates if rule_matches(claim.rule, m)]
         if not matched:
-            yield _nothing_matched(inventory, key, rule, candidates)
-        elif key not in used:
+            yield _nothing_matched(inventory, claim, candidates)
+        elif claim.key not in used:
             others = sorted({claims.own[path].reason for path in matched})
-            yield _problem(key, rule, f"every module it matches is already under {', '.join(others)}")
-        elif not any(_has_something_to_apply_to(inventory, path, rule) for path in matched):
-            yield _problem(key, rule, f"matches only {listed(matched)}: no parameters or buffers to apply it to")
+            yield _problem(claim, f"every module it matches is already under {', '.join(others)}")
+        elif not any(_has_something_to_apply_to(inventory, path, claim.rule) for path in matched):
+            tensors = "parameters" if claim.rule.buffer_dtype is None else "parameters or floating buffers"
+            yield _problem(claim, f"matches only {listed(matched)}: no {tensors} to apply it to")
 
 
 def _has_something_to_apply_to(inventory: Inventory, path: str, rule: PrecisionRule) -> bool:
     inside = [m for m in inventory.modules if is_within(m.path, path)]
-    return any(m.parameters for m in inside) or (rule.buffer_dtype is not None and any(m.buffers for m in inside))
+    buffers = [buffer for m in inside for buffer in m.buffers if buffer.is_floating]
+    return any(m.parameters for m in inside) or (rule.buffer_dtype is not None and bool(buffers))
 
 
-def _nothing_matched(
-    inventory: Inventory, key: KeyPath, rule: PrecisionRule, candidates: Sequence[ModuleInfo]
-) -> Problem:
+def _nothing_matched(inventory: Inventory, claim: Claim, candidates: Sequence[ModuleInfo]) -> Problem:
+    rule = claim.rule
     others = [m for m in inventory.modules if m.path not in {c.path for c in candidates} and rule_matches(rule, m)]
     if others and others[0].same_as:
         reason = f"{others[0].path} is the same module as {others[0].same_as}; match it under that path"
-        return _problem(key, rule, reason)
+        return _problem(claim, reason)
     if [m for m in others if not m.path]:
-        return _problem(key, rule, "matches only the model itself, whose dtypes are those of [precision]")
+        return _problem(claim, "matches only the model itself, whose dtypes are those of [precision]")
     if others:
         reason = f"matches only {listed([m.path for m in others])}, a container without a forward"
-        return _problem(key, rule, f'{reason}; did you mean "{others[0].path}.*"?')
+        return _problem(claim, f'{reason}; did you mean "{others[0].path}.*"?')
     if rule.match is None:
         names = {name.rpartition(".")[2] for m in candidates for name in m.classes}
-        return _problem(key, rule, f"no module of the model is of this class{did_you_mean(rule.type or '', names)}")
+        return _problem(claim, f"no module of the model is of this class{did_you_mean(rule.type or '', names)}")
     reason = "matches no module of the model" if rule.type is None else f"matches no module of class {rule.type}"
-    return _problem(key, rule, reason + did_you_mean(rule.match, [m.path for m in candidates]))
+    return _problem(claim, reason + did_you_mean(rule.match, [m.path for m in candidates]))
 
 
-def _reduced_batch_norms(candidates: Sequence[ModuleInfo], claims: Claims) -> Iterator[Problem]:
-    """BatchNorm's kernels take parameters in bf16 only with running statistics in bf16, which would corrupt them."""
+def _mixed_batch_norms(candidates: Sequence[ModuleInfo], claims: Claims) -> Iterator[Problem]:
+    """BatchNorm's kernels take parameters in bf16 only with running statistics in bf16, and fp32 only with fp32."""
     for module in candidates:
         claim, dtype = claims.own.get(module.path), claims.compute_dtype(module.path)
-        if claim is None or _BATCH_NORM not in module.classes or dtype not in _REDUCED:
+        statistics = [buffer for buffer in module.buffers if buffer.is_floating]
+        if claim is None or not is_batch_norm(module) or not statistics:
             continue
-        if any(buffer.is_floating for buffer in module.buffers) and claim.rule.buffer_dtype != dtype:
-            reason = f"{module.path} would have {dtype} parameters beside float32 running statistics, which fails"
-            yield _problem(claim.key, claim.rule, f'{reason}; set param_dtype = "float32", or drop the rule')
+        statistics_dtype = claims.buffer_dtype(module) or statistics[0].dtype
+        if statistics_dtype != dtype:
+            reason = f"{module.path} would have {dtype} parameters beside {statistics_dtype} running statistics"
+            remedy = 'set param_dtype = "float32" without a buffer_dtype, or drop the rule'
+            yield _problem(claim, f"{reason}, which fails; {remedy}")
             return
 
 
-def _matmuls_of_two_dtypes(candidates: Sequence[ModuleInfo], claims: Claims) -> Iterator[Problem]:
+def _mixed_matmuls(candidates: Sequence[ModuleInfo], claims: Claims) -> Iterator[Problem]:
     """Norms and embeddings take inputs of another dtype than their weights; matrix products do not."""
-    failing: dict[KeyPath, tuple[Claim, list[str]]] = {}
+    failing: dict[str, tuple[Claim, list[str]]] = {}
     for module in candidates:
         claim = claims.governing(module.path)
-        if claim is None or claim.rule.param_dtype is not None or not _MATMULS & set(module.classes):
+        if claim is None or _casts_inputs(claim.rule) or not _MATMULS & set(module.classes):
             continue
         if claims.around(module.path) != claims.compute_dtype(module.path):
-            failing.setdefault(claim.key, (claim, []))[1].append(module.path)
+            failing.setdefault(claim.reason, (claim, []))[1].append(module.path)
     for claim, paths in failing.values():
+        cause, remedy = ("leaves param_dtype unset", "set param_dtype")
+        if claim.rule.param_dtype is not None:
+            cause, remedy = ("has cast_forward_inputs = false", "drop that key")
         dtypes = f"{claims.around(paths[0])} inputs with {claims.compute_dtype(paths[0])} weights"
-        reason = f"leaves param_dtype unset, which would give {listed(paths)} {dtypes}, and fails"
-        yield _problem(claim.key, claim.rule, f"{reason}; set param_dtype")
+        yield _problem(claim, f"{cause}, which would give {listed(paths)} {dtypes}, and fails; {remedy}")
 
 
-def _problem(key: KeyPath, rule: PrecisionRule, reason: str) -> Problem:
-    field = "match" if rule.match is not None else "type"
-    return Problem((*key, field), reason, getattr(rule, field))
+def _casts_inputs(rule: PrecisionRule) -> bool:
+    return rule.param_dtype is not None and rule.cast_forward_inputs
+
+
+def _parameters_without_dtype(inventory: Inventory) -> Iterator[Problem]:
+    """FSDP2 casts every parameter of a unit to the unit's dtype, whatever it is: integers and complex numbers too."""
+    for module in inventory.modules:
+        for parameter in module.parameters:
+            if not parameter.is_floating:
+                name = f"{module.path}.{parameter.name}" if module.path else parameter.name
+                reason = f"the parameter {name} is {parameter.dtype}, and FSDP2 would cast it to a floating dtype"
+                yield Problem(("model", "name"), f"{reason}; register it as a buffer")
+
+
+def _problem(claim: Claim, reason: str) -> Problem:
+    field = "match" if claim.rule.match is not None else "type"
+    return Problem((*(claim.key or ("precision",)), field), reason, getattr(claim.rule, field))
 
 
 def listed(paths: Sequence[str], most: int = 3) -> str:

@@ -1,48 +1,107 @@
-"""The unit table as text."""
+"""The unit table, as text and as data."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Any
 
-from titan_launch.plan.types import Inventory, Unit
+from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
+from titan_launch.errors import KeyPath, format_key
+from titan_launch.plan.collectives import Collectives, collectives_of_microbatch, collectives_of_step
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.types import ModelPlan, Unit
 
-_HEADER = ("unit", "modules", "class", "parameters", "storage", "compute", "reduce", "output", "reshard", "from")
+Place = Callable[[KeyPath], str]
+"""Where a key of the job file was given: `configs/job.toml:33`."""
 
 
-def format_units(inventory: Inventory, units: Sequence[Unit]) -> str:
-    """An aligned table, one row per unit in wrapping order; units alike but for their path share a row."""
-    rows: list[Sequence[str]] = [_HEADER]
-    for _, alike in groupby(units, key=lambda unit: _cells(inventory, unit)[1:]):
-        group = list(alike)
-        cells = list(_cells(inventory, group[0]))
-        if len(group) > 1:
-            cells[0] = f"{group[0].name} .. {group[-1].name}"
-            cells[1] = f"{len(group)} x {cells[1]}"
-            cells[3] = f"{len(group)} x {cells[3]}"
-        rows.append(cells)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+def describe_units(plan: ModelPlan, layout: Layout, place: Place = format_key) -> list[dict[str, Any]]:
+    """One row per unit in wrapping order, as plain data: what `units.json` holds."""
+    return [_describe(unit, plan, layout, place) for unit in plan.units]
+
+
+def _describe(unit: Unit, plan: ModelPlan, layout: Layout, place: Place) -> dict[str, Any]:
+    once = collectives_of_microbatch(unit, layout)
+    return {
+        "name": unit.name,
+        "modules": list(unit.modules),
+        "classes": list(dict.fromkeys(plan.inventory.by_path[path].class_name for path in unit.modules)),
+        "parameters": unit.num_parameters,
+        "storage_dtype": unit.storage_dtype,
+        "compute_dtype": unit.compute_dtype,
+        "casts_inputs": unit.policy.param_dtype is not None and unit.policy.cast_forward_inputs,
+        "reduce_dtype": unit.reduce_dtype,
+        "output_dtype": unit.policy.output_dtype,
+        "buffer_dtypes": _buffer_dtypes(unit, plan),
+        "reshard_after_forward": unit.reshard_after_forward,
+        "collectives_per_microbatch": {
+            "all_gathers": once.all_gathers,
+            "reduce_scatters": once.reduce_scatters,
+            "all_reduces": once.all_reduces,
+        },
+        "reason": unit.reason,
+        "place": None if unit.key is None else place(unit.key),
+    }
+
+
+def _buffer_dtypes(unit: Unit, plan: ModelPlan) -> list[str]:
+    """The dtypes of the floating buffers in the modules whose parameters the unit holds."""
+    return sorted(
+        {
+            plan.buffer_dtypes[f"{module.path}.{buffer.name}" if module.path else buffer.name]
+            for module in plan.inventory.modules
+            for buffer in module.buffers
+            if buffer.is_floating and plan.unit_of[module.path] is unit
+        }
     )
 
 
-def _cells(inventory: Inventory, unit: Unit) -> tuple[str, ...]:
-    policy = unit.policy
-    classes = list(dict.fromkeys(inventory.by_path[path].class_name for path in unit.modules))
-    compute = policy.param_dtype or f"{unit.storage_dtype} (inputs as they come)"
-    if policy.param_dtype and not policy.cast_forward_inputs:
-        compute += " (inputs as they come)"
-    reshard = {True: "yes", False: "no", None: "root"}[unit.reshard_after_forward]
+_DTYPE_COLUMNS = ("storage", "compute", "reduce", "output", "buffers")
+_COLUMNS = ("unit", "modules", "class", "parameters", *_DTYPE_COLUMNS, "reshard", "collectives", "from")
+
+
+def format_units(plan: ModelPlan, layout: Layout, place: Place = format_key) -> str:
+    """An aligned table, one line per unit in wrapping order; units alike but for their path share a line."""
+    lines: list[Sequence[str]] = [_COLUMNS]
+    rows = describe_units(plan, layout, place)
+    for _, alike in groupby(rows, key=lambda row: _cells(row)[1:]):
+        group = list(alike)
+        cells = _cells(group[0])
+        if len(group) > 1:
+            cells[0] = f"{group[0]['name']} .. {group[-1]['name']}"
+            cells[1] = f"{len(group)} x {cells[1]}"
+            cells[3] = f"{len(group)} x {cells[3]}"
+        lines.append(cells)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["name"],
+        str(len(row["modules"])),
+        ", ".join(row["classes"]),
+        f"{row['parameters']:,}",
+        row["storage_dtype"],
+        row["compute_dtype"] + ("" if row["casts_inputs"] else " (inputs as they come)"),
+        row["reduce_dtype"],
+        row["output_dtype"] or "as computed",
+        ", ".join(row["buffer_dtypes"]) or "-",
+        {True: "yes", False: "no", None: "root"}[row["reshard_after_forward"]],
+        str(Collectives(**row["collectives_per_microbatch"])),
+        row["reason"] + (f" ({row['place']})" if row["place"] else ""),
+    ]
+
+
+def format_collectives(plan: ModelPlan, layout: Layout, accumulation: GradientAccumulationConfig) -> str:
+    """One line: what FSDP2 communicates in a microbatch and, by the accumulation mode, in a step."""
+    microbatch = sum((collectives_of_microbatch(unit, layout) for unit in plan.units), start=Collectives())
+    step = collectives_of_step(plan.units, layout, accumulation)
+    kept = ", parameters kept" if accumulation.keep_params_unsharded else ""
     return (
-        unit.name,
-        str(len(unit.modules)),
-        ", ".join(classes),
-        f"{unit.num_parameters:,}",
-        unit.storage_dtype,
-        compute,
-        policy.reduce_dtype or compute,
-        policy.output_dtype or "as computed",
-        reshard,
-        unit.reason,
+        f"collectives: {microbatch} = {microbatch.total} in a microbatch alone; "
+        f"{step} = {step.total} in a step of {layout.num_microbatches} ({accumulation.mode}{kept})"
     )

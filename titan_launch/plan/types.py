@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+
+from titan_launch.errors import KeyPath
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class TensorInfo:
     """`float32`, `bfloat16`, `int64`, ..."""
 
     is_floating: bool
+    requires_grad: bool = False
     tied_to: str | None = None
     """Full path of the same tensor where it was met first, for a shared (tied) parameter."""
 
@@ -83,6 +87,11 @@ def is_within(path: str, ancestor: str) -> bool:
     return not ancestor or path == ancestor or path.startswith(ancestor + ".")
 
 
+def parent(path: str) -> str:
+    """The path of the module around a module; empty for the root."""
+    return path.rpartition(".")[0]
+
+
 @dataclass(frozen=True)
 class Policy:
     """What one FSDP2 unit does with dtypes: the arguments of `MixedPrecisionPolicy`, by name. None is FSDP2's None."""
@@ -109,9 +118,52 @@ class Unit:
     reshard_after_forward: bool | None
     """None leaves the choice to FSDP2, which keeps the root's parameters (they are needed first in backward)."""
 
-    num_parameters: int
-    """Elements of the parameters it holds, over all ranks."""
-
     storage_dtype: str
     reason: str
     """`precision.rules.0`, `block`, `head`, `root`, or the default that made it."""
+
+    key: KeyPath | None = None
+    """The rule that made it, as a path into the job file."""
+
+    num_parameters: int = 0
+    """Elements of the parameters it holds, over all ranks."""
+
+    is_trained: bool = True
+    """Whether any of them takes a gradient."""
+
+    @property
+    def compute_dtype(self) -> str:
+        """What its parameters are gathered in, and their gradients are made in."""
+        return self.policy.param_dtype or self.storage_dtype
+
+    @property
+    def reduce_dtype(self) -> str:
+        """What its gradients are reduced in."""
+        return self.policy.reduce_dtype or self.compute_dtype
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What becomes of a model's modules, parameters and buffers: what wrapping, audit and planner all read."""
+
+    inventory: Inventory
+    units: tuple[Unit, ...]
+    """In the order in which they are wrapped: inner before outer, the root last."""
+
+    buffer_dtypes: Mapping[str, str]
+    """Dtypes of all floating buffers, by full name: those the model gave them, or those that `[precision]` asks for."""
+
+    @cached_property
+    def unit_of(self) -> dict[str, Unit]:
+        """By module path: the unit that holds the parameters which the module owns."""
+        return {path: self.units[index] for path, index in unit_by_module(self.inventory, self.units).items()}
+
+
+def unit_by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, int]:
+    """The index of the unit that holds the parameters each module owns: that of the nearest module around it."""
+    members = {path: index for index, unit in enumerate(units) for path in unit.modules}
+    owners: dict[str, int] = {}
+    for module in inventory.modules:  # parents come first
+        inherited = owners.get(parent(module.path), members[""])
+        owners[module.path] = members.get(module.same_as or module.path, members.get(module.path, inherited))
+    return owners

@@ -3,58 +3,71 @@ they are wrapped. No torch: the trainer and the planner read the same table.
 
 FSDP2 applies one policy to one `fully_shard` call, and casts inputs and outputs at the boundaries of the modules given
 to it. So a module with a policy of its own needs a unit of its own, wrapped before its parent. The modules under one
-rule share **one** unit for the whole model: 3 more collectives per microbatch, where one unit per module would take 3
-each, and the blocks' own all-gathers still start as early as without the rule.
+rule share **one** unit for the whole model, which keeps its parameters between forward and backward: 2 collectives more
+per microbatch, where one unit per module would take 3 each.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 
+from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
+from titan_launch.config.parallelism import ParallelismConfig
 from titan_launch.config.precision import PrecisionConfig
 from titan_launch.errors import ConfigError, Problem
-from titan_launch.plan.claims import Claim, Claims, claim_modules, parent
-from titan_launch.plan.types import Inventory, Policy, Unit, is_within
+from titan_launch.plan.claims import Claim, Claims, claim_modules
+from titan_launch.plan.types import Inventory, ModelPlan, Policy, TensorInfo, Unit, is_within, parent, unit_by_module
+
+_SMALL_UNIT = 2**20
+"""Parameters that may be gathered together in any model: at most 4 MB on every rank."""
 
 
 @dataclass(frozen=True)
 class Resharding:
-    """Whether the units free their parameters after forward (`reshard_after_forward`)."""
+    """Whether units free their parameters after forward (`reshard_after_forward`)."""
 
     blocks: bool
-    head: bool
+    """The blocks, and units inside a block."""
+
+    late: bool
+    """Units that backward needs first: the head, and those that reach over several blocks."""
 
 
-def plan_units(
+def plan_resharding(parallelism: ParallelismConfig, accumulation: GradientAccumulationConfig) -> Resharding:
+    """What `[parallelism]` and `[gradient_accumulation]` say of it."""
+    choice = parallelism.fsdp_reshard_after_forward
+    if accumulation.keep_params_unsharded or choice == "never":
+        return Resharding(blocks=False, late=False)
+    return Resharding(blocks=True, late=choice == "always")
+
+
+def plan_model(
     inventory: Inventory, precision: PrecisionConfig, resharding: Resharding, share_units: bool = True
-) -> tuple[Unit, ...]:
-    """Compile the precision rules into units, in the order in which they are wrapped (inner before outer, root last).
+) -> ModelPlan:
+    """Compile the precision rules into units, and find the dtypes of the buffers.
 
-    `share_units`: whether the modules under one rule may share a unit, which FSDP2 can do from torch 2.13 on; otherwise
+    `share_units`: whether modules under one rule may share a unit, which FSDP2 can do from torch 2.13 on; otherwise
     each has its own.
 
-    Raises ConfigError for a rule that matches nothing or only modules without tensors, and for tied parameters that
-    the rules would put into two units.
+    Raises ConfigError for a rule that matches nothing or only modules without tensors, for dtypes that kernels do not
+    take together, and for tied parameters that the rules would put into two units.
     """
     claims = claim_modules(inventory, precision)
-    planner = _UnitPlanner(inventory, precision, resharding, claims)
-    units = _order(planner.units(share_units))
+    units = _order(_UnitPlanner(inventory, precision, resharding, claims).units(share_units))
     _check_tied_parameters(inventory, units, claims)
-    return units
+    return ModelPlan(inventory, units, _buffer_dtypes(inventory, claims))
 
 
-def plan_buffer_dtypes(inventory: Inventory, precision: PrecisionConfig) -> dict[str, str]:
-    """Dtypes of the floating buffers that rules with a `buffer_dtype` cover, by the buffers' full names."""
-    claims = claim_modules(inventory, precision)
-    dtypes: dict[str, str] = {}
-    for module in inventory.modules:
-        claim = claims.governing(module.path)
-        if claim is not None and claim.rule.buffer_dtype is not None:
-            floating = [buffer.name for buffer in module.buffers if buffer.is_floating]
-            dtypes |= {f"{module.path}.{name}": claim.rule.buffer_dtype for name in floating}
-    return dtypes
+def _buffer_dtypes(inventory: Inventory, claims: Claims) -> dict[str, str]:
+    return {
+        f"{module.path}.{buffer.name}" if module.path else buffer.name: claims.buffer_dtype(module) or buffer.dtype
+        for module in inventory.modules
+        for buffer in module.buffers
+        if buffer.is_floating
+    }
 
 
 class _UnitPlanner:
@@ -68,45 +81,55 @@ class _UnitPlanner:
         self.default = Policy(precision.param_dtype, precision.reduce_dtype)
 
     def units(self, share: bool) -> list[Unit]:
-        shared = self._rule_units()
-        ruled = shared if share else [part for unit in shared for part in _split(unit)]
-        drafts = [*ruled, *self._block_units(), *self._head_unit(), self._root_unit()]
+        drafts = [*self._rule_units(share), *self._block_units(), *self._head_unit(), self._root_unit()]
         owners = unit_by_module(self.inventory, drafts)
-        sizes = dict.fromkeys(range(len(drafts)), 0)
+        parameters: list[list[TensorInfo]] = [[] for _ in drafts]
         for module in self.inventory.modules:
-            sizes[owners[module.path]] += sum(p.numel for p in module.parameters if p.tied_to is None)
-        return [replace(unit, num_parameters=sizes[index]) for index, unit in enumerate(drafts)]
-
-    def _unit(self, name: str, modules: Sequence[str], policy: Policy, reshard: bool | None, reason: str) -> Unit:
-        return Unit(name, tuple(modules), policy, reshard, 0, self.precision.storage_dtype, reason)
-
-    def _rule_units(self) -> list[Unit]:
-        """One unit for all modules with the same rule and the same policy; the blocks are not among them.
-
-        A unit's parameters are gathered together, so one that would hold more than the largest block is divided into
-        one per block.
-        """
-        groups: dict[tuple[str, Policy, bool], list[str]] = {}
-        for path, claim in self.claims.own.items():
-            if path in self.inventory.blocks or not self._needs_unit(path, claim):
-                continue
-            reshard = self._reshard(claim)
-            groups.setdefault((claim.reason, self._policy(path, claim), reshard), []).append(path)
+            parameters[owners[module.path]] += [p for p in module.parameters if p.tied_to is None]
         return [
-            self._unit(reason if len(part) > 1 else part[0], part, policy, reshard, reason)
-            for (reason, policy, reshard), paths in groups.items()
-            for part in self._parts(paths)
+            replace(unit, num_parameters=sum(p.numel for p in own), is_trained=any(p.requires_grad for p in own))
+            for unit, own in zip(drafts, parameters, strict=True)
         ]
 
-    def _parts(self, paths: list[str]) -> list[list[str]]:
-        largest_block = max(map(self._numel_within, self.inventory.blocks), default=0)
-        if not largest_block or sum(map(self._numel_within, paths)) <= largest_block:
+    def _unit(self, name: str, modules: Sequence[str], reshard: bool | None, reason: str) -> Unit:
+        """A unit under no rule."""
+        return Unit(name, tuple(modules), self.default, reshard, self.precision.storage_dtype, reason)
+
+    def _ruled_unit(self, name: str, modules: Sequence[str], claim: Claim, policy: Policy) -> Unit:
+        reshard, storage = self._reshard(modules, claim), self.claims.storage_dtype(claim)
+        return Unit(name, tuple(modules), policy, reshard, storage, claim.reason, claim.key)
+
+    def _rule_units(self, share: bool) -> list[Unit]:
+        """The modules with one rule and one policy together, divided as the rule wants; the blocks are not among them.
+
+        A unit's parameters are gathered together, so one that would hold more than the largest block, and more than a
+        few MB, is divided into one per block.
+        """
+        groups: dict[tuple[str, Policy], tuple[Claim, list[str]]] = {}
+        for path, claim in self.claims.own.items():
+            if path not in self.inventory.blocks and self._needs_unit(path, claim):
+                policy = self._policy(path, claim)
+                groups.setdefault((claim.reason, policy), (claim, []))[1].append(path)
+        return [
+            self._ruled_unit(claim.reason if len(part) > 1 else part[0], part, claim, policy)
+            for (_, policy), (claim, paths) in groups.items()
+            for part in self._parts(paths, claim.rule.unit_per if share else "module")
+        ]
+
+    def _parts(self, paths: list[str], unit_per: str) -> list[list[str]]:
+        if unit_per == "module":
+            return [[path] for path in paths]
+        largest_block = max(map(self._numel_within, self.inventory.blocks), default=math.inf)
+        if unit_per == "model" and sum(map(self._numel_within, paths)) <= max(largest_block, _SMALL_UNIT):
             return [paths]
         parts: dict[str, list[str]] = {}
         for path in paths:
-            block = next((block for block in self.inventory.blocks if is_within(path, block)), "")
-            parts.setdefault(block, []).append(path)
+            parts.setdefault(self._block_around(path), []).append(path)
         return list(parts.values())
+
+    def _block_around(self, path: str) -> str:
+        """The block that a module is or lies in; empty for one outside all blocks."""
+        return next((block for block in self.inventory.blocks if is_within(path, block)), "")
 
     def _numel_within(self, path: str) -> int:
         return sum(p.numel for m in self.inventory.modules if is_within(m.path, path) for p in m.parameters)
@@ -121,9 +144,9 @@ class _UnitPlanner:
         for path in self.inventory.blocks:
             claim = self.claims.governing(path)
             if claim is None:
-                units.append(self._unit(path, [path], self.default, self.resharding.blocks, "block"))
+                units.append(self._unit(path, [path], self.resharding.blocks, "block"))
             else:
-                units.append(self._unit(path, [path], self._policy(path, claim), self._reshard(claim), claim.reason))
+                units.append(self._ruled_unit(path, [path], claim, self._policy(path, claim)))
         return units
 
     def _head_unit(self) -> list[Unit]:
@@ -136,17 +159,22 @@ class _UnitPlanner:
         free = [path for path in self.inventory.head if path not in (*ruled, *self.inventory.blocks)]
         if not free or free[-1] != self.inventory.head[-1] or self._is_tied(free):
             return []
-        return [self._unit(" + ".join(free), free, self.default, self.resharding.head, "head")]
+        return [self._unit(" + ".join(free), free, self.resharding.late, "head")]
 
     def _is_tied(self, paths: Sequence[str]) -> bool:
         return any(p.tied_to for path in paths for p in self.inventory.by_path[path].parameters)
 
     def _root_unit(self) -> Unit:
-        return self._unit("(root)", [""], self.default, None, "root")
+        return self._unit("(root)", [""], None, "root")
 
-    def _reshard(self, claim: Claim) -> bool:
-        wanted = claim.rule.reshard_after_forward
-        return self.resharding.blocks if wanted is None else wanted
+    def _reshard(self, modules: Sequence[str], claim: Claim) -> bool:
+        """As the rule says. Else a unit that stays gathered through most of forward anyway, and that backward begins
+        with, keeps its parameters: gathering them again would cost a collective and save nothing."""
+        if claim.rule.reshard_after_forward is not None:
+            return claim.rule.reshard_after_forward
+        is_late = any(is_within(path, head) for path in modules for head in self.inventory.head)
+        reaches_over_blocks = len({self._block_around(path) for path in modules}) > 1
+        return self.resharding.late if is_late or reaches_over_blocks else self.resharding.blocks
 
     def _policy(self, path: str, claim: Claim) -> Policy:
         rule = claim.rule
@@ -168,16 +196,6 @@ class _UnitPlanner:
         if self.inventory.head and path == self.inventory.head[-1]:
             return None
         return self.claims.compute_dtype(parent(path))
-
-
-def unit_by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, int]:
-    """The index of the unit that holds the parameters each module owns: that of the nearest module around it."""
-    members = {path: index for index, unit in enumerate(units) for path in unit.modules}
-    owners: dict[str, int] = {}
-    for module in inventory.modules:  # parents come first
-        inherited = owners.get(parent(module.path), members[""])
-        owners[module.path] = members.get(module.same_as or module.path, members.get(module.path, inherited))
-    return owners
 
 
 def _order(units: Sequence[Unit]) -> tuple[Unit, ...]:
@@ -214,6 +232,7 @@ def _check_tied_parameters(inventory: Inventory, units: Sequence[Unit], claims: 
             claim = claims.governing(module.path) or claims.governing(first)
             remedy = "one rule must match both or neither" if claim else "set model.blocks so that one block holds both"
             reason = f"{module.path} and {first} share a parameter (tied), which FSDP2 wants in one unit: {remedy}"
-            problems.append(Problem(claim.key if claim else ("model", "blocks"), reason))
+            key = ("model", "blocks") if claim is None else claim.key or ("precision",)
+            problems.append(Problem(key, reason))
     if problems:
         raise ConfigError(problems)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from titan_launch.plan.types import Policy
+from titan_launch.plan.types import ModelPlan, Policy
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -32,15 +30,15 @@ def _optional(name: str | None) -> torch.dtype | None:
     return None if name is None else torch_dtype(name)
 
 
-def cast_storage(model: nn.Module, storage_dtype: str, buffer_dtypes: Mapping[str, str]) -> None:
-    """Give a model on the meta device the dtypes it is stored in: one for all floating parameters (FSDP2 wants a
-    uniform one per unit), and the planned ones for some buffers. Other buffers stay as the model made them: a running
-    statistic is a moving average, and rounding it to bf16 stops it from moving.
+def cast_storage(model: nn.Module, plan: ModelPlan) -> None:
+    """Give a model on the meta device the dtypes it is stored in: the parameters those of their units (FSDP2 wants a
+    uniform one in each), and the floating buffers the planned ones.
     """
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(torch_dtype(storage_dtype))
-    for name, dtype in buffer_dtypes.items():
-        path, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(path)
-        owner._buffers[leaf] = model.get_buffer(name).to(torch_dtype(dtype))
+    for path, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.data = parameter.data.to(torch_dtype(plan.unit_of[path].storage_dtype))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                full_name = f"{path}.{name}" if path else name
+                module._buffers[name] = buffer.to(torch_dtype(plan.buffer_dtypes[full_name]))

@@ -21,25 +21,24 @@ from titan_launch.config.load import dump_job
 from titan_launch.data.loader import build_train_loader, build_validation_loader
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import SampleSource, build_source
+from titan_launch.errors import format_key
 from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink
 from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.models.init import initialize
-from titan_launch.models.inventory import take_inventory
 from titan_launch.optim.groups import build_param_groups
 from titan_launch.optim.optimizer import build_optimizer
 from titan_launch.parallel.apply import parallelize
 from titan_launch.parallel.distributed import Ranks
-from titan_launch.parallel.fsdp import CAN_SHARE_UNITS
 from titan_launch.parallel.mesh import build_mesh, fsdp_mesh
-from titan_launch.plan.claims import BATCH_NORM_DEFAULT
 from titan_launch.plan.devices import find_device
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.report import format_units
-from titan_launch.plan.units import Resharding, plan_buffer_dtypes, plan_units
+from titan_launch.plan.report import Place, describe_units
+from titan_launch.plan.types import ModelPlan
 from titan_launch.tokenizer import Tokenizer, build_tokenizer
-from titan_launch.train.folder import checkpoint_folder, prepare_run_folder, record_config
+from titan_launch.train.folder import checkpoint_folder, prepare_run_folder, record_config, record_units
 from titan_launch.train.guard import NonFiniteGuard
+from titan_launch.train.plan import format_batches, format_plan, plan_precision
 from titan_launch.train.step import Microbatch, TrainStep
 
 _log = logging.getLogger(__name__)
@@ -53,6 +52,7 @@ class Run:
     folder: Path
     ranks: Ranks
     layout: Layout
+    plan: ModelPlan
     model: nn.Module
     optimizer: Optimizer
     step: TrainStep
@@ -75,8 +75,9 @@ class Run:
     """The terminal, on the main rank; also among the sinks."""
 
 
-def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack) -> Run:
-    """Build everything that training needs; what must be closed is entered into `stack`.
+def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, place: Place = format_key) -> Run:
+    """Build everything that training needs; what must be closed is entered into `stack`. `place` says where a key of
+    the job was given.
 
     What can be wrong is found first (the division of ranks, the model, the precision rules, the data); then memory is
     allocated; only then is anything written.
@@ -84,7 +85,9 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack) -> Run:
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
     built = build_model(config.model, config.training.seq_len)
     build_param_groups(built.module, config.optimizer)  # for its errors, before anything is allocated
-    model = shard_model(config, built, layout, ranks.device)
+    plan = plan_precision(config, built)
+    _log.info("%s", format_plan(config, plan, layout, place))
+    model = shard_model(built, plan, layout, ranks.device)
     tokenizer = build_tokenizer(config.tokenizer)
     source = build_source(config.data, tokenizer, config.training.seq_len, key=("data",))
     validation_batches = build_validation_batches(config, tokenizer, layout, ranks, stack)
@@ -98,6 +101,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack) -> Run:
     checkpoints = resume(config, folder, model, optimizer, progress, ranks)
     if ranks.is_main:
         record_config(folder, config)
+        record_units(folder, describe_units(plan, layout, place))
     guard = NonFiniteGuard(config.debug.on_nonfinite, ranks.device)
     accumulation = build_strategy(config.gradient_accumulation)
     console = ConsoleSink(total_steps=config.training.steps) if ranks.is_main else None
@@ -107,6 +111,7 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack) -> Run:
         folder=folder,
         ranks=ranks,
         layout=layout,
+        plan=plan,
         model=model,
         optimizer=optimizer,
         step=TrainStep(model, optimizer, accumulation, guard, config.training.max_norm, ranks.device),
@@ -123,26 +128,11 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack) -> Run:
     )
 
 
-def shard_model(config: JobConfig, built: BuiltModel, layout: Layout, device: torch.device) -> nn.Module:
-    """Plan the units of a model on the meta device, show them, and wrap the model; nothing is allocated."""
-    inventory = take_inventory(built.module, built.blocks, built.head)
-    units = plan_units(inventory, config.precision, plan_resharding(config), CAN_SHARE_UNITS)
-    buffer_dtypes = plan_buffer_dtypes(inventory, config.precision)
-    _log.info("model: %s, %s parameters", config.model.name, f"{inventory.num_parameters:,}")
-    _log.info("%s", format_units(inventory, units))
-    if any(unit.reason == BATCH_NORM_DEFAULT for unit in units):
-        _log.info("BatchNorm has a unit of its own by default: float32 parameters and running statistics, any input")
+def shard_model(built: BuiltModel, plan: ModelPlan, layout: Layout, device: torch.device) -> nn.Module:
+    """Wrap a model on the meta device as planned; nothing is allocated."""
     mesh = fsdp_mesh(build_mesh(layout, device.type), layout)
-    parallelize(built.module, units, buffer_dtypes, config.precision.storage_dtype, mesh)
+    parallelize(built.module, plan, mesh)
     return built.module
-
-
-def plan_resharding(config: JobConfig) -> Resharding:
-    """Which units free their parameters after forward."""
-    choice = config.parallelism.fsdp_reshard_after_forward
-    if config.gradient_accumulation.keep_params_unsharded or choice == "never":
-        return Resharding(blocks=False, head=False)
-    return Resharding(blocks=True, head=choice == "always")
 
 
 def build_train_batches(
@@ -238,14 +228,6 @@ def build_sinks(
 
 def log_batches(config: JobConfig, layout: Layout, ranks: Ranks, epoch_size: int, folder: Path) -> None:
     """Say how the run divides its batch, and where it writes."""
-    _log.info(
-        "batch: %d samples a step = %d on each of %d ranks x %d microbatches (%s); an epoch has %s samples",
-        layout.global_batch_size,
-        layout.local_batch_size,
-        layout.data_parallel,
-        layout.num_microbatches,
-        config.gradient_accumulation.mode,
-        f"{epoch_size:,}",
-    )
-    _log.info("device: %s; ranks: %d (%d x %d)", ranks.device.type, ranks.world_size, layout.replicate, layout.shard)
+    _log.info("%s; an epoch has %s samples", format_batches(config, layout), f"{epoch_size:,}")
+    _log.info("device: %s", ranks.device.type)
     _log.info("folder: %s", folder)

@@ -55,6 +55,11 @@ def record_config(folder: Path, config: JobConfig) -> None:
     path.write_text(text)
 
 
+def record_units(folder: Path, units: list[dict[str, Any]]) -> None:
+    """Write the unit table, as `titan_launch.plan.report.describe_units` makes it."""
+    (folder / "units.json").write_text(json.dumps(units, indent=2) + "\n")
+
+
 def _leaves(table: dict[str, Any], key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     for name, value in table.items():
         if isinstance(value, dict):

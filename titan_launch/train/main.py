@@ -7,19 +7,20 @@ import sys
 from contextlib import ExitStack
 
 from titan_launch.config.job import JobConfig
+from titan_launch.config.provenance import Provenance
 from titan_launch.parallel.distributed import process_group
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 from titan_launch.train.seed import seed_everything
 
 
-def train(config: JobConfig) -> None:
+def train(config: JobConfig, provenance: Provenance) -> None:
     """Train as one rank. Every path out closes writers and destroys the process group."""
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group(config.job.device, config.comm.timeout_seconds))
         _log_on_main(ranks.is_main)
         seed_everything(config.training.seed + ranks.rank, config.debug.deterministic)
-        fit(build_run(config, ranks, stack))
+        fit(build_run(config, ranks, stack, provenance.place))
 
 
 def _log_on_main(is_main: bool) -> None:
