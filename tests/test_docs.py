@@ -78,6 +78,8 @@ def check(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert arguments[1] == "--nproc-per-node"
         processes = plan_processes({"nproc-per-node": arguments[2]})
         arguments = [*arguments[3:], "--world-size", str(processes.world_size)]
+    if arguments[0] == "plan":
+        arguments = arguments[1:]
     if arguments[0] != "check":
         arguments = ["check", *arguments]
     assert main(arguments) == 0, capsys.readouterr().err

@@ -100,6 +100,8 @@ def format_collectives(plan: ModelPlan, layout: Layout, accumulation: GradientAc
     """One line: what FSDP2 communicates in a microbatch and, by the accumulation mode, in a step."""
     microbatch = sum((collectives_of_microbatch(unit, layout) for unit in plan.units), start=Collectives())
     step = collectives_of_step(plan.units, layout, accumulation)
+    if not microbatch.total:
+        return "collectives: none"
     kept = ", parameters kept" if accumulation.keep_params_unsharded else ""
     return (
         f"collectives: {microbatch} = {microbatch.total} in a microbatch alone; "

@@ -23,10 +23,22 @@ class BatchNorm(nn.BatchNorm1d):
         return torch.ops.aten._unsafe_view(normalized, x.shape)
 
 
+class RMSNorm(nn.RMSNorm):
+    """Divides each token's channels by their root mean square (arXiv:1910.07467).
+
+    On a CPU that is several operations, each with a share in the gradient of the input. They add up here before they
+    meet the residual stream's, as they do where the norm is an FSDP2 unit: the sum has the same bits in both.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) to the same shape."""
+        return super().forward(x.view_as(x))
+
+
 def build_norm(kind: NormKind, dim: int, eps: float, momentum: float) -> nn.Module:
     """A norm over `dim` channels. `momentum` is the weight of a microbatch in BatchNorm's running statistics."""
     if kind == "batchnorm":
         return BatchNorm(dim, eps=eps, momentum=momentum)
     if kind == "layernorm":
         return nn.LayerNorm(dim, eps=eps)
-    return nn.RMSNorm(dim, eps=eps)
+    return RMSNorm(dim, eps=eps)

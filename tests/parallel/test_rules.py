@@ -1,0 +1,115 @@
+"""Precision rules divide a model into other units; with equal dtypes that changes nothing, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed import run_ranks
+from tests.train.jobs import TINY_ARGS, assert_equal, sharded_model, whole
+from titan_launch.accumulation.strategies import build_strategy
+from titan_launch.config.job import JobConfig
+from titan_launch.loss import cross_entropy_sum
+
+NORM_CLASSES = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "batchnorm": "BatchNorm"}
+UNITS = ("model", "block", "module")
+
+
+def gradients(model: nn.Module, mode: str, inputs: list[Tensor], targets: list[Tensor]) -> dict[str, Tensor]:
+    """The whole gradients and buffers after the microbatches of a step."""
+    strategy = build_strategy(JobConfig.model_validate({"gradient_accumulation": {"mode": mode}}).gradient_accumulation)
+    for index, (x, y) in enumerate(zip(inputs, targets, strict=True)):
+        strategy.begin_microbatch(model, is_last=index == len(inputs) - 1)
+        cross_entropy_sum(model(x), y).backward()
+    found = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return found | {name: whole(buffer) for name, buffer in model.named_buffers()}
+
+
+def llama_job(norm: str, rules: list[dict[str, Any]], replicate: int, reduced: bool) -> JobConfig:
+    return JobConfig.model_validate(
+        {
+            "model": {"args": {**TINY_ARGS, "norm": norm}},
+            "training": {"seq_len": 16},
+            "precision": {"param_dtype": "bfloat16" if reduced else "float32", "rules": rules},
+            "parallelism": {"data_parallel_replicate_degree": replicate},
+        }
+    )
+
+
+def tokens_of_this_rank() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    return [torch.randint(0, 61, (2, 16), generator=generator) for _ in range(2)]
+
+
+def with_and_without_rules(norm: str, replicate: int, reduced: bool) -> None:
+    """With rules that say for the norms what is said for the model (or, in bf16, what BatchNorm gets by default)."""
+    dtype = "bfloat16" if reduced and norm != "batchnorm" else "float32"
+    tokens = tokens_of_this_rank()
+    for mode in ("immediate", "deferred", *(["deferred_all_reduce"] if replicate > 1 else [])):
+        rule = {"type": NORM_CLASSES[norm], "param_dtype": dtype}
+        if norm == "batchnorm" and reduced:
+            rule["cast_forward_inputs"] = False
+        plain = gradients(sharded_model(llama_job(norm, [], replicate, reduced), 16), mode, tokens, tokens)
+        for unit_per in UNITS:
+            ruled = llama_job(norm, [{**rule, "unit_per": unit_per}], replicate, reduced)
+            assert_equal(gradients(sharded_model(ruled, 16), mode, tokens, tokens), plain)
+
+
+@pytest.mark.parametrize("norm", sorted(NORM_CLASSES))
+@pytest.mark.parametrize(("ranks", "replicate"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+def test_rules_with_the_models_dtypes_change_no_bit(ranks: int, replicate: int, norm: str) -> None:
+    for reduced in (False, True):
+        run_ranks(with_and_without_rules, ranks, norm, replicate, reduced)
+
+
+class Unusual(nn.Module):
+    """Norms that run twice, in another order than they stand, now and then, and never; one owns a parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 16)
+        self.last = nn.LayerNorm(16)
+        self.twice = nn.LayerNorm(16)
+        self.sometimes = nn.LayerNorm(16)
+        self.never = nn.LayerNorm(16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(16))
+        self.output = nn.Linear(16, 61)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.twice(self.embedding(tokens))
+        for layer in self.layers:
+            x = x + layer(x)
+        if tokens[0, 0] % 2:
+            x = self.sometimes(x)
+        return self.output(self.last(self.twice(x) * self.scale)) + 0.0
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+
+def unusual_units() -> None:
+    tokens = [torch.full((1, 4), number) for number in (2, 3, 4)]  # `sometimes` runs in the second microbatch only
+    results = []
+    for rule in ({}, *({"type": "LayerNorm", "param_dtype": "float32", "unit_per": units} for units in UNITS)):
+        rules = [rule] if rule else []
+        config = JobConfig.model_validate(
+            {"model": {"name": f"{__name__}:Unusual"}, "precision": {"param_dtype": "float32", "rules": rules}}
+        )
+        model = sharded_model(config, 16)
+        for mode in ("immediate", "deferred"):
+            results.append(gradients(model, mode, tokens, tokens))
+            assert not any(".never" in name for name in results[-1])
+            model.zero_grad()
+    for result in results[1:]:
+        assert result.keys() == results[0].keys()
+        for name, gradient in result.items():
+            torch.testing.assert_close(gradient, results[0][name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_modules_that_run_twice_or_not_at_all_may_share_a_unit(ranks: int) -> None:
+    run_ranks(unusual_units, ranks)
