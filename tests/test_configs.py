@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from tests.distributed import run_ranks
 from tests.train.jobs import this_rank
 from titan_launch.cli import main
+from titan_launch.config.data import ImageData
 from titan_launch.config.load import load_job
 from titan_launch.models.build import build_model
 from titan_launch.plan.layout import plan_layout
@@ -72,8 +74,9 @@ def train_a_step(path: str, folder: str) -> None:
         "--training.steps=1",
         "--training.seq_len=32",
         "--lr_scheduler={kind='warmup_stable_decay', warmup_steps=0}",
-        "--data={kind='synthetic'}",
     ]
+    if load_job(path).config.data.unit == "tokens":
+        overrides.append("--data={kind='synthetic'}")  # nothing to read
     config = load_job(path, overrides).config
     torch.set_num_threads(1)
     with ExitStack() as stack:
@@ -82,7 +85,11 @@ def train_a_step(path: str, folder: str) -> None:
 
 @pytest.mark.parametrize("path", ON_CPU, ids=name_of)
 def test_it_trains_a_step(path: Path, tmp_path: Path) -> None:
+    data = load_job(str(path)).config.data
+    if isinstance(data, ImageData):
+        pytest.importorskip("sklearn")
     run_ranks(train_a_step, ranks_of(path), str(path), str(tmp_path))
     (folder,) = tmp_path.iterdir()
     report = json.loads((folder / "metrics.jsonl").read_text())
-    assert report["step"] == 1 and 4 < report["train/loss"] < 8
+    num_classes = 10 if isinstance(data, ImageData) else 257
+    assert report["step"] == 1 and 0.7 < report["train/loss"] / math.log(num_classes) < 1.5  # a guess among so many

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from titan_launch.constants import IGNORED_TARGET
-from titan_launch.loss import count_valid, cross_entropy_sum
+from titan_launch.loss import count_correct, count_valid, cross_entropy_sum
 
 
 def test_sums_over_valid_targets_of_any_shape() -> None:
@@ -40,3 +40,10 @@ def test_without_valid_targets_the_loss_is_zero_and_backward_works() -> None:
     assert loss.item() == 0.0
     assert logits.grad is not None and torch.equal(logits.grad, torch.zeros_like(logits))
     assert count_valid(targets).item() == 0
+
+
+def test_counts_the_targets_with_the_largest_logit() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 1.0, 1.0], [9.0, 0.0, 0.0]])
+    targets = torch.tensor([1, 2, 1, 2, IGNORED_TARGET])
+    assert count_correct(logits, targets).item() == 2  # of equal logits, the first is the largest
+    assert count_correct(logits.view(1, 5, 3).bfloat16(), targets.view(1, 5)).item() == 2

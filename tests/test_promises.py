@@ -24,7 +24,7 @@ def sections() -> Iterator[type[Section]]:
     for field in JobConfig.model_fields.values():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield field.annotation
-    yield from (data.TextData, data.SyntheticData)
+    yield from (data.TextData, data.SyntheticData, data.ImageData)
     yield from (lr_scheduler.WarmupStableDecay, lr_scheduler.Cosine, lr_scheduler.Linear)
     yield from (PrecisionRule, ParamGroup)
     yield from (architecture.args for architecture in ARCHITECTURES.values())

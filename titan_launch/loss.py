@@ -1,4 +1,4 @@
-"""The loss, as a sum: the trainer divides by the step's number of valid targets, which only it knows."""
+"""Loss and accuracy, as sums: the trainer divides by the number of valid targets, which only it knows."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ def cross_entropy_sum(outputs: Tensor, targets: Tensor) -> Tensor:
     """
     logits = outputs.reshape(-1, outputs.shape[-1]).float()
     return F.cross_entropy(logits, targets.reshape(-1), ignore_index=IGNORED_TARGET, reduction="sum")
+
+
+def count_correct(outputs: Tensor, targets: Tensor) -> Tensor:
+    """How many targets have the largest logit: an int64 scalar on their device.
+
+    `outputs` are logits (..., classes), `targets` class indices (...). Of equal logits the first counts as the largest.
+    An ignored target is no class, and so is never correct.
+    """
+    return (outputs.argmax(dim=-1) == targets).sum()
 
 
 def count_valid(targets: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ def count_among_64_ranks(name: str, rules: list[dict[str, str]]) -> tuple[Collec
     built = build_model(config.model, 16)
     layout = plan_layout(config.parallelism, config.training, 64)
     plan = plan_precision(config, built)
-    model = shard_model(built, plan, layout, torch.device("cpu")).to_empty(device="cpu")
+    model = shard_model(config, built, plan, layout, torch.device("cpu")).to_empty(device="cpu")
     with CollectiveCounter() as counter:
         model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
     return counter.counted, sum((collectives_of_microbatch(u, layout) for u in plan.units), start=Collectives())

@@ -55,6 +55,11 @@ def test_a_line() -> None:
     ]
 
 
+def test_a_line_of_a_model_of_images() -> None:
+    images = {"throughput/images_per_second": 12345.6, "validation/loss": 0.25, "validation/accuracy": 0.98765}
+    assert printed(images) == ["step    1/1000       12,346 img/s  validation loss   0.2500  accuracy  98.77%"]
+
+
 def test_lines_are_aligned() -> None:
     later = {**REPORT, "train/loss": 11.0, "train/grad_norm": math.nan, "throughput/tokens_per_second": 9_876_543.0}
     lines = printed(REPORT, later, REPORT)

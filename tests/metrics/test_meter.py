@@ -103,6 +103,15 @@ def test_unknown_figures_are_left_out() -> None:
     assert "throughput/mfu_percent" not in report(no_peak)
 
 
+def test_images_are_counted_under_their_own_tags() -> None:
+    clock = Clock()
+    meter = build(clock, unit="images", world_size=1)
+    train(meter, clock, steps=2, tokens=64)
+    rates = {name: value for name, value in report(meter).items() if name.startswith("throughput/")}
+    assert rates == {"throughput/images_per_second": 32, "throughput/images_per_second_per_device": 32}
+    assert set(rates) < set(BY_NAME)
+
+
 def test_more_tokens_than_float32_can_count() -> None:
     clock = Clock()
     meter = build(clock)

@@ -1,36 +1,333 @@
-"""Running statistics over ranks."""
+"""BatchNorm over ranks: synchronized statistics equal one process on the whole batch; running statistics become one."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from titan_launch.parallel.batchnorm import pool_running_statistics
+from tests.train.jobs import TINY_ARGS, read_metrics, run_job, sharded_model, tiny_job, whole, whole_state
+from titan_launch.config.batchnorm import BatchNormConfig
+from titan_launch.config.job import JobConfig
+from titan_launch.errors import ConfigError
+from titan_launch.loss import cross_entropy_sum
+from titan_launch.models.build import build_model
+from titan_launch.models.init import initialize
+from titan_launch.parallel.batchnorm import Divergence, pool_running_statistics, prepare_batch_norms
+from titan_launch.parallel.mesh import statistics_group
+from titan_launch.parallel.synchronized_batchnorm import synchronize
+
+SYNCHRONIZED = BatchNormConfig(statistics="synchronized")
+CPU = torch.device("cpu")
 
 
-def samples() -> torch.Tensor:
-    """[rank, token, channel], every rank with another distribution."""
+def error(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest value, or to 1e-4 where that is smaller: the gradient of a bias
+    before attention is 0 but for rounding."""
+    if expected.numel() == 0:
+        return 0.0
+    return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-4))
+
+
+# Layers alone
+
+
+class ChannelsLast(nn.BatchNorm1d):
+    """A user's subclass: channels are the last axis."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, ..., channels) to the same shape."""
+        return super().forward(x.movedim(-1, 1)).movedim(1, -1)
+
+
+def layers() -> Iterator[tuple[nn.Module, Tensor]]:
+    """Layers, and the whole batch of each: 9 samples of 5 channels, with means far larger than deviations."""
+    generator = torch.Generator().manual_seed(0)
+    flat, long, square = (torch.randn(9, 5, *axes, generator=generator) + 100 for axes in ((), (7,), (4, 3)))
+    yield nn.BatchNorm1d(5), flat
+    yield nn.BatchNorm1d(5, momentum=None), long
+    yield nn.BatchNorm2d(5, affine=False), square
+    yield nn.BatchNorm2d(5, track_running_stats=False), square
+    yield nn.BatchNorm3d(5).requires_grad_(False), square.unsqueeze(-1)
+    yield ChannelsLast(5), long.movedim(1, -1)
+    yield nn.BatchNorm2d(5), square.bfloat16()
+    yield nn.BatchNorm1d(5).double(), flat.double()
+
+
+def forward_and_backward(norm: nn.Module, batch: Tensor, grad: Tensor) -> dict[str, Tensor]:
+    x = batch.clone().requires_grad_()
+    for _ in range(2):
+        y = norm(x)
+    assert y.dtype == x.dtype
+    y.backward(grad)
+    gradients = {f"{name}.grad": p.grad for name, p in norm.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "x.grad": x.grad, **gradients, **dict(norm.named_buffers())}  # type: ignore[dict-item]
+
+
+def layers_in_parts(sizes: list[int]) -> list[dict[str, float]]:
+    """The errors of synchronized layers on parts of a batch, against torch's on the whole."""
+    errors = []
+    group, rank = statistics_group(), dist.get_rank()
+    for (alone, batch), (together, _) in zip(layers(), layers(), strict=True):
+        generator = torch.Generator().manual_seed(1)
+        grad = torch.randn(batch.shape, generator=generator).to(batch.dtype)
+        for norm in (alone, together):
+            for parameter in norm.parameters():
+                nn.init.normal_(parameter, mean=1, generator=torch.Generator().manual_seed(2))
+        synchronize([together], group)  # type: ignore[list-item]
+        expected = forward_and_backward(alone, batch, grad)
+        part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        found = forward_and_backward(together, batch[part], grad[part])
+        for name, tensor in found.items():
+            if name in ("weight.grad", "bias.grad"):
+                dist.all_reduce(tensor)
+        expected |= {name: expected[name][part] for name in ("y", "x.grad")}
+        assert found.keys() == expected.keys()
+        found["evaluated"], expected["evaluated"] = (norm.eval()(batch).detach() for norm in (together, alone))
+        errors.append({name: error(found[name], expected[name]) for name in found})
+    return errors
+
+
+@pytest.mark.parametrize("sizes", [[9], [0, 2, 7]], ids=str)
+def test_a_synchronized_layer_computes_what_one_process_does_on_the_whole_batch(sizes: list[int]) -> None:
+    for errors in run_ranks(layers_in_parts, len(sizes), sizes):
+        *others, reduced, exact = errors
+        assert all(value < 2e-5 for layer in others for value in layer.values()), others
+        assert all(value < 1e-2 for value in reduced.values()), reduced  # y and x.grad are bf16
+        assert max(reduced["running_mean"], reduced["running_var"]) < 1e-5, reduced
+        assert all(value < 1e-12 for value in exact.values()), exact
+
+
+class Whitened(nn.BatchNorm1d):
+    """A user's subclass that leaves PyTorch's forward out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, channels) to the same shape."""
+        return (x - x.mean(0)) / x.std(0)
+
+
+def synchronize_what_cannot_be() -> str:
+    model = nn.Sequential(nn.BatchNorm1d(3), Whitened(3), nn.SyncBatchNorm(3))
+    with pytest.raises(ConfigError) as error:
+        prepare_batch_norms(model, SYNCHRONIZED, 1, statistics_group())
+    return str(error.value)
+
+
+def test_layers_that_compute_their_own_statistics_are_refused_by_name() -> None:
+    (message,) = run_ranks(synchronize_what_cannot_be, 1)
+    ours, torchs = message.splitlines()
+    assert ours == (
+        "batchnorm.statistics: 1 is a Whitened, whose forward computes statistics of its own instead of calling "
+        'super().forward(...); let it do so, or set "local"'
+    )
+    assert "2 is a SyncBatchNorm" in torchs
+
+
+# Whole models
+
+
+MODELS = {
+    "llama": {"args": {**TINY_ARGS, "norm": "batchnorm"}},
+    "conv": {"name": "tests.parallel.conv_model:ConvNet"},
+}
+RECOMPUTATIONS: list[dict[str, Any]] = [
+    {"mode": "none"},
+    {"mode": "full"},
+    {"mode": "selective", "selective_ac_option": "op"},
+    {"mode": "selective", "selective_ac_option": 2},
+]
+
+
+def synchronized_job(model: str, replicate: int, recomputation: dict[str, Any]) -> JobConfig:
+    return JobConfig.model_validate(
+        {
+            "model": MODELS[model],
+            "training": {"seq_len": 16},
+            "precision": {"param_dtype": "float32"},
+            "parallelism": {"data_parallel_replicate_degree": replicate},
+            "batchnorm": {"statistics": "synchronized"},
+            "activation_checkpoint": recomputation,
+        }
+    )
+
+
+def train(model: nn.Module, batches: list[Tensor], num_targets: int) -> dict[str, Tensor]:
+    """Steps of gradient descent; the last gradients, and the parameters and buffers after them."""
+    for tokens in batches:
+        model.zero_grad()
+        (cross_entropy_sum(model(tokens), tokens) / num_targets).backward()
+        for parameter in model.parameters():
+            parameter.data -= 0.1 * parameter.grad  # type: ignore[operator]
+    gradients = {f"{name}.grad": whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return whole_state(model) | gradients
+
+
+def whole_model(config: JobConfig) -> nn.Module:
+    """The same model, plain, as one process has it."""
+    built = build_model(config.model, 16)
+    built.module.to_empty(device=CPU)
+    initialize(built.module, built.initializer, 0, CPU)
+    return built.module
+
+
+def errors_against_one_process(replicate: int) -> dict[str, float]:
+    """The largest error of any tensor, by model and recomputation."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, 61, (8, 16), generator=generator) for _ in range(3)]
+    parts = [batch.chunk(dist.get_world_size())[dist.get_rank()] for batch in batches]
+    largest = {}
+    for name in MODELS:
+        expected = train(whole_model(synchronized_job(name, 1, {})), batches, batches[0].numel())
+        for recomputation in RECOMPUTATIONS:
+            model = sharded_model(synchronized_job(name, replicate, recomputation), 16)
+            found = train(model, parts, batches[0].numel())
+            assert found.keys() == expected.keys()
+            largest[f"{name} {recomputation}"] = max(error(found[key], expected[key]) for key in found)
+    return largest
+
+
+@pytest.mark.parametrize(("ranks", "replicate"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+def test_ranks_with_synchronized_statistics_train_as_one_process_on_the_whole_batch(ranks: int, replicate: int) -> None:
+    for errors in run_ranks(errors_against_one_process, ranks, replicate):
+        assert len(errors) == 8 and max(errors.values()) < 1e-5, errors
+
+
+# Running statistics
+
+
+def samples() -> Tensor:
+    """[rank, token, channel], every rank with another distribution, far from 0."""
     data = torch.randn(4, 50, 3, generator=torch.Generator().manual_seed(0))
-    return data * torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None, None] + torch.tensor([0.0, 5.0, -3.0, 1.0])[:, None, None]
+    moved = torch.tensor([1000.0, 1005.0, 997.0, 1001.0])[:, None, None]
+    return data * torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None, None] + moved
 
 
-def pooled() -> list[torch.Tensor]:
+def pooled() -> tuple[list[Tensor], Divergence | None, Divergence | None]:
     model = nn.Sequential(nn.BatchNorm1d(3, momentum=1.0), nn.Linear(3, 5), nn.BatchNorm1d(5))
     model[0](samples()[dist.get_rank()])
-    pool_running_statistics(model)
-    return [model[0].running_mean, model[0].running_var, model[2].running_mean, model[2].running_var]
+    before, after = pool_running_statistics(model), pool_running_statistics(model)
+    return [model[i].get_buffer(f"running_{name}") for i in (0, 2) for name in ("mean", "var")], before, after
 
 
 def test_pooled_statistics_are_those_of_all_ranks_data_together() -> None:
     ranks = run_ranks(pooled, 4)
-    everything = samples().flatten(0, 1)
+    data = samples().double()
     # Each rank's running variance is the unbiased one of its own 50 tokens.
-    within = samples().var(dim=1).mean(0)
-    between = samples().mean(dim=1).var(dim=0, unbiased=False)
-    for mean, variance, other_mean, other_variance in ranks:
-        torch.testing.assert_close(mean, everything.mean(0))
-        torch.testing.assert_close(variance, within + between)
+    means, variances = data.mean(dim=1), data.var(dim=1)
+    total = variances.mean(0) + means.var(dim=0, unbiased=False)
+    for (mean, variance, other_mean, other_variance), before, after in ranks:
+        torch.testing.assert_close(mean.double(), means.mean(0), rtol=1e-6, atol=0)
+        torch.testing.assert_close(variance.double(), total, rtol=1e-4, atol=0)
         assert torch.equal(other_mean, torch.zeros(5)) and torch.equal(other_variance, torch.ones(5))
-    assert all(torch.equal(a, b) for a, b in zip(ranks[0], ranks[3], strict=True))
+        assert before.mean == pytest.approx(float(((means - mean).abs() / total.sqrt()).max()), rel=1e-3)
+        assert before.variance == pytest.approx(float(((variances - total).abs() / total).max()), rel=1e-3)
+        assert max(after.mean, after.variance) < 1e-12
+    assert all(torch.equal(a, b) for a, b in zip(ranks[0][0], ranks[3][0], strict=True))
+
+
+def run_with_statistics(folder: Path, statistics: str) -> dict[str, Tensor]:
+    """A run whose second step, not otherwise reported, has a checkpoint, and whose fourth a validation too."""
+    return run_job(
+        tiny_job(
+            folder,
+            job={"name": statistics},
+            model={"args": {"norm": "batchnorm"}},
+            batchnorm={"statistics": statistics},
+            checkpoint={"enable": True, "interval": 2},
+            validation={"freq": 4, "data": {"kind": "synthetic", "vocab_size": 61, "num_samples": 8, "seed": 1}},
+            metrics={"log_freq": 100},
+        )
+    )
+
+
+@pytest.mark.parametrize("statistics", ["local", "synchronized"])
+def test_a_run_pools_once_a_step_and_reports_how_far_the_ranks_were_apart(tmp_path: Path, statistics: str) -> None:
+    one, other = run_ranks(run_with_statistics, 2, tmp_path, statistics)
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    names = [f"batchnorm/running_{name}_divergence" for name in ("mean", "var")]
+    reports = read_metrics(tmp_path, statistics)
+    assert [report["step"] for report in reports if names[0] in report] == [2, 4]
+    apart = [report[name] for report in reports if names[0] in report for name in names]
+    assert all(value > 0.01 if statistics == "local" else value < 1e-6 for value in apart), apart
+
+
+# Momentum
+
+
+def weight_left_on_the_old_mean(momentum_per: str) -> float:
+    """After a step of 4 microbatches whose means are 0, in a layer with momentum 0.1."""
+    config = BatchNormConfig.model_validate({"momentum_per": momentum_per})
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1, momentum=None))
+    prepare_batch_norms(model, config, 4, None)
+    model[0].running_mean.fill_(1.0)  # type: ignore[union-attr, operator]
+    for _ in range(4):
+        model(torch.tensor([[-1.0], [1.0]]))
+    assert model[1].momentum is None
+    return float(model[0].running_mean)  # type: ignore[arg-type]
+
+
+def test_the_microbatches_of_a_step_move_the_statistics_together_as_far_as_one_would() -> None:
+    assert weight_left_on_the_old_mean("step") == pytest.approx(0.9)
+    assert weight_left_on_the_old_mean("microbatch") == pytest.approx(0.9**4)
+
+
+# Few values
+
+
+def prepared(config: BatchNormConfig) -> nn.Module:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    prepare_batch_norms(model, config, 1, statistics_group() if config.statistics == "synchronized" else None)
+    return model
+
+
+def test_few_values_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = prepared(BatchNormConfig())
+    model.eval()(torch.randn(2, 3))
+    model.train()(torch.randn(31, 3))
+    model(torch.randn(2, 3))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the statistics of the BatchNorm 0 rest on 31 values per channel; below 32 they are mostly noise. This follows "
+        'from training.local_batch_size: raise it, or set batchnorm.statistics = "synchronized"'
+    ]
+    caplog.clear()
+    prepared(BatchNormConfig())(torch.randn(32, 3))
+    assert caplog.records == []
+
+
+def test_a_single_value_per_channel_is_an_error_that_names_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"training.local_batch_size: gives the BatchNorm 0 one value per channel .*"):
+        prepared(BatchNormConfig())(torch.randn(1, 3))
+
+
+def one_value_on_each_rank() -> tuple[list[Tensor], list[str]]:
+    """With synchronized statistics the ranks' values count together."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("titan_launch")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    model = prepared(SYNCHRONIZED)
+    if dist.get_world_size() == 1:
+        with pytest.raises(ConfigError, match="variance is 0; raise it"):
+            model(torch.randn(1, 3))
+    else:
+        model(torch.tensor([[dist.get_rank() * 2.0 - 1]]).expand(1, 3))
+    return list(model[0].buffers()), records
+
+
+def test_with_synchronized_statistics_the_values_of_all_ranks_count() -> None:
+    ((mean, variance, tracked), (said, warned)), _ = run_ranks(one_value_on_each_rank, 2)
+    assert (mean.unique().item(), tracked.item()) == (0.0, 1)
+    torch.testing.assert_close(variance, torch.full((3,), 0.9 + 0.1 * 2.0))
+    assert said == "the statistics of 2 BatchNorm layers are synchronized over 2 ranks"
+    assert "the BatchNorm 0 rest on 2 values per channel" in warned
+    ((_, (alone,)),) = run_ranks(one_value_on_each_rank, 1)
+    assert alone == "BatchNorm statistics are synchronized over a group of one: the same as local"

@@ -50,7 +50,8 @@ def backward_events(rules: list[dict[str, Any]], keeps: bool) -> list[str]:
     )
     built = build_model(config.model, 16)
     layout = plan_layout(config.parallelism, config.training, 4)
-    model = shard_model(built, plan_precision(config, built), layout, torch.device("cpu")).to_empty(device="cpu")
+    plan = plan_precision(config, built)
+    model = shard_model(config, built, plan, layout, torch.device("cpu")).to_empty(device="cpu")
     events: list[str] = []
     for path in ("output", *built.blocks):
         entered = model.get_submodule(path if path == "output" else f"{path}.feed_forward.w2")

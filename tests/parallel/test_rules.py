@@ -14,7 +14,6 @@ from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.job import JobConfig
 from titan_launch.loss import cross_entropy_sum
 
-NORM_CLASSES = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "batchnorm": "BatchNorm"}
 UNITS = ("model", "block", "module")
 
 
@@ -28,15 +27,42 @@ def gradients(model: nn.Module, mode: str, inputs: list[Tensor], targets: list[T
     return found | {name: whole(buffer) for name, buffer in model.named_buffers()}
 
 
-def llama_job(norm: str, rules: list[dict[str, Any]], replicate: int, reduced: bool) -> JobConfig:
-    return JobConfig.model_validate(
-        {
-            "model": {"args": {**TINY_ARGS, "norm": norm}},
+MODELS: dict[str, dict[str, Any]] = {
+    **{norm: {"args": {**TINY_ARGS, "norm": norm}} for norm in ("rmsnorm", "layernorm", "batchnorm")},
+    "batchnorm2d": {"name": "tests.parallel.conv_model:ConvNet"},
+}
+CLASSES = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "batchnorm": "BatchNorm1d", "batchnorm2d": "BatchNorm2d"}
+RECOMPUTATIONS: list[dict[str, Any]] = [
+    {"mode": "full"},
+    {"mode": "selective", "selective_ac_option": "op"},
+    {"mode": "selective", "selective_ac_option": 2},
+]
+
+
+def with_and_without_rules(norm: str, replicate: int, param_dtype: str) -> None:
+    """With a rule that says for the norms what holds for the model (or what BatchNorm gets by default in bf16)."""
+    rule: dict[str, Any] = {"type": CLASSES[norm], "param_dtype": param_dtype}
+    if "batch" in norm:
+        rule |= {"param_dtype": "float32", "cast_forward_inputs": False}
+    modes = ["immediate", "deferred", *(["deferred_all_reduce"] if replicate > 1 else [])]
+    cases = [("immediate", unit_per, {"mode": "none"}) for unit_per in UNITS]
+    cases += [(mode, "model", {"mode": "none"}) for mode in modes[1:]]
+    cases += [("deferred", "model", recomputation) for recomputation in RECOMPUTATIONS]
+    tokens = tokens_of_this_rank()
+
+    def found(mode: str, rules: list[dict[str, Any]], recomputation: dict[str, Any]) -> dict[str, Tensor]:
+        job = {
+            "model": MODELS[norm],
             "training": {"seq_len": 16},
-            "precision": {"param_dtype": "bfloat16" if reduced else "float32", "rules": rules},
+            "precision": {"param_dtype": param_dtype, "rules": rules},
             "parallelism": {"data_parallel_replicate_degree": replicate},
+            "activation_checkpoint": recomputation,
         }
-    )
+        return gradients(sharded_model(JobConfig.model_validate(job), 16), mode, tokens, tokens)
+
+    plain = {mode: found(mode, [], {"mode": "none"}) for mode in modes}
+    for mode, unit_per, recomputation in cases:
+        assert_equal(found(mode, [{**rule, "unit_per": unit_per}], recomputation), plain[mode])
 
 
 def tokens_of_this_rank() -> list[Tensor]:
@@ -44,25 +70,13 @@ def tokens_of_this_rank() -> list[Tensor]:
     return [torch.randint(0, 61, (2, 16), generator=generator) for _ in range(2)]
 
 
-def with_and_without_rules(norm: str, replicate: int, reduced: bool) -> None:
-    """With rules that say for the norms what is said for the model (or, in bf16, what BatchNorm gets by default)."""
-    dtype = "bfloat16" if reduced and norm != "batchnorm" else "float32"
-    tokens = tokens_of_this_rank()
-    for mode in ("immediate", "deferred", *(["deferred_all_reduce"] if replicate > 1 else [])):
-        rule = {"type": NORM_CLASSES[norm], "param_dtype": dtype}
-        if norm == "batchnorm" and reduced:
-            rule["cast_forward_inputs"] = False
-        plain = gradients(sharded_model(llama_job(norm, [], replicate, reduced), 16), mode, tokens, tokens)
-        for unit_per in UNITS:
-            ruled = llama_job(norm, [{**rule, "unit_per": unit_per}], replicate, reduced)
-            assert_equal(gradients(sharded_model(ruled, 16), mode, tokens, tokens), plain)
-
-
-@pytest.mark.parametrize("norm", sorted(NORM_CLASSES))
-@pytest.mark.parametrize(("ranks", "replicate"), [(1, 1), (2, 1), (4, 1), (4, 2)])
-def test_rules_with_the_models_dtypes_change_no_bit(ranks: int, replicate: int, norm: str) -> None:
-    for reduced in (False, True):
-        run_ranks(with_and_without_rules, ranks, norm, replicate, reduced)
+@pytest.mark.parametrize("norm", sorted(MODELS))
+@pytest.mark.parametrize(
+    ("ranks", "replicate", "param_dtype"),
+    [(1, 1, "bfloat16"), (2, 1, "bfloat16"), (4, 1, "bfloat16"), (4, 2, "bfloat16"), (2, 1, "float32")],
+)
+def test_rules_with_the_models_dtypes_change_no_bit(ranks: int, replicate: int, norm: str, param_dtype: str) -> None:
+    run_ranks(with_and_without_rules, ranks, norm, replicate, param_dtype)
 
 
 class Unusual(nn.Module):

@@ -72,7 +72,7 @@ def sharded_model(config: JobConfig, seq_len: int) -> nn.Module:
     ranks = this_rank()
     built = build_model(config.model, seq_len)
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
-    model = shard_model(built, plan_precision(config, built), layout, ranks.device)
+    model = shard_model(config, built, plan_precision(config, built), layout, ranks.device)
     model.to_empty(device=ranks.device)
     initialize(model, built.initializer, 0, ranks.device)
     return model

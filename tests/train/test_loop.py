@@ -14,7 +14,7 @@ from tests.distributed import run_ranks
 from tests.train.jobs import assert_equal, read_metrics, run_job, run_job_until, this_rank, tiny_job, whole_state
 from titan_launch.config.job import JobConfig
 from titan_launch.train.build import build_run
-from titan_launch.train.loop import train_one_step, validation_loss
+from titan_launch.train.loop import report, train_one_step, validation_scalars
 
 
 def losses(folder: Path, tag: str = "train/loss") -> list[float]:
@@ -101,27 +101,26 @@ def test_an_incomplete_checkpoint_is_not_resumed_from(tmp_path: Path) -> None:
     assert [report["step"] for report in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
 
 
-def validate_twice(job: dict[str, Any]) -> tuple[list[float], bool]:
-    """Train, then validate twice: the losses, and whether validation left the model as it was."""
+def validate_again(job: dict[str, Any]) -> tuple[list[float], dict[str, float], bool]:
+    """Train to a validation and validate once more: running statistics, metrics, and whether nothing has changed."""
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         for _ in range(3):
-            train_one_step(run)
-        found = [validation_loss(run)]
+            result = train_one_step(run)
+        report(run, result)
         before = whole_state(run.model)
-        found.append(validation_loss(run))
+        metrics = validation_scalars(run)
         after = whole_state(run.model)
-        statistics = [run.model.get_buffer(name).clone() for name, _ in run.model.named_buffers() if "running" in name]
-        return [*found, *(float(s.double().sum()) for s in statistics)], all(
-            map(torch.equal, before.values(), after.values())
-        )
+        statistics = [float(tensor.double().sum()) for name, tensor in after.items() if "running" in name]
+        return statistics, metrics, all(map(torch.equal, before.values(), after.values()))
 
 
 def test_validation_evaluates_one_model_and_does_not_change_it(tmp_path: Path) -> None:
-    job = tiny_job(tmp_path, model={"args": {"norm": "batchnorm"}}, validation=VALIDATION)
-    (one, unchanged), (two, _) = run_ranks(validate_twice, 2, job)
-    assert unchanged and one[0] == one[1]
-    assert one == two  # all ranks have the same running statistics
+    job = tiny_job(tmp_path, model={"args": {"norm": "batchnorm"}}, validation={**VALIDATION, "freq": 3})
+    (statistics, again, unchanged), (others, others_again, _) = run_ranks(validate_again, 2, job)
+    assert unchanged and len(statistics) == 10 and statistics == others  # pooled: all ranks have the same
+    (reported,) = read_metrics(tmp_path)
+    assert {name: reported[name] for name in again} == again == others_again
 
 
 def test_settings_of_the_optimizer_are_the_configurations_after_a_resume(tmp_path: Path) -> None:

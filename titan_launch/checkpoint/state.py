@@ -47,8 +47,9 @@ class ModelAndOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """The model's tensors, and the optimizer's for each parameter that has been updated."""
-        updated = {name for name, parameter in self._model.named_parameters() if parameter in self._optimizer.state}
         model, optimizer = get_state_dict(self._model, self._optimizer)
+        # Only now: it shards the parameters again that a forward has left gathered, and the optimizer knows the shards.
+        updated = {name for name, parameter in self._model.named_parameters() if parameter in self._optimizer.state}
         return {"model": model, "optimizer": {name: _states(optimizer)[name] for name in updated}}
 
     def targets(self, saved: Collection[str]) -> dict[str, Any]:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from titan_launch.config.base import Array, Section
 
 PYTHON_STDLIB = "python-stdlib"
+SKLEARN_DIGITS = "sklearn-digits"
+
+SampleUnit = Literal["tokens", "images"]
 
 
 class _Source(Section):
     """The keys that every kind of data has."""
+
+    unit: ClassVar[SampleUnit] = "tokens"
+    """What a model is given, and what the throughput counts."""
 
     shuffle: bool = True
     """Visit the samples of each epoch in an order drawn from `training.seed` and the epoch; otherwise in file order."""
@@ -61,7 +67,39 @@ class SyntheticData(_Source):
     """Seed of the sequences themselves. Give the validation source another one."""
 
 
-DataConfig = Annotated[TextData | SyntheticData, Field(discriminator="kind")]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class ImageData(_Source):
+    """Images with a class each, read into memory."""
+
+    unit: ClassVar[SampleUnit] = "images"
+
+    kind: Literal["images"]
+    """Kind of source."""
+
+    path: str = SKLEARN_DIGITS
+    """An `.npz` file, relative to the working directory, with `images`, (N, height, width) or (N, channels, height,
+    width), uint8 or floating, and `labels`, (N) whole numbers from 0 on. `sklearn-digits` are 1,797 handwritten digits
+    of 8x8 pixels, which scikit-learn brings along: `pip install "titan-launch[images]"`."""
+
+    split: Literal["all", "train", "validation"] = "all"
+    """Which images to take. `validation` takes `validation_percent` of them, chosen by a hash of their indices, and
+    `train` the others, so that one `path` can serve both."""
+
+    validation_percent: Annotated[int, Field(ge=1, le=99)] = 5
+    """Share of the images that `split` sets aside for validation."""
+
+    mean: float | Array[float] = 0.5
+    """Subtracted from the pixels: one number, or one for each channel. Before that, uint8 pixels become 0 to 1 (and the
+    digits, too), and floating ones stay as they are."""
+
+    std: Positive | Array[Positive] = 0.5
+    """Divides the pixels after that: with the mean and the standard deviation of the data, the model sees a mean near 0
+    and a variance near 1."""
+
+
+DataConfig = Annotated[TextData | SyntheticData | ImageData, Field(discriminator="kind")]
 
 
 def expand_text_paths(path: str | tuple[str, ...]) -> list[tuple[str, Path]]:

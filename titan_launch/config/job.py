@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.base import Section
+from titan_launch.config.batchnorm import BatchNormConfig
 from titan_launch.config.checkpoint import CheckpointConfig
 from titan_launch.config.comm import CommConfig
 from titan_launch.config.data import DataConfig, TextData
@@ -31,6 +33,8 @@ class JobConfig(Section):
     data: DataConfig = Field(default_factory=TextData)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    batchnorm: BatchNormConfig = Field(default_factory=BatchNormConfig)
+    activation_checkpoint: ActivationCheckpointConfig = Field(default_factory=ActivationCheckpointConfig)
     gradient_accumulation: GradientAccumulationConfig = Field(default_factory=GradientAccumulationConfig)
     parallelism: ParallelismConfig = Field(default_factory=ParallelismConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)

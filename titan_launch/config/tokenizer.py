@@ -11,7 +11,7 @@ VOCABULARY_SIZES = {"bytes": 257}
 
 
 class TokenizerConfig(Section):
-    """How text becomes tokens."""
+    """How text becomes tokens. Not used with images."""
 
     kind: Literal["bytes"] = "bytes"
     """`bytes`: every byte of the UTF-8 text is a token (0 to 255), and 256 ends a document. Nothing to download."""

@@ -13,13 +13,13 @@ class TrainingConfig(Section):
     """Batch, length, clipping and seed of the run."""
 
     seq_len: Annotated[int, Field(ge=1)] = 256
-    """Tokens in a sequence."""
+    """Tokens in a sequence. Not used with images."""
 
     local_batch_size: Annotated[int, Field(ge=1)] = 4
-    """Sequences in a microbatch on each data-parallel rank."""
+    """Samples (sequences, or images) in a microbatch on each data-parallel rank."""
 
     global_batch_size: Annotated[int, Field(ge=1)] | None = None
-    """Sequences in an optimizer step, over all ranks and microbatches. The number of microbatches follows:
+    """Samples in an optimizer step, over all ranks and microbatches. The number of microbatches follows:
     `global_batch_size / (local_batch_size * data-parallel ranks)`, which must be whole. Default: one microbatch."""
 
     steps: Annotated[int, Field(ge=1)] = 100

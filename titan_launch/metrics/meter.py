@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_launch.config.data import SampleUnit
 from titan_launch.metrics.tags import BY_NAME
 
 _GIB = 2**30
@@ -39,17 +40,21 @@ class Meter:
         *,
         device: torch.device,
         world_size: int,
+        unit: SampleUnit = "tokens",
         flops_per_step_per_device: float | None = None,
         peak_flops: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         """`world_size`: ranks of the default process group, each with one device; alone, it needs no group.
 
+        `unit`: what has a target, and so is counted in the throughput.
+
         `flops_per_step_per_device` counts all positions, ignored ones included; without it no TFLOP/s are reported, and
         without `peak_flops` (of one device, in FLOP/s) no MFU.
         """
         self._device = device
         self._world_size = world_size
+        self._unit = unit
         self._flops_per_step = flops_per_step_per_device
         self._peak_flops = peak_flops
         self._clock = clock
@@ -119,8 +124,8 @@ class Meter:
     def _rates(self, targets: float, seconds: float) -> dict[str, float]:
         rates = {
             "time/step_s": seconds / self._steps,
-            "throughput/tokens_per_second": targets / seconds,
-            "throughput/tokens_per_second_per_device": targets / seconds / self._world_size,
+            f"throughput/{self._unit}_per_second": targets / seconds,
+            f"throughput/{self._unit}_per_second_per_device": targets / seconds / self._world_size,
         }
         if self._flops_per_step is not None:
             flops_per_second = self._flops_per_step * self._steps / seconds

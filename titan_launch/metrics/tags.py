@@ -75,6 +75,19 @@ TAGS = (
         chart=("throughput", "tokens per second per device"),
     ),
     Tag(
+        "throughput/images_per_second",
+        "same",
+        "In place of tokens where the samples are images: those per second of training, over all ranks.",
+        chart=("throughput", "images per second"),
+        console="{:>11,.0f} img/s",
+    ),
+    Tag(
+        "throughput/images_per_second_per_device",
+        "same",
+        "The same per device.",
+        chart=("throughput", "images per second per device"),
+    ),
+    Tag(
         "throughput/tflops_per_device",
         "same",
         "Floating-point operations of the model per second of training and device, in TFLOP/s. Every position counts, "
@@ -140,6 +153,26 @@ TAGS = (
         "Mean loss over all targets of the held-out samples.",
         chart=("loss", "loss"),
         console="validation loss {:8.4f}",
+    ),
+    Tag(
+        "validation/accuracy",
+        "same",
+        "Share of these targets, from 0 to 1, that have the largest logit: of images or, for text, next tokens.",
+        chart=("loss", "accuracy"),
+        console="accuracy {:7.2%}",
+    ),
+    Tag(
+        "batchnorm/running_mean_divergence",
+        "same",
+        "Largest distance of a rank's running mean from the pooled one, in pooled standard deviations. Like the next, "
+        "at validations and checkpoints, with BatchNorm and several ranks.",
+        chart=("batchnorm", "divergence of running statistics"),
+    ),
+    Tag(
+        "batchnorm/running_var_divergence",
+        "same",
+        "Largest distance of a rank's running variance from the pooled one, relative to it.",
+        chart=("batchnorm", "divergence of running statistics"),
     ),
 )
 

@@ -14,13 +14,13 @@ from titan_launch.config.architectures import resolve_args
 from titan_launch.config.model import ModelConfig
 from titan_launch.errors import ConfigError, Problem, config_error, did_you_mean
 from titan_launch.globs import matches
-from titan_launch.models import llama3
+from titan_launch.models import llama3, resnet
 from titan_launch.models.initializers import Initializer, call_reset_parameters, check_reset_parameters
 from titan_launch.models.inventory import has_forward
 from titan_launch.models.spec import ModelSpec
 from titan_launch.registry import import_factory, user_traceback
 
-SPECS: dict[str, ModelSpec] = {"llama3": llama3.SPEC}
+SPECS: dict[str, ModelSpec] = {"llama3": llama3.SPEC, "resnet": resnet.SPEC}
 """The models of this package, by their name in `[model]`."""
 
 

@@ -1,39 +1,174 @@
-"""BatchNorm over data-parallel ranks."""
+"""BatchNorm over data-parallel ranks: whose statistics normalize, how fast the running ones move, and pooling them."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from titan_launch.config.batchnorm import BatchNormConfig
+from titan_launch.errors import ConfigError, Problem, config_error
+from titan_launch.parallel.synchronized_batchnorm import overrides_forward, synchronize
 
-def pool_running_statistics(model: nn.Module) -> None:
-    """Replace every rank's running statistics by those of all ranks' data together, in one all-reduce.
+_log = logging.getLogger(__name__)
 
-    Each rank normalizes over its own microbatches, so the moving averages drift apart while the parameters stay equal.
-    Pooled: the mean of the means, and the mean of the variances plus the variance of the means (law of total
-    variance). Called before validation and checkpoints, so that all ranks evaluate, and a checkpoint holds, one model.
+FEW_VALUES = 32
+"""Below this many values the variance of a batch is off by a quarter or more: its standard error is
+`sqrt(2 / (n - 1))` for normal values."""
+
+
+def prepare_batch_norms(
+    model: nn.Module, config: BatchNormConfig, num_microbatches: int, group: dist.ProcessGroup | None
+) -> None:
+    """Apply `[batchnorm]` to a model before it is wrapped, in place; nothing is allocated.
+
+    `group`: the data-parallel ranks, where statistics are synchronized. Raises ConfigError for layers that cannot be.
     """
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    norms = dict(_batch_norms(model))
+    if config.momentum_per == "step":
+        for norm in norms.values():
+            if norm.momentum is not None:  # None: a cumulative average, in which every microbatch counts the same
+                norm.momentum = momentum_of_microbatch(norm.momentum, num_microbatches)
+    if group is not None:
+        _check_can_synchronize(norms)
+        synchronize(list(norms.values()), group)
+        _log.info("%s", _describe_synchronized(len(norms), group.size()))
+    _ValuesCheck(group).watch(norms)
+
+
+def momentum_of_microbatch(momentum: float, num_microbatches: int) -> float:
+    """The momentum with which so many updates leave on the old statistic the weight that one with `momentum` would."""
+    return float(1 - (1 - momentum) ** (1 / num_microbatches))
+
+
+def _batch_norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    return ((path, module) for path, module in model.named_modules() if isinstance(module, _BatchNorm))
+
+
+def _check_can_synchronize(norms: Mapping[str, _BatchNorm]) -> None:
+    problems = [
+        Problem(
+            ("batchnorm", "statistics"),
+            f"{path} is a {type(norm).__name__}, whose forward computes statistics of its own instead of calling "
+            'super().forward(...); let it do so, or set "local"',
+            "synchronized",
+        )
+        for path, norm in norms.items()
+        if overrides_forward(norm)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _describe_synchronized(num_norms: int, ranks: int) -> str:
+    if num_norms == 0:
+        return "the model has no BatchNorm: there are no statistics to synchronize"
+    if ranks == 1:
+        return "BatchNorm statistics are synchronized over a group of one: the same as local"
+    return f"the statistics of {num_norms} BatchNorm layers are synchronized over {ranks} ranks"
+
+
+class _ValuesCheck:
+    """Looks, in each layer's first training forward, at how many values its statistics rest on per channel."""
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self._group = group
+        self._has_warned = False
+
+    def watch(self, norms: Mapping[str, _BatchNorm]) -> None:
+        """Look at layers once each, by hooks that remove themselves."""
+        for path, norm in norms.items():
+            self._watch(path, norm)
+
+    def _watch(self, path: str, norm: _BatchNorm) -> None:
+        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if norm.training and not torch.compiler.is_compiling():
+                handle.remove()
+                x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+                self._judge(path, self._count(x.numel() // norm.num_features, x.device))
+
+        handle = norm.register_forward_pre_hook(check, with_kwargs=True)
+
+    def _count(self, local: int, device: torch.device) -> int:
+        """The values of all ranks where statistics are synchronized. Collective there; waits for the device."""
+        if self._group is None:
+            return local
+        count = torch.tensor(local, device=device)
+        dist.all_reduce(count, group=self._group)
+        return int(count.item())
+
+    def _judge(self, path: str, count: int) -> None:
+        remedy = "raise it" if self._group else 'raise it, or set batchnorm.statistics = "synchronized"'
+        if count == 1:
+            reason = f"gives the BatchNorm {path} one value per channel in a microbatch, whose variance is 0; {remedy}"
+            raise config_error(("training", "local_batch_size"), reason)
+        if count < FEW_VALUES and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "the statistics of the BatchNorm %s rest on %d values per channel; below %d they are mostly noise. "
+                "This follows from training.local_batch_size: %s",
+                *(path, count, FEW_VALUES, remedy),
+            )
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far the running statistics of the ranks lie apart: the largest values over all channels and ranks."""
+
+    mean: float
+    """Distance of a rank's running mean from the pooled one, in pooled standard deviations."""
+
+    variance: float
+    """Distance of a rank's running variance from the pooled one, as a fraction of that."""
+
+
+@torch.no_grad()
+def pool_running_statistics(model: nn.Module) -> Divergence | None:
+    """Replace every rank's running statistics by those of all ranks' data together; tell how far they were apart.
+
+    Where each rank normalizes over its own microbatches, the moving averages drift apart while the parameters stay
+    equal. Pooled: the mean of the means, and the mean of the variances plus the variance of the means (law of total
+    variance). None, and nothing done, where there is one rank or no running statistic. Collective; waits for the
+    device.
+    """
+    norms = [norm for _, norm in _batch_norms(model) if norm.running_mean is not None]
     if not norms or dist.get_world_size() == 1:
-        return
+        return None
     means, variances = (
-        torch.cat([getattr(m, name).double() for m in norms]) for name in ("running_mean", "running_var")
+        torch.cat([getattr(norm, name).double() for norm in norms]) for name in ("running_mean", "running_var")
     )
-    sums = torch.stack([means, variances, means.square()])
-    dist.all_reduce(sums)
-    mean, variance, mean_square = sums / dist.get_world_size()
+    mean = _average(means)
+    variance = _average(variances + (means - mean).square())
+    spread = variance.clamp(min=torch.finfo(variance.dtype).tiny)  # 0 only where all ranks agree: 0 / spread is 0 then
+    apart = torch.stack([((means - mean).abs() / spread.sqrt()).max(), ((variances - variance).abs() / spread).max()])
+    dist.all_reduce(apart, op=dist.ReduceOp.MAX)
     _scatter(norms, "running_mean", mean)
-    _scatter(norms, "running_var", variance + mean_square - mean.square())
+    _scatter(norms, "running_var", variance)
+    return Divergence(*apart.tolist())
+
+
+def _average(values: Tensor) -> Tensor:
+    total = values.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def _scatter(norms: list[_BatchNorm], name: str, values: Tensor) -> None:
+    for norm, part in zip(norms, values.split([norm.num_features for norm in norms]), strict=True):
+        getattr(norm, name).copy_(part)
 
 
 class RunningStatistics:
     """The running statistics of a model as they were, to go back to when a step is left out."""
 
     def __init__(self, model: nn.Module):
-        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-        self._buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+        self._buffers = [buffer for _, norm in _batch_norms(model) for buffer in norm.buffers(recurse=False)]
         self._saved = [buffer.clone() for buffer in self._buffers]
 
     @torch.no_grad()
@@ -43,12 +178,7 @@ class RunningStatistics:
             saved.copy_(buffer)
 
     @torch.no_grad()
-    def restore_if(self, flag: torch.Tensor) -> None:
+    def restore_if(self, flag: Tensor) -> None:
         """Go back to what was saved where `flag`, a scalar on the device, is not 0; waits for nothing."""
         for saved, buffer in zip(self._saved, self._buffers, strict=True):
             buffer.copy_(torch.where(flag != 0, saved, buffer))
-
-
-def _scatter(norms: list[_BatchNorm], name: str, values: torch.Tensor) -> None:
-    for norm, part in zip(norms, values.split([norm.num_features for norm in norms]), strict=True):
-        getattr(norm, name).copy_(part)

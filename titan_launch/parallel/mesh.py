@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_launch.plan.layout import Layout
@@ -18,3 +19,11 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
 def fsdp_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
     """The axes that `fully_shard` takes: both for HSDP, the shard axis alone without replicas."""
     return mesh[REPLICATE, SHARD] if layout.replicate > 1 else mesh[SHARD]
+
+
+def statistics_group() -> dist.ProcessGroup:
+    """Another group of all data-parallel ranks, for collectives in the middle of forward and backward; collective.
+
+    On NCCL these would queue, in FSDP2's group, behind the all-gathers of blocks to come that it has begun.
+    """
+    return dist.new_group(group_desc="batchnorm statistics")

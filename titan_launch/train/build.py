@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.checkpoint.manager import CheckpointManager
 from titan_launch.checkpoint.state import Progress
+from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.config.load import dump_job
 from titan_launch.data.loader import build_train_loader, build_validation_loader
@@ -30,7 +31,7 @@ from titan_launch.optim.groups import build_param_groups
 from titan_launch.optim.optimizer import build_optimizer
 from titan_launch.parallel.apply import parallelize
 from titan_launch.parallel.distributed import Ranks
-from titan_launch.parallel.mesh import build_mesh, fsdp_mesh
+from titan_launch.parallel.mesh import build_mesh, fsdp_mesh, statistics_group
 from titan_launch.plan.devices import find_device
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.report import Place, describe_units
@@ -74,6 +75,9 @@ class Run:
     console: ConsoleSink | None
     """The terminal, on the main rank; also among the sinks."""
 
+    place: Place
+    """Where a key of the job was given."""
+
 
 def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, place: Place = format_key) -> Run:
     """Build everything that training needs; what must be closed is entered into `stack`. `place` says where a key of
@@ -87,9 +91,9 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, place: Place = 
     build_param_groups(built.module, config.optimizer)  # for its errors, before anything is allocated
     plan = plan_precision(config, built)
     _log.info("%s", format_plan(config, plan, layout, place))
-    model = shard_model(built, plan, layout, ranks.device)
+    model = shard_model(config, built, plan, layout, ranks.device)
     tokenizer = build_tokenizer(config.tokenizer)
-    source = build_source(config.data, tokenizer, config.training.seq_len, key=("data",))
+    source = build_source(config.data, tokenizer, config.training.seq_len, ("data",), images_taken(config.model))
     validation_batches = build_validation_batches(config, tokenizer, layout, ranks, stack)
 
     model.to_empty(device=ranks.device)
@@ -125,13 +129,17 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, place: Place = 
         meter=build_meter(config, built, layout, ranks),
         sinks=build_sinks(config, folder, progress, console, stack),
         console=console,
+        place=place,
     )
 
 
-def shard_model(built: BuiltModel, plan: ModelPlan, layout: Layout, device: torch.device) -> nn.Module:
+def shard_model(
+    config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, device: torch.device
+) -> nn.Module:
     """Wrap a model on the meta device as planned; nothing is allocated."""
     mesh = fsdp_mesh(build_mesh(layout, device.type), layout)
-    parallelize(built.module, plan, mesh)
+    group = statistics_group() if config.batchnorm.statistics == "synchronized" else None
+    parallelize(built.module, plan, layout, mesh, config.batchnorm, group, config.activation_checkpoint)
     return built.module
 
 
@@ -159,8 +167,9 @@ def build_validation_batches(
     validation = config.validation
     if not validation.freq or validation.data is None:
         return None
+    key = ("validation", "data")
     loader = build_validation_loader(
-        build_source(validation.data, tokenizer, config.training.seq_len, key=("validation", "data")),
+        build_source(validation.data, tokenizer, config.training.seq_len, key, images_taken(config.model)),
         local_batch_size=validation.local_batch_size,
         dp_rank=ranks.rank,
         dp_size=layout.data_parallel,
@@ -198,6 +207,7 @@ def build_meter(config: JobConfig, built: BuiltModel, layout: Layout, ranks: Ran
     return Meter(
         device=ranks.device,
         world_size=ranks.world_size,
+        unit=config.data.unit,
         flops_per_step_per_device=None if flops is None else flops * layout.global_batch_size / ranks.world_size,
         peak_flops=peak_flops(config, ranks.device),
     )

@@ -23,6 +23,9 @@ _log = logging.getLogger(__name__)
 CONFIG_FILE = "config.json"
 """The complete configuration of the run, and the mark of a run's folder."""
 
+AUDIT_FILE = "precision_audit.json"
+"""Planned and observed dtypes of the first step."""
+
 
 def prepare_run_folder(folder: Path, config: JobConfig, stack: ExitStack) -> None:
     """Make the folder ready, on one rank: go on in it when the run will resume, else start with an empty one.
@@ -58,6 +61,11 @@ def record_config(folder: Path, config: JobConfig) -> None:
 def record_units(folder: Path, units: list[dict[str, Any]]) -> None:
     """Write the unit table, as `titan_launch.plan.report.describe_units` makes it."""
     (folder / "units.json").write_text(json.dumps(units, indent=2) + "\n")
+
+
+def record_audit(folder: Path, audit: dict[str, Any]) -> None:
+    """Write the dtypes that were planned and observed, as `titan_launch.precision.audit` describes them."""
+    (folder / AUDIT_FILE).write_text(json.dumps(audit, indent=2) + "\n")
 
 
 def _leaves(table: dict[str, Any], key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -6,6 +6,8 @@ import logging
 
 from titan_launch.optim.schedule import lr_factor, set_lr
 from titan_launch.parallel.batchnorm import pool_running_statistics
+from titan_launch.precision.explanations import dtype_failures_explained
+from titan_launch.train.audit import audited_step, is_audited
 from titan_launch.train.build import Run
 from titan_launch.train.garbage import scheduled_garbage_collection
 from titan_launch.train.step import StepResult
@@ -38,7 +40,8 @@ def train_one_step(run: Run) -> StepResult:
         microbatches = [next(run.train_batches) for _ in range(run.layout.num_microbatches)]
     step = run.progress.step + 1
     set_lr(run.optimizer, run.config.optimizer.lr, current_lr_factor(run, step))
-    result = run.step(microbatches)
+    with dtype_failures_explained(run.model, run.plan, run.config.precision):
+        result = audited_step(run, microbatches) if is_audited(run) else run.step(microbatches)
     run.progress.step = step
     run.progress.samples_seen += run.layout.global_batch_size
     run.meter.end_step(result.valid_global)
@@ -61,10 +64,11 @@ def is_validation_step(run: Run) -> bool:
 
 
 def is_report_step(run: Run) -> bool:
-    """The first step of this process, every `metrics.log_freq` steps, the last, and where there is a validation."""
+    """The first step of this process, every `metrics.log_freq` steps, the last, and where there is a validation or a
+    checkpoint."""
     step = run.progress.step
     regular = step % run.config.metrics.log_freq == 0 or step == run.config.training.steps
-    return regular or step == run.first_step or is_validation_step(run)
+    return regular or step == run.first_step or is_validation_step(run) or is_checkpoint_step(run)
 
 
 def is_checkpoint_step(run: Run) -> bool:
@@ -94,8 +98,10 @@ def report(run: Run, result: StepResult) -> None:
     scalars["train/samples_seen"] = run.progress.samples_seen
     scalars["train/epoch"] = run.progress.samples_seen / run.epoch_size
     scalars["train/skipped_steps"] = run.progress.skipped_steps
+    if is_validation_step(run) or is_checkpoint_step(run):
+        scalars |= pool_statistics(run)
     if is_validation_step(run):
-        scalars["validation/loss"] = validation_loss(run)
+        scalars |= validation_scalars(run)
     for sink in run.sinks:
         sink.write(step, scalars)
 
@@ -106,19 +112,30 @@ def settle_guard(run: Run) -> None:
     run.progress.skipped_steps += run.guard.take_skipped()
 
 
-def validation_loss(run: Run) -> float:
-    """Validate; the time does not count as training time."""
-    assert run.validation_batches is not None, "config.rules demands validation.data with validation.freq"
+def pool_statistics(run: Run) -> dict[str, float]:
+    """Give all ranks the same running statistics, once a step; how far they were apart. The time does not count as
+    training time."""
     with run.meter.paused():
-        pool_running_statistics(run.model)
+        divergence = pool_running_statistics(run.model)
+    if divergence is None:
+        return {}
+    return {
+        "batchnorm/running_mean_divergence": divergence.mean,
+        "batchnorm/running_var_divergence": divergence.variance,
+    }
+
+
+def validation_scalars(run: Run) -> dict[str, float]:
+    """Validate, with running statistics that are pooled; the time does not count as training time."""
+    assert run.validation_batches is not None, "config.rules demands validation.data with validation.freq"
+    with run.meter.paused(), dtype_failures_explained(run.model, run.plan, run.config.precision):
         return validate(run.model, run.validation_batches, run.ranks.device)
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint; the time does not count as training time."""
+    """Write a checkpoint of a step that was reported: its guard is settled, and its running statistics are pooled. The
+    time does not count as training time."""
     assert run.checkpoints is not None
     clear_progress(run)
     with run.meter.paused():
-        settle_guard(run)
-        pool_running_statistics(run.model)
         run.checkpoints.save()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -59,12 +59,14 @@ class TrainStep:
         self._device = device
         self._statistics = RunningStatistics(model)
 
-    def __call__(self, microbatches: list[Microbatch]) -> StepResult:
+    def __call__(
+        self, microbatches: list[Microbatch], before_update: Callable[[], None] | None = None
+    ) -> StepResult:
         """Train on one step's microbatches; nothing waits for the device.
 
         Exact for unequal microbatches and ranks, in every accumulation mode: the step's valid targets are counted over
         all ranks before the first forward, every microbatch's loss is a sum divided by that count, and FSDP2 only sums
-        gradients.
+        gradients. `before_update` is called when the gradients are complete and nothing is changed yet.
         """
         valid_local, valid_global = self._count(targets for _, targets in microbatches)
         self._statistics.save()
@@ -72,6 +74,8 @@ class TrainStep:
         for index, microbatch in enumerate(microbatches):
             self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
             loss_sum += self._backward(microbatch, valid_global)
+        if before_update is not None:
+            before_update()
         grad_norm = clip_grad_norm(self._model.parameters(), self._max_norm)
         left_out = self._guard.check(loss_sum, grad_norm)
         step_unless(self._optimizer, left_out)

@@ -1,4 +1,4 @@
-"""The loss on held-out data."""
+"""Loss and accuracy on held-out data."""
 
 from __future__ import annotations
 
@@ -8,24 +8,40 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from titan_launch.loss import count_valid, cross_entropy_sum
+from titan_launch.loss import count_correct, count_valid, cross_entropy_sum
 from titan_launch.train.step import Microbatch, logits_of
 
 
 @torch.no_grad()
-def validate(model: nn.Module, batches: Iterable[Microbatch], device: torch.device) -> float:
-    """The mean loss over all valid targets of all ranks' batches, in evaluation mode; collective.
+def validate(model: nn.Module, batches: Iterable[Microbatch], device: torch.device) -> dict[str, float]:
+    """The `validation/*` metrics over all valid targets of all ranks' batches, in evaluation mode; collective.
 
     Every rank must have the same number of batches, since each forward gathers parameters. NaN without a valid target.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
     model.eval()
     for batch in batches:
         inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
-        totals[0] += cross_entropy_sum(logits_of(model, inputs), targets)
-        totals[1] += count_valid(targets)
+        logits = logits_of(model, inputs)
+        totals[0] += cross_entropy_sum(logits, targets)
+        totals[1] += count_correct(logits, targets)
+        totals[2] += count_valid(targets)
     model.train()
+    _reshard(model)
     dist.all_reduce(totals)
-    loss_sum, count = totals.tolist()
-    return loss_sum / count if count else math.nan
+    loss_sum, correct, count = totals.tolist()
+    loss, accuracy = (loss_sum / count, correct / count) if count else (math.nan, math.nan)
+    return {"validation/loss": loss, "validation/accuracy": accuracy}
+
+
+def _reshard(model: nn.Module) -> None:
+    """Free what forward leaves gathered for a backward that does not come.
+
+    Until then `model.parameters()` are not the sharded ones that the optimizer has, and what is known by them (its
+    state, in a checkpoint) is not found.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

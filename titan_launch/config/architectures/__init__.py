@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titan_launch.config.architectures import llama3
+from titan_launch.config.architectures import llama3, resnet
 from titan_launch.config.base import Section
+from titan_launch.config.data import SampleUnit
+from titan_launch.config.images import ImageFormat
+from titan_launch.config.model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,19 @@ class Architecture:
     check: Callable[[Any], Iterable[tuple[tuple[str, ...], str]]]
     """What does not fit together in the arguments: those concerned, and the reason."""
 
+    images: Callable[[Any], ImageFormat] | None = None
+    """The images that the model takes, from its arguments; None for a model of tokens."""
 
-ARCHITECTURES = {"llama3": Architecture(llama3.Llama3Args, llama3.FLAVORS, llama3.check)}
+    @property
+    def unit(self) -> SampleUnit:
+        """What the model takes."""
+        return "tokens" if self.images is None else "images"
+
+
+ARCHITECTURES = {
+    "llama3": Architecture(llama3.Llama3Args, llama3.FLAVORS, llama3.check),
+    "resnet": Architecture(resnet.ResNetArgs, resnet.FLAVORS, resnet.check, resnet.images),
+}
 
 
 def resolve_args(name: str, flavor: str, overrides: Mapping[str, Any]) -> Section:
@@ -34,3 +48,14 @@ def resolve_args(name: str, flavor: str, overrides: Mapping[str, Any]) -> Sectio
     """
     architecture = ARCHITECTURES[name]
     return architecture.args.model_validate({**architecture.flavors[flavor], **overrides})
+
+
+def images_taken(model: ModelConfig) -> ImageFormat | None:
+    """The images that a model takes; None where it takes tokens, or is the user's own.
+
+    Raises as `resolve_args` does.
+    """
+    architecture = ARCHITECTURES.get(model.name)
+    if architecture is None or architecture.images is None:
+        return None
+    return architecture.images(resolve_args(model.name, model.flavor, model.args))

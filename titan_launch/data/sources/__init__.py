@@ -6,7 +6,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from titan_launch.config.data import DataConfig, SyntheticData
+from titan_launch.config.data import DataConfig, ImageData, SyntheticData
+from titan_launch.config.images import ImageFormat
+from titan_launch.data.sources.images import build_images
 from titan_launch.data.sources.synthetic import build_synthetic
 from titan_launch.data.sources.text import build_text
 from titan_launch.errors import KeyPath
@@ -27,12 +29,24 @@ class SampleSource(Protocol):
         """Sample `index`, from 0 to `len(self)` - 1."""
 
 
-def build_source(config: DataConfig, tokenizer: Tokenizer, seq_len: int, key: KeyPath = ("data",)) -> SampleSource:
-    """The source that `config` describes: samples of int64 tokens `[seq_len]` and the tokens that follow, `[seq_len]`.
+def build_source(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    key: KeyPath = ("data",),
+    images_taken: ImageFormat | None = None,
+) -> SampleSource:
+    """The source that `config` describes.
+
+    A sample is int64 tokens `[seq_len]` and the tokens that follow `[seq_len]`, or a float32 image `[channels, height,
+    width]` and its class, an int64 scalar; for images, `tokenizer` and `seq_len` mean nothing, and `images_taken` is
+    what the model takes, where that is known.
 
     `key` is where `config` stands in the job file, which errors name: `("validation", "data")` for the held-out source.
-    Raises ConfigError for data that is missing, unreadable or too small.
+    Raises ConfigError for data that is missing, unreadable, too small, or not for the model.
     """
+    if isinstance(config, ImageData):
+        return build_images(config, images_taken, key)
     if isinstance(config, SyntheticData):
         return build_synthetic(config, tokenizer.vocab_size, seq_len, key)
     return build_text(config, tokenizer, seq_len, key)

@@ -1,0 +1,226 @@
+"""Recomputation changes what is kept for backward, and no bit of what comes out of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed import run_ranks
+from tests.train.jobs import (
+    TINY_ARGS,
+    assert_equal,
+    run_job,
+    run_job_until,
+    sharded_model,
+    this_rank,
+    tiny_job,
+    whole,
+    whole_state,
+)
+from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
+from titan_launch.config.job import JobConfig
+from titan_launch.errors import ConfigError
+from titan_launch.loss import cross_entropy_sum
+from titan_launch.models.build import build_model
+from titan_launch.models.init import initialize
+from titan_launch.parallel.activation_checkpoint import checkpoint_activations, chosen_blocks
+from titan_launch.parallel.batchnorm import prepare_batch_norms
+from titan_launch.parallel.mesh import statistics_group
+from titan_launch.train.build import build_run
+from titan_launch.train.loop import fit
+
+NORM_CLASSES = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "batchnorm": "BatchNorm", "conv": "BatchNorm"}
+FULL = {"mode": "full"}
+OPS = {"mode": "selective", "selective_ac_option": "op"}
+EVERY_SECOND = {"mode": "selective", "selective_ac_option": 2}
+
+
+def make_job(norm: str, recomputation: dict[str, Any], **sections: dict[str, Any]) -> JobConfig:
+    """A Llama with one of its norms, or the convolutional network; fp32 unless `sections` say otherwise."""
+    llama = {"args": {**TINY_ARGS, "norm": norm}}
+    job: dict[str, Any] = {
+        "model": {"name": "tests.parallel.conv_model:ConvNet"} if norm == "conv" else llama,
+        "training": {"seq_len": 16},
+        "precision": {"param_dtype": "float32"},
+        "activation_checkpoint": recomputation,
+    }
+    return JobConfig.model_validate({**job, **sections})
+
+
+def train(model: torch.nn.Module, num_microbatches: int = 2) -> dict[str, Tensor]:
+    """Losses, whole gradients and buffers of some microbatches."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    found = {}
+    for index in range(num_microbatches):
+        tokens = torch.randint(0, 61, (2, 16), generator=generator)
+        loss = cross_entropy_sum(model(tokens), tokens)
+        loss.backward()
+        found[f"loss {index}"] = loss.detach()
+    found |= {f"{name}.grad": whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return found | whole_state(model)
+
+
+def assert_counted(state: dict[str, Tensor], num_forwards: int) -> None:
+    counts = {int(tensor) for name, tensor in state.items() if "num_batches_tracked" in name}
+    assert counts <= {num_forwards}, "a recomputation has moved the running statistics"
+
+
+def precisions(norm: str) -> list[dict[str, Any]]:
+    """fp32; bf16 with fp32 norms in one unit, and in units that are gathered again in every block's backward."""
+    rule = {"type": NORM_CLASSES[norm], "param_dtype": "float32"}
+    return [
+        {},
+        {"precision": {"rules": [rule]}},
+        {
+            "precision": {"rules": [{**rule, "unit_per": "module"}]},
+            "parallelism": {"fsdp_reshard_after_forward": "always"},
+        },
+    ]
+
+
+def recomputed_and_not(norm: str, statistics: str) -> int:
+    """The number of comparisons made."""
+    compared = 0
+    for sections in precisions(norm):
+        sections = {**sections, "batchnorm": {"statistics": statistics}}
+        expected = train(sharded_model(make_job(norm, {}, **sections), 16))
+        for recomputation in (FULL, OPS, EVERY_SECOND):
+            found = train(sharded_model(make_job(norm, recomputation, **sections), 16))
+            assert_counted(found, num_forwards=2)
+            assert_equal(found, expected)
+            compared += 1
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("norm", "statistics"),
+    [(norm, "local") for norm in NORM_CLASSES] + [("batchnorm", "synchronized"), ("conv", "synchronized")],
+)
+def test_recomputation_changes_no_bit(norm: str, statistics: str) -> None:
+    assert run_ranks(recomputed_and_not, 2, norm, statistics) == [9, 9]
+
+
+def interrupted_and_not(folder: Path) -> None:
+    """A run that goes on without recomputation where one with it ended, and one that never had it."""
+    sections: dict[str, Any] = {
+        "model": {"args": {"norm": "batchnorm"}},
+        "batchnorm": {"statistics": "synchronized"},
+        "checkpoint": {"enable": True, "interval": 2},
+    }
+    run_job_until(tiny_job(folder, **sections, activation_checkpoint=FULL), 2)
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(tiny_job(folder, **sections)), this_rank(), stack)
+        assert run.first_step == 3
+        fit(run)
+    assert_equal(whole_state(run.model), run_job(tiny_job(folder, **sections, job={"name": "plain"})))
+
+
+def test_a_checkpoint_fits_a_run_in_another_mode(tmp_path: Path) -> None:
+    run_ranks(interrupted_and_not, 2, tmp_path)
+
+
+def compiled_and_not() -> None:
+    """Blocks compiled with their recomputation inside, and those whose graphs are run again."""
+    for statistics in ("local", "synchronized"):
+        for recomputation in (FULL, OPS):
+            config = make_job("batchnorm", recomputation, batchnorm={"statistics": statistics})
+            expected = train_compiled(config, "")
+            assert_counted(expected, num_forwards=2)
+            assert_equal(train_compiled(config, "inside"), expected)
+            assert_equal(train_compiled(config, "outside"), expected)
+
+
+def train_compiled(config: JobConfig, recomputation_is: str) -> dict[str, Tensor]:
+    built = build_model(config.model, 16)
+    blocks = [built.module.get_submodule(path) for path in built.blocks]
+    group = statistics_group() if config.batchnorm.statistics == "synchronized" else None
+    prepare_batch_norms(built.module, config.batchnorm, 1, group)
+    if recomputation_is == "outside":
+        for block in blocks:
+            block.forward = torch.compile(block.forward, backend="aot_eager")
+    checkpoint_activations(built.module, built.blocks, config.activation_checkpoint)
+    if recomputation_is == "inside":
+        for block in blocks:
+            block.compile(backend="aot_eager")
+    built.module.to_empty(device="cpu")
+    initialize(built.module, built.initializer, 0, torch.device("cpu"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    state = train(built.module)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if recomputation_is else 0)
+    return state
+
+
+def test_statistics_count_once_where_blocks_are_compiled() -> None:
+    run_ranks(compiled_and_not, 2)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func).removeprefix("aten.").removesuffix(".default")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def backward_operations(norm: str) -> list[Counter[str]]:
+    """What runs in backward without recomputation, with all of it, with every second block's, and with `op`."""
+    counts = []
+    for recomputation in ({}, FULL, EVERY_SECOND, OPS):
+        model = sharded_model(make_job(norm, recomputation, batchnorm={"statistics": "synchronized"}), 16)
+        tokens = torch.zeros(1, 16, dtype=torch.int64)
+        loss = cross_entropy_sum(model(tokens), tokens)
+        with Operations() as operations:
+            loss.backward()
+        counts.append(operations.counts)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("norm", "blocks", "per_block"),
+    [
+        (
+            "batchnorm",
+            2,
+            {
+                "_scaled_dot_product_flash_attention_for_cpu": (1, 0),
+                "_c10d_functional.all_gather_into_tensor": (2, 0),
+                "mm": (6, 3),  # of 7: backward does not need what the last one computes
+            },
+        ),
+        ("conv", 3, {"convolution": (1, 0)}),
+    ],
+)
+def test_what_is_computed_again(norm: str, blocks: int, per_block: dict[str, tuple[int, int]]) -> None:
+    none, full, every_second, op = run_ranks(backward_operations, 1, norm)[0]
+    for operation, (in_full, in_op) in per_block.items():
+        assert full[operation] - none[operation] == in_full * blocks
+        assert every_second[operation] - none[operation] == in_full * (blocks // 2)
+        assert op[operation] - none[operation] == in_op * blocks
+
+
+def test_blocks_within_blocks_belong_to_the_outer_ones() -> None:
+    full = ActivationCheckpointConfig(mode="full")
+    assert chosen_blocks(("a.0", "a.0.b", "a.1", "a.1.b"), full) == ("a.0", "a.1")
+    every_third = ActivationCheckpointConfig(mode="selective", selective_ac_option=3)
+    assert chosen_blocks(tuple(f"a.{i}" for i in range(7)), every_third) == ("a.2", "a.5")
+    assert chosen_blocks((), ActivationCheckpointConfig()) == ()
+
+
+def test_a_mode_without_a_block_to_work_on_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"activation_checkpoint.mode: works on blocks, .* model.blocks"):
+        chosen_blocks((), ActivationCheckpointConfig(mode="full"))
+    with pytest.raises(ConfigError, match=r"activation_checkpoint.selective_ac_option: the model has 2 blocks"):
+        chosen_blocks(("a.0", "a.1"), ActivationCheckpointConfig(mode="selective", selective_ac_option=3))

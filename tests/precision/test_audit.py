@@ -1,0 +1,325 @@
+"""What is planned is what happens: the dtypes of a real step, seen on wrapped models, are those of the plan."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.distributed import run_ranks
+from tests.train.jobs import TINY_ARGS, assert_equal, read_metrics, run_job, this_rank, tiny_job, whole_state
+from titan_launch.accumulation.strategies import build_strategy
+from titan_launch.config.job import JobConfig
+from titan_launch.errors import UserError
+from titan_launch.loss import cross_entropy_sum
+from titan_launch.models.build import build_model
+from titan_launch.models.init import initialize
+from titan_launch.plan.layout import Layout, plan_layout
+from titan_launch.plan.types import ModelPlan
+from titan_launch.precision.audit import Audit, compare
+from titan_launch.precision.observation import look_at_storage, observe
+from titan_launch.train.build import build_run, shard_model
+from titan_launch.train.loop import train_one_step
+from titan_launch.train.plan import plan_precision
+
+SEQ_LEN = 16
+
+
+def wrapped(config: JobConfig) -> tuple[nn.Module, ModelPlan, Layout]:
+    """A job's model on this rank, initialised, with its plan."""
+    built = build_model(config.model, SEQ_LEN)
+    layout = plan_layout(config.parallelism, config.training, dist.get_world_size())
+    plan = plan_precision(config, built)
+    model = shard_model(config, built, plan, layout, torch.device("cpu"))
+    model.to_empty(device="cpu")
+    initialize(model, built.initializer, 0, torch.device("cpu"))
+    return model, plan, layout
+
+
+def train(model: nn.Module, config: JobConfig) -> None:
+    """Forward and backward over two microbatches."""
+    strategy = build_strategy(config.gradient_accumulation)
+    tokens = torch.arange(2 * SEQ_LEN).reshape(2, SEQ_LEN)
+    for is_last in (False, True):
+        strategy.begin_microbatch(model, is_last)
+        cross_entropy_sum(model(tokens), tokens).backward()
+
+
+def audit_of(config: JobConfig, planned: JobConfig | None = None) -> Audit:
+    """The audit of a step of `config`, beside its own plan or that of another job."""
+    model, plan, layout = wrapped(config)
+    if planned is not None:
+        plan = plan_precision(planned, build_model(planned.model, SEQ_LEN))
+    with observe(model, plan, is_replicated=layout.replicate > 1) as observed:
+        train(model, config)
+        look_at_storage(model, observed)
+    return compare(plan, layout, observed)
+
+
+def observed_by_name(audit: Audit) -> dict[str, dict[str, Any]]:
+    """What was observed of each module."""
+    return {row.name: {f.what: f.observed for f in row.findings if f.observed} for row in audit.modules}
+
+
+NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "batchnorm": "BatchNorm"}
+RULES: tuple[dict[str, Any], ...] = (
+    {},
+    {"rules": [{"type": "NORM", "param_dtype": "float32"}]},
+    {"rules": [{"type": "NORM", "param_dtype": "float32", "cast_forward_inputs": False, "unit_per": "block"}]},
+    {"rules": [{"type": "NORM", "param_dtype": "float32"}, {"match": "HEAD", "param_dtype": "float32"}]},
+    {"storage_dtype": "bfloat16"},
+    {"storage_dtype": "bfloat16", "rules": [{"match": "HEAD", "param_dtype": "float32", "storage_dtype": "float32"}]},
+    {"param_dtype": "float32", "buffer_dtype": "bfloat16"},
+    {"param_dtype": "float32", "reduce_dtype": "bfloat16", "rules": [{"match": "HEAD", "reduce_dtype": "float32"}]},
+)
+"""Of each model: NORM is the class of its norms, HEAD the path of its last layer."""
+
+
+def cases(replicate: int) -> list[JobConfig]:
+    """Every model with every set of rules; accumulation modes and recomputation in turn."""
+    llamas = [({"args": {**TINY_ARGS, "norm": norm}}, name, "output") for norm, name in NORMS.items()]
+    conv = ({"name": "tests.parallel.conv_model:ConvNet"}, "BatchNorm", "head")
+    modes = cycle(["immediate", "deferred", "deferred_all_reduce"] if replicate > 1 else ["immediate", "deferred"])
+    recomputation = cycle(["none", "full", "selective"])
+    return [
+        job(model, precision, norm, head, replicate, next(modes), next(recomputation))
+        for model, norm, head in (*llamas, conv)
+        for precision in RULES
+    ]
+
+
+def job(
+    model: dict[str, Any], precision: dict[str, Any], norm: str, head: str, replicate: int, mode: str, recompute: str
+) -> JobConfig:
+    text = json.dumps(precision).replace("NORM", norm).replace("HEAD", head)
+    return JobConfig.model_validate(
+        {
+            "model": model,
+            "training": {"seq_len": SEQ_LEN},
+            "precision": json.loads(text),
+            "parallelism": {"data_parallel_replicate_degree": replicate},
+            "gradient_accumulation": {"mode": mode},
+            "activation_checkpoint": {"mode": recompute},
+        }
+    )
+
+
+def all_as_planned(replicate: int, every: int) -> None:
+    for config in cases(replicate)[::every]:
+        audit = audit_of(config)
+        assert audit.differences() == [], config
+        recomputes = config.activation_checkpoint.mode != "none"
+        for row in audit.modules:
+            if row.remark == "container":
+                continue
+            unseen = [finding.what for finding in row.findings if finding.planned and not finding.observed]
+            assert unseen == ([] if row.name else ["inputs"]) and not row.remark, (row, config)  # the model's: integers
+            in_block = row.name.startswith(("layers.0.", "blocks.0."))
+            assert not in_block or row.classes == "RotaryEmbedding" or row.num_forwards == (4 if recomputes else 2), row
+        for row in audit.units:
+            shards = dist.get_world_size() // replicate
+            seen = {finding.what for finding in row.findings if finding.observed}
+            expected = {"all-gather", "reduce-scatter"} if shards > 1 else set()
+            assert seen == expected | ({"all-reduce"} if replicate > 1 else set()), (row, config)
+
+
+@pytest.mark.parametrize(("ranks", "replicate", "every"), [(1, 1, 5), (2, 1, 1), (2, 2, 7), (4, 1, 5), (4, 2, 2)])
+def test_every_model_computes_stores_and_communicates_as_planned(ranks: int, replicate: int, every: int) -> None:
+    run_ranks(all_as_planned, ranks, replicate, every)  # strides that no period of modes divides
+
+
+class Casts(nn.Module):
+    """Casts a buffer of its own, and has a hook that casts the input of its norm; one layer is frozen, one is idle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 16)
+        self.norm = nn.LayerNorm(16)
+        self.norm.register_forward_pre_hook(lambda _, args: (args[0].bfloat16(),))
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.idle = nn.Linear(16, 16)
+        self.output = nn.Linear(16, 61)
+        self.register_buffer("table", torch.ones(16))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.frozen(self.norm(self.embedding(tokens)))
+        self.table = self.table.to(x.dtype)
+        return self.output(x * self.table)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.table)
+
+
+CASTS = {"name": f"{__name__}:Casts"}
+FP32_NORM = {"rules": [{"type": "LayerNorm", "param_dtype": "float32", "output_dtype": "bfloat16"}]}
+
+
+def differences_of_casts(folder: Path) -> None:
+    sections = tiny_job(folder, model={**CASTS, "args": {}}, precision={"param_dtype": "bfloat16", **FP32_NORM})
+    sections["model"].pop("args")
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(sections), this_rank(), stack, place=lambda _: "job.toml:7")
+        before = whole_state(run.model)
+        with pytest.raises(UserError) as raised:
+            train_one_step(run)
+        after = whole_state(run.model)
+        assert after.pop("table").dtype == torch.bfloat16 and before.pop("table").dtype == torch.float32
+        assert_equal(after, before)
+        assert str(raised.value) == (
+            "precision audit: the first step was not as planned, and the run ends before its update (all dtypes are in "
+            f"{folder / 'tiny' / 'precision_audit.json'}; usual causes are casts in the model's own forward or hooks; "
+            "debug.audit_precision = false trains as it is)\n"
+            "  (root) (Casts), buffer table: planned float32, observed bfloat16 and float32 (unit: root)\n"
+            "  norm (LayerNorm), inputs: planned float32, observed bfloat16 (unit: precision.rules.0, job.toml:7)"
+        )
+
+
+def test_a_cast_of_the_models_own_ends_the_run_before_its_first_update(tmp_path: Path) -> None:
+    run_ranks(differences_of_casts, 2, tmp_path)
+    audit = json.loads((tmp_path / "tiny" / "precision_audit.json").read_text())
+    assert len(audit["differences"]) == 2
+    rows = {row["name"]: row for row in audit["modules"]}
+    assert rows["norm"]["dtypes"]["inputs"] == {"planned": "float32", "observed": ["bfloat16"]}
+    assert [name for name, row in rows.items() if not row["as_planned"]] == ["", "norm"]
+    assert (rows["idle"]["remark"], rows["frozen"]["remark"], rows["output"]["remark"]) == ("did not run", "frozen", "")
+    assert rows["idle"]["dtypes"]["gradients"]["observed"] == rows["frozen"]["dtypes"]["gradients"]["observed"] == []
+
+
+def mistakes_in_wrapping() -> None:
+    model = {"args": dict(TINY_ARGS)}
+    as_planned = JobConfig.model_validate({"model": model})
+    precision = {"param_dtype": "float32", "storage_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
+    lines = audit_of(
+        JobConfig.model_validate({"model": model, "precision": precision}), planned=as_planned
+    ).differences()
+    linear, block = "layers.*.attention.wq (2) (Linear)", "layers.* (2) (TransformerBlock)"
+    for line in (
+        f"{block}, inputs: planned bfloat16, observed float32 (unit: block)",
+        f"{linear}, parameters: planned bfloat16, observed float32 (unit: block)",
+        f"{linear}, gradients: planned bfloat16, observed float32 (unit: block)",
+        f"{linear}, stored parameters: planned float32, observed bfloat16 (unit: block)",
+        f"{linear}, stored gradients: planned float32, observed bfloat16 (unit: block)",
+        f"{block}, all-gather: planned bfloat16, observed float32 (unit: block)",
+        f"{block}, reduce-scatter: planned float32, observed bfloat16 (unit: block)",
+    ):
+        assert line in lines, (line, lines)
+    bf16_tables = JobConfig.model_validate({"model": model, "precision": {"buffer_dtype": "bfloat16"}})
+    assert audit_of(as_planned, planned=bf16_tables).differences() == [
+        f"rope (RotaryEmbedding), buffer {name}: planned bfloat16, observed float32 (unit: root)"
+        for name in ("cos", "sin")
+    ]
+
+
+def test_a_model_that_is_wrapped_otherwise_differs_in_everything() -> None:
+    run_ranks(mistakes_in_wrapping, 2)
+
+
+def hooks_on(model: nn.Module) -> dict[str, list[Any]]:
+    """Everything that could still watch a model."""
+    return {
+        path: [
+            list(module._forward_pre_hooks.values()),
+            list(module._forward_hooks.values()),
+            [list((p._backward_hooks or {}).values()) for p in module._parameters.values() if p is not None],
+            *(
+                [type(group._all_gather_comm), type(group._reduce_scatter_comm), group._all_reduce_hook]
+                for group in (module._get_fsdp_state()._fsdp_param_groups if hasattr(module, "_get_fsdp_state") else [])
+            ),
+        ]
+        for path, module in model.named_modules()
+    }
+
+
+def nothing_is_left() -> None:
+    config = job({"args": {**TINY_ARGS, "norm": "batchnorm"}}, {}, "", "", 2, "deferred", "full")
+    model, plan, layout = wrapped(config)
+    train(model, config)  # what is on it for the first forward only is gone then
+    before = hooks_on(model)
+    handed_out: list[Tensor] = []
+    model.output.register_forward_pre_hook(lambda module, _: handed_out.append(module.weight))
+    with observe(model, plan, is_replicated=True):
+        assert hooks_on(model) != before
+        train(model, config)
+        assert handed_out[0]._backward_hooks
+    model.output._forward_pre_hooks.popitem()
+    assert hooks_on(model) == before
+    assert not handed_out[0]._backward_hooks
+    assert layout.shard == 2
+
+
+def test_nothing_is_left_on_the_model_afterwards() -> None:
+    run_ranks(nothing_is_left, 4)
+
+
+def with_and_without_audit(folder: Path) -> None:
+    for mode in ("immediate", "deferred", "deferred_all_reduce"):
+        states = []
+        for audited in (True, False):
+            sections = tiny_job(
+                folder / f"{mode}-{audited}",
+                model={"args": {"norm": "batchnorm"}},
+                training={"global_batch_size": 8, "steps": 3},
+                precision={"param_dtype": "bfloat16", "rules": [{"match": "output", "param_dtype": "float32"}]},
+                parallelism={"data_parallel_replicate_degree": 2},
+                gradient_accumulation={"mode": mode},
+                debug={"audit_precision": audited},
+            )
+            states.append(run_job(sections))
+        assert_equal(*states)
+
+
+def test_an_audited_run_has_the_same_bits(tmp_path: Path) -> None:
+    run_ranks(with_and_without_audit, 4, tmp_path)
+    for mode in ("immediate", "deferred", "deferred_all_reduce"):
+        audited, other = (
+            [row["train/loss"] for row in read_metrics(tmp_path / f"{mode}-{on}")] for on in (True, False)
+        )
+        assert audited == other
+        audit = json.loads((tmp_path / f"{mode}-True" / "tiny" / "precision_audit.json").read_text())
+        assert audit["differences"] == [] and len(audit["units"]) == 5
+        assert not (tmp_path / f"{mode}-False" / "tiny" / "precision_audit.json").exists()
+
+
+def three_starts(folder: Path) -> None:
+    run_job(tiny_job(folder / "debug"))
+    run_job(tiny_job(folder / "large", model={"flavor": "1B", "args": {"rope_scaling": None, "tie_embeddings": False}}))
+    checkpoint = {"interval": 2, "enable": True}
+    run_job(tiny_job(folder / "resumed", checkpoint=checkpoint, training={"steps": 2}))
+    (folder / "resumed" / "tiny" / "precision_audit.json").unlink()
+    run_job(tiny_job(folder / "resumed", checkpoint=checkpoint))
+
+
+def test_it_is_on_by_default_where_a_model_is_being_developed_and_in_every_process(tmp_path: Path) -> None:
+    run_ranks(three_starts, 1, tmp_path)
+    written = {
+        name: (tmp_path / name / "tiny" / "precision_audit.json").exists() for name in ("debug", "large", "resumed")
+    }
+    assert written == {"debug": True, "large": False, "resumed": True}
+
+
+def table() -> str:
+    precision = {"rules": [{"type": "RMSNorm", "param_dtype": "float32"}]}
+    return audit_of(job({"args": dict(TINY_ARGS)}, precision, "", "", 1, "immediate", "none")).as_markdown()
+
+
+def test_the_table_joins_modules_that_are_alike() -> None:
+    modules, units = run_ranks(table, 2)[0].split("\n\n")
+    columns = "inputs | parameters | gradients | buffers | outputs | stored parameters | stored gradients"
+    assert modules.splitlines()[0] == f"| module | class | forwards | {columns} | from |"
+    assert (
+        "| layers.*.attention_norm (2) | RMSNorm | 2 | float32 | float32 | float32 | - | bfloat16 | float32 | float32 "
+        "| precision.rules.0 |"
+    ) in modules
+    assert (
+        "| layers.*.attention.wq (2) | Linear | 2 | (bfloat16) | bfloat16 | bfloat16 | - | (bfloat16) | float32 "
+        "| float32 | block |"
+    ) in modules
+    assert units.splitlines()[0] == "| unit | class | forwards | all-gather | reduce-scatter | from |"
+    assert "| layers.* (2) | TransformerBlock |  | bfloat16 | float32 | block |" in units

@@ -1,0 +1,149 @@
+"""A ResNet, and a model of one's own, on images: the trainer assumes nothing about text."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed import run_ranks
+from tests.train.jobs import assert_equal, read_metrics, run_job, run_job_until, tiny_job
+from titan_launch.config.architectures import images_taken
+from titan_launch.config.job import JobConfig
+from titan_launch.data.sources import build_source
+from titan_launch.loss import cross_entropy_sum
+from titan_launch.models.build import build_model
+from titan_launch.tokenizer import ByteTokenizer
+
+RESNET = {
+    "name": "resnet",
+    "args": {"depths": [1, 1], "widths": [8, 16], "image_size": 6, "num_classes": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Three classes of images, each a pattern of its own under noise."""
+    generator = np.random.default_rng(0)
+    labels = generator.integers(0, 3, 90)
+    patterns = generator.normal(size=(3, 6, 6))
+    path = tmp_path_factory.mktemp("images") / "patterns.npz"
+    np.savez(path, images=patterns[labels] + 0.7 * generator.normal(size=(90, 6, 6)), labels=labels)
+    return str(path)
+
+
+def image_job(folder: Path, images: str, model: dict[str, Any] = RESNET, **sections: Any) -> dict[str, Any]:
+    """A job whose 23 validation samples fill no number of batches on any number of ranks."""
+    source = {"kind": "images", "path": images, "validation_percent": 30, "mean": 0.0, "std": 1.0}
+    job = tiny_job(
+        folder,
+        training={"local_batch_size": 8, "global_batch_size": 32, "steps": 6},
+        validation={"freq": 3, "local_batch_size": 4, "data": {**source, "split": "validation"}, "max_samples": 23},
+        **sections,
+    )
+    return {**job, "model": model, "data": {**source, "split": "train"}}
+
+
+def text_job(folder: Path) -> dict[str, Any]:
+    held_out = {"kind": "synthetic", "vocab_size": 61, "num_samples": 7, "seed": 1}
+    return tiny_job(folder, validation={"freq": 4, "local_batch_size": 3, "data": held_out})
+
+
+def evaluate(job: dict[str, Any], state: dict[str, Tensor]) -> tuple[float, float]:
+    """Mean loss and accuracy of a plain model, one held-out sample at a time."""
+    config = JobConfig.model_validate(job)
+    assert config.validation.data is not None
+    model = build_model(config.model, config.training.seq_len).module.to_empty(device="cpu").eval()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        tensor.data.copy_(state[name])
+    taken = images_taken(config.model)
+    source = build_source(config.validation.data, ByteTokenizer(), config.training.seq_len, images_taken=taken)
+    loss, correct, count = 0.0, 0, 0
+    for index in range(min(len(source), config.validation.max_samples or len(source))):
+        inputs, targets = source[index]
+        with torch.no_grad():
+            logits = model(inputs[None])[0]
+        loss += cross_entropy_sum(logits, targets).item()
+        for row, target in zip(
+            logits.reshape(-1, logits.shape[-1]).tolist(), targets.reshape(-1).tolist(), strict=True
+        ):
+            correct += row.index(max(row)) == target
+            count += 1
+    return loss / count, correct / count
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", ["images", "text"])
+def test_validation_is_what_one_process_computes(tmp_path: Path, images: str, kind: str, world_size: int) -> None:
+    job = image_job(tmp_path, images) if kind == "images" else text_job(tmp_path)
+    state = run_ranks(run_job, world_size, job)[0]
+    loss, accuracy = evaluate(job, state)
+    last = read_metrics(tmp_path)[-1]
+    assert last["validation/accuracy"] == accuracy and 0 < accuracy < 1
+    assert last["validation/loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_resnet_learns_in_bfloat16_with_float32_statistics(tmp_path: Path, images: str) -> None:
+    steps = {"steps": 24, "local_batch_size": 8, "global_batch_size": 32}
+    job = image_job(tmp_path, images, precision={"param_dtype": "bfloat16"}) | {"training": steps}
+    for state in run_ranks(run_job, 2, job):
+        statistics = [tensor for name, tensor in state.items() if "running" in name]
+        assert statistics and {tensor.dtype for tensor in statistics} == {torch.float32}
+    reports = read_metrics(tmp_path)
+    assert reports[0]["train/loss"] == pytest.approx(math.log(3), abs=0.05)  # logits start near 0
+    assert reports[-1]["train/loss"] < 0.5 and reports[-1]["validation/accuracy"] > 0.7
+
+
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, images: str) -> None:
+    def job(name: str) -> dict[str, Any]:
+        checkpoint = {"enable": True, "interval": 3}
+        return image_job(tmp_path / name, images, precision={"param_dtype": "bfloat16"}, checkpoint=checkpoint)
+
+    whole = run_ranks(run_job, 2, job("whole"))
+    run_ranks(run_job_until, 2, job("parts"), 5)  # steps 4 and 5 are lost
+    for a, b in zip(whole, run_ranks(run_job, 2, job("parts")), strict=True):
+        assert_equal(a, b)
+
+
+class Classifier(nn.Module):
+    """A model of the user's own: a patch embedding, blocks, and a head."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, width, 3, stride=3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(2))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean(1))
+
+    def flops_per_sample(self, seq_len: int) -> int:
+        return 1000
+
+
+def test_a_model_of_ones_own_is_the_same_on_any_number_of_ranks(tmp_path: Path, images: str) -> None:
+    model = {"name": f"{__name__}:Classifier", "args": {"width": 8}}
+    reports = []
+    for world_size in (1, 2):
+        job = image_job(tmp_path / str(world_size), images, model)
+        run_ranks(run_job, world_size, job)
+        reports.append(read_metrics(tmp_path / str(world_size)))
+    for tag in ("train/loss", "train/grad_norm", "validation/loss", "validation/accuracy"):
+        one, two = ([report[tag] for report in of_run if tag in report] for of_run in reports)
+        assert one and one == pytest.approx(two, rel=1e-5), tag
+
+
+def test_throughput_is_in_images(tmp_path: Path, images: str) -> None:
+    run_ranks(run_job, 1, image_job(tmp_path, images))
+    last = read_metrics(tmp_path)[-1]
+    assert last["throughput/images_per_second"] == pytest.approx(32 / last["time/step_s"])
+    assert last["throughput/images_per_second_per_device"] == last["throughput/images_per_second"]
+    assert not any("tokens" in tag for tag in last)

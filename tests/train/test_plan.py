@@ -1,0 +1,50 @@
+"""What `plan` shows is what a run carries out and records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import run_ranks
+from tests.train.jobs import run_job, sharded_model, tiny_job
+from titan_launch.config.job import JobConfig
+from titan_launch.parallel.fsdp import fsdp_modules
+from titan_launch.train.plan import print_plan
+
+RULES: list[dict[str, Any]] = [
+    {"type": "RMSNorm", "param_dtype": "float32", "storage_dtype": "float32"},
+    {"match": "layers.1.attention.w*", "param_dtype": "float32", "unit_per": "module"},
+]
+
+
+def test_a_run_records_the_units_that_plan_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tiny_job(tmp_path, precision={"param_dtype": "bfloat16", "rules": RULES}, training={"steps": 1})
+    run_ranks(run_job, 2, job)
+    recorded = json.loads((tmp_path / "tiny" / "units.json").read_text())
+    print_plan(JobConfig.model_validate(job), 2, lambda key: f"precision.rules.{key[-1]}", as_json=True)
+    assert json.loads(capsys.readouterr().out)["units"] == recorded
+    assert {unit["place"] for unit in recorded} == {None, "precision.rules.0", "precision.rules.1"}
+
+
+def wrapped_modules(job: dict[str, Any]) -> set[str]:
+    model = sharded_model(JobConfig.model_validate(job), 16)
+    wrapped = set(fsdp_modules(model))
+    return {path for path, module in model.named_modules() if module in wrapped}
+
+
+def test_the_planned_modules_are_those_that_are_wrapped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tiny_job(tmp_path, precision={"param_dtype": "bfloat16", "rules": RULES})
+    print_plan(JobConfig.model_validate(job), 1, str, as_json=True)
+    units = json.loads(capsys.readouterr().out)["units"]
+    assert run_ranks(wrapped_modules, 1, job) == [{path for unit in units for path in unit["modules"]}]
+
+
+def test_the_text_shows_layout_and_microbatches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tiny_job(tmp_path, parallelism={"data_parallel_replicate_degree": 2}, training={"global_batch_size": 16})
+    print_plan(JobConfig.model_validate(job), 4, str, as_json=False)
+    text = capsys.readouterr().out
+    assert "ranks: 4 (2 replicas x 2 shards)" in text and "x 4 microbatches" in text
+    assert "AG + " in text and " AR = " in text

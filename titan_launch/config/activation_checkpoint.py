@@ -1,0 +1,33 @@
+"""`[activation_checkpoint]`: activations that are computed again in backward instead of kept."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from titan_launch.config.base import Section
+
+
+class ActivationCheckpointConfig(Section):
+    """Activations of the model's blocks that are computed again in backward instead of kept: less memory for more time.
+    Losses, gradients and running statistics stay the same, bit for bit."""
+
+    mode: Literal["none", "full", "selective"] = "none"
+    """`none`: everything that backward needs is kept. `full`: of each block only its inputs are kept; one forward more
+    per step. `selective`: as `selective_ac_option` says."""
+
+    selective_ac_option: Literal["op"] | Annotated[int, Field(ge=1)] = "op"
+    """For `mode = "selective"`. `"op"`: of each block the results of costly operations (attention, convolutions, every
+    second matrix product) are kept too, and the cheap ones are computed again. A number k: every k-th block is computed
+    again, the others are kept."""
+
+    @property
+    def selects_ops(self) -> bool:
+        """Whether the results of costly operations are kept."""
+        return self.mode == "selective" and self.selective_ac_option == "op"
+
+    @property
+    def every_kth_block(self) -> int:
+        """Of how many blocks one is computed again."""
+        return self.selective_ac_option if self.mode == "selective" and self.selective_ac_option != "op" else 1

@@ -1,0 +1,142 @@
+"""Images with a class each, held in memory as they are stored."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from titan_launch.config.data import SKLEARN_DIGITS, ImageData
+from titan_launch.config.images import ImageFormat, misfits
+from titan_launch.errors import ConfigError, KeyPath, Problem, config_error
+
+Pixels = npt.NDArray[np.uint8] | npt.NDArray[np.floating]
+Labels = npt.NDArray[np.int64]
+
+_DIGITS_MAXIMUM = 16
+_UINT8_MAXIMUM = 255
+
+
+class ImageSource:
+    """Images `[N, channels, height, width]` and labels `[N]`; pixels are scaled when a sample is asked for."""
+
+    def __init__(self, images: Pixels, labels: Labels, mean: Tensor, std: Tensor):
+        """`mean` and `std`: float32 `[1 or channels, 1, 1]`, of floating pixels, and of uint8 ones as 0 to 1."""
+        unit = _UINT8_MAXIMUM if images.dtype == np.uint8 else 1
+        self._images, self._labels = images, labels
+        self._mean, self._std = mean * unit, std * unit
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """A float32 image `[channels, height, width]` and its class, an int64 scalar."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        pixels = torch.from_numpy(self._images[index].astype(np.float32))
+        return (pixels - self._mean) / self._std, torch.tensor(self._labels[index])
+
+
+def build_images(config: ImageData, taken: ImageFormat | None, key: KeyPath) -> ImageSource:
+    """Read the images of `config` and choose its split.
+
+    `taken`: the images that the model takes, where that is known. Raises ConfigError that names a key below `key`.
+    """
+    path_key = (*key, "path")
+    images, labels = _read_digits(path_key) if config.path == SKLEARN_DIGITS else _read_npz(config.path, path_key)
+    if taken is not None:
+        _, channels, height, width = images.shape
+        held = ImageFormat(channels, height, width, num_classes=int(labels.max()) + 1)
+        problems = [Problem(path_key, reason, config.path) for reason in misfits(held, taken)]
+        if problems:
+            raise ConfigError(problems)
+    mean = _per_channel(config.mean, images.shape[1], (*key, "mean"))
+    std = _per_channel(config.std, images.shape[1], (*key, "std"))
+    if config.split != "all":
+        chosen = _choose_split(len(images), config, key)
+        images, labels = images[chosen], labels[chosen]
+    return ImageSource(images, labels, mean, std)
+
+
+def is_validation_image(index: int, percent: int) -> bool:
+    """Whether image `index` is in the share of `percent` that is set aside. Depends on nothing but the two."""
+    return zlib.crc32(str(index).encode()) % 100 < percent
+
+
+def _read_digits(path_key: KeyPath) -> tuple[Pixels, Labels]:
+    try:
+        from sklearn.datasets import load_digits  # optional, and slow to import
+    except ImportError:
+        reason = 'needs scikit-learn, which is not installed: pip install "titan-launch[images]"'
+        raise config_error(path_key, reason, SKLEARN_DIGITS) from None
+    digits = load_digits()
+    return (digits.images[:, None] / _DIGITS_MAXIMUM).astype(np.float32), digits.target.astype(np.int64)
+
+
+def _read_npz(path: str, path_key: KeyPath) -> tuple[Pixels, Labels]:
+    arrays = _load_arrays(path, path_key)
+    problem = next(_problems(arrays), None)
+    if problem is not None:
+        raise config_error(path_key, problem, path)
+    images, labels = arrays["images"], arrays["labels"]
+    return images[:, None] if images.ndim == 3 else images, labels.astype(np.int64)
+
+
+def _load_arrays(path: str, path_key: KeyPath) -> dict[str, npt.NDArray[Any]]:
+    """Those of the two arrays that the file holds."""
+    try:
+        with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
+            return {name: np.asarray(file[name]) for name in ("images", "labels") if name in file.files}
+    except OSError as error:
+        raise config_error(path_key, f"cannot be read: {error.strerror or error}", path) from None
+    except Exception:  # a file of another kind, or a damaged one, can raise about anything in there
+        raise config_error(path_key, "is not a sound .npz file of plain arrays (numpy.savez)", path) from None
+
+
+def _problems(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[str]:
+    """What is wrong with the arrays; the later ones rely on the earlier ones being right."""
+    for name in ("images", "labels"):
+        if name not in arrays:
+            yield f"holds no array named {name}"
+    images, labels = arrays["images"], arrays["labels"]
+    if images.ndim not in (3, 4):
+        yield f"images must be (N, height, width) or (N, channels, height, width), and have the shape {images.shape}"
+    if images.dtype != np.uint8 and not np.issubdtype(images.dtype, np.floating):
+        yield f"images must be uint8 or floating, and are {images.dtype}"
+    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+        yield f"labels must be (N) whole numbers, and are {labels.dtype} of the shape {labels.shape}"
+    if len(images) != len(labels):
+        yield f"holds {len(images)} images, but {len(labels)} labels"
+    if not images.size:
+        yield "holds no images"
+    if labels.min() < 0:
+        yield f"labels must be 0 or more, and the smallest is {labels.min()}"
+    if not np.isfinite(images).all():
+        yield "images must be finite, and some pixels are not"
+
+
+def _per_channel(value: float | tuple[float, ...], channels: int, key: KeyPath) -> Tensor:
+    """One number, or one for each channel, as float32 `[1 or channels, 1, 1]`."""
+    if isinstance(value, tuple) and len(value) != channels:
+        reason = f"must be one number, or one for each channel of the images, which have {channels}"
+        raise config_error(key, reason, value)
+    return torch.tensor(value, dtype=torch.float32).view(-1, 1, 1)
+
+
+def _choose_split(num_images: int, config: ImageData, key: KeyPath) -> npt.NDArray[np.int64]:
+    """The indices of the split's images, in order."""
+    wanted = config.split == "validation"
+    chosen = [i for i in range(num_images) if is_validation_image(i, config.validation_percent) == wanted]
+    if not chosen:
+        other = "train" if wanted else "validation"
+        reason = (
+            f"holds no image: with validation_percent = {config.validation_percent}, all {num_images} fall to "
+            f'"{other}"; give more images, or a path of its own with split = "all"'
+        )
+        raise config_error((*key, "split"), reason, config.split)
+    return np.array(chosen)

@@ -1,0 +1,185 @@
+"""Blocks whose activations are computed again in backward instead of kept.
+
+A block's `forward` is replaced, not its module: parameters and buffers keep their names, so a checkpoint fits a run in
+every mode. FSDP2's hooks stay outside, and what they cast and gather for a block is there when it is computed again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
+from titan_launch.errors import config_error
+from titan_launch.plan.types import ModelPlan, Policy, is_within
+from titan_launch.precision.policy import torch_dtype
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""What forward, and what its recomputation, run in."""
+
+_aten, _communication = torch.ops.aten, torch.ops._c10d_functional
+MATRIX_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
+SAVED_OPS = MATRIX_PRODUCTS | {
+    _aten.convolution.default,
+    _aten._scaled_dot_product_attention_math.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_fused_attention_overrideable.default,
+    _communication.all_gather_into_tensor.default,
+    _communication.all_reduce.default,
+    _communication.reduce_scatter_tensor.default,
+}
+"""What the option `op` keeps: operations that cost much to compute, or communicate; of matrix products every second."""
+
+
+def checkpoint_activations(model: nn.Module, blocks: Sequence[str], config: ActivationCheckpointConfig) -> None:
+    """Let `blocks` compute their activations again in backward, in place, before FSDP2 wraps them."""
+    for path in blocks:
+        _checkpoint(model.get_submodule(path), config.selects_ops)
+
+
+def chosen_blocks(blocks: Sequence[str], config: ActivationCheckpointConfig) -> tuple[str, ...]:
+    """Paths of the blocks that `[activation_checkpoint]` chooses among all; of blocks within blocks the outer ones.
+
+    Raises ConfigError where there are none although the mode wants some.
+    """
+    if config.mode == "none":
+        return ()
+    if not blocks:
+        reason = "works on blocks, and none of the model's are known; name them in model.blocks"
+        raise config_error(("activation_checkpoint", "mode"), reason, config.mode, also=(("model", "blocks"),))
+    outer = [path for path in blocks if not any(is_within(path, other) for other in blocks if other != path)]
+    every = config.every_kth_block
+    if every > len(outer):
+        reason = f"the model has {len(outer)} blocks, so this would compute none of them again; set at most that"
+        raise config_error(("activation_checkpoint", "selective_ac_option"), reason, every)
+    return tuple(outer[every - 1 :: every])
+
+
+def _checkpoint(block: nn.Module, selects_ops: bool) -> None:
+    compute = block.forward
+    norms = [module for module in block.modules() if isinstance(module, _NormBase)]
+
+    def contexts() -> Contexts:
+        if not selects_ops:
+            return nullcontext(), _Recomputation(norms, nullcontext())
+        in_forward, in_recomputation = (_SavableOps(mode) for mode in selective_modes())
+        return in_forward, _Recomputation(norms, in_recomputation)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return checkpoint(compute, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        # A graph needs no guard: it updates buffers once, at its end, however often it computes what goes into them.
+        options: dict[str, Any] = {"context_fn": selective_modes} if selects_ops else {}
+        return checkpoint(compute, *args, use_reentrant=False, **options, **kwargs)
+
+    block.forward = forward
+
+
+class _Recomputation:
+    """While a block is computed again, its norms have copies of their running statistics, which are then thrown away:
+    a forward counts once."""
+
+    def __init__(self, norms: Sequence[nn.Module], inner: AbstractContextManager[Any]):
+        self._norms = norms
+        self._inner = inner
+        self._kept: list[dict[str, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self._kept = [dict(norm._buffers) for norm in self._norms]
+        for norm, kept in zip(self._norms, self._kept, strict=True):
+            norm._buffers.update({name: None if b is None else b.clone() for name, b in kept.items()})
+        self._inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._inner.__exit__(kind, error, traceback)
+        for norm, kept in zip(self._norms, self._kept, strict=True):
+            norm._buffers.update(kept)
+
+
+def selective_modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """What one forward of a block, and its recomputation, run in, so that the results of costly operations are kept."""
+    return create_selective_checkpoint_contexts(_SavePolicy())
+
+
+class _SavableOps(TorchDispatchMode):
+    """Shows a mode of `selective_modes` only the operations that may be kept.
+
+    It wants to meet the same ones in recomputation as in forward, but FSDP2's hooks on units inside a block do not
+    gather again what is gathered already, or the other way round.
+    """
+
+    def __init__(self, mode: TorchDispatchMode):
+        super().__init__()
+        self._mode = mode
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A graph that was compiled inside is one operation here, and is run again."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in SAVED_OPS:
+            return self._mode.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+class _SavePolicy:
+    """Decides about the operations of one forward, and of its recomputation, in the order in which they run."""
+
+    def __init__(self) -> None:
+        self._num_products: Counter[bool] = Counter()
+
+    def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        self._num_products[context.is_recompute] += op in MATRIX_PRODUCTS
+        is_every_second = op in MATRIX_PRODUCTS and self._num_products[context.is_recompute] % 2 == 0
+        keeps = op in SAVED_OPS and not is_every_second
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def cast_in_recomputation(model: nn.Module, plan: ModelPlan, blocks: Sequence[str]) -> None:
+    """Cast the inputs and outputs of units inside `blocks`, which are computed again; after FSDP2 has wrapped them.
+
+    Before torch 2.13 FSDP2 leaves these casts out of a recomputation (pytorch issues 148831, 159359, 176650). Where it
+    has cast, these casts do nothing.
+    """
+    for unit in plan.units:
+        for path in unit.modules:
+            if any(path != block and is_within(path, block) for block in blocks):
+                _cast_always(model.get_submodule(path), unit.policy)
+
+
+def _cast_always(module: nn.Module, policy: Policy) -> None:
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        cast = partial(_cast_floating, torch_dtype(policy.param_dtype))
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: (tree_map_only(Tensor, cast, args), tree_map_only(Tensor, cast, kwargs)),
+            with_kwargs=True,
+        )
+    if policy.output_dtype is not None:
+        cast_back = partial(_cast_floating, torch_dtype(policy.output_dtype))
+        module.register_forward_hook(lambda _, args, output: tree_map_only(Tensor, cast_back, output))
+
+
+def _cast_floating(dtype: torch.dtype, x: Tensor) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x

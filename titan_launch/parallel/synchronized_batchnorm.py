@@ -1,0 +1,158 @@
+"""BatchNorm whose batch is that of all data-parallel ranks.
+
+PyTorch's own SyncBatchNorm refuses tensors on the CPU, and its conversion turns subclasses into plain layers. Here a
+layer keeps its class, with one more base right before PyTorch's: whatever a subclass does around `super().forward` is
+done as before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def synchronize(norms: list[_BatchNorm], group: dist.ProcessGroup) -> None:
+    """Let layers normalize, in training, over the batches of all ranks of `group`; in place, without collectives.
+
+    Every rank must run the same layers in the same order, each on a batch of any size, 0 included.
+    """
+    classes: dict[type, type] = {}
+    shared = {"ranks": group.size(), "group_name": group.group_name}
+    for norm in norms:
+        cls = type(norm)
+        if cls not in classes:
+            names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **shared}
+            classes[cls] = type(cls.__name__, (cls, _Synchronized), names)
+        norm.__class__ = classes[cls]
+
+
+def overrides_forward(module: nn.Module) -> bool:
+    """Whether a BatchNorm computes something of its own instead of handing on to PyTorch's `forward` by `super()`."""
+    mro = type(module).__mro__
+    between = mro[: mro.index(_BatchNorm)]
+    return any("forward" in vars(cls) and not _calls_super(vars(cls)["forward"]) for cls in between)
+
+
+def _calls_super(forward: Any) -> bool:
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return code is not None and {"super", "forward"} <= set(code.co_names)
+
+
+class _Synchronized(_BatchNorm):
+    """What stands between a layer's class and PyTorch's `_BatchNorm`."""
+
+    ranks: int
+    group_name: str
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(N, C, ...) to the same shape and dtype; statistics are computed in fp32 (fp64 for an fp64 input)."""
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        mean, variance, count = self._batch_statistics(input.detach())
+        if self.track_running_stats:
+            self._track(mean, variance, count)
+        return _Normalize.apply(input, self.weight, self.bias, mean, variance, count, self.eps, self.group_name)
+
+    def _batch_statistics(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean and biased variance [C] over all ranks, and the number of values [1] they rest on.
+
+        Each rank's sum of squared deviations is from its own mean, and they are combined by the deviations of those
+        means (Chan, Golub, LeVeque 1979): no difference of large numbers, as in E[x^2] - E[x]^2.
+        """
+        gathered = _all_gather(_summary(x), self.ranks, self.group_name)
+        counts, means, sums = gathered[:, :1], *gathered[:, 1:].chunk(2, dim=1)
+        count = counts.sum(0).clamp(min=1)
+        mean = (means * (counts / count)).sum(0)
+        variance = (sums + counts * (means - mean).square()).sum(0) / count
+        return mean, variance, count
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        """Move the running statistics, as `_BatchNorm.forward` does; the variance there is the unbiased one."""
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        momentum = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
+        unbiased = variance * (count / (count - 1).clamp(min=1))
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running.copy_(running + (new - running) * momentum)
+
+
+def _summary(x: Tensor) -> Tensor:
+    """[1, 1 + 2 C]: the number of values, their mean, and the sum of their squared deviations from it, by channel."""
+    x = _accurate(x)
+    channels = x.shape[1]
+    count = x.numel() // channels
+    if count == 0:
+        return x.new_zeros(1, 1 + 2 * channels)
+    variance, mean = torch.var_mean(x, _other_axes(x), correction=0)
+    return torch.cat([x.new_full((1,), count), mean, variance * count]).unsqueeze(0)
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalizes by statistics of all ranks' batches, and differentiates through them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        count: Tensor,
+        eps: float,
+        group_name: str,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, torch.rsqrt(variance + eps), count)
+        ctx.group_name = group_name
+        scale, shift = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
+        return F.batch_norm(x, mean, variance, scale, shift, training=False, eps=eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse_std, count = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        shape = [1, -1, *[1] * (x.ndim - 2)]
+        normalized = (_accurate(x) - mean.view(shape)) * inverse_std.view(shape)
+        grad = _accurate(grad)
+        sums = torch.stack([grad.sum(_other_axes(x)), (grad * normalized).sum(_other_axes(x))])
+        grad_x = None
+        if needs_x:
+            along_mean, along_std = _all_reduce(sums, ctx.group_name) / count
+            scale = inverse_std if weight is None else inverse_std * weight
+            grad_x = scale.view(shape) * (grad - along_mean.view(shape) - normalized * along_std.view(shape))
+            grad_x = grad_x.to(x.dtype)
+        # The parameters' gradients are those of this rank's batch: FSDP2 adds the ranks'.
+        grad_weight = sums[1].to(weight.dtype) if needs_weight else None
+        grad_bias = sums[0].to(weight.dtype) if needs_bias else None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _accurate(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _other_axes(x: Tensor) -> list[int]:
+    """All but the channels'."""
+    return [0, *range(2, x.ndim)]
+
+
+# The functional forms: selective checkpointing keeps their results, and torch.compile takes them into its graphs.
+def _all_gather(x: Tensor, ranks: int, group_name: str) -> Tensor:
+    """[1, n] of every rank to [ranks, n]."""
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(x, ranks, group_name)
+    return torch.ops._c10d_functional.wait_tensor(gathered)
+
+
+def _all_reduce(x: Tensor, group_name: str) -> Tensor:
+    """The sum over the ranks."""
+    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", group_name))

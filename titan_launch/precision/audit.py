@@ -1,0 +1,211 @@
+"""What was planned beside what was observed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titan_launch.errors import format_key
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.report import Place
+from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit
+from titan_launch.precision.observation import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    GRADIENTS,
+    INPUTS,
+    OUTPUTS,
+    PARAMETERS,
+    REDUCE_SCATTER,
+    STORED_GRADIENTS,
+    STORED_PARAMETERS,
+    Observations,
+    Seen,
+    buffer,
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that has a dtype."""
+
+    what: str
+    planned: str | None
+    """None where nothing is planned: it is shown and not judged."""
+
+    observed: tuple[str, ...]
+    """Every dtype that was seen; none where there was nothing to see."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything else was seen than what was planned."""
+        return self.planned is not None and any(dtype != self.planned for dtype in self.observed)
+
+
+@dataclass(frozen=True)
+class Audited:
+    """A module or a unit, with its findings."""
+
+    name: str
+    """The path of a module, the name of a unit."""
+
+    classes: str
+    unit: Unit
+    """Of a module: the unit that holds its parameters."""
+
+    findings: tuple[Finding, ...]
+    remark: str
+    """Why there was nothing to see: it did not run, is frozen, got no gradient, or is not communicated. Else empty."""
+
+    num_forwards: int | None = None
+    """Of a module: how often it ran, recomputation included."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Everything that was planned and observed."""
+
+    modules: tuple[Audited, ...]
+    units: tuple[Audited, ...]
+
+    def differences(self, place: Place = format_key) -> list[str]:
+        """One line for each thing that differs, modules alike but for the numbers in their paths together."""
+        differing = [(row, finding) for row in (*self.modules, *self.units) for finding in row.findings]
+        lines = [(row.name, _difference(row, finding, place)) for row, finding in differing if finding.differs]
+        return [f"{name} {line}" for name, (line,) in _alike((name, (line,)) for name, line in lines)]
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data, as `precision_audit.json` holds it."""
+        return {"modules": [_as_data(row) for row in self.modules], "units": [_as_data(row) for row in self.units]}
+
+    def as_markdown(self) -> str:
+        """A table of the modules and one of the units; rows alike but for the numbers in their paths are one. What is
+        in parentheses was not planned."""
+        return f"{_markdown('module', self.modules)}\n\n{_markdown('unit', self.units)}\n"
+
+
+def compare(plan: ModelPlan, layout: Layout, observed: Observations) -> Audit:
+    """Put the plan of a model beside what was seen of it."""
+    modules = [info for info in plan.inventory.modules if info.same_as is None]
+    return Audit(
+        modules=tuple(_audit_module(plan, info, observed.modules[info.path]) for info in modules),
+        units=tuple(_audit_unit(plan, u, layout, s) for u, s in zip(plan.units, observed.units, strict=True)),
+    )
+
+
+def _audit_module(plan: ModelPlan, info: ModuleInfo, seen: Seen) -> Audited:
+    unit = plan.unit_of[info.path]
+    findings = tuple(_findings(dict(_planned_of_module(plan, info, unit)), seen))
+    return Audited(info.path, info.class_name, unit, findings, _remark(info, seen), seen.num_forwards)
+
+
+def _remark(info: ModuleInfo, seen: Seen) -> str:
+    if not info.has_forward:
+        return "container"
+    if not seen.num_forwards:
+        return "did not run"
+    if not info.parameters or seen.dtypes[GRADIENTS]:
+        return ""
+    return "no gradient" if any(parameter.requires_grad for parameter in info.parameters) else "frozen"
+
+
+def _planned_of_module(plan: ModelPlan, info: ModuleInfo, unit: Unit) -> Iterator[tuple[str, str | None]]:
+    """Boundaries are cast where a module was given to `fully_shard` itself; parameters belong to a unit everywhere."""
+    policy = unit.policy if info.path in unit.modules else None
+    yield INPUTS, policy.param_dtype if policy and policy.cast_forward_inputs else None
+    if info.parameters:
+        yield PARAMETERS, unit.compute_dtype
+        yield GRADIENTS, unit.compute_dtype
+    for tensor in info.buffers:
+        if tensor.is_floating:
+            yield buffer(tensor.name), plan.buffer_dtypes[f"{info.path}.{tensor.name}" if info.path else tensor.name]
+    yield OUTPUTS, policy.output_dtype if policy else None
+    if info.parameters:
+        yield STORED_PARAMETERS, unit.storage_dtype
+        yield STORED_GRADIENTS, unit.storage_dtype
+
+
+def _audit_unit(plan: ModelPlan, unit: Unit, layout: Layout, seen: Seen) -> Audited:
+    classes = dict.fromkeys(plan.inventory.by_path[path].class_name for path in unit.modules)
+    planned: dict[str, str | None] = {ALL_GATHER: unit.compute_dtype, REDUCE_SCATTER: unit.reduce_dtype}
+    if layout.replicate > 1:
+        planned[ALL_REDUCE] = unit.reduce_dtype
+    remark = "" if any(seen.dtypes.values()) else "not communicated"
+    return Audited(unit.name, ", ".join(classes), unit, tuple(_findings(planned, seen)), remark)
+
+
+def _findings(planned: dict[str, str | None], seen: Seen) -> Iterator[Finding]:
+    """What is planned first, then what was seen without a plan: a buffer that forward has made."""
+    unplanned = {what for what, dtypes in seen.dtypes.items() if dtypes} - planned.keys()
+    for what in (*planned, *sorted(unplanned)):
+        yield Finding(what, planned.get(what), tuple(sorted(seen.dtypes.get(what, ()))))
+
+
+def _difference(row: Audited, finding: Finding, place: Place) -> str:
+    where = row.unit.reason if row.unit.key is None else place(row.unit.key)
+    origin = row.unit.reason if where == row.unit.reason else f"{row.unit.reason}, {where}"
+    observed = " and ".join(finding.observed)
+    return f"({row.classes}), {finding.what}: planned {finding.planned}, observed {observed} (unit: {origin})"
+
+
+def _as_data(row: Audited) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "class": row.classes,
+        "unit": row.unit.name,
+        "reason": row.unit.reason,
+        **({} if row.num_forwards is None else {"forwards": row.num_forwards}),
+        "remark": row.remark,
+        "dtypes": {f.what: {"planned": f.planned, "observed": list(f.observed)} for f in row.findings},
+        "as_planned": not any(finding.differs for finding in row.findings),
+    }
+
+
+def _markdown(kind: str, rows: Sequence[Audited]) -> str:
+    whats = [what for what in _WHATS if any(_column(f) == what for row in rows for f in row.findings)]
+    lines = [(kind, "class", "forwards", *whats, "from"), ("---",) * (len(whats) + 4)]
+    cells = (
+        (row.name, (row.classes, _forwards(row), *(_cell(row, w) for w in whats), row.unit.reason)) for row in rows
+    )
+    lines += [(name, *rest) for name, rest in _alike(cells)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+_BUFFERS = "buffers"
+_WHATS = (
+    *(INPUTS, PARAMETERS, GRADIENTS, _BUFFERS, OUTPUTS, STORED_PARAMETERS, STORED_GRADIENTS),
+    *(ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE),
+)
+
+
+def _column(finding: Finding) -> str:
+    return finding.what if finding.what in _WHATS else _BUFFERS
+
+
+def _forwards(row: Audited) -> str:
+    return ", ".join(filter(None, ("" if row.num_forwards is None else str(row.num_forwards), row.remark)))
+
+
+def _cell(row: Audited, column: str) -> str:
+    found = [finding for finding in row.findings if _column(finding) == column and finding.observed]
+    return ", ".join(dict.fromkeys(map(_describe, found))) or "-"
+
+
+def _describe(finding: Finding) -> str:
+    observed = " and ".join(finding.observed)
+    if finding.differs:
+        return f"**{observed}, planned {finding.planned}**"
+    return observed if finding.planned else f"({observed})"
+
+
+def _alike(rows: Iterable[tuple[str, tuple[str, ...]]]) -> list[tuple[str, tuple[str, ...]]]:
+    """Rows with equal cells whose names are equal but for the numbers in them, as one: `layers.*.norm (2)`."""
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name, cells in rows:
+        groups.setdefault((re.sub(r"\b\d+\b", "*", name), cells), []).append(name)
+    return [
+        (names[0] or "(root)" if len(names) == 1 else f"{pattern} ({len(names)})", cells)
+        for (pattern, cells), names in groups.items()
+    ]

@@ -1,0 +1,165 @@
+"""What a wrapped model really computes, stores and communicates in, seen by hooks while it trains."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor
+
+from titan_launch.plan.types import ModelPlan
+
+INPUTS, OUTPUTS = "inputs", "outputs"
+PARAMETERS, GRADIENTS = "parameters", "gradients"
+STORED_PARAMETERS, STORED_GRADIENTS = "stored parameters", "stored gradients"
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+
+
+def buffer(name: str) -> str:
+    """What a buffer of a module is called among the things seen."""
+    return f"buffer {name}"
+
+
+@dataclass
+class Seen:
+    """The floating dtypes that one module or unit was seen with."""
+
+    dtypes: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """By what has them: `inputs`, `all-gather`, ..."""
+
+    num_forwards: int = 0
+    """Times its forward began, recomputation included; of a unit, 0."""
+
+    returns_view: bool = False
+    """Whether an output that takes a gradient was a view; of a unit, False."""
+
+    def note(self, what: str, value: Any) -> None:
+        """Add the dtypes of the floating tensors in a value."""
+        self.dtypes[what].update(dtype_of(tensor) for tensor in floating_tensors(value))
+
+
+@dataclass(frozen=True)
+class Observations:
+    """What was seen of a model."""
+
+    modules: dict[str, Seen]
+    """By path; a module with several parents under the first one's."""
+
+    units: tuple[Seen, ...]
+    """In the order of the plan's units."""
+
+
+@contextmanager
+def observe(model: nn.Module, plan: ModelPlan, is_replicated: bool) -> Iterator[Observations]:
+    """Watch a wrapped model until the end of the block: no number changes, and nothing is left on the model then.
+
+    Hooks that are registered after wrapping see the inputs that FSDP2 has cast, and the outputs. `is_replicated`:
+    whether gradients are all-reduced between replicas (HSDP).
+    """
+    paths = [info.path for info in plan.inventory.modules if info.same_as is None]
+    observed = Observations({path: Seen() for path in paths}, tuple(Seen() for _ in plan.units))
+    with ExitStack() as hooks:
+        for path, seen in observed.modules.items():
+            _watch_module(model.get_submodule(path), seen, hooks)
+        for unit, seen in zip(plan.units, observed.units, strict=True):
+            _watch_unit(model.get_submodule(unit.modules[0]), seen, is_replicated, hooks)
+        yield observed
+
+
+def look_at_storage(model: nn.Module, observed: Observations) -> None:
+    """Add what is stored at the end of a backward: sharded parameters, their gradients, and buffers."""
+    for path, seen in observed.modules.items():
+        module = model.get_submodule(path)
+        for parameter in module.parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                seen.note(STORED_PARAMETERS, parameter)
+                seen.note(STORED_GRADIENTS, parameter.grad)
+        _note_buffers(module, seen)
+
+
+def _watch_module(module: nn.Module, seen: Seen, hooks: ExitStack) -> None:
+    with_hook: dict[int, Tensor] = {}  # holds the parameters, so that no id is used twice
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.num_forwards += 1
+        seen.note(INPUTS, (args, kwargs))
+        seen.note(PARAMETERS, list(module._parameters.values()))
+        _note_buffers(module, seen)
+        for parameter in module._parameters.values():  # whole ones, which autograd sees; shards take their place later
+            if parameter is not None and parameter.requires_grad and id(parameter) not in with_hook:
+                with_hook[id(parameter)] = parameter
+                hooks.callback(parameter.register_hook(partial(seen.note, GRADIENTS)).remove)
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        seen.note(OUTPUTS, output)
+        seen.returns_view |= any(tensor._is_view() and tensor.requires_grad for tensor in floating_tensors(output))
+        _note_buffers(module, seen)
+
+    hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+    hooks.callback(module.register_forward_hook(after).remove)
+
+
+def _note_buffers(module: nn.Module, seen: Seen) -> None:
+    for name, tensor in module._buffers.items():
+        seen.note(buffer(name), tensor)
+
+
+def _watch_unit(module: nn.Module, seen: Seen, is_replicated: bool, hooks: ExitStack) -> None:
+    """`module`: any of the unit's, which share their collectives."""
+    assert isinstance(module, FSDPModule), "observed after wrapping"
+    module.set_custom_all_gather(_WatchedAllGather(seen))
+    hooks.callback(module.set_custom_all_gather, DefaultAllGather())
+    module.set_custom_reduce_scatter(_WatchedReduceScatter(seen))
+    hooks.callback(module.set_custom_reduce_scatter, DefaultReduceScatter())
+    if is_replicated:  # else FSDP2 would call it for what no all-reduce has summed
+        module.set_all_reduce_hook(partial(seen.note, ALL_REDUCE))
+        hooks.callback(module.set_all_reduce_hook, None)  # type: ignore[arg-type]
+
+
+class _WatchedAllGather(DefaultAllGather):
+    def __init__(self, seen: Seen):
+        self._seen = seen
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._seen.note(ALL_GATHER, (input_tensor, output_tensor))
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class _WatchedReduceScatter(DefaultReduceScatter):
+    def __init__(self, seen: Seen):
+        self._seen = seen
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work:
+        self._seen.note(REDUCE_SCATTER, (input_tensor, output_tensor))
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+def floating_tensors(value: Any) -> Iterator[Tensor]:
+    """The floating tensors in a value, and in the collections and dataclasses in it: those that FSDP2 casts."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        yield from floating_tensors(list(value.values()))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from floating_tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from floating_tensors([getattr(value, item.name) for item in fields(value)])
+
+
+def dtype_of(tensor: Tensor) -> str:
+    """`torch.bfloat16` as `"bfloat16"`."""
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,76 @@
+"""The audit of the first step: whether the model computes, stores and communicates in what was planned."""
+
+from __future__ import annotations
+
+import logging
+from itertools import chain
+
+import torch.distributed as dist
+
+from titan_launch.errors import UserError
+from titan_launch.plan.claims import listed
+from titan_launch.precision.audit import Audit, compare
+from titan_launch.precision.observation import Observations, look_at_storage, observe
+from titan_launch.train.build import Run
+from titan_launch.train.folder import AUDIT_FILE, record_audit
+from titan_launch.train.step import Microbatch, StepResult
+
+_log = logging.getLogger(__name__)
+
+
+def is_audited(run: Run) -> bool:
+    """Whether the step to come is the first of this process, and `debug.audit_precision` wants it watched."""
+    model = run.config.model
+    by_default = ":" in model.name or model.flavor == "debug"
+    wanted = run.config.debug.audit_precision
+    return run.progress.step + 1 == run.first_step and (by_default if wanted is None else wanted)
+
+
+def audited_step(run: Run, microbatches: list[Microbatch]) -> StepResult:
+    """Train on one step's microbatches and watch; the numbers are those of any other step.
+
+    Raises UserError, on all ranks and before the update, for what is not as planned.
+    """
+    with observe(run.model, run.plan, is_replicated=run.layout.replicate > 1) as observed:
+        return run.step(microbatches, before_update=lambda: _settle(run, observed))
+
+
+def _settle(run: Run, observed: Observations) -> None:
+    look_at_storage(run.model, observed)
+    audit = compare(run.plan, run.layout, observed)
+    differences = _differences_of_all_ranks(audit.differences(run.place))
+    if run.ranks.is_main:
+        record_audit(run.folder, {"differences": differences, **audit.as_data()})
+        for sink in run.sinks:
+            sink.text("precision_audit", audit.as_markdown())
+    views = [path for unit in run.plan.units for path in unit.modules if observed.modules[path].returns_view]
+    if views:  # of which FSDP2 warns without their paths
+        _log.info(
+            "these return a view, which must not be changed in place (write x = x + y for x += y): %s", listed(views)
+        )
+    if differences:
+        raise UserError(_explain(run, differences))
+    _log.info("precision audit: %s: as planned", _size(audit))
+
+
+def _differences_of_all_ranks(own: list[str]) -> list[str]:
+    """Common to all ranks, so that all of them stop."""
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, own)
+    return list(dict.fromkeys(chain.from_iterable(gathered)))
+
+
+def _size(audit: Audit) -> str:
+    return f"{len(audit.modules)} modules, {len(audit.units)} units"
+
+
+def _explain(run: Run, differences: list[str]) -> str:
+    """A user's error, since a repetition would end alike: mostly the model's code, or a hook of it, casts something."""
+    return "\n  ".join(
+        [
+            "precision audit: the first step was not as planned, and the run ends before its update "
+            f"(all dtypes are in {run.folder / AUDIT_FILE}; usual causes are casts in the model's own forward or "
+            "hooks; debug.audit_precision = false trains as it is)",
+            *differences,
+        ]
+    )
