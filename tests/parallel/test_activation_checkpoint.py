@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from contextlib import ExitStack
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from titan_launch.errors import ConfigError
 from titan_launch.loss import cross_entropy_sum
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
-from titan_launch.parallel.activation_checkpoint import checkpoint_activations, chosen_blocks
+from titan_launch.parallel.activation_checkpoint import SAVED_OPS, checkpoint_activations, chosen_blocks
 from titan_launch.parallel.batchnorm import prepare_batch_norms
 from titan_launch.parallel.mesh import statistics_group
 from titan_launch.train.build import build_run
@@ -209,6 +211,15 @@ def test_what_is_computed_again(norm: str, blocks: int, per_block: dict[str, tup
         assert full[operation] - none[operation] == in_full * blocks
         assert every_second[operation] - none[operation] == in_full * (blocks // 2)
         assert op[operation] - none[operation] == in_op * blocks
+
+
+def test_the_docs_name_what_is_kept() -> None:
+    page = (Path(__file__).parents[2] / "docs/activation_checkpointing.md").read_text()
+    section = page.partition("## What `op` keeps")[2].partition("A result that is kept")[0]
+    patterns = re.findall(r"`([^`]*\.[^`]*)`", section)
+    names = [str(op).removesuffix(".default") for op in SAVED_OPS]
+    assert [name for name in names if not any(fnmatch(name, pattern) for pattern in patterns)] == []
+    assert [pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in names)] == []
 
 
 def test_blocks_within_blocks_belong_to_the_outer_ones() -> None:

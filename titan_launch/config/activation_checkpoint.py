@@ -21,13 +21,3 @@ class ActivationCheckpointConfig(Section):
     """For `mode = "selective"`. `"op"`: of each block the results of costly operations (attention, convolutions, every
     second matrix product) are kept too, and the cheap ones are computed again. A number k: every k-th block is computed
     again, the others are kept."""
-
-    @property
-    def selects_ops(self) -> bool:
-        """Whether the results of costly operations are kept."""
-        return self.mode == "selective" and self.selective_ac_option == "op"
-
-    @property
-    def every_kth_block(self) -> int:
-        """Of how many blocks one is computed again."""
-        return self.selective_ac_option if self.mode == "selective" and self.selective_ac_option != "op" else 1

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ SAVED_OPS = MATRIX_PRODUCTS | {
 def checkpoint_activations(model: nn.Module, blocks: Sequence[str], config: ActivationCheckpointConfig) -> None:
     """Let `blocks` compute their activations again in backward, in place, before FSDP2 wraps them."""
     for path in blocks:
-        _checkpoint(model.get_submodule(path), config.selects_ops)
+        _checkpoint(model.get_submodule(path), _selection(config) == "op")
 
 
 def chosen_blocks(blocks: Sequence[str], config: ActivationCheckpointConfig) -> tuple[str, ...]:
@@ -67,11 +67,17 @@ def chosen_blocks(blocks: Sequence[str], config: ActivationCheckpointConfig) -> 
         reason = "works on blocks, and none of the model's are known; name them in model.blocks"
         raise config_error(("activation_checkpoint", "mode"), reason, config.mode, also=(("model", "blocks"),))
     outer = [path for path in blocks if not any(is_within(path, other) for other in blocks if other != path)]
-    every = config.every_kth_block
+    selection = _selection(config)
+    every = 1 if selection is None or selection == "op" else selection
     if every > len(outer):
         reason = f"the model has {len(outer)} blocks, so this would compute none of them again; set at most that"
         raise config_error(("activation_checkpoint", "selective_ac_option"), reason, every)
     return tuple(outer[every - 1 :: every])
+
+
+def _selection(config: ActivationCheckpointConfig) -> Literal["op"] | int | None:
+    """What `mode = "selective"` selects by; None in the other modes."""
+    return config.selective_ac_option if config.mode == "selective" else None
 
 
 def _checkpoint(block: nn.Module, selects_ops: bool) -> None:

@@ -92,8 +92,10 @@ def _summary(x: Tensor) -> Tensor:
     count = x.numel() // channels
     if count == 0:
         return x.new_zeros(1, 1 + 2 * channels)
-    variance, mean = torch.var_mean(x, _other_axes(x), correction=0)
-    return torch.cat([x.new_full((1,), count), mean, variance * count]).unsqueeze(0)
+    mean = x.mean(_other_axes(x))
+    deviations = x - mean.view(_along_channels(x))  # torch.var_mean takes ten times as long on CPUs
+    squares = deviations.square_().sum(_other_axes(x))
+    return torch.cat([x.new_full((1,), count), mean, squares]).unsqueeze(0)
 
 
 class _Normalize(torch.autograd.Function):
@@ -121,7 +123,7 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, inverse_std, count = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        shape = [1, -1, *[1] * (x.ndim - 2)]
+        shape = _along_channels(x)
         normalized = (_accurate(x) - mean.view(shape)) * inverse_std.view(shape)
         grad = _accurate(grad)
         sums = torch.stack([grad.sum(_other_axes(x)), (grad * normalized).sum(_other_axes(x))])
@@ -129,8 +131,8 @@ class _Normalize(torch.autograd.Function):
         if needs_x:
             along_mean, along_std = _all_reduce(sums, ctx.group_name) / count
             scale = inverse_std if weight is None else inverse_std * weight
-            grad_x = scale.view(shape) * (grad - along_mean.view(shape) - normalized * along_std.view(shape))
-            grad_x = grad_x.to(x.dtype)
+            centred = (grad - along_mean.view(shape)).sub_(normalized.mul_(along_std.view(shape)))
+            grad_x = centred.mul_(scale.view(shape)).to(x.dtype)
         # The parameters' gradients are those of this rank's batch: FSDP2 adds the ranks'.
         grad_weight = sums[1].to(weight.dtype) if needs_weight else None
         grad_bias = sums[0].to(weight.dtype) if needs_bias else None
@@ -139,6 +141,11 @@ class _Normalize(torch.autograd.Function):
 
 def _accurate(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _along_channels(x: Tensor) -> list[int]:
+    """The shape in which a vector [C] broadcasts against `x`."""
+    return [1, -1, *[1] * (x.ndim - 2)]
 
 
 def _other_axes(x: Tensor) -> list[int]:
