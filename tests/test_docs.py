@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +63,8 @@ def test_commands_are_right(command: str, capsys: pytest.CaptureFixture[str]) ->
             check(arguments, capsys)
         case ["torchrun", "--nproc-per-node", ranks, "-m", "titan_launch", *arguments]:
             check([*arguments, "--world-size", ranks], capsys)
+        case ["torchrun", "--nproc-per-node", _, script, *arguments] if script.startswith("benchmarks/"):
+            check_benchmark(script, arguments)
         case [script, *arguments] if script.startswith("scripts/"):
             check_script(script, arguments)
         case ["tensorboard", "--logdir", "outputs"]:
@@ -83,6 +86,14 @@ def check(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     if arguments[0] != "check":
         arguments = ["check", *arguments]
     assert main(arguments) == 0, capsys.readouterr().err
+
+
+def check_benchmark(script: str, arguments: list[str]) -> None:
+    """The script exists, imports what it needs, and knows its options."""
+    command = [sys.executable, script, *arguments, "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    usage = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    assert all(argument in usage for argument in arguments if argument.startswith("--"))
 
 
 def check_script(script: str, arguments: list[str]) -> None:
