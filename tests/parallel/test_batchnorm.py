@@ -20,7 +20,7 @@ from titan_launch.errors import ConfigError
 from titan_launch.loss import cross_entropy_sum
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
-from titan_launch.parallel.batchnorm import Divergence, pool_running_statistics, prepare_batch_norms
+from titan_launch.parallel.batchnorm import Divergence, check_batch_norms, pool_running_statistics, prepare_batch_norms
 from titan_launch.parallel.mesh import statistics_group
 from titan_launch.parallel.synchronized_batchnorm import synchronize
 
@@ -113,15 +113,12 @@ class Whitened(nn.BatchNorm1d):
         return (x - x.mean(0)) / x.std(0)
 
 
-def synchronize_what_cannot_be() -> str:
-    model = nn.Sequential(nn.BatchNorm1d(3), Whitened(3), nn.SyncBatchNorm(3))
-    with pytest.raises(ConfigError) as error:
-        prepare_batch_norms(model, SYNCHRONIZED, 1, statistics_group())
-    return str(error.value)
-
-
 def test_layers_that_compute_their_own_statistics_are_refused_by_name() -> None:
-    (message,) = run_ranks(synchronize_what_cannot_be, 1)
+    model = nn.Sequential(nn.BatchNorm1d(3), Whitened(3), nn.SyncBatchNorm(3))
+    check_batch_norms(model, BatchNormConfig())
+    with pytest.raises(ConfigError) as error:
+        check_batch_norms(model, SYNCHRONIZED)
+    message = str(error.value)
     ours, torchs = message.splitlines()
     assert ours == (
         "batchnorm.statistics: 1 is a Whitened, whose forward computes statistics of its own instead of calling "
@@ -294,7 +291,7 @@ def test_few_values_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None
     model(torch.randn(2, 3))
     assert [record.getMessage() for record in caplog.records] == [
         "the statistics of the BatchNorm 0 rest on 31 values per channel; below 32 they are mostly noise. This follows "
-        'from training.local_batch_size: raise it, or set batchnorm.statistics = "synchronized"'
+        'from training.local_batch_size: raise it, or on several ranks set batchnorm.statistics = "synchronized"'
     ]
     caplog.clear()
     prepared(BatchNormConfig())(torch.randn(32, 3))

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.train.jobs import run_job, sharded_model, tiny_job
 from titan_launch.config.job import JobConfig
+from titan_launch.errors import ConfigError
 from titan_launch.parallel.fsdp import fsdp_modules
 from titan_launch.train.plan import print_plan
 
@@ -48,3 +50,39 @@ def test_the_text_shows_layout_and_microbatches(tmp_path: Path, capsys: pytest.C
     text = capsys.readouterr().out
     assert "ranks: 4 (2 replicas x 2 shards)" in text and "x 4 microbatches" in text
     assert "AG + " in text and " AR = " in text
+
+
+class Whitened(nn.BatchNorm1d):
+    """Leaves PyTorch's forward out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, channels) to the same shape."""
+        return x - x.mean(0)
+
+
+class WithoutBlocks(nn.Module):
+    """No ModuleList, and a BatchNorm that cannot be synchronized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Whitened(4)
+
+
+def test_plan_finds_what_the_model_does_not_go_with(tmp_path: Path) -> None:
+    model = {"name": f"{__name__}:WithoutBlocks", "args": {}}
+    for sections, key in (
+        ({"batchnorm": {"statistics": "synchronized"}}, "batchnorm.statistics: norm is a Whitened"),
+        ({"activation_checkpoint": {"mode": "full"}}, "activation_checkpoint.mode: works on blocks"),
+    ):
+        job = {**tiny_job(tmp_path, **sections), "model": model}
+        with pytest.raises(ConfigError, match=key):
+            print_plan(JobConfig.model_validate(job), 1, str, as_json=False)
+
+
+def test_synchronized_statistics_have_their_own_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batchnorm = {"statistics": "synchronized"}
+    job = tiny_job(tmp_path, model={"args": {"norm": "batchnorm"}}, batchnorm=batchnorm)
+    print_plan(JobConfig.model_validate(job), 4, str, as_json=False)
+    assert "synchronized BatchNorm: 5 AG + 5 AR more in a microbatch" in capsys.readouterr().out
+    print_plan(JobConfig.model_validate(job), 1, str, as_json=False)
+    assert "synchronized" not in capsys.readouterr().out

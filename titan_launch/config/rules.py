@@ -241,6 +241,16 @@ def parameters_can_stay_unsharded(config: JobConfig) -> Iterator[Problem]:
             yield Problem(other, reason, reshard, also=(key,))
 
 
+def selective_option_is_for_selective(config: JobConfig) -> Iterator[Problem]:
+    """Without selective checkpointing there is nothing to select. (The default is let pass: a record has it.)"""
+    recomputation = config.activation_checkpoint
+    option, mode = recomputation.selective_ac_option, recomputation.mode
+    if mode != "selective" and option != type(recomputation).model_fields["selective_ac_option"].default:
+        key = ("activation_checkpoint", "selective_ac_option")
+        reason = f'is for mode = "selective", and activation_checkpoint.mode is "{mode}"; set that, or drop this key'
+        yield Problem(key, reason, option, also=(("activation_checkpoint", "mode"),))
+
+
 def schedule_fits_the_run(config: JobConfig) -> Iterator[Problem]:
     """Warm-up, and the decay at the end, take no more steps than there are."""
     schedule, steps = config.lr_scheduler, config.training.steps
@@ -275,6 +285,7 @@ RULES: tuple[Rule, ...] = (
     deferred_gradients_accumulate_in_float32,
     deferred_all_reduce_has_replicas,
     parameters_can_stay_unsharded,
+    selective_option_is_for_selective,
     schedule_fits_the_run,
 )
 """All of them."""

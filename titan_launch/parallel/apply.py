@@ -31,8 +31,6 @@ def parallelize(
     2. BatchNorm layers, whose class FSDP2 extends. `statistics_group`: the ranks they are synchronized over, if any.
     3. Recomputation, inside of FSDP2's hooks: a block is then computed again from the inputs these have cast.
     4. FSDP2 last, around everything: it shards the parameters that are there then.
-
-    Raises ConfigError for BatchNorm layers that cannot be synchronized, and for recomputation without blocks.
     """
     blocks = chosen_blocks(plan.inventory.blocks, recomputation)
     cast_storage(model, plan)

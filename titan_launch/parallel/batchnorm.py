@@ -28,7 +28,7 @@ def prepare_batch_norms(
 ) -> None:
     """Apply `[batchnorm]` to a model before it is wrapped, in place; nothing is allocated.
 
-    `group`: the data-parallel ranks, where statistics are synchronized. Raises ConfigError for layers that cannot be.
+    `group`: the data-parallel ranks, where statistics are synchronized; `check_batch_norms` has said that they can be.
     """
     norms = dict(_batch_norms(model))
     if config.momentum_per == "step":
@@ -36,7 +36,6 @@ def prepare_batch_norms(
             if norm.momentum is not None:  # None: a cumulative average, in which every microbatch counts the same
                 norm.momentum = momentum_of_microbatch(norm.momentum, num_microbatches)
     if group is not None:
-        _check_can_synchronize(norms)
         synchronize(list(norms.values()), group)
         _log.info("%s", _describe_synchronized(len(norms), group.size()))
     _ValuesCheck(group).watch(norms)
@@ -51,7 +50,8 @@ def _batch_norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
     return ((path, module) for path, module in model.named_modules() if isinstance(module, _BatchNorm))
 
 
-def _check_can_synchronize(norms: Mapping[str, _BatchNorm]) -> None:
+def check_batch_norms(model: nn.Module, config: BatchNormConfig) -> None:
+    """Raise ConfigError for layers whose statistics cannot be synchronized, where they are to be."""
     problems = [
         Problem(
             ("batchnorm", "statistics"),
@@ -59,8 +59,8 @@ def _check_can_synchronize(norms: Mapping[str, _BatchNorm]) -> None:
             'super().forward(...); let it do so, or set "local"',
             "synchronized",
         )
-        for path, norm in norms.items()
-        if overrides_forward(norm)
+        for path, norm in _batch_norms(model)
+        if config.statistics == "synchronized" and overrides_forward(norm)
     ]
     if problems:
         raise ConfigError(problems)
@@ -104,7 +104,9 @@ class _ValuesCheck:
         return int(count.item())
 
     def _judge(self, path: str, count: int) -> None:
-        remedy = "raise it" if self._group else 'raise it, or set batchnorm.statistics = "synchronized"'
+        remedy = (
+            "raise it" if self._group else 'raise it, or on several ranks set batchnorm.statistics = "synchronized"'
+        )
         if count == 1:
             reason = f"gives the BatchNorm {path} one value per channel in a microbatch, whose variance is 0; {remedy}"
             raise config_error(("training", "local_batch_size"), reason)

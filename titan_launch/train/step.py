@@ -59,9 +59,7 @@ class TrainStep:
         self._device = device
         self._statistics = RunningStatistics(model)
 
-    def __call__(
-        self, microbatches: list[Microbatch], before_update: Callable[[], None] | None = None
-    ) -> StepResult:
+    def __call__(self, microbatches: list[Microbatch], before_update: Callable[[], None] | None = None) -> StepResult:
         """Train on one step's microbatches; nothing waits for the device.
 
         Exact for unequal microbatches and ranks, in every accumulation mode: the step's valid targets are counted over
