@@ -219,7 +219,7 @@ def main() -> None:
     """Run the study on the ranks that torchrun has started, and write it on the first."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--write", type=Path, help="Markdown file with the markers")
     options = parser.parse_args()
