@@ -185,7 +185,11 @@ def test_images_that_the_model_does_not_take(tmp_path: Path) -> None:
     ]
     oblong = write(tmp_path / "b.npz", np.zeros((4, 8, 9), np.uint8), LABELS)
     assert problem(path=oblong, taken=ImageFormat(1, 8, 8, num_classes=4)) == (
-        "data.path: holds images of 8 x 9 pixels, and the model takes square ones"
+        "data.path: holds images of 8 x 9 pixels, and the model takes square ones; crop or pad them"
+    )
+    last = write(tmp_path / "c.npz", np.zeros((4, 8, 8, 3), np.uint8), LABELS)
+    assert problem(path=last, taken=ImageFormat(3, 8, 8, num_classes=4)) == (
+        "data.path: holds images (N, 8, 8, 3), with the channels last, it seems; save images.transpose(0, 3, 1, 2)"
     )
 
 

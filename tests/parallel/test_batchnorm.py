@@ -290,8 +290,9 @@ def test_few_values_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None
     model.train()(torch.randn(31, 3))
     model(torch.randn(2, 3))
     assert [record.getMessage() for record in caplog.records] == [
-        "the statistics of the BatchNorm 0 rest on 31 values per channel; below 32 they are mostly noise. This follows "
-        'from training.local_batch_size: raise it, or on several ranks set batchnorm.statistics = "synchronized"'
+        "the statistics of 2 BatchNorm layers rest on fewer than 32 values per channel, those of 0 on 31: they are "
+        "mostly noise. This follows from training.local_batch_size: raise it, or on several ranks set "
+        'batchnorm.statistics = "synchronized"'
     ]
     caplog.clear()
     prepared(BatchNormConfig())(torch.randn(32, 3))
@@ -325,6 +326,6 @@ def test_with_synchronized_statistics_the_values_of_all_ranks_count() -> None:
     assert (mean.unique().item(), tracked.item()) == (0.0, 1)
     torch.testing.assert_close(variance, torch.full((3,), 0.9 + 0.1 * 2.0))
     assert said == "the statistics of 2 BatchNorm layers are synchronized over 2 ranks"
-    assert "the BatchNorm 0 rest on 2 values per channel" in warned
+    assert "those of 0 on 2: they are mostly noise" in warned
     ((_, (alone,)),) = run_ranks(one_value_on_each_rank, 1)
     assert alone == "BatchNorm statistics are synchronized over a group of one: the same as local"

@@ -11,7 +11,7 @@ from titan_launch.errors import ConfigError
 from titan_launch.models.inventory import take_inventory
 from titan_launch.plan.claims import BATCH_NORM_DEFAULT
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.report import format_units
+from titan_launch.plan.report import describe_units, format_units
 from titan_launch.plan.types import Inventory, Policy, Unit
 from titan_launch.plan.units import Resharding, plan_model
 
@@ -359,3 +359,71 @@ def test_the_table_shows_every_unit_and_where_its_rule_stands() -> None:
     config = PrecisionConfig.model_validate({"rules": [{"type": "LayerNorm"}]})
     table = format_units(plan_model(inventory_of(), config, RESHARDING), ALONE, lambda key: f"job.toml:{key[-1]}")
     assert "precision.rules.0 (job.toml:0)" in table
+
+
+def test_a_rule_may_match_several_paths_and_each_must_match() -> None:
+    units = units_of({"match": ["layers.0.mix", "layers.*.inner.0"], "param_dtype": "float32"})
+    modules = by_reason(units, "precision.rules.0").modules
+    assert modules == ("layers.0.mix", "layers.0.inner.0", "layers.1.inner.0", "layers.2.inner.0")
+    with pytest.raises(ConfigError, match=r"precision\.rules\.0\.match\.1: matches no module .*did you mean \"norm\""):
+        units_of({"match": ["layers.0.mix", "nrom"]})
+
+
+def test_tied_modules_go_together_where_one_rule_says_everything_for_both() -> None:
+    rule: dict[str, object] = {"match": ["embedding", "output"], "param_dtype": "float32"}
+    with pytest.raises(ConfigError, match="one rule must match both"):
+        units_of({**rule, "match": "output"}, model={"tied": True})
+    with pytest.raises(ConfigError, match="set output_dtype"):
+        units_of(rule, model={"tied": True})
+    units = units_of({**rule, "output_dtype": "float32"}, model={"tied": True})
+    assert by_reason(units, "precision.rules.0").modules == ("embedding", "output")
+
+
+def test_a_rule_that_asks_for_another_class_says_what_is_there() -> None:
+    with pytest.raises(ConfigError, match=r"no module of class LayerNorm: layers\.0\.mix is a Linear"):
+        units_of({"match": "layers.*.mix", "type": "LayerNorm"})
+
+
+def test_torchs_classes_have_their_public_names_too() -> None:
+    units = units_of({"type": "torch.nn.LayerNorm", "param_dtype": "float32"})
+    assert len(by_reason(units, "precision.rules.0").modules) == 7
+
+
+class Table(nn.Module):
+    """A floating buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class SharesTable(nn.Module):
+    """One module with a buffer and three parents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+        for layer in self.layers:
+            layer.append(self.table)
+
+
+def test_the_buffers_of_a_shared_module_are_its_first_paths() -> None:
+    inventory = take_inventory(SharesTable(), ("layers.0", "layers.1"))
+    rules = [{"match": "table", "buffer_dtype": "bfloat16"}]
+    plan = plan_model(inventory, PrecisionConfig.model_validate({"rules": rules}), RESHARDING)
+    assert plan.buffer_dtypes["table.scale"] == "bfloat16" and not any("layers" in name for name in plan.buffer_dtypes)
+    assert [row["buffer_dtypes"] for row in describe_units(plan, ALONE) if row["reason"] == "block"] == [[], []]
+    rules = [{"match": "layers.*", "param_dtype": "bfloat16", "buffer_dtype": "bfloat16"}]
+    with pytest.raises(ConfigError, match=r"precision\.rules\.0\.buffer_dtype: no floating buffer follows it"):
+        plan_model(inventory, PrecisionConfig.model_validate({"rules": rules}), RESHARDING)
+
+
+def test_norms_of_a_model_without_blocks_keep_their_parameters_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.LayerNorm(4))
+    config = PrecisionConfig.model_validate({"rules": [{"type": "LayerNorm", "param_dtype": "float32"}]})
+    units = list(plan_model(take_inventory(model, ()), config, RESHARDING).units)
+    assert by_reason(units, "precision.rules.0").reshard_after_forward is False

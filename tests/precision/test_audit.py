@@ -95,7 +95,8 @@ def all_as_planned(replicate: int, every: int) -> None:
             if row.remark == "container":
                 continue
             unseen = [finding.what for finding in row.findings if finding.planned and not finding.observed]
-            assert unseen == ([] if row.name else ["inputs"]) and not row.remark, (row, config)  # the model's: integers
+            # The model's own inputs are integers, and autocast is off.
+            assert unseen == (["autocast"] if row.name else ["inputs", "autocast"]) and not row.remark, (row, config)
             in_block = row.name.startswith(("layers.0.", "blocks.0."))
             assert not in_block or row.classes == "RotaryEmbedding" or row.num_forwards == (4 if recomputes else 2), row
         for row in audit.units:
@@ -305,3 +306,28 @@ def test_the_table_joins_modules_that_are_alike() -> None:
     ) in modules
     assert units.splitlines()[0] == "| unit | class | forwards | all-gather | reduce-scatter | from |"
     assert "| layers.* (2) | TransformerBlock |  | bfloat16 | float32 | block |" in units
+
+
+class UsesAutocast(nn.Module):
+    """Computes its last layer in what autocast says, whatever a rule gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 16)
+        self.output = nn.Linear(16, 61)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.output(x)
+
+
+def differences_under_autocast() -> list[str]:
+    rules = [{"match": "output", "param_dtype": "float32", "output_dtype": "float32"}]
+    model = {"name": f"{__name__}:UsesAutocast"}
+    return audit_of(JobConfig.model_validate({"model": model, "precision": {"rules": rules}})).differences()
+
+
+def test_autocast_is_not_as_planned() -> None:
+    (differences,) = run_ranks(differences_under_autocast, 1)
+    assert differences == ["output (Linear), autocast: planned off, observed bfloat16 (unit: precision.rules.0)"]

@@ -53,6 +53,12 @@ class ModelInPlace(Model):
         return y
 
 
+class ModelInItsOwnPlace(Model):
+    def add(self, y: Tensor, x: Tensor) -> Tensor:
+        x += y
+        return x
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -78,6 +84,11 @@ class Block(nn.Module):
 class MultipliesTable(Block):
     def middle(self, x: Tensor) -> Tensor:
         return x * self.table
+
+
+class UsesWeight(Block):
+    def middle(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.proj.weight.to(x.dtype))
 
 
 class CastsBeforeNorm(Block):
@@ -339,6 +350,22 @@ CASES = (
         value=False,
         rules=(rule("layers.*.layer", "float32", cast_forward_inputs=False),),
         helps=((rule("layers.*.layer", "float32"),),),
+    ),
+    Case(
+        "UsesWeight",
+        "layers.0 (UsesWeight) uses the parameters of layers.0.proj (Linear) while they are sharded: FSDP2 gathers a "
+        "unit's parameters when its module is called, and here it is not (test_explanations.py:LINE); match the module "
+        'around it ("layers.*")',
+        key="precision.rules.0",
+        rules=(rule("layers.*.proj", "float32"),),
+        helps=((rule("layers.*", "float32"),),),
+    ),
+    Case(
+        "Block",
+        "the model changes in place a tensor that it has handed to an FSDP2 unit, as in x += block(x); write "
+        "x = x + block(x), or change x.clone()",
+        key="model.name",
+        model="ModelInItsOwnPlace",
     ),
     Case("ChangesInput", f"layers.0 (ChangesInput) {IN_PLACE}", key="model.name"),
     Case("ActivatesInput", f"layers.0.layer (ReLU) {IN_PLACE}", key="model.name"),

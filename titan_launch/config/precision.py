@@ -14,8 +14,9 @@ class PrecisionRule(Section):
     """Class name; base classes count, and leading underscores do not, so `BatchNorm` finds every `_BatchNorm`.
     With dots, the full name of one class: `my_package.norms.MyNorm`."""
 
-    match: str | None = None
-    """Glob over module paths: `*` stays within one segment, `**` crosses dots, as in `layers.*.attention_norm`."""
+    match: str | Array[str] | None = None
+    """Glob over module paths, or several: `*` stays within one segment, `**` crosses dots, as in
+    `layers.*.attention_norm`."""
 
     storage_dtype: FloatDtype | None = None
     """The parameters are kept in it, sharded, with their gradients and the optimizer's state. Unset:

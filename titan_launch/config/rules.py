@@ -198,7 +198,7 @@ def precision_rules_say_what_they_match(config: JobConfig) -> Iterator[Problem]:
 
 def precision_rules_can_be_reached(config: JobConfig) -> Iterator[Problem]:
     """The first rule that matches wins, so a second one for the same modules does nothing."""
-    first: dict[tuple[str | None, str | None], int] = {}
+    first: dict[tuple[str | None, str | tuple[str, ...] | None], int] = {}
     for index, rule in enumerate(config.precision.rules):
         earlier = first.setdefault(_target(rule), index)
         if earlier != index and any(_target(rule)):
@@ -343,7 +343,7 @@ def _vocabulary(config: JobConfig, source: KeyPath, data: TextData | SyntheticDa
     return VOCABULARY_SIZES[kind], f'the "{kind}" tokenizer', ("tokenizer", "kind")
 
 
-def _target(rule: PrecisionRule) -> tuple[str | None, str | None]:
+def _target(rule: PrecisionRule) -> tuple[str | None, str | tuple[str, ...] | None]:
     return rule.type, rule.match
 
 

@@ -12,6 +12,8 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.kinds import TAGGED
 from titan_launch.errors import UNSET, KeyPath, Problem, format_key, nearest
 
+_ARGS = ("model", "args")
+
 _MOVED: dict[KeyPath, KeyPath] = {
     ("training", "dtype"): ("precision", "storage_dtype"),
     ("training", "mixed_precision_param"): ("precision", "param_dtype"),
@@ -42,12 +44,18 @@ def _remedies(key: KeyPath, owner: type[Section] | None) -> Iterator[tuple[str, 
         yield f'here it is "{format_key(_MOVED[key])}"', _MOVED[key]
     if kinds := _kinds_with(name, parent):
         yield f"only kind = {_any_of(kinds)} has it", (*parent, "kind")
-    if homes := _homes(name):
+    if parent == _ARGS and (models := _models_with(name)):
+        yield f"it is an argument of {_any_of(models)}", ("model", "name")
+    elif homes := _homes(name):
         yield f"it belongs in {_any_of(homes)}", (*next(iter(homes.values())), name)
     if near := nearest(name, owner.model_fields if owner else ()):
         yield f'did you mean "{format_key((*parent, near))}"?', (*parent, near)
     if far := _nearest_anywhere(name):
         yield f'did you mean "{format_key(far)}"?', far
+
+
+def _models_with(argument: str) -> list[str]:
+    return [f'"{name}"' for name, architecture in ARCHITECTURES.items() if argument in architecture.args.model_fields]
 
 
 def _kinds_with(name: str, table: KeyPath) -> list[str]:
@@ -71,7 +79,7 @@ def _nearest_anywhere(name: str) -> KeyPath | None:
 def _all_tables() -> Iterator[TableSchema]:
     yield from tables(JobConfig)
     for architecture in ARCHITECTURES.values():
-        yield TableSchema("[model.args]", ("model", "args"), architecture.args)
+        yield TableSchema("[model.args]", _ARGS, architecture.args)
 
 
 def _list_keys(table: KeyPath, owner: type[Section] | None) -> str:

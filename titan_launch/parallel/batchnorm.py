@@ -38,7 +38,8 @@ def prepare_batch_norms(
     if group is not None:
         synchronize(list(norms.values()), group)
         _log.info("%s", _describe_synchronized(len(norms), group.size()))
-    _ValuesCheck(group).watch(norms)
+    if norms:
+        _ValuesCheck(group).watch(model, norms)
 
 
 def momentum_of_microbatch(momentum: float, num_microbatches: int) -> float:
@@ -55,8 +56,7 @@ def check_batch_norms(model: nn.Module, config: BatchNormConfig) -> None:
     problems = [
         Problem(
             ("batchnorm", "statistics"),
-            f"{path} is a {type(norm).__name__}, whose forward computes statistics of its own instead of calling "
-            'super().forward(...); let it do so, or set "local"',
+            f"{path} is a {type(norm).__name__}, {_why_not(norm)}",
             "synchronized",
         )
         for path, norm in _batch_norms(model)
@@ -64,6 +64,15 @@ def check_batch_norms(model: nn.Module, config: BatchNormConfig) -> None:
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def _why_not(norm: _BatchNorm) -> str:
+    if isinstance(norm, nn.SyncBatchNorm):
+        return "which synchronizes by itself, on GPUs only; put an nn.BatchNorm in its place"
+    return (
+        "whose forward computes statistics of its own instead of calling super().forward(...); let it do so, or set "
+        '"local"'
+    )
 
 
 def _describe_synchronized(num_norms: int, ranks: int) -> str:
@@ -75,25 +84,33 @@ def _describe_synchronized(num_norms: int, ranks: int) -> str:
 
 
 class _ValuesCheck:
-    """Looks, in each layer's first training forward, at how many values its statistics rest on per channel."""
+    """Looks, in the first training forward, at how many values each layer's statistics rest on per channel."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self._group = group
-        self._has_warned = False
+        self._counts: dict[str, int] = {}
 
-    def watch(self, norms: Mapping[str, _BatchNorm]) -> None:
-        """Look at layers once each, by hooks that remove themselves."""
+    def watch(self, model: nn.Module, norms: Mapping[str, _BatchNorm]) -> None:
+        """Look once, by hooks that remove themselves, and speak when the model's forward ends."""
         for path, norm in norms.items():
             self._watch(path, norm)
 
+        def report(module: nn.Module, inputs: Any, output: Any) -> None:
+            if module.training and not torch.compiler.is_compiling():
+                handle.remove()
+                self._report()
+
+        handle = model.register_forward_hook(report)
+
     def _watch(self, path: str, norm: _BatchNorm) -> None:
-        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if norm.training and not torch.compiler.is_compiling():
                 handle.remove()
                 x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-                self._judge(path, self._count(x.numel() // norm.num_features, x.device))
+                self._counts[path] = self._count(x.numel() // norm.num_features, x.device)
+                self._check(path)
 
-        handle = norm.register_forward_pre_hook(check, with_kwargs=True)
+        handle = norm.register_forward_pre_hook(count, with_kwargs=True)
 
     def _count(self, local: int, device: torch.device) -> int:
         """The values of all ranks where statistics are synchronized. Collective there; waits for the device."""
@@ -103,20 +120,23 @@ class _ValuesCheck:
         dist.all_reduce(count, group=self._group)
         return int(count.item())
 
-    def _judge(self, path: str, count: int) -> None:
-        remedy = (
-            "raise it" if self._group else 'raise it, or on several ranks set batchnorm.statistics = "synchronized"'
-        )
-        if count == 1:
-            reason = f"gives the BatchNorm {path} one value per channel in a microbatch, whose variance is 0; {remedy}"
-            raise config_error(("training", "local_batch_size"), reason)
-        if count < FEW_VALUES and not self._has_warned:
-            self._has_warned = True
+    def _check(self, path: str) -> None:
+        if self._counts[path] == 1:
+            reason = f"gives the BatchNorm {path} one value per channel in a microbatch, whose variance is 0"
+            raise config_error(("training", "local_batch_size"), f"{reason}; {self._remedy()}")
+
+    def _report(self) -> None:
+        few = {path: count for path, count in self._counts.items() if count < FEW_VALUES}
+        if few and not (dist.is_initialized() and dist.get_rank()):
+            worst = min(few, key=lambda path: few[path])
             _log.warning(
-                "the statistics of the BatchNorm %s rest on %d values per channel; below %d they are mostly noise. "
-                "This follows from training.local_batch_size: %s",
-                *(path, count, FEW_VALUES, remedy),
+                "the statistics of %d BatchNorm layers rest on fewer than %d values per channel, those of %s on %d: "
+                "they are mostly noise. This follows from training.local_batch_size: %s",
+                *(len(few), FEW_VALUES, worst, few[worst], self._remedy()),
             )
+
+    def _remedy(self) -> str:
+        return "raise it" if self._group else 'raise it, or on several ranks set batchnorm.statistics = "synchronized"'
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -60,12 +61,15 @@ class Claims:
         Running statistics are moving averages: in bf16 an update of 1 % is rounded away. So only a rule that names the
         BatchNorm itself decides about them.
         """
-        if is_batch_norm(module):
-            claim = self.own.get(module.path)
-            return None if claim is None else claim.rule.buffer_dtype
-        claim = self.governing(module.path)
+        claim = self.of_buffers(module)
         own = None if claim is None else claim.rule.buffer_dtype
-        return own or self._precision.buffer_dtype
+        return own or (None if is_batch_norm(module) else self._precision.buffer_dtype)
+
+    def of_buffers(self, module: ModuleInfo) -> Claim | None:
+        """The claim that decides about a module's floating buffers, if it has any."""
+        if module.same_as is not None or not any(buffer.is_floating for buffer in module.buffers):
+            return None
+        return self.own.get(module.path) if is_batch_norm(module) else self.governing(module.path)
 
     def around(self, path: str) -> str:
         """What the module around the nearest claimed one computes in: where its inputs come from."""
@@ -89,6 +93,7 @@ def claim_modules(inventory: Inventory, precision: PrecisionConfig) -> Claims:
     claims = _claims_of_rules(candidates, precision)
     problems = [*_unused_rules(inventory, precision.rules, candidates, claims)]
     problems = problems or [
+        *_idle_buffer_dtypes(inventory, precision.rules, claims),
         *_mixed_batch_norms(candidates, claims),
         *_mixed_matmuls(candidates, claims),
     ]
@@ -125,12 +130,17 @@ def rule_matches(rule: PrecisionRule, module: ModuleInfo) -> bool:
     """Whether a module is what a rule describes, by class and by path; a part that is not given matches all."""
     if rule.type is not None and not any(_is_class(rule.type, name) for name in module.classes):
         return False
-    return rule.match is None or matches(rule.match, module.path)
+    return rule.match is None or any(matches(pattern, module.path) for pattern in _patterns(rule))
+
+
+def _patterns(rule: PrecisionRule) -> tuple[str, ...]:
+    return (rule.match,) if isinstance(rule.match, str) else rule.match or ()
 
 
 def _is_class(wanted: str, full_name: str) -> bool:
     if "." in wanted:
-        return wanted == full_name
+        public = re.sub(r"^torch\.nn\.modules\.\w+\.", "torch.nn.", full_name)
+        return wanted in (full_name, public)
     return wanted.lstrip("_") == full_name.rpartition(".")[2].lstrip("_")
 
 
@@ -142,18 +152,39 @@ def _unused_rules(
         matched = [m.path for m in candidates if rule_matches(claim.rule, m)]
         if not matched:
             yield _nothing_matched(inventory, claim, candidates)
+        elif useless := [*_useless_patterns(claim, candidates)]:
+            yield from useless
         elif claim.key not in used:
             others = sorted({claims.own[path].reason for path in matched})
-            yield _problem(claim, f"every module it matches is already under {', '.join(others)}")
+            reason = f"every module it matches is already under {', '.join(others)}"
+            yield _problem(claim, f"{reason}; the first rule wins, so put the narrower one first")
         elif not any(_has_something_to_apply_to(inventory, path, claim.rule) for path in matched):
             tensors = "parameters" if claim.rule.buffer_dtype is None else "parameters or floating buffers"
             yield _problem(claim, f"matches only {listed(matched)}: no {tensors} to apply it to")
+
+
+def _idle_buffer_dtypes(inventory: Inventory, rules: Sequence[PrecisionRule], claims: Claims) -> Iterator[Problem]:
+    """A `buffer_dtype` that no buffer follows: those inside are under other rules, or a BatchNorm's."""
+    followed = {claim.key for module in inventory.modules if (claim := claims.of_buffers(module)) is not None}
+    for claim in _rule_claims(rules):
+        if claim.rule.buffer_dtype is not None and claim.key not in followed:
+            reason = "no floating buffer follows it: there is none inside, or it is met first on another path"
+            remedy = "BatchNorm's need a rule for the BatchNorm itself; drop this key"
+            yield Problem((*(claim.key or ()), "buffer_dtype"), f"{reason}; {remedy}", claim.rule.buffer_dtype)
 
 
 def _has_something_to_apply_to(inventory: Inventory, path: str, rule: PrecisionRule) -> bool:
     inside = [m for m in inventory.modules if is_within(m.path, path)]
     buffers = [buffer for m in inside for buffer in m.buffers if buffer.is_floating]
     return any(m.parameters for m in inside) or (rule.buffer_dtype is not None and bool(buffers))
+
+
+def _useless_patterns(claim: Claim, candidates: Sequence[ModuleInfo]) -> Iterator[Problem]:
+    """Of several patterns in one rule, those that match nothing."""
+    for index, pattern in enumerate([] if isinstance(claim.rule.match, str) else _patterns(claim.rule)):
+        if not any(matches(pattern, module.path) for module in candidates):
+            hint = did_you_mean(pattern, [module.path for module in candidates])
+            yield Problem((*(claim.key or ()), "match", index), f"matches no module of the model{hint}", pattern)
 
 
 def _nothing_matched(inventory: Inventory, claim: Claim, candidates: Sequence[ModuleInfo]) -> Problem:
@@ -170,8 +201,12 @@ def _nothing_matched(inventory: Inventory, claim: Claim, candidates: Sequence[Mo
     if rule.match is None:
         names = {name.rpartition(".")[2] for m in candidates for name in m.classes}
         return _problem(claim, f"no module of the model is of this class{did_you_mean(rule.type or '', names)}")
-    reason = "matches no module of the model" if rule.type is None else f"matches no module of class {rule.type}"
-    return _problem(claim, reason + did_you_mean(rule.match, [m.path for m in candidates]))
+    found = [m for m in candidates if any(matches(pattern, m.path) for pattern in _patterns(rule))]
+    if found:
+        others_class = f"{found[0].path} is a {found[0].class_name}"
+        return _problem(claim, f"matches no module of class {rule.type}: {others_class}; drop type or match")
+    hint = did_you_mean(_patterns(rule)[0], [m.path for m in candidates])
+    return _problem(claim, f"matches no module of the model{hint}")
 
 
 def _mixed_batch_norms(candidates: Sequence[ModuleInfo], claims: Claims) -> Iterator[Problem]:

@@ -52,7 +52,7 @@ def _buffer_dtypes(unit: Unit, plan: ModelPlan) -> list[str]:
             plan.buffer_dtypes[f"{module.path}.{buffer.name}" if module.path else buffer.name]
             for module in plan.inventory.modules
             for buffer in module.buffers
-            if buffer.is_floating and plan.unit_of[module.path] is unit
+            if buffer.is_floating and module.same_as is None and plan.unit_of[module.path] is unit
         }
     )
 

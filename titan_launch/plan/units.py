@@ -66,7 +66,7 @@ def _buffer_dtypes(inventory: Inventory, claims: Claims) -> dict[str, str]:
         f"{module.path}.{buffer.name}" if module.path else buffer.name: claims.buffer_dtype(module) or buffer.dtype
         for module in inventory.modules
         for buffer in module.buffers
-        if buffer.is_floating
+        if buffer.is_floating and module.same_as is None
     }
 
 
@@ -173,8 +173,10 @@ class _UnitPlanner:
         if claim.rule.reshard_after_forward is not None:
             return claim.rule.reshard_after_forward
         is_late = any(is_within(path, head) for path in modules for head in self.inventory.head)
-        reaches_over_blocks = len({self._block_around(path) for path in modules}) > 1
-        return self.resharding.late if is_late or reaches_over_blocks else self.resharding.blocks
+        is_in_one_block = len({self._block_around(path) for path in modules} - {""}) == 1
+        return (
+            self.resharding.blocks if not is_late and (len(modules) == 1 or is_in_one_block) else self.resharding.late
+        )
 
     def _policy(self, path: str, claim: Claim) -> Policy:
         rule = claim.rule
@@ -230,7 +232,14 @@ def _check_tied_parameters(inventory: Inventory, units: Sequence[Unit], claims: 
             if parameter.tied_to is None or owners[first] == owners[module.path]:
                 continue
             claim = claims.governing(module.path) or claims.governing(first)
-            remedy = "one rule must match both or neither" if claim else "set model.blocks so that one block holds both"
+            remedy = "set model.blocks so that one block holds both"
+            if claim is not None:
+                is_one_rule = claims.governing(module.path) is claims.governing(first)
+                remedy = (
+                    "set output_dtype"
+                    if is_one_rule
+                    else f'one rule must match both: match = ["{first}", "{module.path}"]'
+                )
             reason = f"{module.path} and {first} share a parameter (tied), which FSDP2 wants in one unit: {remedy}"
             key = ("model", "blocks") if claim is None else claim.key or ("precision",)
             problems.append(Problem(key, reason))

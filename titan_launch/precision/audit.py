@@ -14,6 +14,7 @@ from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit
 from titan_launch.precision.observation import (
     ALL_GATHER,
     ALL_REDUCE,
+    AUTOCAST,
     GRADIENTS,
     INPUTS,
     OUTPUTS,
@@ -115,6 +116,7 @@ def _planned_of_module(plan: ModelPlan, info: ModuleInfo, unit: Unit) -> Iterato
     """Boundaries are cast where a module was given to `fully_shard` itself; parameters belong to a unit everywhere."""
     policy = unit.policy if info.path in unit.modules else None
     yield INPUTS, policy.param_dtype if policy and policy.cast_forward_inputs else None
+    yield AUTOCAST, "off"  # it computes in a dtype of its own, whatever parameters and inputs have
     if info.parameters:
         yield PARAMETERS, unit.compute_dtype
         yield GRADIENTS, unit.compute_dtype
@@ -164,7 +166,7 @@ def _as_data(row: Audited) -> dict[str, Any]:
 
 
 def _markdown(kind: str, rows: Sequence[Audited]) -> str:
-    whats = [what for what in _WHATS if any(_column(f) == what for row in rows for f in row.findings)]
+    whats = [what for what in _WHATS if any(_column(f) == what and f.observed for row in rows for f in row.findings)]
     lines = [(kind, "class", "forwards", *whats, "from"), ("---",) * (len(whats) + 4)]
     cells = (
         (row.name, (row.classes, _forwards(row), *(_cell(row, w) for w in whats), row.unit.reason)) for row in rows
@@ -176,7 +178,7 @@ def _markdown(kind: str, rows: Sequence[Audited]) -> str:
 _BUFFERS = "buffers"
 _WHATS = (
     *(INPUTS, PARAMETERS, GRADIENTS, _BUFFERS, OUTPUTS, STORED_PARAMETERS, STORED_GRADIENTS),
-    *(ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE),
+    *(ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, AUTOCAST),
 )
 
 

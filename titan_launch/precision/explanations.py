@@ -219,6 +219,34 @@ def _changed_in_place(failure: Failure) -> Problem | None:
     return _problem(failure, failure.plan.unit_of[path].key or ("model", "name"), reason)
 
 
+def _base_changed_in_place(failure: Failure) -> Problem:
+    """The same from outside: the model's forward changes what it has handed to a unit, and backward finds out."""
+    reason = (
+        "the model changes in place a tensor that it has handed to an FSDP2 unit, as in x += block(x); write "
+        "x = x + block(x), or change x.clone()"
+    )
+    return _problem(failure, ("model", "name"), reason)
+
+
+def _used_without_a_call(failure: Failure) -> Problem | None:
+    """Only calling a unit's modules gathers their parameters."""
+    running = failure.running()
+    if not running:
+        return None
+    user = running[-1].path
+    inside = [u for u in failure.plan.units if any(p != user and is_within(p, user) for p in u.modules)]
+    unit = next((u for u in inside if u.key is not None), inside[0] if inside else failure.plan.unit_of[user])
+    used = next((path for path in unit.modules if path != user and is_within(path, user)), user)
+    whose = f"the parameters of {failure.describe(used)}" if used != user else "parameters of its own"
+    reason = (
+        f"{failure.describe(user)} uses {whose} while they are sharded: FSDP2 gathers a unit's parameters when its "
+        f"module is called, and here it is not ({failure.line()})"
+    )
+    remedy = f'match the module around it ("{failure.glob(user)}")' if user else "leave it out of the rule"
+    fallback = "call the module, or name blocks that hold both in model.blocks"
+    return _problem(failure, unit.key or ("model", "blocks"), f"{reason}; {remedy if unit.key else fallback}")
+
+
 def _not_gathered(failure: Failure) -> Problem:
     """Changing a view in place gives it another history, without the hook by which FSDP2 gathers for backward."""
     waiting = [unit.modules[0] for unit in failure.units_without_gradients() if unit.modules[0]]
@@ -241,6 +269,8 @@ _EXPLANATIONS: Mapping[str, Callable[[Failure], Problem | None]] = {
     "'FSDPParam' object has no attribute '_unsharded_param'": _never_gathered,
     "ReduceOp.PREMUL_SUM": _divide_factor,
     "is a view and is being modified inplace": _changed_in_place,
+    "is a view and its base or another view of its base has been modified inplace": _base_changed_in_place,
+    "got mixed torch.Tensor and DTensor": _used_without_a_call,
     "setStorage: .* out of bounds for storage of size 0": _not_gathered,
     "Expected running_mean to have type": _batch_norm,
     "not implemented for '(BFloat16|Half)'": _no_kernel,

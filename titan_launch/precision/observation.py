@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -21,6 +22,7 @@ INPUTS, OUTPUTS = "inputs", "outputs"
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 STORED_PARAMETERS, STORED_GRADIENTS = "stored parameters", "stored gradients"
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+AUTOCAST = "autocast"
 
 
 def buffer(name: str) -> str:
@@ -91,6 +93,7 @@ def _watch_module(module: nn.Module, seen: Seen, hooks: ExitStack) -> None:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.num_forwards += 1
         seen.note(INPUTS, (args, kwargs))
+        seen.dtypes[AUTOCAST].update(autocast_dtypes((args, kwargs)))
         seen.note(PARAMETERS, list(module._parameters.values()))
         _note_buffers(module, seen)
         for parameter in module._parameters.values():  # whole ones, which autograd sees; shards take their place later
@@ -144,6 +147,13 @@ class _WatchedReduceScatter(DefaultReduceScatter):
     ) -> dist.Work:
         self._seen.note(REDUCE_SCATTER, (input_tensor, output_tensor))
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+def autocast_dtypes(value: Any) -> Iterator[str]:
+    """What torch.autocast would compute in, on the devices of a value's floating tensors; nothing where it is off."""
+    for device_type in {tensor.device.type for tensor in floating_tensors(value)}:
+        if torch.is_autocast_enabled(device_type):
+            yield str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
 
 
 def floating_tensors(value: Any) -> Iterator[Tensor]:

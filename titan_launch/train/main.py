@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from contextlib import ExitStack
 
 from titan_launch.config.job import JobConfig
@@ -19,8 +20,18 @@ def train(config: JobConfig, provenance: Provenance) -> None:
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group(config.job.device, config.comm.timeout_seconds))
         _log_on_main(ranks.is_main)
+        _leave_out_warnings()
         seed_everything(config.training.seed + ranks.rank, config.debug.deterministic)
         fit(build_run(config, ranks, stack, provenance.place))
+
+
+def _leave_out_warnings() -> None:
+    """Those of PyTorch that every rank would print, for what the launcher says itself or somebody asked for."""
+    for message in (
+        r"FSDP2-wrapped module .* returned a view tensor",  # train.audit names them by path
+        r"Mismatch dtype between input and weight",  # a rule for fp32 norm weights asks for it
+    ):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def _log_on_main(is_main: bool) -> None:
