@@ -143,7 +143,7 @@ def compiled_and_not() -> None:
 def train_compiled(config: JobConfig, recomputation_is: str) -> dict[str, Tensor]:
     built = build_model(config.model, 16)
     blocks = [built.module.get_submodule(path) for path in built.blocks]
-    group = statistics_group() if config.batchnorm.statistics == "synchronized" else None
+    group = statistics_group(60) if config.batchnorm.statistics == "synchronized" else None
     prepare_batch_norms(built.module, config.batchnorm, 1, group)
     if recomputation_is == "outside":
         for block in blocks:

@@ -74,7 +74,7 @@ def forward_and_backward(norm: nn.Module, batch: Tensor, grad: Tensor) -> dict[s
 def layers_in_parts(sizes: list[int]) -> list[dict[str, float]]:
     """The errors of synchronized layers on parts of a batch, against torch's on the whole."""
     errors = []
-    group, rank = statistics_group(), dist.get_rank()
+    group, rank = statistics_group(60), dist.get_rank()
     for (alone, batch), (together, _) in zip(layers(), layers(), strict=True):
         generator = torch.Generator().manual_seed(1)
         grad = torch.randn(batch.shape, generator=generator).to(batch.dtype)
@@ -275,12 +275,26 @@ def test_the_microbatches_of_a_step_move_the_statistics_together_as_far_as_one_w
     assert weight_left_on_the_old_mean("microbatch") == pytest.approx(0.9**4)
 
 
+def momentum_in_a_job(momentum_per: str) -> float:
+    job = {
+        "model": MODELS["llama"],
+        "training": {"seq_len": 16, "local_batch_size": 1, "global_batch_size": 8},
+        "batchnorm": {"momentum_per": momentum_per},
+    }
+    return float(sharded_model(JobConfig.model_validate(job), 16).get_submodule("norm").momentum)  # type: ignore[arg-type]
+
+
+def test_a_jobs_microbatches_set_the_momentum() -> None:
+    assert run_ranks(momentum_in_a_job, 2, "step") == [pytest.approx(1 - 0.9**0.25)] * 2
+    assert run_ranks(momentum_in_a_job, 2, "microbatch") == [0.1] * 2
+
+
 # Few values
 
 
 def prepared(config: BatchNormConfig) -> nn.Module:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
-    prepare_batch_norms(model, config, 1, statistics_group() if config.statistics == "synchronized" else None)
+    prepare_batch_norms(model, config, 1, statistics_group(60) if config.statistics == "synchronized" else None)
     return model
 
 

@@ -124,6 +124,24 @@ def unusual_units() -> None:
             torch.testing.assert_close(gradient, results[0][name], rtol=1e-5, atol=1e-6)
 
 
+def outputs_of_unusual_units() -> set[str]:
+    """The dtypes of fp32 logits, where a unit of norms is left incomplete by the one that never runs."""
+    rules = [
+        {"match": "output", "param_dtype": "float32", "output_dtype": "float32"},
+        {"type": "LayerNorm", "param_dtype": "float32"},
+    ]
+    config = JobConfig.model_validate({"model": {"name": f"{__name__}:Unusual"}, "precision": {"rules": rules}})
+    model = sharded_model(config, 16)
+    tokens = torch.full((1, 4), 2)
+    trained = model(tokens)
+    trained.sum().backward()
+    return {str(logits.dtype) for logits in (trained, model.eval()(tokens))}
+
+
+def test_a_module_that_does_not_run_leaves_the_models_outputs_alone() -> None:
+    assert run_ranks(outputs_of_unusual_units, 2) == [{"torch.float32"}] * 2
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_modules_that_run_twice_or_not_at_all_may_share_a_unit(ranks: int) -> None:
     run_ranks(unusual_units, ranks)

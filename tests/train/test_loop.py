@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
 from tests.train.jobs import assert_equal, read_metrics, run_job, run_job_until, this_rank, tiny_job, whole_state
 from titan_launch.config.job import JobConfig
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import report, train_one_step, validation_scalars
+from titan_launch.train.validate import validate
 
 
 def losses(folder: Path, tag: str = "train/loss") -> list[float]:
@@ -111,8 +113,20 @@ def validate_again(job: dict[str, Any]) -> tuple[list[float], dict[str, float], 
         before = whole_state(run.model)
         metrics = validation_scalars(run)
         after = whole_state(run.model)
+        assert all(isinstance(parameter, DTensor) for parameter in run.model.parameters())  # nothing is left gathered
         statistics = [float(tensor.double().sum()) for name, tensor in after.items() if "running" in name]
         return statistics, metrics, all(map(torch.equal, before.values(), after.values()))
+
+
+def validate_a_frozen_norm() -> bool:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    model[0].eval()
+    validate(model, [], torch.device("cpu"))
+    return model.training and model[1].training and not model[0].training
+
+
+def test_validation_leaves_a_frozen_batchnorm_frozen() -> None:
+    assert run_ranks(validate_a_frozen_norm, 1) == [True]
 
 
 def test_validation_evaluates_one_model_and_does_not_change_it(tmp_path: Path) -> None:

@@ -169,10 +169,14 @@ def cast_in_recomputation(model: nn.Module, plan: ModelPlan, blocks: Sequence[st
     Before torch 2.13 FSDP2 leaves these casts out of a recomputation (pytorch issues 148831, 159359, 176650). Where it
     has cast, these casts do nothing.
     """
-    for unit in plan.units:
-        for path in unit.modules:
-            if any(path != block and is_within(path, block) for block in blocks):
-                _cast_always(model.get_submodule(path), unit.policy)
+    units = {path: unit for unit in plan.units for path in unit.modules}
+    inside = {  # a module with several parents may be met first outside of the blocks
+        info.same_as or info.path
+        for info in plan.inventory.modules
+        if any(info.path != block and is_within(info.path, block) for block in blocks)
+    }
+    for path in inside & units.keys():
+        _cast_always(model.get_submodule(path), units[path].policy)
 
 
 def _cast_always(module: nn.Module, policy: Policy) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.utils import _apply_to_tensors
 
 from titan_launch.plan.prefetch import plan_backward_prefetch
 from titan_launch.plan.types import ModelPlan
-from titan_launch.precision.policy import mixed_precision_policy
+from titan_launch.precision.policy import mixed_precision_policy, torch_dtype
 
 CAN_SHARE_UNITS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 """Whether one `fully_shard` call casts the inputs and outputs of every module it is given. Before torch 2.13 it cast
@@ -25,15 +27,32 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> None:
     """
     for unit in plan.units:
         modules = [model.get_submodule(path) for path in unit.modules]
+        is_shared = len(modules) > 1
         fully_shard(
-            modules if len(modules) > 1 else modules[0],
+            modules if is_shared else modules[0],
             mesh=mesh,
-            mp_policy=mixed_precision_policy(unit.policy),
+            mp_policy=mixed_precision_policy(replace(unit.policy, output_dtype=None) if is_shared else unit.policy),
             reshard_after_forward=unit.reshard_after_forward,
         )
+        if is_shared and unit.policy.output_dtype is not None:
+            for module in modules:
+                _cast_outputs(module, torch_dtype(unit.policy.output_dtype))
     _sum_gradients(model)
     for path, ahead in plan_backward_prefetch(plan).items():
         _fsdp_module(model, path).set_modules_to_backward_prefetch([_fsdp_module(model, name) for name in ahead])
+
+
+def _cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast what a module of a shared unit returns.
+
+    FSDP2's own cast is not for these: where one of the unit's modules does not run, it casts the outputs of the whole
+    model (or of whichever unit a recomputation began with) in its stead.
+    """
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    module.register_forward_hook(lambda _, args, output: _apply_to_tensors(cast, output))
 
 
 def _fsdp_module(model: nn.Module, path: str) -> FSDPModule:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -21,9 +23,9 @@ def fsdp_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
     return mesh[REPLICATE, SHARD] if layout.replicate > 1 else mesh[SHARD]
 
 
-def statistics_group() -> dist.ProcessGroup:
+def statistics_group(timeout_seconds: int) -> dist.ProcessGroup:
     """Another group of all data-parallel ranks, for collectives in the middle of forward and backward; collective.
 
     On NCCL these would queue, in FSDP2's group, behind the all-gathers of blocks to come that it has begun.
     """
-    return dist.new_group(group_desc="batchnorm statistics")
+    return dist.new_group(timeout=timedelta(seconds=timeout_seconds), group_desc="batchnorm statistics")

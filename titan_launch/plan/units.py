@@ -19,7 +19,17 @@ from titan_launch.config.parallelism import ParallelismConfig
 from titan_launch.config.precision import PrecisionConfig
 from titan_launch.errors import ConfigError, Problem
 from titan_launch.plan.claims import Claim, Claims, claim_modules
-from titan_launch.plan.types import Inventory, ModelPlan, Policy, TensorInfo, Unit, is_within, parent, unit_by_module
+from titan_launch.plan.types import (
+    Inventory,
+    ModelPlan,
+    ModuleInfo,
+    Policy,
+    TensorInfo,
+    Unit,
+    is_within,
+    parent,
+    unit_by_module,
+)
 
 _SMALL_UNIT = 2**20
 """Parameters that may be gathered together in any model: at most 4 MB on every rank."""
@@ -232,16 +242,18 @@ def _check_tied_parameters(inventory: Inventory, units: Sequence[Unit], claims: 
             if parameter.tied_to is None or owners[first] == owners[module.path]:
                 continue
             claim = claims.governing(module.path) or claims.governing(first)
-            remedy = "set model.blocks so that one block holds both"
-            if claim is not None:
-                is_one_rule = claims.governing(module.path) is claims.governing(first)
-                remedy = (
-                    "set output_dtype"
-                    if is_one_rule
-                    else f'one rule must match both: match = ["{first}", "{module.path}"]'
-                )
-            reason = f"{module.path} and {first} share a parameter (tied), which FSDP2 wants in one unit: {remedy}"
+            reason = f"{module.path} and {first} share a parameter (tied), which FSDP2 wants in one unit"
             key = ("model", "blocks") if claim is None else claim.key or ("precision",)
-            problems.append(Problem(key, reason))
+            problems.append(Problem(key, f"{reason}: {_tied_remedy(module, first, claims)}"))
     if problems:
         raise ConfigError(problems)
+
+
+def _tied_remedy(module: ModuleInfo, first: str, claims: Claims) -> str:
+    """What brings a module and the one that shares its parameter into one unit."""
+    own, other = claims.governing(module.path), claims.governing(first)
+    if own is None and other is None:
+        if module.same_as is None:
+            return "set model.blocks so that one block holds both"
+        return f'a rule for it makes a unit of its own: match = "{module.same_as}"'
+    return "set output_dtype" if own is other else f'one rule must match both: match = ["{first}", "{module.path}"]'

@@ -138,7 +138,7 @@ def shard_model(
 ) -> nn.Module:
     """Wrap a model on the meta device as planned; nothing is allocated."""
     mesh = fsdp_mesh(build_mesh(layout, device.type), layout)
-    group = statistics_group() if config.batchnorm.statistics == "synchronized" else None
+    group = statistics_group(config.comm.timeout_seconds) if config.batchnorm.statistics == "synchronized" else None
     parallelize(built.module, plan, layout, mesh, config.batchnorm, group, config.activation_checkpoint)
     return built.module
 

@@ -21,6 +21,7 @@ def validate(model: nn.Module, batches: Iterable[Microbatch], device: torch.devi
     Every rank must have the same number of batches, since each forward gathers parameters. NaN without a valid target.
     """
     totals = torch.zeros(3, dtype=torch.float64, device=device)
+    was_training = {module: module.training for module in model.modules()}  # a frozen BatchNorm stays frozen
     model.eval()
     for batch in batches:
         inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
@@ -28,7 +29,8 @@ def validate(model: nn.Module, batches: Iterable[Microbatch], device: torch.devi
         totals[0] += cross_entropy_sum(logits, targets)
         totals[1] += count_correct(logits, targets)
         totals[2] += count_valid(targets)
-    model.train()
+    for module, flag in was_training.items():
+        module.training = flag
     _reshard(model)
     dist.all_reduce(totals)
     loss_sum, correct, count = totals.tolist()
