@@ -93,7 +93,8 @@ class _ValuesCheck:
     def watch(self, model: nn.Module, norms: Mapping[str, _BatchNorm]) -> None:
         """Look once, by hooks that remove themselves, and speak when the model's forward ends."""
         for path, norm in norms.items():
-            self._watch(path, norm)
+            if not isinstance(norm, nn.SyncBatchNorm):  # it counts all ranks' values itself
+                self._watch(path, norm)
 
         def report(module: nn.Module, inputs: Any, output: Any) -> None:
             if module.training and not torch.compiler.is_compiling():

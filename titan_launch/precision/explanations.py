@@ -10,7 +10,7 @@ from torch import nn
 
 from titan_launch.config.precision import PrecisionConfig, PrecisionRule
 from titan_launch.errors import UNSET, ConfigError, KeyPath, Problem, format_key
-from titan_launch.plan.claims import listed
+from titan_launch.plan.claims import BATCH_NORM_DEFAULT, listed
 from titan_launch.plan.types import ModelPlan, Unit, is_within
 from titan_launch.precision.failure import Failure, Running
 
@@ -243,6 +243,9 @@ def _used_without_a_call(failure: Failure) -> Problem | None:
         f"module is called, and here it is not ({failure.line()})"
     )
     remedy = f'match the module around it ("{failure.glob(user)}")' if user else "leave it out of the rule"
+    if unit.reason == BATCH_NORM_DEFAULT:
+        remedy = f'add [[precision.rules]] with match = "{failure.glob(user)}" and param_dtype = "float32"'
+        return _problem(failure, ("precision",), f"{reason}; {remedy}")
     fallback = "call the module, or name blocks that hold both in model.blocks"
     return _problem(failure, unit.key or ("model", "blocks"), f"{reason}; {remedy if unit.key else fallback}")
 
