@@ -173,9 +173,7 @@ def train(runs: dict[str, Run], figures: dict[str, Figures], steps: int) -> None
         pool_statistics(run)
         figures[name].validation_loss.append(validation_scalars(run)["validation/loss"])
         sharded = replace(run.layout, shard=max(2, run.layout.shard))
-        figures[name].collectives = sum(
-            (collectives_of_microbatch(unit, sharded) for unit in run.plan.units), start=Collectives()
-        )
+        figures[name].collectives = collectives_of_microbatch(run.plan.units, sharded)
 
 
 def table(job: str, figures: dict[str, Figures]) -> str:

@@ -45,6 +45,15 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
                 process.join()
 
 
+def join_fake_group(world_size: int) -> None:
+    """On a rank of `run_ranks(..., 1)`: be rank 0 of so many that do not exist; nothing is communicated."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
 def _gather(pipes: list[multiprocessing.connection.Connection], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed import run_ranks
+from tests.distributed import join_fake_group, run_ranks
 from tests.train.jobs import TINY_ARGS, sharded_model
 from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.job import JobConfig
@@ -141,8 +140,7 @@ def count_among_64_ranks(name: str, rules: list[dict[str, str]]) -> tuple[Collec
 
     The fake backend communicates nothing.
     """
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
+    join_fake_group(64)
     config = JobConfig.model_validate(
         {"model": {"name": name}, "training": {"seq_len": 16}, "precision": {"rules": rules}}
     )
@@ -152,7 +150,7 @@ def count_among_64_ranks(name: str, rules: list[dict[str, str]]) -> tuple[Collec
     model = shard_model(config, built, plan, layout, torch.device("cpu")).to_empty(device="cpu")
     with CollectiveCounter() as counter:
         model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
-    return counter.counted, sum((collectives_of_microbatch(u, layout) for u in plan.units), start=Collectives())
+    return counter.counted, collectives_of_microbatch(plan.units, layout)
 
 
 @pytest.mark.skipif(not CAN_SHARE_UNITS, reason="before torch 2.13 every norm has a unit of its own")

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed import run_ranks
+from tests.distributed import join_fake_group, run_ranks
 from tests.train.jobs import TINY_ARGS
 from titan_launch.config.job import JobConfig
 from titan_launch.models.build import build_model
@@ -38,8 +36,7 @@ class LargeGathers(TorchDispatchMode):
 
 def backward_events(rules: list[dict[str, Any]], keeps: bool) -> list[str]:
     """The order in which backward gathers blocks, and begins to compute in them, among 4 ranks that do not talk."""
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    join_fake_group(4)
     config = JobConfig.model_validate(
         {
             "model": {"args": {**TINY_ARGS, "n_layers": 4}},

@@ -16,7 +16,8 @@ from titan_launch.config.job import JobConfig
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.parallel.distributed import Ranks
-from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.layout import Layout, plan_layout
+from titan_launch.plan.types import ModelPlan
 from titan_launch.train.build import Run, build_run, shard_model
 from titan_launch.train.loop import fit, is_checkpoint_step, report, save, train_one_step
 from titan_launch.train.plan import plan_precision
@@ -69,13 +70,19 @@ def run_job_until(job: dict[str, Any], step: int) -> None:
 
 def sharded_model(config: JobConfig, seq_len: int) -> nn.Module:
     """A job's model on this rank: planned, wrapped and initialised with seed 0, as the launcher does it."""
+    return planned_and_sharded(config, seq_len)[0]
+
+
+def planned_and_sharded(config: JobConfig, seq_len: int) -> tuple[nn.Module, ModelPlan, Layout]:
+    """The same with its plan and the layout of the ranks."""
     ranks = this_rank()
     built = build_model(config.model, seq_len)
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
-    model = shard_model(config, built, plan_precision(config, built), layout, ranks.device)
+    plan = plan_precision(config, built)
+    model = shard_model(config, built, plan, layout, ranks.device)
     model.to_empty(device=ranks.device)
     initialize(model, built.initializer, 0, ranks.device)
-    return model
+    return model, plan, layout
 
 
 def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:

@@ -18,6 +18,7 @@ from titan_launch.models import llama3, resnet
 from titan_launch.models.initializers import Initializer, call_reset_parameters, check_reset_parameters
 from titan_launch.models.inventory import has_forward
 from titan_launch.models.spec import ModelSpec
+from titan_launch.plan.types import full_name
 from titan_launch.registry import import_factory, user_traceback
 
 SPECS: dict[str, ModelSpec] = {"llama3": llama3.SPEC, "resnet": resnet.SPEC}
@@ -145,7 +146,7 @@ def _list_entries(module: nn.Module, path: str = "") -> Iterator[str]:
     An entry that is a container itself stands for its own entries.
     """
     for name, child in module.named_children():
-        child_path = f"{path}.{name}" if path else name
+        child_path = full_name(path, name)
         if not isinstance(module, nn.ModuleList) or not has_forward(child):
             yield from _list_entries(child, child_path)
         elif any(True for _ in child.parameters()):

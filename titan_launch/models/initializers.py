@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from titan_launch.errors import ConfigError, Problem, UserError
 from titan_launch.globs import matches
+from titan_launch.plan.types import full_name
 from titan_launch.registry import user_traceback
 
 
@@ -67,7 +68,7 @@ class InitTable:
     def __call__(self, module: nn.Module, path: str) -> None:
         """Fill the module's tensors by their rules."""
         for name, tensor in own_tensors(module).items():
-            self._find(f"{path}.{name}" if path else name)(tensor, module)
+            self._find(full_name(path, name))(tensor, module)
 
     def _find(self, name: str) -> Fill:
         for pattern, fill in self._rules:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo
+from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
 
 
 def take_inventory(model: nn.Module, blocks: tuple[str, ...], head: tuple[str, ...] = ()) -> Inventory:
@@ -44,8 +44,8 @@ def _tensors(
     for name, tensor in tensors:
         if tensor is None:
             continue
-        full_name = f"{path}.{name}" if path else name
-        owner = first_owner.setdefault(id(tensor), full_name)
+        own = full_name(path, name)
+        owner = first_owner.setdefault(id(tensor), own)
         infos.append(
             TensorInfo(
                 name=name,
@@ -53,7 +53,7 @@ def _tensors(
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 is_floating=tensor.is_floating_point(),
                 requires_grad=tensor.requires_grad,
-                tied_to=owner if owner != full_name else None,
+                tied_to=owner if owner != own else None,
             )
         )
     return tuple(infos)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -27,6 +25,7 @@ from torch.utils.checkpoint import (
 
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.errors import config_error
+from titan_launch.parallel.fsdp import cast_inputs, cast_outputs
 from titan_launch.plan.types import ModelPlan, Policy, is_within
 from titan_launch.precision.policy import torch_dtype
 
@@ -180,16 +179,7 @@ def cast_in_recomputation(model: nn.Module, plan: ModelPlan, blocks: Sequence[st
 
 
 def _cast_always(module: nn.Module, policy: Policy) -> None:
-    if policy.param_dtype is not None and policy.cast_forward_inputs:
-        cast = partial(_cast_floating, torch_dtype(policy.param_dtype))
-        module.register_forward_pre_hook(
-            lambda _, args, kwargs: (tree_map_only(Tensor, cast, args), tree_map_only(Tensor, cast, kwargs)),
-            with_kwargs=True,
-        )
+    if policy.input_dtype is not None:
+        cast_inputs(module, torch_dtype(policy.input_dtype))
     if policy.output_dtype is not None:
-        cast_back = partial(_cast_floating, torch_dtype(policy.output_dtype))
-        module.register_forward_hook(lambda _, args, output: tree_map_only(Tensor, cast_back, output))
-
-
-def _cast_floating(dtype: torch.dtype, x: Tensor) -> Tensor:
-    return x.to(dtype) if x.is_floating_point() else x
+        cast_outputs(module, torch_dtype(policy.output_dtype))

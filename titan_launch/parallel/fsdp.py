@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,25 +35,35 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> None:
             mp_policy=mixed_precision_policy(replace(unit.policy, output_dtype=None) if is_shared else unit.policy),
             reshard_after_forward=unit.reshard_after_forward,
         )
+        # FSDP2's own cast is not for shared units: where one of the modules does not run, it casts the outputs of the
+        # whole model (or of whichever unit a recomputation began with) in its stead.
         if is_shared and unit.policy.output_dtype is not None:
             for module in modules:
-                _cast_outputs(module, torch_dtype(unit.policy.output_dtype))
+                cast_outputs(module, torch_dtype(unit.policy.output_dtype))
     _sum_gradients(model)
     for path, ahead in plan_backward_prefetch(plan).items():
         _fsdp_module(model, path).set_modules_to_backward_prefetch([_fsdp_module(model, name) for name in ahead])
 
 
-def _cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast what a module of a shared unit returns.
+def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast what a module returns, where FSDP2 does not do so rightly."""
+    module.register_forward_hook(lambda _, args, output: _cast_floating(output, dtype))
 
-    FSDP2's own cast is not for these: where one of the unit's modules does not run, it casts the outputs of the whole
-    model (or of whichever unit a recomputation began with) in its stead.
-    """
+
+def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast what a module is given, likewise; also what FSDP2 casts, since it comes first."""
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: (_cast_floating(args, dtype), _cast_floating(kwargs, dtype)), with_kwargs=True
+    )
+
+
+def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """A value with its floating tensors in `dtype`, in the same collections that FSDP2 looks into."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    module.register_forward_hook(lambda _, args, output: _apply_to_tensors(cast, output))
+    return _apply_to_tensors(cast, value)
 
 
 def _fsdp_module(model: nn.Module, path: str) -> FSDPModule:

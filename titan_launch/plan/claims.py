@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from titan_launch.config.precision import PrecisionConfig, PrecisionRule
 from titan_launch.errors import ConfigError, KeyPath, Problem, did_you_mean
 from titan_launch.globs import matches
-from titan_launch.plan.types import Inventory, ModuleInfo, is_within, parent
+from titan_launch.plan.types import Inventory, ModuleInfo, full_name, is_within, parent
 
 BATCH_NORM_DEFAULT = "BatchNorm default"
 """What the unit table gives as the reason of a BatchNorm unit that no rule asked for."""
@@ -250,7 +250,7 @@ def _parameters_without_dtype(inventory: Inventory) -> Iterator[Problem]:
     for module in inventory.modules:
         for parameter in module.parameters:
             if not parameter.is_floating:
-                name = f"{module.path}.{parameter.name}" if module.path else parameter.name
+                name = full_name(module.path, parameter.name)
                 reason = f"the parameter {name} is {parameter.dtype}, and FSDP2 would cast it to a floating dtype"
                 yield Problem(("model", "name"), f"{reason}; register it as a buffer")
 

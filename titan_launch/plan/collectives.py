@@ -35,7 +35,7 @@ class Collectives:
         return " + ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
 
 
-def collectives_of_microbatch(unit: Unit, layout: Layout) -> Collectives:
+def collectives_of_unit(unit: Unit, layout: Layout) -> Collectives:
     """What a unit communicates in one forward and backward, its gradients included.
 
     An all-gather before forward, another before backward if the parameters are freed in between; a reduce-scatter of
@@ -51,9 +51,14 @@ def collectives_of_microbatch(unit: Unit, layout: Layout) -> Collectives:
     )
 
 
+def collectives_of_microbatch(units: Iterable[Unit], layout: Layout) -> Collectives:
+    """The same of all units together."""
+    return sum((collectives_of_unit(unit, layout) for unit in units), start=Collectives())
+
+
 def collectives_of_step(units: Iterable[Unit], layout: Layout, accumulation: GradientAccumulationConfig) -> Collectives:
     """What all units communicate in a step of `layout.num_microbatches`, under an accumulation strategy."""
-    once = sum((collectives_of_microbatch(unit, layout) for unit in units), start=Collectives())
+    once = collectives_of_microbatch(units, layout)
     gathers = 1 if accumulation.keep_params_unsharded else layout.num_microbatches
     scatters = 1 if accumulation.mode == "deferred" else layout.num_microbatches
     reduces = layout.num_microbatches if accumulation.mode == "immediate" else 1

@@ -7,7 +7,10 @@ would start late, with little computation left to hide behind. So a block also n
 
 from __future__ import annotations
 
-from titan_launch.plan.types import ModelPlan, Unit, is_within
+from titan_launch.plan.types import Inventory, ModelPlan, Unit, is_within
+
+_OWN_PLACE = ("block", "head", "root")
+"""The reasons of units that are there without rules too."""
 
 
 def plan_backward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
@@ -22,7 +25,8 @@ def plan_backward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
         before = blocks[index - 1 : index] if index else ()
         _put_before(order, block, inner, before)
     last = plan.inventory.head[-1] if plan.inventory.head else ""
-    late = [unit for unit in plan.units if last not in unit.modules and _runs_late(unit, plan)]
+    behind = _paths_behind_blocks(plan.inventory)
+    late = [u for u in plan.units if last not in u.modules and u.reason not in _OWN_PLACE and behind & {*u.modules}]
     _put_before(order, _stands_for(plan.unit_of[last]), late, blocks[-1:])
     return order
 
@@ -45,11 +49,8 @@ def _is_inside(unit: Unit, block: str) -> bool:
     return all(is_within(path, block) and path != block for path in unit.modules)
 
 
-def _runs_late(unit: Unit, plan: ModelPlan) -> bool:
-    """Whether a unit under a rule has a module behind the last block, where the modules stand in the order they run."""
-    if unit.key is None and unit.reason in ("block", "head", "root"):
-        return False
-    blocks = plan.inventory.blocks
-    order = {module.path: index for index, module in enumerate(plan.inventory.modules)}
-    outside = [path for path in unit.modules if not any(is_within(path, block) for block in blocks)]
-    return any(order[path] > order[blocks[-1] if blocks else ""] for path in outside)
+def _paths_behind_blocks(inventory: Inventory) -> set[str]:
+    """The modules behind the last block, or all without blocks, where they stand in the order they run."""
+    blocks, paths = inventory.blocks, [module.path for module in inventory.modules]
+    behind = paths[paths.index(blocks[-1] if blocks else "") + 1 :]
+    return {path for path in behind if not any(is_within(path, block) for block in blocks)}

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.errors import KeyPath, format_key
-from titan_launch.plan.collectives import Collectives, collectives_of_microbatch, collectives_of_step
+from titan_launch.plan.collectives import (
+    Collectives,
+    collectives_of_microbatch,
+    collectives_of_step,
+    collectives_of_unit,
+)
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.types import ModelPlan, Unit
+from titan_launch.plan.types import ModelPlan, Unit, full_name
 
 Place = Callable[[KeyPath], str]
 """Where a key of the job file was given: `configs/job.toml:33`."""
@@ -22,7 +28,6 @@ def describe_units(plan: ModelPlan, layout: Layout, place: Place = format_key) -
 
 
 def _describe(unit: Unit, plan: ModelPlan, layout: Layout, place: Place) -> dict[str, Any]:
-    once = collectives_of_microbatch(unit, layout)
     return {
         "name": unit.name,
         "modules": list(unit.modules),
@@ -30,16 +35,12 @@ def _describe(unit: Unit, plan: ModelPlan, layout: Layout, place: Place) -> dict
         "parameters": unit.num_parameters,
         "storage_dtype": unit.storage_dtype,
         "compute_dtype": unit.compute_dtype,
-        "casts_inputs": unit.policy.param_dtype is not None and unit.policy.cast_forward_inputs,
+        "casts_inputs": unit.policy.input_dtype is not None,
         "reduce_dtype": unit.reduce_dtype,
         "output_dtype": unit.policy.output_dtype,
         "buffer_dtypes": _buffer_dtypes(unit, plan),
         "reshard_after_forward": unit.reshard_after_forward,
-        "collectives_per_microbatch": {
-            "all_gathers": once.all_gathers,
-            "reduce_scatters": once.reduce_scatters,
-            "all_reduces": once.all_reduces,
-        },
+        "collectives_per_microbatch": asdict(collectives_of_unit(unit, layout)),
         "reason": unit.reason,
         "place": None if unit.key is None else place(unit.key),
     }
@@ -49,7 +50,7 @@ def _buffer_dtypes(unit: Unit, plan: ModelPlan) -> list[str]:
     """The dtypes of the floating buffers in the modules whose parameters the unit holds."""
     return sorted(
         {
-            plan.buffer_dtypes[f"{module.path}.{buffer.name}" if module.path else buffer.name]
+            plan.buffer_dtypes[full_name(module.path, buffer.name)]
             for module in plan.inventory.modules
             for buffer in module.buffers
             if buffer.is_floating and module.same_as is None and plan.unit_of[module.path] is unit
@@ -98,7 +99,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def format_collectives(plan: ModelPlan, layout: Layout, accumulation: GradientAccumulationConfig) -> str:
     """One line: what FSDP2 communicates in a microbatch and, by the accumulation mode, in a step."""
-    microbatch = sum((collectives_of_microbatch(unit, layout) for unit in plan.units), start=Collectives())
+    microbatch = collectives_of_microbatch(plan.units, layout)
     step = collectives_of_step(plan.units, layout, accumulation)
     if not microbatch.total:
         return "collectives: none"

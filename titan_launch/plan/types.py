@@ -92,6 +92,11 @@ def parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
+def full_name(path: str, name: str) -> str:
+    """The path of what a module holds (a parameter, a buffer, a child), from the module's path and the name there."""
+    return f"{path}.{name}" if path else name
+
+
 @dataclass(frozen=True)
 class Policy:
     """What one FSDP2 unit does with dtypes: the arguments of `MixedPrecisionPolicy`, by name. None is FSDP2's None."""
@@ -104,6 +109,11 @@ class Policy:
     """None: outputs stay as they are."""
 
     cast_forward_inputs: bool = True
+
+    @property
+    def input_dtype(self) -> str | None:
+        """What floating inputs are cast to. None: they are taken as they come."""
+        return self.param_dtype if self.cast_forward_inputs else None
 
 
 @dataclass(frozen=True)

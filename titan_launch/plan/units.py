@@ -26,6 +26,7 @@ from titan_launch.plan.types import (
     Policy,
     TensorInfo,
     Unit,
+    full_name,
     is_within,
     parent,
     unit_by_module,
@@ -73,7 +74,7 @@ def plan_model(
 
 def _buffer_dtypes(inventory: Inventory, claims: Claims) -> dict[str, str]:
     return {
-        f"{module.path}.{buffer.name}" if module.path else buffer.name: claims.buffer_dtype(module) or buffer.dtype
+        full_name(module.path, buffer.name): claims.buffer_dtype(module) or buffer.dtype
         for module in inventory.modules
         for buffer in module.buffers
         if buffer.is_floating and module.same_as is None

@@ -10,7 +10,7 @@ from typing import Any
 from titan_launch.errors import format_key
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report import Place
-from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit
+from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit, full_name
 from titan_launch.precision.observation import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -115,14 +115,14 @@ def _remark(info: ModuleInfo, seen: Seen) -> str:
 def _planned_of_module(plan: ModelPlan, info: ModuleInfo, unit: Unit) -> Iterator[tuple[str, str | None]]:
     """Boundaries are cast where a module was given to `fully_shard` itself; parameters belong to a unit everywhere."""
     policy = unit.policy if info.path in unit.modules else None
-    yield INPUTS, policy.param_dtype if policy and policy.cast_forward_inputs else None
+    yield INPUTS, policy.input_dtype if policy else None
     yield AUTOCAST, "off"  # it computes in a dtype of its own, whatever parameters and inputs have
     if info.parameters:
         yield PARAMETERS, unit.compute_dtype
         yield GRADIENTS, unit.compute_dtype
     for tensor in info.buffers:
         if tensor.is_floating:
-            yield buffer(tensor.name), plan.buffer_dtypes[f"{info.path}.{tensor.name}" if info.path else tensor.name]
+            yield buffer(tensor.name), plan.buffer_dtypes[full_name(info.path, tensor.name)]
     yield OUTPUTS, policy.output_dtype if policy else None
     if info.parameters:
         yield STORED_PARAMETERS, unit.storage_dtype

@@ -14,7 +14,7 @@ from torch import nn
 
 from titan_launch.config.precision import PrecisionConfig, PrecisionRule
 from titan_launch.globs import matches
-from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit, is_within
+from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit, full_name, is_within
 from titan_launch.precision.observation import dtype_of, floating_tensors
 
 _PYTORCH = str(Path(torch.__file__).parent)
@@ -110,8 +110,8 @@ class Failure:
 
     def buffers_in_another_dtype(self, module: ModuleInfo) -> dict[str, str]:
         """A module's floating buffers, by name, that are not of the dtype that it computes in."""
-        prefix, computes_in = f"{module.path}." if module.path else "", self.plan.unit_of[module.path].compute_dtype
-        dtypes = {b.name: self.plan.buffer_dtypes[prefix + b.name] for b in module.buffers if b.is_floating}
+        path, computes_in = module.path, self.plan.unit_of[module.path].compute_dtype
+        dtypes = {b.name: self.plan.buffer_dtypes[full_name(path, b.name)] for b in module.buffers if b.is_floating}
         return {name: dtype for name, dtype in dtypes.items() if dtype != computes_in}
 
     def has_parameters(self, path: str) -> bool:

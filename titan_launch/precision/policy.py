@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from titan_launch.plan.types import ModelPlan, Policy
+from titan_launch.plan.types import ModelPlan, Policy, full_name
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -40,5 +40,4 @@ def cast_storage(model: nn.Module, plan: ModelPlan) -> None:
                 parameter.data = parameter.data.to(torch_dtype(plan.unit_of[path].storage_dtype))
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
-                full_name = f"{path}.{name}" if path else name
-                module._buffers[name] = buffer.to(torch_dtype(plan.buffer_dtypes[full_name]))
+                module._buffers[name] = buffer.to(torch_dtype(plan.buffer_dtypes[full_name(path, name)]))

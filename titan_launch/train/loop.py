@@ -68,7 +68,7 @@ def is_report_step(run: Run) -> bool:
     checkpoint."""
     step = run.progress.step
     regular = step % run.config.metrics.log_freq == 0 or step == run.config.training.steps
-    return regular or step == run.first_step or is_validation_step(run) or is_checkpoint_step(run)
+    return regular or step == run.first_step or needs_pooled_statistics(run)
 
 
 def is_checkpoint_step(run: Run) -> bool:
@@ -76,6 +76,11 @@ def is_checkpoint_step(run: Run) -> bool:
     step = run.progress.step
     due = step % run.config.checkpoint.interval == 0 or step == run.config.training.steps
     return run.checkpoints is not None and due
+
+
+def needs_pooled_statistics(run: Run) -> bool:
+    """Where there is a validation or a checkpoint, which are of one model."""
+    return is_validation_step(run) or is_checkpoint_step(run)
 
 
 def clear_progress(run: Run) -> None:
@@ -98,7 +103,7 @@ def report(run: Run, result: StepResult) -> None:
     scalars["train/samples_seen"] = run.progress.samples_seen
     scalars["train/epoch"] = run.progress.samples_seen / run.epoch_size
     scalars["train/skipped_steps"] = run.progress.skipped_steps
-    if is_validation_step(run) or is_checkpoint_step(run):
+    if needs_pooled_statistics(run):
         scalars |= pool_statistics(run)
     if is_validation_step(run):
         scalars |= validation_scalars(run)

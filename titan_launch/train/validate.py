@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from titan_launch.loss import count_correct, count_valid, cross_entropy_sum
+from titan_launch.parallel.fsdp import fsdp_modules
 from titan_launch.train.step import Microbatch, logits_of
 
 
@@ -44,6 +44,5 @@ def _reshard(model: nn.Module) -> None:
     Until then `model.parameters()` are not the sharded ones that the optimizer has, and what is known by them (its
     state, in a checkpoint) is not found.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in fsdp_modules(model):
+        module.reshard()
