@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from publishing import publish
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_launch.config.job import JobConfig
 from titan_launch.loss import cross_entropy_sum
 from titan_launch.parallel.distributed import Ranks, process_group
-from titan_launch.plan.collectives import Collectives, collectives_of_microbatch
+from titan_launch.plan.traffic import Collectives, collectives_of_microbatch
 from titan_launch.process import leave
 from titan_launch.train.build import Run, build_run
 from titan_launch.train.loop import pool_statistics, train_one_step, validation_scalars
@@ -36,8 +37,6 @@ from titan_launch.train.seed import seed_everything
 
 LAST_STEPS = 10
 """The training loss is the mean over this many steps at the end."""
-
-BEGIN, END = "<!-- precision_numerics: begin -->", "<!-- precision_numerics: end -->"
 
 Variants = dict[str, dict[str, Any]]
 """`[precision]` by name; the first is the reference for gradients, the second the one for time and collectives."""
@@ -227,7 +226,9 @@ def main() -> None:
             args, variants = JOBS[job]
             tables.append(table(job, study(args, variants, ranks, options.seeds, options.steps)))
         if ranks.is_main:
-            publish("\n\n".join([header(ranks, options.seeds, options.steps), *tables]), options.write)
+            publish(
+                "\n\n".join([header(ranks, options.seeds, options.steps), *tables]), "precision_numerics", options.write
+            )
 
 
 def header(ranks: Ranks, seeds: int, steps: int) -> str:
@@ -237,15 +238,6 @@ def header(ranks: Ranks, seeds: int, steps: int) -> str:
         f"{seeds} seeds, {steps} steps each, {ranks.world_size} ranks on {device}, torch {torch.__version__}, "
         f"Python {platform.python_version()}:"
     )
-
-
-def publish(text: str, path: Path | None) -> None:
-    """Print the study, and put it between the markers of a file."""
-    print(text)
-    if path is not None:
-        before, _, rest = path.read_text().partition(BEGIN)
-        _, _, after = rest.partition(END)
-        path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
 
 
 if __name__ == "__main__":

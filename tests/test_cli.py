@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,6 +112,126 @@ def test_check_never_imports_torch(job: Path) -> None:
     )
     command = [sys.executable, "-c", code, "check", "--config", str(job)]
     assert subprocess.run(command, cwd=REPO, timeout=60).returncode == 0
+
+
+def run_without_torch(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    """A command that fails where it imports torch."""
+    code = "import sys; sys.modules['torch'] = None; from titan_launch.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=60)
+
+
+def plan_json(job: Path, *args: str) -> dict[str, Any]:
+    result = run_without_torch("plan", "--config", job, "--world-size", "2", "--json", *args)
+    assert result.returncode == 0, result.stderr
+    plan: dict[str, Any] = json.loads(result.stdout)
+    return plan
+
+
+@pytest.mark.parametrize(("config", "ranks"), [("llama3_8b", "8"), ("llama3_70b", "512")])
+def test_plan_of_a_llama_never_imports_torch(config: str, ranks: str) -> None:
+    overrides = ("--parallelism.data_parallel_shard_degree=-1", "--training.global_batch_size=2048")
+    command = ("plan", "--config", f"configs/{config}.toml", "--world-size", ranks, "--device", "h100-80gb")
+    result = run_without_torch(*command, *overrides)
+    assert result.returncode == 0, result.stderr
+    assert "assumed: h100-80gb; 79.1 GiB" in result.stdout and 'mode = "auto" would be' in result.stdout
+    lines = result.stdout.splitlines()
+    assert sum(line.count("~") == 2 for line in lines) == (12 if ranks == "8" else 18)
+
+
+def test_plan_options_are_the_keys_of_the_planner(job: Path) -> None:
+    given = ("--device", "a100-40gb", "--memory-gib=30", "--intra-bandwidth", "200", "--inter-bandwidth", "10")
+    keys = ("device=a100-40gb", "memory_gib=30", "intra_node_gb_per_s=200", "inter_node_gb_per_s=10")
+    more = ("gpus_per_node=4", "mfu=0.5")
+    plans = (
+        plan_json(job, *given, "--gpus-per-node", "4", "--mfu", "0.5"),
+        plan_json(job, *(f"--planner.{key}" for key in (*keys, *more))),
+    )
+    assert plans[0] == plans[1]
+    assumed = plans[0]["assumptions"]
+    assert (assumed["memory_gib"], assumed["mfu"], assumed["gpus_per_node"]) == (30, 0.5, 4)
+
+
+def test_plan_resolves_auto_and_says_why(job: Path) -> None:
+    auto = "--gradient_accumulation.mode=auto"
+    plan = plan_json(job, auto, "--memory-gib", "1")
+    assert plan["resolved"]["gradient_accumulation"] == {"mode": "deferred", "keep_params_unsharded": True}
+    assert "the least traffic of the 4 of 4 that fit into 1 GiB" in plan["resolved"]["reason"]
+    (chosen,) = [row for row in plan["rows"] if row["is_chosen"]]
+    assert chosen["verdict"] == "fits" and chosen["traffic_per_step"]["collectives"] == plan["collectives_per_step"]
+    fixed = plan_json(job, "--rows", "own")
+    assert (len(fixed["rows"]), fixed["auto_would_be"]) == (1, None)
+    assert fixed["resolved"]["reason"] == "as the job says"
+
+
+def test_plan_fails_with_the_table_where_nothing_fits(job: Path) -> None:
+    command = (
+        "plan",
+        "--config",
+        job,
+        "--world-size",
+        "2",
+        "--memory-gib",
+        "1e-6",
+        "--gradient_accumulation.mode=auto",
+    )
+    result = run_without_torch(*command)
+    assert result.returncode == 2 and result.stderr.count("does not fit") == 12
+    assert "none of 4 choices fits into 1e-06 GiB" in result.stderr and "remedies: " in result.stderr
+
+
+def test_plan_writes_a_picture_beside_text_or_json(job: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plan_json(job, "--plot", str(tmp_path / "plan.png"))
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_plan_traces_what_it_does_not_know_and_says_so(job: Path) -> None:
+    text = job.read_text()
+    start, end = text.index("[model.args]"), text.index("[data]")
+    job.write_text(f'{text[:start]}[model]\nname = "my_model:build"\n\n{text[end:]}')
+    job.with_name("my_model.py").write_text(MODEL.format(action="pass", build="pass"))
+    env = {"PYTHONPATH": str(job.parent), "RANK": "0"}
+    result = run("titan_launch", "plan", "--config", job, "--world-size", "2", "--verbose", **env)
+    assert result.returncode == 0, result.stderr
+    assert "my_model:build is not known to the analytic engine: tracing it" in result.stderr
+    assert "memory by the trace engine" in result.stdout and "recomputation is left out" in result.stdout
+    result = run("titan_launch", "plan", "--config", job, "--engine", "analytic", **env)
+    assert (result.returncode, result.stderr) == (
+        2,
+        "error: --engine analytic: does not know the model my_model:build; use --engine trace\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--device", "h100"), 'command line: --device h100: planner.device = "h100": unknown device; there are a100'),
+        (("--memory-gib", "0"), "command line: --memory-gib 0: planner.memory_gib = 0: must be more than 0"),
+        (("--mfu=2",), "command line: --mfu=2: planner.mfu = 2: must be at most 1"),
+        (("--gpus-per-node", "two"), 'planner.gpus_per_node = "two": must be a whole number'),
+        (("--plot",), "--plot needs a value"),
+        (("--plot", "--json"), "--plot needs a value"),
+        (("--plot", "missing/plan.png"), "there is no folder missing"),
+        (("--plot", "plan.jpg"), "must end in .png, .pdf or .svg"),
+        (("--engine", "trce"), '--engine trce: there is analytic and trace; did you mean "trace"?'),
+        (("--rows", "mine"), "--rows mine: there is all and own"),
+        (("--world-size", "3"), "training.global_batch_size = 8: not a multiple of 6"),
+        (
+            ("--world-size", "2", "--gradient_accumulation.mode=auto", "--job.device=cuda"),
+            "no limit is known; set planner",
+        ),
+    ],
+)
+def test_a_bad_option_of_plan_is_one_line_and_status_2(job: Path, args: tuple[str, ...], words: str) -> None:
+    result = run_without_torch("plan", "--config", job, *args)
+    assert result.returncode == 2
+    assert words in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_check_knows_the_devices(job: Path) -> None:
+    result = run_without_torch("check", "--config", job, "--planner.device=h300")
+    assert result.returncode == 2 and "planner.device" in result.stderr
 
 
 @pytest.mark.parametrize(

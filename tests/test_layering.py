@@ -14,6 +14,7 @@ RANKS = {
     "errors": 0,
     "globs": 0,
     "constants": 0,
+    "patches": 0,
     "registry": 1,
     "config": 1,
     "plan": 2,
@@ -28,12 +29,26 @@ RANKS = {
     "loss": 3,
     "parallel": 4,
     "train": 5,
-    "process": 6,
-    "launch": 6,
-    "cli": 7,
-    "__main__": 8,
+    "trace": 6,
+    "process": 7,
+    "launch": 7,
+    "planner": 7,
+    "cli": 8,
+    "__main__": 9,
 }
-TORCH_FREE = {"errors", "globs", "constants", "registry", "config", "plan", "cli", "process", "launch", "__main__"}
+TORCH_FREE = {
+    "errors",
+    "globs",
+    "constants",
+    "registry",
+    "config",
+    "plan",
+    "cli",
+    "process",
+    "launch",
+    "planner",
+    "__main__",
+}
 
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 

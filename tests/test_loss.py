@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_launch.constants import IGNORED_TARGET
 from titan_launch.loss import count_correct, count_valid, cross_entropy_sum
@@ -47,3 +52,56 @@ def test_counts_the_targets_with_the_largest_logit() -> None:
     targets = torch.tensor([1, 2, 1, 2, IGNORED_TARGET])
     assert count_correct(logits, targets).item() == 2  # of equal logits, the first is the largest
     assert count_correct(logits.view(1, 5, 3).bfloat16(), targets.view(1, 5)).item() == 2
+
+
+def loss_and_gradient(logits: Tensor, targets: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+    leaf = logits.detach().clone().requires_grad_()
+    loss = cross_entropy_sum(leaf, targets, chunks)
+    (loss / 7).backward()
+    assert leaf.grad is not None
+    return loss.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("chunks", [2, 5, 24, 100])  # 24 targets: even, uneven, one each, more than there are
+def test_chunks_change_no_bit_of_the_gradient(dtype: torch.dtype, chunks: int) -> None:
+    generator = torch.Generator().manual_seed(chunks)
+    logits = torch.randn(2, 3, 4, 11, generator=generator).mul(3).to(dtype)
+    targets = torch.randint(0, 11, (2, 3, 4), generator=generator)
+    targets[0, 1] = IGNORED_TARGET  # whole chunks, and parts of some
+    loss, gradient = loss_and_gradient(logits, targets, 1)
+    chunked_loss, chunked_gradient = loss_and_gradient(logits, targets, chunks)
+    assert chunked_loss.dtype == torch.float32
+    torch.testing.assert_close(chunked_loss, loss, rtol=1e-6, atol=0)
+    assert gradient.dtype == chunked_gradient.dtype == dtype and torch.equal(chunked_gradient, gradient)
+    assert torch.count_nonzero(gradient) > 0
+
+
+def test_chunks_of_nothing() -> None:
+    for shape in ((0, 5), (3, 5)):
+        targets = torch.full(shape[:1], IGNORED_TARGET)
+        loss, gradient = loss_and_gradient(torch.randn(shape), targets, 4)
+        assert loss.item() == 0 and torch.equal(gradient, torch.zeros(shape))
+
+
+class LargestFloat32(TorchDispatchMode):
+    """Elements of the largest fp32 tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, Tensor) and tensor.dtype == torch.float32:
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+def test_fp32_copies_of_the_logits_exist_for_one_chunk_at_a_time() -> None:
+    targets = torch.randint(0, 11, (64,))
+    for chunks, expected in ((1, 64 * 11), (4, 16 * 11)):
+        with LargestFloat32() as largest:
+            loss_and_gradient(torch.randn(64, 11, dtype=torch.bfloat16), targets, chunks)
+        assert largest.numel == expected

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from titan_launch import __version__
 from titan_launch.config.job import JobConfig
 from titan_launch.config.load import LoadedJob, load_job
-from titan_launch.errors import ConfigError, Problem, UserError
+from titan_launch.errors import ConfigError, Problem, UserError, did_you_mean
 from titan_launch.process import BAD_INPUT, OK, announce_once, run_and_leave
 
 USAGE = """\
 usage: titan-launch --version
        titan-launch [train] --config JOB.toml [--section.key=value ...]
        titan-launch check   --config JOB.toml [--world-size N] [--section.key=value ...]
-       titan-launch plan    --config JOB.toml [--world-size N] [--json] [--section.key=value ...]
+       titan-launch plan    --config JOB.toml [--world-size N] [plan options] [--section.key=value ...]
        titan-launch launch  --config JOB.toml [--nproc-per-node N] [torchrun options] [--section.key=value ...]
 
   train   train in this process: as one rank of the group that torchrun describes, or alone (the default command)
   check   parse the job file and check it, without torch or a GPU; with --world-size also how ranks and batch divide.
           What needs the model (a factory of your own, a rule that matches nothing) is left to `plan`, and to a run
-  plan    build the model without memory and show what a run would do with it: what every module is stored, computed and
-          reduced in, which rule says so, and what is communicated
+  plan    show what a run would do, without a GPU or memory: what every module is stored, computed and reduced in, and
+          for every mode of accumulation and recomputation the memory it takes, whether that fits, what it communicates
+          and how long a step takes; and which mode "auto" stands for
   launch  check the job file, then run torchrun with one process per GPU (2 where there is no GPU)
+
+plan options: --device NAME, --memory-gib, --intra-bandwidth, --inter-bandwidth (GB/s for each GPU, one direction),
+  --gpus-per-node, --mfu: what to assume of the machines, as the keys of [planner] do; --json; --verbose: memory by what
+  it is held for; --plot FILE.png; --engine analytic|trace: replay the schedule of a known model without torch (the
+  default where possible), or trace any model; --rows all|own: every mode, or those that the job asks for or leaves open
 
 JOB.toml is a job file, or the config.json of an earlier run. --section.key=value overrides any key of it; values are
 TOML, and lists are counted from 0 (--precision.rules.0.param_dtype=float32). All keys: docs/config.md.
@@ -79,18 +86,37 @@ def _check(args: list[str]) -> int:
     return OK
 
 
+PLAN_ALIASES = {
+    "--device": "--planner.device",
+    "--memory-gib": "--planner.memory_gib",
+    "--intra-bandwidth": "--planner.intra_node_gb_per_s",
+    "--inter-bandwidth": "--planner.inter_node_gb_per_s",
+    "--gpus-per-node": "--planner.gpus_per_node",
+    "--mfu": "--planner.mfu",
+}
+"""Options of `plan` that stand for keys of the job."""
+
+
 def _plan(args: list[str]) -> int:
-    as_json = "--json" in args
-    arguments = _parse([arg for arg in args if arg != "--json"], options=("world-size",))
+    from titan_launch.planner import PlanOptions, print_plan
+
+    flags = ("--json", "--verbose")
+    rest = [arg for arg in args if arg not in flags]
+    arguments = _parse(rest, options=("world-size", "engine", "rows", "plot"))
     world_size = _positive("--world-size", arguments.options.get("world-size", "1"))
-    loaded = _load(arguments, world_size)
-    run_and_leave(lambda: _import_and_plan(loaded, world_size, as_json), loaded.provenance)
+    options = PlanOptions(
+        engine=_one_of("engine", arguments.options.get("engine"), ("analytic", "trace")),
+        only_own=_one_of("rows", arguments.options.get("rows"), ("all", "own")) == "own",
+        as_json="--json" in args,
+        verbose="--verbose" in args,
+        plot=arguments.options.get("plot"),
+    )
+    if options.plot is not None:
+        from titan_launch.plan.plot import check_plot
 
-
-def _import_and_plan(loaded: LoadedJob, world_size: int, as_json: bool) -> None:
-    from titan_launch.train.plan import print_plan
-
-    print_plan(loaded.config, world_size, loaded.provenance.place, as_json)
+        check_plot(options.plot)
+    loaded = _load(arguments, world_size, PLAN_ALIASES)
+    run_and_leave(lambda: print_plan(loaded.config, world_size, loaded.provenance.place, options), loaded.provenance)
 
 
 def _launch(args: list[str]) -> int:
@@ -102,8 +128,9 @@ def _launch(args: list[str]) -> int:
     return launch(processes, ["--config", arguments.config, *arguments.overrides])
 
 
-def _load(arguments: _Arguments, world_size: int | None) -> LoadedJob:
+def _load(arguments: _Arguments, world_size: int | None, aliases: Mapping[str, str] | None = None) -> LoadedJob:
     """The job, checked; with a world size also whether ranks and batch divide."""
+    from titan_launch.plan.hardware import planned_device_exists
 
     def layout_rule(config: JobConfig) -> Iterator[Problem]:
         if world_size is None:
@@ -115,7 +142,7 @@ def _load(arguments: _Arguments, world_size: int | None) -> LoadedJob:
         except ConfigError as error:
             yield from error.problems
 
-    return load_job(arguments.config, arguments.overrides, extra_rules=(layout_rule,))
+    return load_job(arguments.config, arguments.overrides, (planned_device_exists, layout_rule), aliases)
 
 
 def _parse(args: list[str], options: Sequence[str]) -> _Arguments:
@@ -131,7 +158,7 @@ def _parse(args: list[str], options: Sequence[str]) -> _Arguments:
             continue
         if not has_value:
             value = next(rest, "")
-        if not value:
+        if not value or value.startswith("--"):
             raise UserError(f"error: --{name} needs a value (see --help)")
         found[name] = value
     if "config" not in found:
@@ -143,3 +170,17 @@ def _positive(name: str, text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise UserError(f"error: {name} {text}: must be a whole number of at least 1")
     return int(text)
+
+
+Value = TypeVar("Value", bound=str)
+
+
+def _one_of(name: str, value: str | None, values: Sequence[Value]) -> Value | None:
+    """A value of an option with a closed choice; None where it is not given."""
+    if value is None:
+        return None
+    for known in values:
+        if value == known:
+            return known
+    hint = did_you_mean(value, values)
+    raise UserError(f"error: --{name} {value}: there is {' and '.join(values)}{hint}")

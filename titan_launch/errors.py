@@ -6,7 +6,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-UNSET: Any = type("Unset", (), {"__repr__": lambda self: "UNSET", "__bool__": lambda self: False})()
+
+class _Unset:
+    def __repr__(self) -> str:
+        return "UNSET"
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __reduce__(self) -> str:
+        return "UNSET"  # problems travel between ranks, and there is one of it on each
+
+
+UNSET: Any = _Unset()
 """Marks a problem that has no offending value (a missing key, for example)."""
 
 KeyPath = tuple["str | int", ...]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.distributed import join_fake_group, run_ranks
 from tests.train.jobs import TINY_ARGS, sharded_model
@@ -17,65 +18,78 @@ from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.job import JobConfig
 from titan_launch.loss import cross_entropy_sum
 from titan_launch.models.build import build_model
-from titan_launch.parallel.fsdp import CAN_SHARE_UNITS
-from titan_launch.plan.collectives import Collectives, collectives_of_microbatch, collectives_of_step
 from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.torch_version import CAN_SHARE_UNITS
+from titan_launch.plan.traffic import (
+    Collectives,
+    Traffic,
+    collectives_of_microbatch,
+    collectives_of_step,
+    traffic_of_step,
+)
 from titan_launch.train.build import shard_model
 from titan_launch.train.plan import plan_precision
 
 LAYERS, MICROBATCHES = TINY_ARGS["n_layers"], 4
-UNITS = LAYERS + 2  # blocks, [norm, output], root
+UNITS = LAYERS + 2  # blocks, [norm, output], embedding; nothing is left for the root
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts c10d operators by name. (CommDebugMode cannot follow a module that has several parents, like `rope`.)"""
+    """Counts c10d operators and the bytes of their larger buffer. (CommDebugMode cannot follow a module that has
+    several parents, like `rope`.)"""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self.calls: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self.names.append(func.__name__)
+            buffers = [leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self.calls.append((func.__name__, max(buffers, default=0)))
         return func(*args, **(kwargs or {}))
 
     @property
-    def counted(self) -> Collectives:
+    def counted(self) -> Traffic:
         """What came by, by kind."""
-        return Collectives(
-            *(sum(part in name for name in self.names) for part in ("allgather", "reduce_scatter", "allreduce"))
-        )
+        kinds = ("allgather", "reduce_scatter", "allreduce")
+        sizes = [[size for name, size in self.calls if kind in name] for kind in kinds]
+        return Traffic(Collectives(*map(len, sizes)), *map(sum, sizes))
 
 
-def count(mode: str, keep: bool, replicate: int, rules: bool = False) -> tuple[Collectives, Collectives]:
+def make_job(mode: str = "immediate", **sections: dict[str, Any]) -> JobConfig:
+    job: dict[str, dict[str, Any]] = {
+        "model": {"args": TINY_ARGS},
+        "training": {"seq_len": 16, "local_batch_size": 1},
+        "gradient_accumulation": {"mode": mode},
+    }
+    for name, values in sections.items():
+        job[name] = {**job.get(name, {}), **values}
+    return JobConfig.model_validate(job)
+
+
+NORMS_IN_FP32 = {"rules": [{"type": "RMSNorm", "param_dtype": "float32"}]}
+
+
+def count(config: JobConfig, microbatches: int = 4) -> tuple[Traffic, Traffic]:
     """The collectives of one step, counted on the model and planned."""
-    config = JobConfig.model_validate(
-        {
-            "model": {"args": TINY_ARGS},
-            "training": {"seq_len": 16, "local_batch_size": 1},
-            "precision": {"rules": [{"type": "RMSNorm", "param_dtype": "float32"}] if rules else []},
-            "parallelism": {"data_parallel_replicate_degree": replicate},
-            "gradient_accumulation": {"mode": mode, "keep_params_unsharded": keep},
-        }
-    )
     layout = replace(
-        plan_layout(config.parallelism, config.training, dist.get_world_size()), num_microbatches=MICROBATCHES
+        plan_layout(config.parallelism, config.training, dist.get_world_size()), num_microbatches=microbatches
     )
-    planned = collectives_of_step(
-        plan_precision(config, build_model(config.model, 16)).units, layout, config.gradient_accumulation
-    )
+    plan = plan_precision(config, build_model(config.model, 16))
+    planned = traffic_of_step(plan, layout, config.gradient_accumulation)
+    assert planned.collectives == collectives_of_step(plan.units, layout, config.gradient_accumulation)
     model = sharded_model(config, 16)
     strategy = build_strategy(config.gradient_accumulation)
     tokens = torch.randint(0, 61, (1, 16))
     with CollectiveCounter() as counter:
-        for index in range(MICROBATCHES):
-            strategy.begin_microbatch(model, is_last=index == MICROBATCHES - 1)
+        for index in range(microbatches):
+            strategy.begin_microbatch(model, is_last=index == microbatches - 1)
             cross_entropy_sum(model(tokens), tokens).backward()
     return counter.counted, planned
 
 
 N = MICROBATCHES
-# Blocks are gathered for forward and for backward, the head and the root once a microbatch.
+# Blocks are gathered for forward and for backward, the head and the embedding once a microbatch.
 GATHERS = N * (2 * LAYERS + 2)
 
 
@@ -90,20 +104,67 @@ GATHERS = N * (2 * LAYERS + 2)
     ],
 )
 def test_collectives_of_a_step_on_hsdp(mode: str, keep: bool, expected: Collectives) -> None:
-    assert run_ranks(count, 4, mode, keep, 2) == [(expected, expected)] * 4
+    job = make_job(
+        mode,
+        gradient_accumulation={"keep_params_unsharded": keep},
+        parallelism={"data_parallel_replicate_degree": 2},
+    )
+    for counted, planned in run_ranks(count, 4, job):
+        assert counted == planned and planned.collectives == expected
 
 
-@pytest.mark.parametrize(("ranks", "replicate"), [(1, 1), (2, 1), (2, 2)])
-def test_collectives_with_rules_are_as_planned_for_other_layouts(ranks: int, replicate: int) -> None:
-    for counted, planned in run_ranks(count, ranks, "deferred", False, replicate, True):
+def test_bytes_are_those_of_padded_parameters_in_the_dtypes_of_units() -> None:
+    """61 rows of 32 on 2 ranks are padded to 62; bf16 is gathered, fp32 reduced."""
+    ((counted, planned), _) = run_ranks(count, 2, make_job("deferred"), 1)
+    assert counted == planned
+    per_layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48 + 2 * 32
+    embedding, head = 62 * 32, 62 * 32 + 32
+    assert planned.all_gather_bytes == 2 * (embedding + LAYERS * 2 * per_layer + head)
+    assert planned.reduce_scatter_bytes == 4 * (embedding + LAYERS * per_layer + head)
+
+
+LAYOUTS = [
+    ("deferred", 1, 1, {}),
+    ("deferred", 2, 1, {}),
+    ("deferred", 2, 2, {}),
+    ("immediate", 2, 2, {}),
+    ("deferred_all_reduce", 4, 2, {"precision": {"reduce_dtype": "float32", "param_dtype": "float32"}}),
+    ("immediate", 3, 1, {"precision": {"reduce_dtype": "bfloat16", **NORMS_IN_FP32}}),
+    ("immediate", 3, 1, {"model": {"args": {**TINY_ARGS, "tie_embeddings": True}}}),
+    ("deferred", 3, 1, {"precision": {}, "model": {"args": {**TINY_ARGS, "norm": "batchnorm"}}}),
+    ("deferred", 2, 1, {"parallelism": {"fsdp_reshard_after_forward": "always"}}),
+    ("immediate", 2, 1, {"parallelism": {"fsdp_reshard_after_forward": "never"}}),
+    ("immediate", 2, 1, {"precision": {"rules": [{"type": "RMSNorm", "reshard_after_forward": True}]}}),
+]
+
+
+@pytest.mark.parametrize(("mode", "ranks", "replicate", "sections"), LAYOUTS)
+def test_counts_and_bytes_are_as_planned(
+    mode: str, ranks: int, replicate: int, sections: dict[str, dict[str, Any]]
+) -> None:
+    parallelism = {**sections.get("parallelism", {}), "data_parallel_replicate_degree": replicate}
+    job = make_job(mode, **{"precision": NORMS_IN_FP32, **sections, "parallelism": parallelism})
+    for counted, planned in run_ranks(count, ranks, job, 3):
         assert counted == planned
+
+
+def count_with_frozen_weights() -> tuple[Traffic, Traffic]:
+    """A model half of whose weights take no gradient, gathered by 7 ranks that do not exist."""
+    join_fake_group(7)
+    return count(make_job(model={"name": f"{__name__}:HalfFrozen", "args": {}}), 2)
+
+
+def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
+    ((counted, planned),) = run_ranks(count_with_frozen_weights, 1)
+    assert counted == planned
+    assert planned.reduce_scatter_bytes < 2 * planned.all_gather_bytes  # fp32 of a part, bf16 of all
 
 
 def test_an_fp32_rule_for_all_norms_costs_two_collectives_a_microbatch() -> None:
     gathers, scatters = (N, N) if CAN_SHARE_UNITS else (N * (4 * LAYERS + 1), N * (2 * LAYERS + 1))
-    plain, _ = run_ranks(count, 2, "immediate", False, 1)[0]
-    ruled, planned = run_ranks(count, 2, "immediate", False, 1, True)[0]
-    assert ruled == planned == plain + Collectives(gathers, scatters)
+    plain, _ = run_ranks(count, 2, make_job())[0]
+    ruled, planned = run_ranks(count, 2, make_job(precision=NORMS_IN_FP32))[0]
+    assert ruled == planned and ruled.collectives == plain.collectives + Collectives(gathers, scatters)
 
 
 class DeepBlock(nn.Module):
@@ -135,6 +196,25 @@ class Deep(nn.Module):
         return self.output(self.norm(x))
 
 
+class HalfFrozen(nn.Module):
+    """Blocks with a frozen matrix beside a trained norm, and one block that is frozen whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 8)
+        self.layers = nn.ModuleList(DeepBlock() for _ in range(3))
+        self.output = nn.Linear(8, 61)
+        for block in self.layers:
+            block.mix.requires_grad_(False)
+        self.layers[0].requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(x)
+
+
 def count_among_64_ranks(name: str, rules: list[dict[str, str]]) -> tuple[Collectives, Collectives]:
     """The collectives of a microbatch as rank 0 of 64 makes them, counted and planned.
 
@@ -150,7 +230,7 @@ def count_among_64_ranks(name: str, rules: list[dict[str, str]]) -> tuple[Collec
     model = shard_model(config, built, plan, layout, torch.device("cpu")).to_empty(device="cpu")
     with CollectiveCounter() as counter:
         model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
-    return counter.counted, collectives_of_microbatch(plan.units, layout)
+    return counter.counted.collectives, collectives_of_microbatch(plan.units, layout)
 
 
 @pytest.mark.skipif(not CAN_SHARE_UNITS, reason="before torch 2.13 every norm has a unit of its own")

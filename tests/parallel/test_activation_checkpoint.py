@@ -27,13 +27,11 @@ from tests.train.jobs import (
     whole,
     whole_state,
 )
-from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import ConfigError
 from titan_launch.loss import cross_entropy_sum
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
-from titan_launch.parallel.activation_checkpoint import SAVED_OPS, checkpoint_activations, chosen_blocks
+from titan_launch.parallel.activation_checkpoint import SAVED_OPS, checkpoint_activations
 from titan_launch.parallel.batchnorm import prepare_batch_norms
 from titan_launch.parallel.mesh import statistics_group
 from titan_launch.train.build import build_run
@@ -220,18 +218,3 @@ def test_the_docs_name_what_is_kept() -> None:
     names = [str(op).removesuffix(".default") for op in SAVED_OPS]
     assert [name for name in names if not any(fnmatch(name, pattern) for pattern in patterns)] == []
     assert [pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in names)] == []
-
-
-def test_blocks_within_blocks_belong_to_the_outer_ones() -> None:
-    full = ActivationCheckpointConfig(mode="full")
-    assert chosen_blocks(("a.0", "a.0.b", "a.1", "a.1.b"), full) == ("a.0", "a.1")
-    every_third = ActivationCheckpointConfig(mode="selective", selective_ac_option=3)
-    assert chosen_blocks(tuple(f"a.{i}" for i in range(7)), every_third) == ("a.2", "a.5")
-    assert chosen_blocks((), ActivationCheckpointConfig()) == ()
-
-
-def test_a_mode_without_a_block_to_work_on_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"activation_checkpoint.mode: works on blocks, .* model.blocks"):
-        chosen_blocks((), ActivationCheckpointConfig(mode="full"))
-    with pytest.raises(ConfigError, match=r"activation_checkpoint.selective_ac_option: the model has 2 blocks"):
-        chosen_blocks(("a.0", "a.1"), ActivationCheckpointConfig(mode="selective", selective_ac_option=3))

@@ -62,3 +62,7 @@ def test_anything_else_is_unknown(reported: str) -> None:
 
 def test_devices_are_found_by_their_own_names() -> None:
     assert [find_device(device.name) for device in DEVICES] == list(DEVICES)
+
+
+def test_links_within_a_node_are_faster_than_those_across() -> None:
+    assert all(device.intra_node_gb_per_s > device.inter_node_gb_per_s for device in DEVICES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -212,6 +214,31 @@ def test_an_output_dtype_is_not_for_the_blocks_inside() -> None:
 def test_tied_embeddings_stay_in_the_root() -> None:
     units = units_of(model={"tied": True})
     assert [unit.reason for unit in units] == ["block"] * 3 + ["root"]
+    declared = plan_model(declare_embedding(tied=True), PrecisionConfig(), RESHARDING).units
+    assert [unit.reason for unit in declared] == ["block"] * 3 + ["root"]
+
+
+def declare_embedding(**kwargs: object) -> Inventory:
+    return replace(inventory_of(**kwargs), embeddings=("embedding",))
+
+
+def test_a_declared_embedding_is_a_unit_that_backward_does_not_gather() -> None:
+    units = plan_model(declare_embedding(), PrecisionConfig(), RESHARDING).units
+    assert [unit.reason for unit in units] == ["embedding"] + ["block"] * 3 + ["head", "root"]
+    assert (units[0].reshard_after_forward, units[0].unshard_in_backward, units[0].num_gathers) == (True, False, 1)
+    assert (units[-1].num_parameters, units[-1].is_trained) == (0, False)
+
+
+def test_a_declared_embedding_is_held_where_everything_is() -> None:
+    kept = plan_model(declare_embedding(), PrecisionConfig(), Resharding(blocks=False, late=False)).units[0]
+    assert (kept.reshard_after_forward, kept.unshard_in_backward, kept.num_gathers) == (False, True, 1)
+
+
+def test_a_declared_embedding_under_a_rule_or_in_a_block_is_what_these_make_of_it() -> None:
+    ruled = plan_model(declare_embedding(), PrecisionConfig(rules=(PrecisionRule(type="Embedding"),)), RESHARDING)
+    assert ruled.unit_of["embedding"].reason == "precision.rules.0"
+    block = plan_model(replace(declare_embedding(), blocks=("embedding",)), PrecisionConfig(), RESHARDING)
+    assert block.unit_of["embedding"].reason == "block"
 
 
 @pytest.mark.parametrize(

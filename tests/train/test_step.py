@@ -37,21 +37,28 @@ def batches() -> tuple[Tensor, Tensor]:
     return tokens[..., :-1], targets
 
 
-def job(mode: str, keep: bool, replicate: int, local_batch: int, param_dtype: str = "float32") -> JobConfig:
+def job(
+    mode: str, keep: bool, replicate: int, local_batch: int, param_dtype: str = "float32", recomputation: str = "none"
+) -> JobConfig:
     return JobConfig.model_validate(
         {
             "model": {"args": TINY_ARGS},
             "training": {"seq_len": SEQ_LEN, "local_batch_size": local_batch, "global_batch_size": GLOBAL_BATCH},
             "precision": {"param_dtype": param_dtype, "rules": [{"type": "RMSNorm", "param_dtype": "float32"}]},
             "gradient_accumulation": {"mode": mode, "keep_params_unsharded": keep},
+            "activation_checkpoint": {"mode": recomputation},
             "parallelism": {"data_parallel_replicate_degree": replicate},
             "optimizer": {"lr": 1e-2, "eps": 1e-5},
         }
     )
 
 
-def train_sharded(config: JobConfig) -> tuple[dict[str, Tensor], list[float]]:
-    """What the launcher does, on this rank: whole parameters after STEPS steps, and the gradient norms."""
+Step = tuple[int, tuple[Tensor, Tensor]]
+"""The number of microbatches of a step, and its whole batch."""
+
+
+def train_sharded(config: JobConfig, steps: list[Step] | None = None) -> tuple[dict[str, Tensor], list[float]]:
+    """What the launcher does, on this rank: whole parameters after all steps, and the gradient norms."""
     ranks = this_rank()
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
     model = sharded_model(config, SEQ_LEN)
@@ -59,19 +66,17 @@ def train_sharded(config: JobConfig) -> tuple[dict[str, Tensor], list[float]]:
     for group in optimizer.param_groups:
         group["lr"] = config.optimizer.lr
     guard = NonFiniteGuard("stop", ranks.device)
-    step = TrainStep(model, optimizer, build_strategy(config.gradient_accumulation), guard, MAX_NORM, ranks.device)
-    inputs, targets = batches()
+    strategy = build_strategy(config.gradient_accumulation)
+    step = TrainStep(model, optimizer, strategy, guard, MAX_NORM, ranks.device, loss_chunks=3)
     norms = []
-    for i in range(STEPS):
+    for count, batch in steps or [(layout.num_microbatches, batch) for batch in zip(*batches(), strict=True)]:
         # Microbatch-major, as the loader deals them: round m goes to ranks 0, 1, ...
-        rounds = [
-            t[i].unflatten(0, (layout.num_microbatches, ranks.world_size, -1))[:, ranks.rank] for t in (inputs, targets)
-        ]
+        rounds = [tensor.unflatten(0, (count, ranks.world_size, -1))[:, ranks.rank] for tensor in batch]
         norms.append(step(list(zip(*rounds, strict=True))).grad_norm.item())
     return whole_state(model), norms
 
 
-def train_plainly() -> tuple[dict[str, Tensor], list[float]]:
+def train_plainly(steps: list[tuple[Tensor, Tensor]] | None = None) -> tuple[dict[str, Tensor], list[float]]:
     """The same in plain PyTorch: one process, one batch a step, no FSDP."""
     config = job("immediate", False, 1, GLOBAL_BATCH)
     built = build_model(config.model, SEQ_LEN)
@@ -83,7 +88,7 @@ def train_plainly() -> tuple[dict[str, Tensor], list[float]]:
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-5)
     norms = []
-    for inputs, targets in zip(*batches(), strict=True):
+    for inputs, targets in steps or zip(*batches(), strict=True):
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-100)
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
@@ -118,8 +123,57 @@ def test_every_mode_equals_one_big_batch(
 
 
 def train_in_all_modes(replicate: int) -> dict[tuple[str, bool], tuple[dict[str, Tensor], list[float]]]:
+    return {(mode, keep): train_sharded(job(mode, keep, replicate, 1)) for mode, keep in all_modes(replicate)}
+
+
+def all_modes(replicate: int) -> list[tuple[str, bool]]:
     modes = ["immediate", "deferred"] + (["deferred_all_reduce"] if replicate > 1 else [])
-    return {(mode, keep): train_sharded(job(mode, keep, replicate, 1)) for mode in modes for keep in (False, True)}
+    return [(mode, keep) for mode in modes for keep in (False, True)]
+
+
+@pytest.mark.parametrize(("world_size", "replicate"), [(2, 1), (4, 2)])
+def test_every_mode_equals_one_big_batch_when_activations_are_recomputed(
+    world_size: int, replicate: int, reference: tuple[dict[str, Tensor], list[float]]
+) -> None:
+    for case, (parameters, norms) in run_ranks(train_recomputing, world_size, replicate)[0].items():
+        assert relative_error(parameters, reference[0]) < 2e-6, case
+        assert norms == pytest.approx(reference[1], rel=1e-5), case
+
+
+def train_recomputing(replicate: int) -> dict[tuple[str, bool, str], tuple[dict[str, Tensor], list[float]]]:
+    return {
+        (mode, keep, recomputation): train_sharded(job(mode, keep, replicate, 1, recomputation=recomputation))
+        for mode, keep in all_modes(replicate)
+        for recomputation in ("full", "selective")
+    }
+
+
+UNEVEN = (4, 2, 1, 4)
+"""Microbatches of one step after the other."""
+
+
+@pytest.mark.parametrize(("world_size", "replicate"), [(2, 1), (4, 2)])
+def test_steps_of_unequal_numbers_of_microbatches(world_size: int, replicate: int) -> None:
+    expected, norms = train_plainly(uneven_batches(world_size))
+    for case, (parameters, own_norms) in run_ranks(train_unevenly, world_size, replicate)[0].items():
+        assert relative_error(parameters, expected) < 2e-6, case
+        assert own_norms == pytest.approx(norms, rel=1e-5), case
+
+
+def uneven_batches(world_size: int) -> list[tuple[Tensor, Tensor]]:
+    """The batches of all steps, whole, of one sample for each rank and microbatch."""
+    inputs, targets = (tensor.flatten(0, 1) for tensor in batches())
+    sizes = [count * world_size for count in UNEVEN]
+    chosen = [torch.arange(size) * 5 % len(inputs) for size in sizes]
+    return [(inputs[index], targets[index]) for index in chosen]
+
+
+def train_unevenly(replicate: int) -> dict[tuple[str, bool], tuple[dict[str, Tensor], list[float]]]:
+    batches = uneven_batches(this_rank().world_size)
+    return {
+        (mode, keep): train_sharded(job(mode, keep, replicate, 1), list(zip(UNEVEN, batches, strict=True)))
+        for mode, keep in all_modes(replicate)
+    }
 
 
 def test_modes_agree_in_bf16() -> None:

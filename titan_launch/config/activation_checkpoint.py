@@ -13,9 +13,10 @@ class ActivationCheckpointConfig(Section):
     """Activations of the model's blocks that are computed again in backward instead of kept: less memory for more time.
     Losses, gradients and running statistics stay the same, bit for bit."""
 
-    mode: Literal["none", "full", "selective"] = "none"
+    mode: Literal["none", "full", "selective", "auto"] = "none"
     """`none`: everything that backward needs is kept. `full`: of each block only its inputs are kept; one forward more
-    per step. `selective`: as `selective_ac_option` says."""
+    per step. `selective`: as `selective_ac_option` says. `auto`: of `none`, `selective` (`"op"`) and `full`, the one
+    with the shortest predicted step among those whose predicted memory fits; see `gradient_accumulation.mode`."""
 
     selective_ac_option: Literal["op"] | Annotated[int, Field(ge=1)] = "op"
     """For `mode = "selective"`. `"op"`: of each block the results of costly operations (attention, convolutions, every

@@ -18,6 +18,7 @@ from titan_launch.config.metrics import MetricsConfig
 from titan_launch.config.model import ModelConfig
 from titan_launch.config.optimizer import OptimizerConfig
 from titan_launch.config.parallelism import ParallelismConfig
+from titan_launch.config.planner import PlannerConfig
 from titan_launch.config.precision import PrecisionConfig
 from titan_launch.config.tokenizer import TokenizerConfig
 from titan_launch.config.training import TrainingConfig
@@ -42,5 +43,6 @@ class JobConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    planner: PlannerConfig = Field(default_factory=PlannerConfig)
     comm: CommConfig = Field(default_factory=CommConfig)
     debug: DebugConfig = Field(default_factory=DebugConfig)

@@ -31,12 +31,18 @@ class LoadedJob:
     """Where its keys were given, for problems that show up later: see `titan_launch.config.explain.render`."""
 
 
-def load_job(path: str, overrides: Sequence[str] = (), extra_rules: Sequence[Rule] = ()) -> LoadedJob:
+def load_job(
+    path: str,
+    overrides: Sequence[str] = (),
+    extra_rules: Sequence[Rule] = (),
+    aliases: Mapping[str, str] | None = None,
+) -> LoadedJob:
     """Read a job file (`.toml`, or the `config.json` of a run), lay the overrides over it, and check everything.
 
+    `aliases`: options that stand for overrides (`--device` for `--planner.device`), which messages show as given.
     Raises UserError whose text is complete: every problem, with its place, key, value and remedy.
     """
-    draft, problems = _lay_out(path, overrides)
+    draft, problems = _lay_out(path, overrides, aliases)
     config, more = _parse(draft.table)
     problems += more
     problems += _judge(config, (*RULES, *extra_rules), problems)
@@ -53,9 +59,9 @@ def dump_job(config: JobConfig) -> str:
     return json.dumps(config.model_dump(mode="json", exclude_none=True), indent=2, allow_nan=False) + "\n"
 
 
-def _lay_out(path: str, overrides: Sequence[str]) -> tuple[Draft, list[Problem]]:
+def _lay_out(path: str, overrides: Sequence[str], aliases: Mapping[str, str] | None) -> tuple[Draft, list[Problem]]:
     """The files and overrides of a job, laid over each other, and the overrides that do not fit."""
-    given = parse_overrides(overrides)
+    given = parse_overrides(overrides, aliases)
     draft = Draft()
     for file in read_job(path):
         draft.lay(file.table, file)

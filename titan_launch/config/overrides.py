@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tomli
@@ -31,16 +31,18 @@ class Override:
         return self.key[-1] == "kind" or (isinstance(self.value, dict) and "kind" in self.value)
 
 
-def parse_overrides(arguments: Sequence[str]) -> list[Override]:
+def parse_overrides(arguments: Sequence[str], aliases: Mapping[str, str] | None = None) -> list[Override]:
     """Read `--section.key=value`, `--section.key value` and `--section.flag` (which means true).
 
-    Those that set a `kind` come first, so that the order on the command line does not matter. Raises UserError,
-    complete, with everything that is not an override.
+    `aliases`: short names of options, and the dotted keys they stand for (`--device`: `--planner.device`). Overrides
+    that set a `kind` come first, so that the order on the command line does not matter. Raises UserError, complete,
+    with everything that is not an override.
     """
     overrides, problems = [], []
     for text, name, value in _split(arguments):
         try:
-            overrides.append(Override(text, _parse_key(name), True if value is None else parse_value(value)))
+            key = _parse_key((aliases or {}).get(name, name))
+            overrides.append(Override(text, key, True if value is None else parse_value(value)))
         except ValueError as error:
             problems.append(f"command line: {text}: {error}")
     if problems:

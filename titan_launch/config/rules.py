@@ -207,9 +207,9 @@ def precision_rules_can_be_reached(config: JobConfig) -> Iterator[Problem]:
 
 
 def deferred_gradients_accumulate_in_float32(config: JobConfig) -> Iterator[Problem]:
-    """Deferred modes accumulate in the reduce dtype, where bfloat16 is too coarse."""
+    """Deferred modes accumulate in the reduce dtype, where bfloat16 is too coarse. (`auto` then leaves them out.)"""
     mode = config.gradient_accumulation.mode
-    if mode == "immediate":
+    if mode in ("immediate", "auto"):
         return
     reason = (
         f'gradient_accumulation.mode = "{mode}" adds gradients up in this dtype, with a relative error of 4e-3 over 4 '
@@ -241,6 +241,14 @@ def parameters_can_stay_unsharded(config: JobConfig) -> Iterator[Problem]:
             yield Problem(other, reason, reshard, also=(key,))
 
 
+ACCUMULATION_RULES: tuple[Rule, ...] = (
+    deferred_gradients_accumulate_in_float32,
+    deferred_all_reduce_has_replicas,
+    parameters_can_stay_unsharded,
+)
+"""What a mode of accumulation must go with; the planner leaves out the modes that break one."""
+
+
 def selective_option_is_for_selective(config: JobConfig) -> Iterator[Problem]:
     """Without selective checkpointing there is nothing to select. (The default is let pass: a record has it.)"""
     recomputation = config.activation_checkpoint
@@ -249,6 +257,13 @@ def selective_option_is_for_selective(config: JobConfig) -> Iterator[Problem]:
         key = ("activation_checkpoint", "selective_ac_option")
         reason = f'is for mode = "selective", and activation_checkpoint.mode is "{mode}"; set that, or drop this key'
         yield Problem(key, reason, option, also=(("activation_checkpoint", "mode"),))
+
+
+def kernels_are_profiled_on_cuda(config: JobConfig) -> Iterator[Problem]:
+    """On a CPU there are no kernels to profile."""
+    if config.job.device == "cpu" and config.comm.profile_freq:
+        reason = 'profiles CUDA kernels, and job.device = "cpu" has none; leave it out, or set another device'
+        yield Problem(("comm", "profile_freq"), reason, config.comm.profile_freq, also=(("job", "device"),))
 
 
 def schedule_fits_the_run(config: JobConfig) -> Iterator[Problem]:
@@ -282,10 +297,9 @@ RULES: tuple[Rule, ...] = (
     validation_images_look_like_those_trained_on,
     precision_rules_say_what_they_match,
     precision_rules_can_be_reached,
-    deferred_gradients_accumulate_in_float32,
-    deferred_all_reduce_has_replicas,
-    parameters_can_stay_unsharded,
+    *ACCUMULATION_RULES,
     selective_option_is_for_selective,
+    kernels_are_profiled_on_cuda,
     schedule_fits_the_run,
 )
 """All of them."""

@@ -28,6 +28,11 @@ class TrainingConfig(Section):
     max_norm: Annotated[float, Field(ge=0)] = 1.0
     """Clip the gradient of all parameters together to this norm. 0: do not clip, only report the norm."""
 
+    loss_chunks: Annotated[int, Field(ge=1)] = 1
+    """Parts in which the loss goes through a microbatch's targets, one after the other. The fp32 copies of the logits
+    (12 bytes per token and class) then exist for one part at a time, for one more softmax in backward; the gradient
+    stays the same, bit for bit."""
+
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the initial parameters and of the order of the data."""
 

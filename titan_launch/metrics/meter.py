@@ -90,7 +90,13 @@ class Meter:
         self._steps += 1
 
     def report(
-        self, *, loss_sum: Tensor, valid_local: Tensor, valid_global: Tensor, grad_norm: Tensor
+        self,
+        *,
+        loss_sum: Tensor,
+        valid_local: Tensor,
+        valid_global: Tensor,
+        grad_norm: Tensor,
+        measured: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
         """The metrics of the window, by tag; the next window starts.
 
@@ -100,6 +106,7 @@ class Meter:
         `loss_sum`: this rank's losses of the last step, added up and divided by `valid_global`, so that the sum over
         the ranks is the mean. `valid_local`, `valid_global`: targets of the last step that are not ignored, on this
         rank and on all. `grad_norm`: of the whole gradient, the same on all ranks. All have one element.
+        `measured`: what else this rank has to report, by tag; all ranks have the same tags.
         """
         if not self._steps:
             raise RuntimeError("report() without a step since the last report")
@@ -111,6 +118,7 @@ class Meter:
                 "time/data_s": self._loading_s / self._steps,
                 _WINDOW_TARGETS: self._targets,
                 **_memory(self._device),
+                **(measured or {}),
             }
         )
         targets = values.pop(_WINDOW_TARGETS)

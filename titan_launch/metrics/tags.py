@@ -115,9 +115,44 @@ TAGS = (
         chart=("time", "seconds per step"),
     ),
     Tag(
+        "comm/all_gather_gib",
+        "same",
+        "With `comm.count_traffic`: parameters that one rank receives per step, in GiB, mean of the steps since the "
+        "last report. Validation does not count.",
+        chart=("communication", "GiB per step"),
+    ),
+    Tag(
+        "comm/reduce_scatter_gib",
+        "same",
+        "Likewise: gradients that one rank sends.",
+        chart=("communication", "GiB per step"),
+    ),
+    Tag(
+        "comm/all_reduce_gib",
+        "same",
+        "Likewise: gradients that are summed between replicas (HSDP).",
+        chart=("communication", "GiB per step"),
+    ),
+    Tag("comm/collectives", "same", "Calls of all three kinds per step.", chart=("communication", "collectives")),
+    Tag(
+        "comm/exposed_s",
+        "max",
+        "With `comm.profile_freq`, of the last step that was profiled since the last report: seconds in which NCCL ran "
+        "on the GPU and nothing else.",
+        chart=("communication", "seconds per step"),
+    ),
+    Tag(
+        "memory/predicted_active_gib",
+        "same",
+        "What the planner predicts for `memory/max_active_gib`. For a model that it must trace, from when that is "
+        "done.",
+        chart=("memory", "GiB"),
+    ),
+    Tag(
         "memory/max_active_gib",
         "max",
-        "Largest amount of CUDA memory in use since the last report, in GiB.",
+        "Largest amount of memory in use since the last report, in GiB, as torch allocates it. On a CPU measured once, "
+        "in the third step of the process.",
         chart=("memory", "GiB"),
     ),
     Tag(

@@ -43,6 +43,9 @@ class BuiltModel:
     initializer: Initializer
     """Fills the parameters and buffers, once the model has memory."""
 
+    embeddings: tuple[str, ...] = ()
+    """Paths of the modules whose weights only their own forward reads; empty where nothing is known about them."""
+
 
 def build_model(config: ModelConfig, seq_len: int) -> BuiltModel:
     """Build a model of this package by its name, or one of the user's own by its import string.
@@ -62,6 +65,7 @@ def build_model(config: ModelConfig, seq_len: int) -> BuiltModel:
         head=spec.head,
         flops_per_sample=spec.flops_per_sample(args, seq_len),
         initializer=spec.initializer(args),
+        embeddings=spec.embeddings,
     )
 
 

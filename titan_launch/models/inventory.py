@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
 
 
-def take_inventory(model: nn.Module, blocks: tuple[str, ...], head: tuple[str, ...] = ()) -> Inventory:
+def take_inventory(
+    model: nn.Module, blocks: tuple[str, ...], head: tuple[str, ...] = (), embeddings: tuple[str, ...] = ()
+) -> Inventory:
     """Describe a model, on any device (meta included), before it is wrapped."""
     first_path: dict[int, str] = {}
     first_owner: dict[int, str] = {}
@@ -24,7 +26,7 @@ def take_inventory(model: nn.Module, blocks: tuple[str, ...], head: tuple[str, .
         )
         for path, module in model.named_modules(remove_duplicate=False)
     )
-    return Inventory(modules, blocks, head)
+    return Inventory(modules, blocks, head, embeddings)
 
 
 def has_forward(module: nn.Module) -> bool:

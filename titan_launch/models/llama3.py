@@ -100,6 +100,7 @@ SPEC = ModelSpec(
     build=Llama3,
     blocks=("layers.*",),
     head=("norm", "output"),
+    embeddings=("tok_embeddings",),
     flops_per_sample=lambda args, seq_len: seq_len * flops_per_token(args, seq_len),
     initializer=initial_values,
 )

@@ -32,3 +32,7 @@ class ModelSpec:
 
     initializer: Callable[[Any], Initializer]
     """args to what fills the parameters and buffers."""
+
+    embeddings: tuple[str, ...] = ()
+    """Paths of the modules that run first and whose weights nothing but their own forward reads: backward needs only
+    the indices."""

@@ -9,9 +9,7 @@ from torch import nn
 
 from titan_launch.config.optimizer import OptimizerConfig, ParamGroup
 from titan_launch.errors import ConfigError, Problem, did_you_mean
-from titan_launch.globs import matches
-
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+from titan_launch.plan.param_groups import first_match, group_name, is_undecayed, matches_any, settings_of
 
 
 def build_param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -22,16 +20,15 @@ def build_param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[s
     Raises ConfigError for every one of `param_groups` that decides nothing.
     """
     paths = _trainable_paths(model)
-    decisions = {parameter: _first_match(config.param_groups, names) for parameter, names in paths.items()}
+    decisions = {parameter: first_match(config.param_groups, names) for parameter, names in paths.items()}
     problems = list(_unused(config.param_groups, paths.values(), set(decisions.values())))
     if problems:
         raise ConfigError(problems)
     undecayed = _undecayed(model)
     groups: dict[str, dict[str, Any]] = {}
     for parameter, index in decisions.items():
-        default_decay = 0.0 if parameter in undecayed else config.weight_decay
-        settings = _settings(None if index is None else config.param_groups[index], default_decay)
-        name = f"{'default' if index is None else f'param_groups.{index}'}, weight decay {settings['weight_decay']:g}"
+        settings = settings_of(config, index, parameter in undecayed)
+        name = group_name(index, settings)
         groups.setdefault(name, {"name": name, "params": [], **settings})["params"].append(parameter)
     return list(groups.values())
 
@@ -45,33 +42,14 @@ def _trainable_paths(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return paths
 
 
-def _first_match(param_groups: Sequence[ParamGroup], paths: Sequence[str]) -> int | None:
-    return next((i for i, group in enumerate(param_groups) if _matches_any(group, paths)), None)
-
-
-def _matches_any(group: ParamGroup, paths: Sequence[str]) -> bool:
-    return any(matches(group.match, path) for path in paths)
-
-
 def _undecayed(model: nn.Module) -> set[nn.Parameter]:
     """Parameters without weight decay by default; the weight that an output layer shares with an embedding too."""
     return {
         parameter
         for module in model.modules()
         for name, parameter in module._parameters.items()
-        if parameter is not None and (parameter.ndim < 2 or name.endswith("bias") or _is_norm_or_embedding(module))
+        if parameter is not None and is_undecayed(name, parameter.ndim, [cls.__name__ for cls in type(module).__mro__])
     }
-
-
-def _is_norm_or_embedding(module: nn.Module) -> bool:
-    return isinstance(module, _EMBEDDINGS) or any("Norm" in cls.__name__ for cls in type(module).__mro__)
-
-
-def _settings(group: ParamGroup | None, default_decay: float) -> dict[str, float]:
-    if group is None:
-        return {"lr_factor": 1.0, "weight_decay": default_decay}
-    decay = default_decay if group.weight_decay is None else group.weight_decay
-    return {"lr_factor": group.lr_factor, "weight_decay": decay}
 
 
 def _unused(
@@ -80,7 +58,7 @@ def _unused(
     for index, group in enumerate(param_groups):
         if index in used:
             continue
-        matched = any(_matches_any(group, names) for names in paths)
+        matched = any(matches_any(group, names) for names in paths)
         reason = (
             "every parameter it matches is already in an earlier group"
             if matched

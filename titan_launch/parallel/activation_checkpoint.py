@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,8 @@ from torch.utils.checkpoint import (
 )
 
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
-from titan_launch.errors import config_error
 from titan_launch.parallel.fsdp import cast_inputs, cast_outputs
+from titan_launch.plan.recomputation import selection
 from titan_launch.plan.types import ModelPlan, Policy, is_within
 from titan_launch.precision.policy import torch_dtype
 
@@ -52,31 +52,7 @@ SAVED_OPS = MATRIX_PRODUCTS | {
 def checkpoint_activations(model: nn.Module, blocks: Sequence[str], config: ActivationCheckpointConfig) -> None:
     """Let `blocks` compute their activations again in backward, in place, before FSDP2 wraps them."""
     for path in blocks:
-        _checkpoint(model.get_submodule(path), _selection(config) == "op")
-
-
-def chosen_blocks(blocks: Sequence[str], config: ActivationCheckpointConfig) -> tuple[str, ...]:
-    """Paths of the blocks that `[activation_checkpoint]` chooses among all; of blocks within blocks the outer ones.
-
-    Raises ConfigError where there are none although the mode wants some.
-    """
-    if config.mode == "none":
-        return ()
-    if not blocks:
-        reason = "works on blocks, and none of the model's are known; name them in model.blocks"
-        raise config_error(("activation_checkpoint", "mode"), reason, config.mode, also=(("model", "blocks"),))
-    outer = [path for path in blocks if not any(is_within(path, other) for other in blocks if other != path)]
-    selection = _selection(config)
-    every = 1 if selection is None or selection == "op" else selection
-    if every > len(outer):
-        reason = f"the model has {len(outer)} blocks, so this would compute none of them again; set at most that"
-        raise config_error(("activation_checkpoint", "selective_ac_option"), reason, every)
-    return tuple(outer[every - 1 :: every])
-
-
-def _selection(config: ActivationCheckpointConfig) -> Literal["op"] | int | None:
-    """What `mode = "selective"` selects by; None in the other modes."""
-    return config.selective_ac_option if config.mode == "selective" else None
+        _checkpoint(model.get_submodule(path), selection(config) == "op")
 
 
 def _checkpoint(block: nn.Module, selects_ops: bool) -> None:

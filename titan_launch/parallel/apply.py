@@ -8,10 +8,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.batchnorm import BatchNormConfig
-from titan_launch.parallel.activation_checkpoint import cast_in_recomputation, checkpoint_activations, chosen_blocks
+from titan_launch.parallel.activation_checkpoint import cast_in_recomputation, checkpoint_activations
 from titan_launch.parallel.batchnorm import prepare_batch_norms
-from titan_launch.parallel.fsdp import CAN_SHARE_UNITS, apply_fsdp
+from titan_launch.parallel.fsdp import apply_fsdp
 from titan_launch.plan.layout import Layout
+from titan_launch.plan.recomputation import chosen_blocks
+from titan_launch.plan.torch_version import CAN_SHARE_UNITS
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.policy import cast_storage
 

@@ -188,20 +188,27 @@ def _scatter(norms: list[_BatchNorm], name: str, values: Tensor) -> None:
 
 
 class RunningStatistics:
-    """The running statistics of a model as they were, to go back to when a step is left out."""
+    """The running statistics of a model as they were, to go back to when a step is left out or abandoned."""
 
     def __init__(self, model: nn.Module):
         self._buffers = [buffer for _, norm in _batch_norms(model) for buffer in norm.buffers(recurse=False)]
-        self._saved = [buffer.clone() for buffer in self._buffers]
+        self.saved = [buffer.clone() for buffer in self._buffers]
+        """What to go back to."""
 
     @torch.no_grad()
     def save(self) -> None:
         """Remember them as they are now."""
-        for saved, buffer in zip(self._saved, self._buffers, strict=True):
+        for saved, buffer in zip(self.saved, self._buffers, strict=True):
             saved.copy_(buffer)
 
     @torch.no_grad()
     def restore_if(self, flag: Tensor) -> None:
         """Go back to what was saved where `flag`, a scalar on the device, is not 0; waits for nothing."""
-        for saved, buffer in zip(self._saved, self._buffers, strict=True):
+        for saved, buffer in zip(self.saved, self._buffers, strict=True):
             buffer.copy_(torch.where(flag != 0, saved, buffer))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Go back to what was saved."""
+        for saved, buffer in zip(self.saved, self._buffers, strict=True):
+            buffer.copy_(saved)

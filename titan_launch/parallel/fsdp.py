@@ -16,10 +16,6 @@ from titan_launch.plan.prefetch import plan_backward_prefetch
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.policy import mixed_precision_policy, torch_dtype
 
-CAN_SHARE_UNITS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
-"""Whether one `fully_shard` call casts the inputs and outputs of every module it is given. Before torch 2.13 it cast
-the inputs of the first that runs and the outputs of the last, and lost count when one of them did not run."""
-
 
 def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> None:
     """Wrap a model in place: one `fully_shard` per unit, in the planned order (inner first, root last).
@@ -35,6 +31,8 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> None:
             mp_policy=mixed_precision_policy(replace(unit.policy, output_dtype=None) if is_shared else unit.policy),
             reshard_after_forward=unit.reshard_after_forward,
         )
+        if not unit.unshard_in_backward:
+            _fsdp_module(model, unit.modules[0]).set_unshard_in_backward(False)
         # FSDP2's own cast is not for shared units: where one of the modules does not run, it casts the outputs of the
         # whole model (or of whichever unit a recomputation began with) in its stead.
         if is_shared and unit.policy.output_dtype is not None:

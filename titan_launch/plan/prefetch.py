@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from titan_launch.plan.types import Inventory, ModelPlan, Unit, is_within
 
-_OWN_PLACE = ("block", "head", "root")
+_OWN_PLACE = ("block", "head", "embedding", "root")
 """The reasons of units that are there without rules too."""
 
 

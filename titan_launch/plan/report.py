@@ -1,4 +1,4 @@
-"""The unit table, as text and as data."""
+"""The unit table, as text and as data; and what a plan says beside it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from itertools import groupby
 from typing import Any
 
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
+from titan_launch.config.job import JobConfig
 from titan_launch.errors import KeyPath, format_key
-from titan_launch.plan.collectives import (
+from titan_launch.plan.claims import BATCH_NORM_DEFAULT, is_batch_norm
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.traffic import (
     Collectives,
     collectives_of_microbatch,
     collectives_of_step,
     collectives_of_unit,
 )
-from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import ModelPlan, Unit, full_name
 
 Place = Callable[[KeyPath], str]
@@ -40,6 +42,7 @@ def _describe(unit: Unit, plan: ModelPlan, layout: Layout, place: Place) -> dict
         "output_dtype": unit.policy.output_dtype,
         "buffer_dtypes": _buffer_dtypes(unit, plan),
         "reshard_after_forward": unit.reshard_after_forward,
+        "unshard_in_backward": unit.unshard_in_backward,
         "collectives_per_microbatch": asdict(collectives_of_unit(unit, layout)),
         "reason": unit.reason,
         "place": None if unit.key is None else place(unit.key),
@@ -91,7 +94,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["reduce_dtype"],
         row["output_dtype"] or "as computed",
         ", ".join(row["buffer_dtypes"]) or "-",
-        {True: "yes", False: "no", None: "root"}[row["reshard_after_forward"]],
+        {True: "yes", False: "no", None: "root"}[row["reshard_after_forward"]]
+        + ("" if row["unshard_in_backward"] else ", once"),
         str(Collectives(**row["collectives_per_microbatch"])),
         row["reason"] + (f" ({row['place']})" if row["place"] else ""),
     ]
@@ -107,4 +111,29 @@ def format_collectives(plan: ModelPlan, layout: Layout, accumulation: GradientAc
     return (
         f"collectives: {microbatch} = {microbatch.total} in a microbatch alone; "
         f"{step} = {step.total} in a step of {layout.num_microbatches} ({accumulation.mode}{kept})"
+    )
+
+
+def format_plan(config: JobConfig, plan: ModelPlan, layout: Layout, place: Place) -> str:
+    """The model, its unit table, and what is communicated."""
+    lines = [
+        f"model: {config.model.name}, {plan.inventory.num_parameters:,} parameters",
+        format_units(plan, layout, place),
+        format_collectives(plan, layout, config.gradient_accumulation),
+    ]
+    num_norms = sum(is_batch_norm(module) and module.same_as is None for module in plan.inventory.modules)
+    if num_norms and config.batchnorm.statistics == "synchronized" and layout.data_parallel > 1:
+        more = Collectives(all_gathers=num_norms, all_reduces=num_norms)
+        lines.append(f"synchronized BatchNorm: {more} more in a microbatch, of a few numbers per channel")
+    if any(unit.reason == BATCH_NORM_DEFAULT for unit in plan.units):
+        lines.append("BatchNorm has a unit of its own by default: float32 parameters and running statistics, any input")
+    return "\n".join(lines)
+
+
+def format_batches(config: JobConfig, layout: Layout) -> str:
+    """How ranks and batch divide."""
+    return (
+        f"ranks: {layout.world_size} ({layout.replicate} replicas x {layout.shard} shards)\n"
+        f"batch: {layout.global_batch_size} samples a step = {layout.local_batch_size} on each of "
+        f"{layout.data_parallel} ranks x {layout.num_microbatches} microbatches ({config.gradient_accumulation.mode})"
     )

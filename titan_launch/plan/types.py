@@ -71,6 +71,9 @@ class Inventory:
     head: tuple[str, ...] = ()
     """Paths of the modules that run last, in order; the last one's output is the model's."""
 
+    embeddings: tuple[str, ...] = ()
+    """Paths of the modules that run first and whose weights only their own forward reads: not even backward does."""
+
     @cached_property
     def by_path(self) -> dict[str, ModuleInfo]:
         """The modules by path."""
@@ -130,7 +133,7 @@ class Unit:
 
     storage_dtype: str
     reason: str
-    """`precision.rules.0`, `block`, `head`, `root`, or the default that made it."""
+    """`precision.rules.0`, `block`, `head`, `embedding`, `root`, or the default that made it."""
 
     key: KeyPath | None = None
     """The rule that made it, as a path into the job file."""
@@ -140,6 +143,14 @@ class Unit:
 
     is_trained: bool = True
     """Whether any of them takes a gradient."""
+
+    unshard_in_backward: bool = True
+    """Whether backward gathers the parameters again if they were freed; not where it does not read them."""
+
+    @property
+    def num_gathers(self) -> int:
+        """How often its parameters are gathered in one forward and backward, among several ranks."""
+        return 2 if self.reshard_after_forward and self.unshard_in_backward else 1
 
     @property
     def compute_dtype(self) -> str:

@@ -10,8 +10,10 @@ per microbatch, where one unit per module would take 3 each.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
@@ -49,6 +51,8 @@ class Resharding:
 
 def plan_resharding(parallelism: ParallelismConfig, accumulation: GradientAccumulationConfig) -> Resharding:
     """What `[parallelism]` and `[gradient_accumulation]` say of it."""
+    if accumulation.mode == "auto" and accumulation.keep_params_unsharded is None:
+        raise ValueError("whether parameters are kept is not decided yet: resolve `auto` first (plan.resolution)")
     choice = parallelism.fsdp_reshard_after_forward
     if accumulation.keep_params_unsharded or choice == "never":
         return Resharding(blocks=False, late=False)
@@ -92,7 +96,13 @@ class _UnitPlanner:
         self.default = Policy(precision.param_dtype, precision.reduce_dtype)
 
     def units(self, share: bool) -> list[Unit]:
-        drafts = [*self._rule_units(share), *self._block_units(), *self._head_unit(), self._root_unit()]
+        drafts = [
+            *self._rule_units(share),
+            *self._embedding_units(),
+            *self._block_units(),
+            *self._head_unit(),
+            self._root_unit(),
+        ]
         owners = unit_by_module(self.inventory, drafts)
         parameters: list[list[TensorInfo]] = [[] for _ in drafts]
         for module in self.inventory.modules:
@@ -130,8 +140,8 @@ class _UnitPlanner:
     def _parts(self, paths: list[str], unit_per: str) -> list[list[str]]:
         if unit_per == "module":
             return [[path] for path in paths]
-        largest_block = max(map(self._numel_within, self.inventory.blocks), default=math.inf)
-        if unit_per == "model" and sum(map(self._numel_within, paths)) <= max(largest_block, _SMALL_UNIT):
+        largest_block = max((self._numel_within[path] for path in self.inventory.blocks), default=math.inf)
+        if unit_per == "model" and sum(self._numel_within[path] for path in paths) <= max(largest_block, _SMALL_UNIT):
             return [paths]
         parts: dict[str, list[str]] = {}
         for path in paths:
@@ -142,13 +152,44 @@ class _UnitPlanner:
         """The block that a module is or lies in; empty for one outside all blocks."""
         return next((block for block in self.inventory.blocks if is_within(path, block)), "")
 
-    def _numel_within(self, path: str) -> int:
-        return sum(p.numel for m in self.inventory.modules if is_within(m.path, path) for p in m.parameters)
+    @cached_property
+    def _numel_within(self) -> Counter[str]:
+        """By path: elements of the parameters in a module and in those inside it."""
+        numel: Counter[str] = Counter()
+        for module in self.inventory.modules:
+            own, path = sum(p.numel for p in module.parameters), module.path
+            numel[path] += own
+            while path and own:
+                path = parent(path)
+                numel[path] += own
+        return numel
 
     def _needs_unit(self, path: str, claim: Claim) -> bool:
         """Not a module that the same rule already covers from further out, nor one that holds no parameters."""
         covered = self.claims.governing(parent(path)) is claim
-        return not covered and any(m.parameters for m in self.inventory.modules if is_within(m.path, path))
+        return not covered and self._numel_within[path] > 0
+
+    def _embedding_units(self) -> list[Unit]:
+        """The embeddings, which backward does not read: as many collectives as in the root, but nothing is held from
+        forward to backward.
+
+        Not one whose weight another module reads too (tied embeddings), nor one inside a block.
+        """
+        reshard = self.resharding.blocks
+        return [
+            replace(self._unit(path, [path], reshard, "embedding"), unshard_in_backward=not reshard)
+            for path in self.inventory.embeddings
+            if self.claims.governing(path) is None
+            and not self._is_shared(path)
+            and not any(is_within(path, block) for block in self.inventory.blocks)
+        ]
+
+    def _is_shared(self, path: str) -> bool:
+        """Whether a parameter of this module is another's too."""
+        module = self.inventory.by_path[path]
+        names = {full_name(path, parameter.name) for parameter in module.parameters}
+        tied = {parameter.tied_to for other in self.inventory.modules for parameter in other.parameters}
+        return bool(names & tied) or self._is_tied([path])
 
     def _block_units(self) -> list[Unit]:
         units = []
@@ -213,10 +254,7 @@ class _UnitPlanner:
 
 def _order(units: Sequence[Unit]) -> tuple[Unit, ...]:
     """Inner units first. Two units that each hold a module inside the other's are divided into one per module."""
-    graph = {
-        i: {j for j, inner in enumerate(units) if i != j and _has_module_within(inner, units[i])}
-        for i in range(len(units))
-    }
+    graph = _inner_units(units)
     try:
         return tuple(units[i] for i in TopologicalSorter(graph).static_order())
     except CycleError as error:
@@ -225,8 +263,16 @@ def _order(units: Sequence[Unit]) -> tuple[Unit, ...]:
     return _order(divided)
 
 
-def _has_module_within(inner: Unit, outer: Unit) -> bool:
-    return any(a != b and is_within(a, b) for b in outer.modules for a in inner.modules)
+def _inner_units(units: Sequence[Unit]) -> dict[int, list[int]]:
+    """For every unit, by index: those with a module inside one of its modules."""
+    index_of = {path: index for index, unit in enumerate(units) for path in unit.modules}
+    inner: dict[int, set[int]] = {index: set() for index in range(len(units))}
+    for path, index in index_of.items():
+        while path:
+            path = parent(path)
+            if index_of.get(path, index) != index:
+                inner[index_of[path]].add(index)
+    return {outer: sorted(found) for outer, found in inner.items()}
 
 
 def _split(unit: Unit) -> list[Unit]:

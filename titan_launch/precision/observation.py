@@ -10,12 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
+from titan_launch.patches import replaced
 from titan_launch.plan.types import ModelPlan
 
 INPUTS, OUTPUTS = "inputs", "outputs"
@@ -118,35 +117,36 @@ def _note_buffers(module: nn.Module, seen: Seen) -> None:
 def _watch_unit(module: nn.Module, seen: Seen, is_replicated: bool, hooks: ExitStack) -> None:
     """`module`: any of the unit's, which share their collectives."""
     assert isinstance(module, FSDPModule), "observed after wrapping"
-    module.set_custom_all_gather(_WatchedAllGather(seen))
-    hooks.callback(module.set_custom_all_gather, DefaultAllGather())
-    module.set_custom_reduce_scatter(_WatchedReduceScatter(seen))
-    hooks.callback(module.set_custom_reduce_scatter, DefaultReduceScatter())
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return  # it holds no parameters
+    hooks.enter_context(replaced(group, "_all_gather_comm", _Watched(group._all_gather_comm, seen, ALL_GATHER)))
+    hooks.enter_context(
+        replaced(group, "_reduce_scatter_comm", _Watched(group._reduce_scatter_comm, seen, REDUCE_SCATTER))
+    )
     if is_replicated:  # else FSDP2 would call it for what no all-reduce has summed
-        module.set_all_reduce_hook(partial(seen.note, ALL_REDUCE))
-        hooks.callback(module.set_all_reduce_hook, None)  # type: ignore[arg-type]
+        before = group._all_reduce_hook
+
+        def watch(reduced: Tensor) -> None:
+            seen.note(ALL_REDUCE, reduced)
+            if before is not None:
+                before(reduced)
+
+        hooks.enter_context(replaced(group, "_all_reduce_hook", watch))
 
 
-class _WatchedAllGather(DefaultAllGather):
-    def __init__(self, seen: Seen):
+class _Watched:
+    """FSDP2's own collective, or one that was put in its place, with the dtypes of its buffers noted."""
+
+    def __init__(self, inner: Any, seen: Seen, what: str):
+        self._inner = inner
         self._seen = seen
+        self._what = what
+        self.allocate = inner.allocate
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        self._seen.note(ALL_GATHER, (input_tensor, output_tensor))
-        return super().__call__(output_tensor, input_tensor, group, async_op)
-
-
-class _WatchedReduceScatter(DefaultReduceScatter):
-    def __init__(self, seen: Seen):
-        self._seen = seen
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> dist.Work:
-        self._seen.note(REDUCE_SCATTER, (input_tensor, output_tensor))
-        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._seen.note(self._what, (input_tensor, output_tensor))
+        return self._inner(output_tensor, input_tensor, *args, **kwargs)
 
 
 def autocast_dtypes(value: Any) -> Iterator[str]:

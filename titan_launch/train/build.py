@@ -34,12 +34,15 @@ from titan_launch.parallel.distributed import Ranks
 from titan_launch.parallel.mesh import build_mesh, fsdp_mesh, statistics_group
 from titan_launch.plan.devices import find_device
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.report import Place, describe_units
+from titan_launch.plan.report import Place, describe_units, format_batches, format_plan
 from titan_launch.plan.types import ModelPlan
 from titan_launch.tokenizer import Tokenizer, build_tokenizer
 from titan_launch.train.folder import checkpoint_folder, prepare_run_folder, record_config, record_units
 from titan_launch.train.guard import NonFiniteGuard
-from titan_launch.train.plan import format_batches, format_plan, plan_precision
+from titan_launch.train.measure import StepMeasurements, check_profiling
+from titan_launch.train.modes import hardware_of_run, settle_modes
+from titan_launch.train.plan import plan_precision
+from titan_launch.train.prediction import MemoryCheck
 from titan_launch.train.step import Microbatch, TrainStep
 
 _log = logging.getLogger(__name__)
@@ -71,6 +74,10 @@ class Run:
     validation_batches: Iterable[Microbatch] | None
     checkpoints: CheckpointManager | None
     meter: Meter
+    measurements: StepMeasurements
+    memory_check: MemoryCheck | None
+    """On the main rank."""
+
     sinks: tuple[Sink, ...]
     console: ConsoleSink | None
     """The terminal, on the main rank; also among the sinks."""
@@ -89,6 +96,9 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, place: Place = 
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
     built = build_model(config.model, config.training.seq_len)
     build_param_groups(built.module, config.optimizer)  # for its errors, before anything is allocated
+    check_profiling(config.comm, ranks.device)
+    hardware = hardware_of_run(config, ranks)
+    config, reason = settle_modes(config, layout, built, hardware, run_folder(config), ranks)
     plan = plan_precision(config, built)
     _log.info("%s", format_plan(config, plan, layout, place))
     model = shard_model(config, built, plan, layout, ranks.device)
@@ -107,7 +117,8 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, place: Place = 
         record_config(folder, config)
         record_units(folder, describe_units(plan, layout, place))
     guard = NonFiniteGuard(config.debug.on_nonfinite, ranks.device)
-    accumulation = build_strategy(config.gradient_accumulation)
+    step = build_step(config, model, optimizer, guard, ranks)
+    first_step = progress.step + 1
     console = ConsoleSink(total_steps=config.training.steps) if ranks.is_main else None
     log_batches(config, layout, ranks, len(source), folder)
     return Run(
@@ -118,16 +129,18 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, place: Place = 
         plan=plan,
         model=model,
         optimizer=optimizer,
-        step=TrainStep(model, optimizer, accumulation, guard, config.training.max_norm, ranks.device),
+        step=step,
         guard=guard,
         progress=progress,
-        first_step=progress.step + 1,
+        first_step=first_step,
         epoch_size=len(source),
         train_batches=build_train_batches(config, source, layout, ranks, progress, stack),
         validation_batches=validation_batches,
         checkpoints=checkpoints,
         meter=build_meter(config, built, layout, ranks),
-        sinks=build_sinks(config, folder, progress, console, stack),
+        measurements=StepMeasurements(config.comm, model, optimizer, step, ranks.device, first_step, stack),
+        memory_check=MemoryCheck(config, layout, hardware, stack) if ranks.is_main else None,
+        sinks=build_sinks(config, reason, folder, progress, console, stack),
         console=console,
         place=place,
     )
@@ -181,9 +194,14 @@ def build_validation_batches(
     return loader
 
 
+def run_folder(config: JobConfig) -> Path:
+    """Where everything goes that a run writes."""
+    return Path(config.job.dump_folder, config.job.name)
+
+
 def open_run_folder(config: JobConfig, ranks: Ranks, stack: ExitStack) -> Path:
     """The run's folder, made ready by the main rank before any rank goes on."""
-    folder = Path(config.job.dump_folder, config.job.name)
+    folder = run_folder(config)
     if ranks.is_main:
         prepare_run_folder(folder, config, stack)
     dist.barrier()
@@ -199,6 +217,15 @@ def resume(
     checkpoints = CheckpointManager(checkpoint_folder(folder), model, optimizer, progress, ranks.device)
     checkpoints.load_latest()
     return checkpoints
+
+
+def build_step(
+    config: JobConfig, model: nn.Module, optimizer: Optimizer, guard: NonFiniteGuard, ranks: Ranks
+) -> TrainStep:
+    """What trains on a step's microbatches."""
+    accumulation = build_strategy(config.gradient_accumulation)
+    training = config.training
+    return TrainStep(model, optimizer, accumulation, guard, training.max_norm, ranks.device, training.loss_chunks)
 
 
 def build_meter(config: JobConfig, built: BuiltModel, layout: Layout, ranks: Ranks) -> Meter:
@@ -222,9 +249,15 @@ def peak_flops(config: JobConfig, device: torch.device) -> float | None:
 
 
 def build_sinks(
-    config: JobConfig, folder: Path, progress: Progress, console: ConsoleSink | None, stack: ExitStack
+    config: JobConfig,
+    reason: str | None,
+    folder: Path,
+    progress: Progress,
+    console: ConsoleSink | None,
+    stack: ExitStack,
 ) -> tuple[Sink, ...]:
-    """Where reports go; only the main rank, which has a console, writes."""
+    """Where reports go; only the main rank, which has a console, writes. `reason`: why the modes are what they are,
+    where the job left them open."""
     if console is None:
         return ()
     sinks: list[Sink] = [console, JsonlSink(folder / "metrics.jsonl", resume_step=progress.step)]
@@ -233,6 +266,8 @@ def build_sinks(
     for sink in sinks:
         stack.callback(sink.close)
         sink.text("config", f"```json\n{dump_job(config)}```")
+        if reason is not None:
+            sink.text("auto", reason)
     return tuple(sinks)
 
 

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from titan_launch.checkpoint.manager import complete_steps
+from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.explain import toml_value
+from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.config.load import dump_job
 from titan_launch.errors import KeyPath, config_error, format_key
+from titan_launch.plan.choices import Choice
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +59,17 @@ def record_config(folder: Path, config: JobConfig) -> None:
                 was, is_now = (toml_value(v[key]) if key in v else "unset" for v in (before, now))
                 _log.info("changed since the run began: %s was %s, is %s", format_key(key), was, is_now)
     path.write_text(text)
+
+
+def recorded_modes(folder: Path, config: JobConfig) -> Choice | None:
+    """The modes with which the run in this folder trained so far; None where nothing will be resumed."""
+    path = folder / CONFIG_FILE
+    if not (_will_resume(folder, config) and path.exists()):
+        return None
+    saved = json.loads(path.read_text())
+    accumulation = GradientAccumulationConfig.model_validate(saved["gradient_accumulation"])
+    recomputation = ActivationCheckpointConfig.model_validate(saved["activation_checkpoint"])
+    return Choice(accumulation, recomputation)
 
 
 def record_units(folder: Path, units: list[dict[str, Any]]) -> None:

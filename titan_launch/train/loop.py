@@ -10,6 +10,7 @@ from titan_launch.precision.explanations import dtype_failures_explained
 from titan_launch.train.audit import audited_step, is_audited
 from titan_launch.train.build import Run
 from titan_launch.train.garbage import scheduled_garbage_collection
+from titan_launch.train.prediction import MEASURED
 from titan_launch.train.step import StepResult
 from titan_launch.train.validate import validate
 
@@ -40,7 +41,10 @@ def train_one_step(run: Run) -> StepResult:
         microbatches = [next(run.train_batches) for _ in range(run.layout.num_microbatches)]
     step = run.progress.step + 1
     set_lr(run.optimizer, run.config.optimizer.lr, current_lr_factor(run, step))
-    with dtype_failures_explained(run.model, run.plan, run.config.precision):
+    with (
+        dtype_failures_explained(run.model, run.plan, run.config.precision),
+        run.measurements.watching(step, microbatches),
+    ):
         result = audited_step(run, microbatches) if is_audited(run) else run.step(microbatches)
     run.progress.step = step
     run.progress.samples_seen += run.layout.global_batch_size
@@ -97,7 +101,11 @@ def report(run: Run, result: StepResult) -> None:
         valid_local=result.valid_local,
         valid_global=result.valid_global,
         grad_norm=result.grad_norm,
+        measured=run.measurements.take(),
     )
+    if run.memory_check is not None:
+        is_measured = run.measurements.is_steady or run.ranks.device.type == "cpu"
+        scalars |= run.memory_check.scalars(scalars.get(MEASURED) if is_measured else None)
     settle_guard(run)
     scalars["train/lr"] = run.config.optimizer.lr * current_lr_factor(run, step)
     scalars["train/samples_seen"] = run.progress.samples_seen
@@ -107,6 +115,7 @@ def report(run: Run, result: StepResult) -> None:
         scalars |= pool_statistics(run)
     if is_validation_step(run):
         scalars |= validation_scalars(run)
+    run.measurements.end_window(step, only_training=not needs_pooled_statistics(run))
     for sink in run.sinks:
         sink.write(step, scalars)
 
@@ -134,7 +143,7 @@ def validation_scalars(run: Run) -> dict[str, float]:
     """Validate, with running statistics that are pooled; the time does not count as training time."""
     assert run.validation_batches is not None, "config.rules demands validation.data with validation.freq"
     with run.meter.paused(), dtype_failures_explained(run.model, run.plan, run.config.precision):
-        return validate(run.model, run.validation_batches, run.ranks.device)
+        return validate(run.model, run.validation_batches, run.ranks.device, run.config.training.loss_chunks)
 
 
 def save(run: Run) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from titan_launch.loss import count_valid, cross_entropy_sum
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.skip import step_unless
 from titan_launch.parallel.batchnorm import RunningStatistics
+from titan_launch.parallel.discard import discard_pending
 from titan_launch.train.guard import NonFiniteGuard
 
 Microbatch = tuple[Tensor, Tensor]
@@ -50,6 +52,7 @@ class TrainStep:
         guard: NonFiniteGuard,
         max_norm: float,
         device: torch.device,
+        loss_chunks: int = 1,
     ):
         self._model = model
         self._optimizer = optimizer
@@ -57,6 +60,7 @@ class TrainStep:
         self._guard = guard
         self._max_norm = max_norm
         self._device = device
+        self._loss_chunks = loss_chunks
         self._statistics = RunningStatistics(model)
 
     def __call__(self, microbatches: list[Microbatch], before_update: Callable[[], None] | None = None) -> StepResult:
@@ -65,21 +69,36 @@ class TrainStep:
         Exact for unequal microbatches and ranks, in every accumulation mode: the step's valid targets are counted over
         all ranks before the first forward, every microbatch's loss is a sum divided by that count, and FSDP2 only sums
         gradients. `before_update` is called when the gradients are complete and nothing is changed yet.
+
+        What ends the step before the update (an error, an interrupt) leaves nothing of it behind: gradients and running
+        statistics are as before, and if all ranks have abandoned it, it can be tried again.
         """
-        valid_local, valid_global = self._count(targets for _, targets in microbatches)
         self._statistics.save()
-        loss_sum = torch.zeros((), device=self._device)
-        for index, microbatch in enumerate(microbatches):
-            self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
-            loss_sum += self._backward(microbatch, valid_global)
-        if before_update is not None:
-            before_update()
-        grad_norm = clip_grad_norm(self._model.parameters(), self._max_norm)
-        left_out = self._guard.check(loss_sum, grad_norm)
+        with self._abandoned_on_error():
+            valid_local, valid_global = self._count(targets for _, targets in microbatches)
+            loss_sum = self._accumulate(microbatches, valid_global)
+            if before_update is not None:
+                before_update()
+            grad_norm = clip_grad_norm(self._model.parameters(), self._max_norm)
+            left_out = self._guard.check(loss_sum, grad_norm)
         step_unless(self._optimizer, left_out)
         self._statistics.restore_if(left_out)
         self._optimizer.zero_grad()
         return StepResult(loss_sum, valid_local, valid_global, grad_norm)
+
+    @property
+    def kept_statistics(self) -> list[Tensor]:
+        """Copies of BatchNorm's running statistics, which are there all the time."""
+        return self._statistics.saved
+
+    @contextmanager
+    def _abandoned_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            discard_pending(self._model)
+            self._statistics.restore()
+            raise
 
     def _count(self, targets: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
         local = sum((count_valid(t) for t in targets), start=torch.zeros((), dtype=torch.int64))
@@ -88,11 +107,28 @@ class TrainStep:
         dist.all_reduce(total)
         return local, total
 
+    def _accumulate(self, microbatches: list[Microbatch], valid_global: Tensor) -> Tensor:
+        """The gradients of all microbatches, complete after the last one. Returns this rank's part of the loss."""
+        loss_sum = torch.zeros((), device=self._device)
+        for index, microbatch in enumerate(microbatches):
+            self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
+            loss_sum += self._backward(microbatch, valid_global)
+        return loss_sum
+
     def _backward(self, microbatch: Microbatch, valid_global: Tensor) -> Tensor:
         inputs, targets = (tensor.to(self._device, non_blocking=True) for tensor in microbatch)
-        loss = cross_entropy_sum(logits_of(self._model, inputs), targets) / valid_global.clamp(min=1)
-        loss.backward()
-        return loss.detach()
+        return backward(self._model, inputs, targets, valid_global, self._loss_chunks)
+
+
+def backward(model: nn.Module, inputs: Tensor, targets: Tensor, valid_global: Tensor, loss_chunks: int) -> Tensor:
+    """Forward and backward over one microbatch. Returns its part of the step's loss, detached.
+
+    `valid_global`: the step's valid targets over all ranks, which divide the loss. `loss_chunks`: see `[training]`.
+    """
+    loss = cross_entropy_sum(logits_of(model, inputs), targets, loss_chunks)
+    loss = loss / valid_global.clamp(min=1)
+    loss.backward()
+    return loss.detach()
 
 
 def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:

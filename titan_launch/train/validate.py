@@ -10,12 +10,14 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_launch.loss import count_correct, count_valid, cross_entropy_sum
-from titan_launch.parallel.fsdp import fsdp_modules
+from titan_launch.parallel.discard import reset_iteration
 from titan_launch.train.step import Microbatch, logits_of
 
 
 @torch.no_grad()
-def validate(model: nn.Module, batches: Iterable[Microbatch], device: torch.device) -> dict[str, float]:
+def validate(
+    model: nn.Module, batches: Iterable[Microbatch], device: torch.device, loss_chunks: int = 1
+) -> dict[str, float]:
     """The `validation/*` metrics over all valid targets of all ranks' batches, in evaluation mode; collective.
 
     Every rank must have the same number of batches, since each forward gathers parameters. NaN without a valid target.
@@ -26,23 +28,13 @@ def validate(model: nn.Module, batches: Iterable[Microbatch], device: torch.devi
     for batch in batches:
         inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
         logits = logits_of(model, inputs)
-        totals[0] += cross_entropy_sum(logits, targets)
+        totals[0] += cross_entropy_sum(logits, targets, loss_chunks)
         totals[1] += count_correct(logits, targets)
         totals[2] += count_valid(targets)
     for module, flag in was_training.items():
         module.training = flag
-    _reshard(model)
+    reset_iteration(model)  # else the sharded parameters, by which the optimizer knows its state, are not in the model
     dist.all_reduce(totals)
     loss_sum, correct, count = totals.tolist()
     loss, accuracy = (loss_sum / count, correct / count) if count else (math.nan, math.nan)
     return {"validation/loss": loss, "validation/accuracy": accuracy}
-
-
-def _reshard(model: nn.Module) -> None:
-    """Free what forward leaves gathered for a backward that does not come.
-
-    Until then `model.parameters()` are not the sharded ones that the optimizer has, and what is known by them (its
-    state, in a checkpoint) is not found.
-    """
-    for module in fsdp_modules(model):
-        module.reshard()

@@ -105,6 +105,19 @@ def flops_per_token(args: Llama3Args, seq_len: int) -> int:
     return 6 * matmul_weights + 12 * args.n_layers * args.dim * seq_len
 
 
+def recomputed_flops_per_token(args: Llama3Args, seq_len: int, keeps_costly_ops: bool) -> int:
+    """FLOPs per token of computing one block again in backward, counted as in `flops_per_token`.
+
+    Recomputation ends where the last thing that backward needs is there: the input of `w2`, so that `w2` itself is not
+    multiplied again. That leaves 2 (N_block - D F) + 4 D T. Where attention and every second matrix product are kept
+    (`selective_ac_option = "op"`), of wq, wk, wv, wo, w1, w3, w2 in this order wk, wo and w3 are computed again.
+    """
+    dim, kv_dim = args.dim, args.n_kv_heads * args.head_dim
+    if keeps_costly_ops:
+        return 2 * (dim * kv_dim + dim * dim + dim * args.hidden_dim)
+    return 2 * (_block_matmul_weights(args) - dim * args.hidden_dim) + 4 * dim * seq_len
+
+
 def _block_matmul_weights(args: Llama3Args) -> int:
     kv_dim = args.n_kv_heads * args.head_dim
     return 2 * args.dim * args.dim + 2 * args.dim * kv_dim + 3 * args.dim * args.hidden_dim

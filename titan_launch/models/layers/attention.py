@@ -34,9 +34,16 @@ class Attention(nn.Module):
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of (batch, heads, tokens, head_dim) over keys and values with the same or a smaller number of heads."""
     num_groups = q.shape[1] // k.shape[1]
-    if num_groups > 1 and q.is_cuda and q.dtype == torch.float32:
-        # The fused fp32 kernel on CUDA takes equal heads only; `enable_gqa` would fall back to the one that stores all
-        # tokens x tokens scores. Not needed with https://github.com/pytorch/pytorch/pull/191085.
+    if num_groups > 1 and takes_equal_heads_only(q):
         k, v = (t.repeat_interleave(num_groups, dim=1) for t in (k, v))
         num_groups = 1
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_groups > 1)
+
+
+def takes_equal_heads_only(q: Tensor) -> bool:
+    """Whether keys and values must be repeated: the fused fp32 kernel on CUDA takes as many heads as there are queries.
+
+    `enable_gqa` would fall back to the one that stores all tokens x tokens scores. Not needed with
+    https://github.com/pytorch/pytorch/pull/191085.
+    """
+    return q.is_cuda and q.dtype == torch.float32

@@ -14,7 +14,9 @@ from tests.train.jobs import run_job, sharded_model, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.errors import ConfigError
 from titan_launch.parallel.fsdp import fsdp_modules
-from titan_launch.train.plan import print_plan
+from titan_launch.planner import PlanOptions, print_plan
+
+JSON, TEXT = PlanOptions(as_json=True), PlanOptions()
 
 RULES: list[dict[str, Any]] = [
     {"type": "RMSNorm", "param_dtype": "float32", "storage_dtype": "float32"},
@@ -26,7 +28,7 @@ def test_a_run_records_the_units_that_plan_shows(tmp_path: Path, capsys: pytest.
     job = tiny_job(tmp_path, precision={"param_dtype": "bfloat16", "rules": RULES}, training={"steps": 1})
     run_ranks(run_job, 2, job)
     recorded = json.loads((tmp_path / "tiny" / "units.json").read_text())
-    print_plan(JobConfig.model_validate(job), 2, lambda key: f"precision.rules.{key[-1]}", as_json=True)
+    print_plan(JobConfig.model_validate(job), 2, lambda key: f"precision.rules.{key[-1]}", JSON)
     assert json.loads(capsys.readouterr().out)["units"] == recorded
     assert {unit["place"] for unit in recorded} == {None, "precision.rules.0", "precision.rules.1"}
 
@@ -39,14 +41,14 @@ def wrapped_modules(job: dict[str, Any]) -> set[str]:
 
 def test_the_planned_modules_are_those_that_are_wrapped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = tiny_job(tmp_path, precision={"param_dtype": "bfloat16", "rules": RULES})
-    print_plan(JobConfig.model_validate(job), 1, str, as_json=True)
+    print_plan(JobConfig.model_validate(job), 1, str, JSON)
     units = json.loads(capsys.readouterr().out)["units"]
     assert run_ranks(wrapped_modules, 1, job) == [{path for unit in units for path in unit["modules"]}]
 
 
 def test_the_text_shows_layout_and_microbatches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = tiny_job(tmp_path, parallelism={"data_parallel_replicate_degree": 2}, training={"global_batch_size": 16})
-    print_plan(JobConfig.model_validate(job), 4, str, as_json=False)
+    print_plan(JobConfig.model_validate(job), 4, str, TEXT)
     text = capsys.readouterr().out
     assert "ranks: 4 (2 replicas x 2 shards)" in text and "x 4 microbatches" in text
     assert "AG + " in text and " AR = " in text
@@ -76,13 +78,13 @@ def test_plan_finds_what_the_model_does_not_go_with(tmp_path: Path) -> None:
     ):
         job = {**tiny_job(tmp_path, **sections), "model": model}
         with pytest.raises(ConfigError, match=key):
-            print_plan(JobConfig.model_validate(job), 1, str, as_json=False)
+            print_plan(JobConfig.model_validate(job), 1, str, TEXT)
 
 
 def test_synchronized_statistics_have_their_own_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     batchnorm = {"statistics": "synchronized"}
     job = tiny_job(tmp_path, model={"args": {"norm": "batchnorm"}}, batchnorm=batchnorm)
-    print_plan(JobConfig.model_validate(job), 4, str, as_json=False)
+    print_plan(JobConfig.model_validate(job), 4, str, TEXT)
     assert "synchronized BatchNorm: 5 AG + 5 AR more in a microbatch" in capsys.readouterr().out
-    print_plan(JobConfig.model_validate(job), 1, str, as_json=False)
+    print_plan(JobConfig.model_validate(job), 1, str, TEXT)
     assert "synchronized" not in capsys.readouterr().out

@@ -1,0 +1,231 @@
+"""What the accumulation modes communicate, hold and round: measured on a small Llama under HSDP.
+
+    torchrun --nproc-per-node 4 benchmarks/accumulation_modes.py --write docs/gradient_accumulation.md
+
+Collectives and their bytes are those of a real step of 4 microbatches, gradients held and peak memory those of live
+tensors, beside what the planner predicts. The gradient's error is relative to a sum in fp64 of the microbatches' own
+gradients, each reduced in fp32 on its own, and so is only what accumulation and reduction add. Times are left out:
+processes of one machine say nothing about a network. Prints a table, and writes it between the markers of a Markdown
+file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from publishing import publish
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_launch.accumulation.strategies import build_strategy
+from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
+from titan_launch.config.job import JobConfig
+from titan_launch.metrics.live_memory import track
+from titan_launch.metrics.traffic import count_collectives
+from titan_launch.models.build import build_model
+from titan_launch.models.init import initialize
+from titan_launch.parallel.distributed import Ranks, process_group
+from titan_launch.plan.analytic.engine import analytic_engine
+from titan_launch.plan.choices import Choice
+from titan_launch.plan.footprint import Category, Ledger, Place
+from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.traffic import Traffic, traffic_of_step
+from titan_launch.process import leave
+from titan_launch.train.build import shard_model
+from titan_launch.train.plan import plan_precision
+from titan_launch.train.step import Microbatch, backward
+
+FEW, MANY = 4, 64
+"""Microbatches in a step."""
+
+MODES = {
+    "`immediate`": GradientAccumulationConfig(mode="immediate"),
+    "`deferred_all_reduce`": GradientAccumulationConfig(mode="deferred_all_reduce"),
+    "`deferred`": GradientAccumulationConfig(mode="deferred"),
+    "`immediate`, parameters kept": GradientAccumulationConfig(mode="immediate", keep_params_unsharded=True),
+    "`deferred`, parameters kept": GradientAccumulationConfig(mode="deferred", keep_params_unsharded=True),
+}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured in one mode, and what was planned."""
+
+    traffic: Traffic
+    planned_traffic: Traffic
+    held_bytes: int
+    """Gradients between the first microbatch and the second."""
+
+    peak_bytes: int
+    planned_peak_bytes: int
+    errors: dict[tuple[str, int], float]
+    """By reduce dtype and number of microbatches."""
+
+
+def measure(accumulation: GradientAccumulationConfig, ranks: Ranks) -> Figures:
+    """One mode on all its figures."""
+    config = job(accumulation, FEW, "float32", ranks.world_size)
+    layout = plan_layout(config.parallelism, config.training, ranks.world_size)
+    planned = analytic_engine(config, layout, "cpu")(Choice(accumulation, config.activation_checkpoint))
+    plan = plan_precision(config, build_model(config.model, config.training.seq_len))
+    model, batches = sharded(config, ranks), microbatches(config, ranks, FEW)
+    with count_collectives(model) as count:
+        run_step(model, accumulation, batches)
+    model.zero_grad()
+    ledger = Ledger()
+    ledger.enter(Place(0, "forward", ""))
+    held: list[int] = []
+    with track(model, ledger):
+        ledger.allocate(optimizer_bytes(model), Category.OPTIMIZER)
+        run_step(model, accumulation, batches, lambda: held.append(gradient_bytes(ledger)))
+        peak = ledger.footprint().peak_bytes
+    errors = {
+        (dtype, number): gradient_error(accumulation, number, dtype, ranks)
+        for dtype in ("float32", "bfloat16")
+        for number in (FEW, MANY)
+    }
+    planned_traffic = traffic_of_step(plan, layout, accumulation)
+    return Figures(count.traffic, planned_traffic, held[0], peak, planned.peak_bytes, errors)
+
+
+def job(accumulation: GradientAccumulationConfig, number: int, reduce_dtype: str, world_size: int) -> JobConfig:
+    """A small Llama in bf16 on two replicas, with so many microbatches of two sequences on every rank."""
+    return JobConfig.model_validate(
+        {
+            "model": {"args": {"dim": 128, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 384}},
+            "training": {"seq_len": 64, "local_batch_size": 2, "global_batch_size": 2 * number * world_size},
+            "precision": {"reduce_dtype": reduce_dtype},
+            "parallelism": {"data_parallel_replicate_degree": 2},
+            "gradient_accumulation": accumulation.model_dump(),
+        }
+    )
+
+
+def sharded(config: JobConfig, ranks: Ranks) -> nn.Module:
+    """The job's model, wrapped, with the values of seed 0."""
+    layout = plan_layout(config.parallelism, config.training, ranks.world_size)
+    built = build_model(config.model, config.training.seq_len)
+    model = shard_model(config, built, plan_precision(config, built), layout, ranks.device)
+    model.to_empty(device=ranks.device)
+    initialize(model, built.initializer, 0, ranks.device)
+    return model
+
+
+def microbatches(config: JobConfig, ranks: Ranks, number: int) -> list[Microbatch]:
+    """Random tokens, others on every rank."""
+    generator = torch.Generator().manual_seed(ranks.rank)
+    shape = (2, config.training.seq_len + 1)
+    tokens = (torch.randint(0, 320, shape, generator=generator).to(ranks.device) for _ in range(number))
+    return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in tokens]
+
+
+def run_step(
+    model: nn.Module,
+    accumulation: GradientAccumulationConfig,
+    batches: list[Microbatch],
+    after_first: object = None,
+    share: float = 1.0,
+) -> None:
+    """Forward and backward over all microbatches. `share`: of what part of a step these are."""
+    strategy = build_strategy(accumulation)
+    valid = torch.tensor(sum(targets.numel() for _, targets in batches) * torch.distributed.get_world_size() / share)
+    for index, (inputs, targets) in enumerate(batches):
+        strategy.begin_microbatch(model, is_last=index == len(batches) - 1)
+        backward(model, inputs, targets, valid.to(inputs.device), loss_chunks=1)
+        if index == 0 and callable(after_first):
+            after_first()
+
+
+def gradient_error(accumulation: GradientAccumulationConfig, number: int, reduce_dtype: str, ranks: Ranks) -> float:
+    """|found - exact| / |exact| over all parameters, the largest of the ranks' shards."""
+    config = job(accumulation, number, reduce_dtype, ranks.world_size)
+    model, batches = sharded(config, ranks), microbatches(config, ranks, number)
+    run_step(model, accumulation, batches)
+    found = [gradient.double() for gradient in local_gradients(model)]
+    exact = [torch.zeros_like(gradient) for gradient in found]
+    alone = job(MODES["`immediate`"], number, "float32", ranks.world_size)
+    model = sharded(alone, ranks)
+    for batch in batches:
+        model.zero_grad()
+        run_step(model, alone.gradient_accumulation, [batch], share=1 / number)
+        for total, gradient in zip(exact, local_gradients(model), strict=True):
+            total += gradient
+    sums = torch.tensor(
+        [
+            sum(float((a - b).square().sum()) for a, b in zip(found, exact, strict=True)),
+            sum(float(b.square().sum()) for b in exact),
+        ],
+        dtype=torch.float64,
+    )
+    torch.distributed.all_reduce(sums)
+    return float((sums[0] / sums[1]).sqrt())
+
+
+def local_gradients(model: nn.Module) -> list[Tensor]:
+    """This rank's shards."""
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
+
+
+def optimizer_bytes(model: nn.Module) -> int:
+    """AdamW's two moments."""
+    return 2 * sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
+
+
+def gradient_bytes(ledger: Ledger) -> int:
+    """Whole gradients and shards of them."""
+    return ledger.live[Category.GRADIENTS] + ledger.live[Category.UNSHARDED_GRADIENTS]
+
+
+def table(figures: dict[str, Figures]) -> str:
+    """One row per mode."""
+    columns = ["mode", "all-gathers", "reduce-scatters", "all-reduces", "gradients held, KiB", "peak, MiB", "predicted"]
+    columns += [f"error, {name}, N = {number}" for name in ("fp32", "bf16") for number in (FEW, MANY)]
+    rows = [columns, ["---"] * len(columns)]
+    for name, found in figures.items():
+        if found.traffic != found.planned_traffic:
+            raise RuntimeError(f"{name}: measured {found.traffic}, planned {found.planned_traffic}")
+        calls = found.traffic.collectives
+        cells = [
+            name,
+            traffic_cell(calls.all_gathers, found.traffic.all_gather_bytes),
+            traffic_cell(calls.reduce_scatters, found.traffic.reduce_scatter_bytes),
+            traffic_cell(calls.all_reduces, found.traffic.all_reduce_bytes),
+            f"{found.held_bytes / 2**10:,.0f}",
+            f"{found.peak_bytes / 2**20:.3f}",
+            f"{found.planned_peak_bytes / 2**20:.3f}",
+            *(f"{error:.0e}" for error in found.errors.values()),
+        ]
+        rows.append(cells)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def traffic_cell(calls: int, num_bytes: int) -> str:
+    """How many, and their bytes."""
+    return f"{calls} ({num_bytes / 2**20:.2f} MiB)"
+
+
+def main() -> None:
+    """Measure on the ranks that torchrun has started, and write on the first."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--write", type=Path, help="Markdown file with the markers")
+    options = parser.parse_args()
+    with process_group("cpu", timeout_seconds=600) as ranks:
+        figures = {name: measure(accumulation, ranks) for name, accumulation in MODES.items()}
+        if ranks.is_main:
+            machine = (
+                f"{ranks.world_size} ranks (2 replicas x {ranks.world_size // 2} shards) on {os.cpu_count()} cores"
+            )
+            versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+            publish(f"{machine}, {versions}:\n\n{table(figures)}", "accumulation_modes", options.write)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
+    leave(0)

@@ -1,0 +1,92 @@
+"""Predicted memory against what TorchTitan has published for Llama 3 8B.
+
+    python benchmarks/published_memory.py [--write docs/planning.md]
+
+Published figures are the allocator's reserved memory, which is more than the active memory that is predicted; jobs are
+described as far as their reports say (`benchmarks/*.md` of TorchTitan). Exits with 1 if a prediction is not below a
+published figure, or not within 25 % of it. No torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from publishing import publish
+
+from titan_launch.config.job import JobConfig
+from titan_launch.plan.analytic.engine import analytic_engine
+from titan_launch.plan.choices import Choice
+from titan_launch.plan.footprint import Footprint
+from titan_launch.plan.layout import plan_layout
+
+GIB = 2**30
+FRAGMENTATION, OVERHEAD_GIB = 0.15, 2.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """One published run."""
+
+    name: str
+    ranks: int
+    training: dict[str, Any]
+    recomputation: str
+    reserved_gib: float
+    remark: str = ""
+
+
+_EAGER, _LONG = {"seq_len": 8192, "local_batch_size": 2}, {"seq_len": 32_768, "local_batch_size": 1}
+_FUSED_LOSS = {**_EAGER, "loss_chunks": 8}
+REPORTS = (
+    Report("8 x H100, 2 x 8,192 tokens", 8, _EAGER, "selective", 82.4),
+    Report("128 x H100, the same", 128, _EAGER, "selective", 67.0),
+    Report("8 x H100, the same, compiled", 8, _EAGER, "selective", 77.0, "predicted as eager"),
+    Report("128 x H100, the same, compiled", 128, _EAGER, "selective", 62.0, "predicted as eager"),
+    Report("8 x H100, 32,768 tokens, compiled, fp8", 8, _LONG, "full", 83.9, "predicted as eager bf16"),
+    Report(
+        "32 x H200, compiled with its loss, fp8", 32, _FUSED_LOSS, "selective", 47.96, "as eager bf16, 8 loss chunks"
+    ),
+    Report("64 x H200, the same", 64, _FUSED_LOSS, "selective", 46.97, "as eager bf16, 8 loss chunks"),
+)
+
+
+def predict(report: Report) -> Footprint:
+    """The footprint of a report's job."""
+    config = JobConfig.model_validate(
+        {
+            "model": {"name": "llama3", "flavor": "8B"},
+            "training": report.training,
+            "activation_checkpoint": {"mode": report.recomputation},
+            "optimizer": {"implementation": "fused"},
+        }
+    )
+    layout = plan_layout(config.parallelism, config.training, report.ranks)
+    choice = Choice(config.gradient_accumulation, config.activation_checkpoint)
+    return analytic_engine(config, layout, "cuda")(choice)
+
+
+def main() -> int:
+    """Compare all reports."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--write", type=Path, help="Markdown file with the markers")
+    options = parser.parse_args()
+    columns = ["run", "recomputation", "predicted active", "estimated reserved", "published", "active / published", ""]
+    rows, is_right = [columns, ["---"] * len(columns)], True
+    for report in REPORTS:
+        footprint = predict(report)
+        active = footprint.peak_bytes / GIB
+        reserved = footprint.stream_bytes / GIB * (1 + FRAGMENTATION) + OVERHEAD_GIB
+        ratio = active / report.reserved_gib
+        is_right &= 0.75 <= ratio < 1
+        figures = [f"{active:.1f}", f"{reserved:.1f}", f"{report.reserved_gib:.1f}", f"{ratio:.2f}"]
+        rows.append([report.name, report.recomputation, *figures, report.remark])
+    publish("\n".join(f"| {' | '.join(row)} |" for row in rows), "published_memory", options.write)
+    return int(not is_right)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Collectives counted while they are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import run_ranks
+from tests.train.jobs import planned_and_sharded, tiny_job
+from titan_launch.accumulation.strategies import build_strategy
+from titan_launch.config.job import JobConfig
+from titan_launch.metrics.traffic import count_collectives
+from titan_launch.optim.clip import clip_grad_norm
+from titan_launch.parallel.fsdp import fsdp_modules
+from titan_launch.plan.traffic import Traffic, traffic_of_step
+from titan_launch.precision.observation import observe
+from titan_launch.train.step import backward
+
+
+def count(mode: str, replicate: int) -> tuple[Traffic, Traffic, Traffic, bool]:
+    """What a step on this rank communicates, counted alone, under the audit's eyes, and planned; and whether FSDP2's
+    own collectives are back."""
+    sections: dict[str, Any] = {
+        "parallelism": {"data_parallel_replicate_degree": replicate},
+        "gradient_accumulation": {"mode": mode},
+        "training": {"global_batch_size": 3 * dist.get_world_size()},
+    }
+    config = JobConfig.model_validate(tiny_job(Path("unused"), **sections))
+    model, plan, layout = planned_and_sharded(config, config.training.seq_len)
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in fsdp_modules(model)]
+    before = [vars(group).copy() for group in groups if group is not None]
+
+    def step() -> None:
+        strategy = build_strategy(config.gradient_accumulation)
+        tokens, valid = torch.zeros(1, 16, dtype=torch.int64), torch.ones((), dtype=torch.int64)
+        dist.all_reduce(valid)
+        for index in range(layout.num_microbatches):
+            strategy.begin_microbatch(model, is_last=index == layout.num_microbatches - 1)
+            backward(model, tokens, tokens, valid, 1)
+        clip_grad_norm(model.parameters(), 1.0)
+
+    with count_collectives(model) as counted:
+        step()
+        alone = counted.take()
+        with observe(model, plan, replicate > 1):
+            step()
+        observed = counted.take()
+    names = ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")
+    after = [vars(group) for group in groups if group is not None]
+    is_restored = all(a[name] is b[name] for a, b in zip(before, after, strict=True) for name in names)
+    return alone, observed, traffic_of_step(plan, layout, config.gradient_accumulation), is_restored
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks", "replicate"), [("immediate", 2, 1), ("deferred", 2, 2), ("deferred_all_reduce", 4, 2)]
+)
+def test_what_is_counted_is_what_was_planned(mode: str, ranks: int, replicate: int) -> None:
+    for alone, observed, planned, is_restored in run_ranks(count, ranks, mode, replicate):
+        assert alone == observed == planned
+        assert planned.collectives.total > 0 and is_restored

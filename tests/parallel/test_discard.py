@@ -1,0 +1,189 @@
+"""A step that is abandoned between its microbatches leaves nothing behind, in every accumulation mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from tests.distributed import run_ranks
+from tests.train.jobs import TINY_ARGS, assert_equal, sharded_model, this_rank, whole_state
+from titan_launch.accumulation.strategies import build_strategy
+from titan_launch.config.job import JobConfig
+from titan_launch.optim.optimizer import build_optimizer
+from titan_launch.parallel.discard import discard_pending
+from titan_launch.parallel.fsdp import fsdp_modules
+from titan_launch.train.guard import NonFiniteGuard
+from titan_launch.train.step import Microbatch, TrainStep
+
+SEQ_LEN = 8
+RECOMPUTATIONS: list[dict[str, Any]] = [
+    {"mode": "none"},
+    {"mode": "full"},
+    {"mode": "selective"},
+    {"mode": "selective", "selective_ac_option": 2},
+    {"mode": "full"},
+]
+
+
+def jobs(replicate: int) -> Iterator[JobConfig]:
+    """Every mode, parameters kept or not, with an fp32 unit of norms and with BatchNorm; recomputation in turn."""
+    recomputation = cycle(RECOMPUTATIONS)
+    for mode in ("immediate", "deferred", *(["deferred_all_reduce"] if replicate > 1 else [])):
+        for keep in (False, True):
+            for norm, kind in (("rmsnorm", "RMSNorm"), ("batchnorm", "BatchNorm")):
+                yield job(mode, keep, norm, [{"type": kind, "param_dtype": "float32"}], next(recomputation), replicate)
+
+
+def job(
+    mode: str, keep: bool, norm: str, rules: list[dict[str, str]], recomputation: dict[str, Any], replicate: int
+) -> JobConfig:
+    return JobConfig.model_validate(
+        {
+            "model": {"args": {**TINY_ARGS, "norm": norm}},
+            "training": {"seq_len": SEQ_LEN},
+            "precision": {"param_dtype": "bfloat16", "rules": rules},
+            "gradient_accumulation": {"mode": mode, "keep_params_unsharded": keep},
+            "activation_checkpoint": recomputation,
+            "parallelism": {"data_parallel_replicate_degree": replicate},
+            "optimizer": {"lr": 1e-2},
+        }
+    )
+
+
+PLACES = [("forward", 2), ("recomputation", 1), ("backward", 2), ("recomputation", 2), ("backward", 3)]
+"""Where steps of three microbatches are abandoned, one after the other; every second one only with recomputation."""
+
+
+class Trained:
+    """A job's model and what trains it, on this rank."""
+
+    def __init__(self, config: JobConfig):
+        device = this_rank().device
+        self.model = sharded_model(config, SEQ_LEN)
+        optimizer = build_optimizer(self.model, config.optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] = config.optimizer.lr
+        accumulation = build_strategy(config.gradient_accumulation)
+        self.step = TrainStep(self.model, optimizer, accumulation, NonFiniteGuard("stop", device), 1.0, device, 3)
+
+    def state(self) -> dict[str, Tensor]:
+        return whole_state(self.model)
+
+
+def microbatches(step: int, count: int = 3) -> list[Microbatch]:
+    generator = torch.Generator().manual_seed(100 * step + this_rank().rank)
+    tokens = torch.randint(0, 61, (count, 4, SEQ_LEN + 1), generator=generator)
+    return [(t[:, :-1], t[:, 1:]) for t in tokens]
+
+
+class Abandoned(BaseException):
+    """Like KeyboardInterrupt, not an Exception."""
+
+
+@contextmanager
+def failing(model: nn.Module, microbatch: int, where: str) -> Iterator[None]:
+    """Raise `Abandoned` in the last block, while that microbatch runs forward, backward or a recomputation."""
+    block, forwards, in_block = model.get_submodule("layers.1"), [0], [0]
+
+    def count(*_: Any) -> None:
+        forwards[0] += 1
+        in_block[0] = 0
+
+    def enter(*_: Any) -> None:
+        in_block[0] += 1
+        if forwards[0] == microbatch and in_block[0] == {"forward": 1, "recomputation": 2}.get(where):
+            raise Abandoned
+
+    def leave(module: nn.Module, args: Any, output: Tensor) -> None:
+        if forwards[0] == microbatch and where == "backward":
+            output.register_hook(fail)
+
+    def fail(grad: Tensor) -> None:
+        raise Abandoned
+
+    inner, first = block.get_submodule("feed_forward.w2"), model.get_submodule("layers.0")
+    handles = [model.register_forward_pre_hook(count), inner.register_forward_pre_hook(enter)]
+    handles.append(first.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def assert_nothing_is_left(model: nn.Module) -> None:
+    for module in fsdp_modules(model):
+        group = module._get_fsdp_state()._fsdp_param_group
+        if group is not None:
+            assert group.is_sharded and group._all_gather_result is None
+            assert all(t.untyped_storage().size() == 0 for p in group.fsdp_params for t in p.all_gather_outputs)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def abandon_in_all_modes(replicate: int, by_hand: bool) -> None:
+    if by_hand and hasattr(FSDPModule, "reset_iter_state"):
+        del FSDPModule.reset_iter_state  # this rank ends with the test
+    for config in jobs(replicate):
+        expected, trained = Trained(config), Trained(config)
+        for number in range(2):
+            expected.step(microbatches(number))
+        trained.step(microbatches(0))
+        before = trained.state()
+        for where, microbatch in PLACES[:: 1 if config.activation_checkpoint.mode == "full" else 2]:
+            with failing(trained.model, microbatch, where), pytest.raises(Abandoned):
+                trained.step(microbatches(7))
+            assert_nothing_is_left(trained.model)
+        assert_equal(trained.state(), before)
+        trained.step(microbatches(1))
+        assert_equal(trained.state(), expected.state())
+
+
+@pytest.mark.parametrize(("ranks", "replicate", "by_hand"), [(1, 1, False), (2, 1, False), (2, 1, True), (4, 2, False)])
+def test_an_abandoned_step_changes_no_bit_of_the_next(ranks: int, replicate: int, by_hand: bool) -> None:
+    run_ranks(abandon_in_all_modes, ranks, replicate, by_hand)
+
+
+def abandon_before_anything_has_run() -> None:
+    config = next(jobs(1))
+    trained = Trained(config)
+    discard_pending(trained.model)
+    expected = Trained(config)
+    for each in (trained, expected):
+        each.step(microbatches(0))
+    assert_equal(trained.state(), expected.state())
+
+
+def test_a_model_that_has_not_run_yet_has_nothing_to_discard() -> None:
+    run_ranks(abandon_before_anything_has_run, 1)
+
+
+def leave_without_discarding(reset: Callable[[Any], None]) -> bool:
+    """Whether the next step's result is as if nothing had happened, with another way to clean up."""
+    config = job("deferred", False, "rmsnorm", [], {"mode": "none"}, 1)
+    expected, trained = Trained(config), Trained(config)
+    with failing(trained.model, 2, "forward"), pytest.raises(Abandoned):
+        trained.step._accumulate(microbatches(7), torch.tensor(1))
+    reset(trained.model)
+    for each in (trained, expected):
+        each.step(microbatches(0))
+    ours, theirs = trained.state(), expected.state()
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def zero_grad_and_reset(model: Any) -> None:
+    model.reset_iter_state()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize(("reset", "is_enough"), [(discard_pending, True), (zero_grad_and_reset, False)])
+def test_neither_zero_grad_nor_fsdp_clears_a_deferred_accumulation(reset: Any, is_enough: bool) -> None:
+    if not hasattr(FSDPModule, "reset_iter_state") and not is_enough:
+        pytest.skip("this release of PyTorch cannot reset an iteration")
+    assert run_ranks(leave_without_discarding, 2, reset) == [is_enough] * 2

@@ -1,0 +1,74 @@
+"""What FSDP2 holds of a wrapped model between forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed import run_ranks
+from tests.train.jobs import TINY_ARGS, sharded_model
+from titan_launch.config.job import JobConfig
+from titan_launch.loss import cross_entropy_sum
+
+
+class GatherSizes(TorchDispatchMode):
+    """Notes what is all-gathered, in elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "allgather" in func.__name__:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+PADDED = (TINY_ARGS["vocab_size"] + 1) * TINY_ARGS["dim"]
+"""Its rows, divided among two ranks."""
+
+
+def gathers_and_held(parallelism: dict[str, Any], recomputation: str) -> tuple[list[int], list[int], bool]:
+    """Elements of the embedding's size that forward gathers, and backward; whether it is held in between."""
+    config = JobConfig.model_validate(
+        {
+            "model": {"args": TINY_ARGS},
+            "parallelism": parallelism,
+            "activation_checkpoint": {"mode": recomputation},
+        }
+    )
+    model = sharded_model(config, 8)
+    tokens = torch.randint(0, 61, (1, 8))
+    with GatherSizes() as forward:
+        loss = cross_entropy_sum(model(tokens), tokens)
+    held = is_held(model.get_submodule("tok_embeddings"))
+    with GatherSizes() as backward:
+        loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    return [s for s in forward.sizes if s == PADDED], [s for s in backward.sizes if s == PADDED], held
+
+
+def is_held(module: torch.nn.Module) -> bool:
+    """Whether a unit's whole parameters are in memory."""
+    assert isinstance(module, FSDPModule)
+    group = module._get_fsdp_state()._fsdp_param_group
+    assert group is not None
+    whole: list[Tensor] = [tensor for p in group.fsdp_params for tensor in p.all_gather_outputs]
+    return any(tensor.untyped_storage().size() > 0 for tensor in whole)
+
+
+@pytest.mark.parametrize("recomputation", ["none", "full"])
+def test_an_embedding_is_gathered_once_and_not_held(recomputation: str) -> None:
+    for choice in ("default", "always"):
+        result = run_ranks(gathers_and_held, 2, {"fsdp_reshard_after_forward": choice}, recomputation)[0]
+        assert result == ([PADDED], [], False), choice
+
+
+def test_an_embedding_is_held_where_everything_is() -> None:
+    result = run_ranks(gathers_and_held, 2, {"fsdp_reshard_after_forward": "never"}, "none")[0]
+    assert result == ([PADDED], [], True)

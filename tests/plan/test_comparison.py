@@ -1,0 +1,134 @@
+"""Which modes a job is compared in, what is said of them, and which one `auto` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from titan_launch.config.job import JobConfig
+from titan_launch.plan.analytic.engine import model_inventory
+from titan_launch.plan.choices import Choice
+from titan_launch.plan.comparison import Comparison, compare, judge
+from titan_launch.plan.flops import flops_of_model
+from titan_launch.plan.footprint import Category, Footprint, Ledger, Place
+from titan_launch.plan.hardware import GIB, Hardware, hardware_of
+from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.resolution import resolve
+from titan_launch.plan.table import describe_comparison, format_categories, format_comparison
+
+ARGS = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
+PEAK = {"metrics": {"peak_tflops_per_device": 1e-3}}
+
+
+def make_job(**sections: dict[str, Any]) -> JobConfig:
+    job: dict[str, dict[str, Any]] = {
+        "job": {"device": "cpu"},
+        "model": {"args": ARGS},
+        "training": {"seq_len": 16, "local_batch_size": 1, "global_batch_size": 8},
+        "planner": {"memory_gib": 10, "intra_node_gb_per_s": 1e-3, "inter_node_gb_per_s": 1e-3},
+    }
+    return JobConfig.model_validate({**job, **sections})
+
+
+def footprint(gib: float) -> Footprint:
+    ledger = Ledger()
+    ledger.enter(Place(0, "backward", "layers.1"))
+    ledger.allocate(int(gib * GIB), Category.ACTIVATIONS)
+    return ledger.footprint()
+
+
+ACCUMULATION = {"immediate": 1, "deferred_all_reduce": 1, "deferred": 3}
+RECOMPUTATION = {"none": 6, "selective": 3, "full": 1}
+
+
+def predict(choice: Choice) -> Footprint:
+    """In GiB: 1 or 3 for gradients, 2 for kept parameters, 6, 3 or 1 for activations."""
+    kept = 2 if choice.accumulation.keep_params_unsharded else 0
+    return footprint(ACCUMULATION[choice.accumulation.mode] + kept + RECOMPUTATION[choice.recomputation.mode])
+
+
+def compared(config: JobConfig, ranks: int = 2, only_own: bool = False) -> tuple[Comparison, Hardware]:
+    layout, hardware = plan_layout(config.parallelism, config.training, ranks), hardware_of(config, ranks)
+    inventory = model_inventory(config)
+    flops = flops_of_model(config.model, 16, inventory.blocks)
+    return compare(config, layout, inventory, flops, hardware, predict, only_own), hardware
+
+
+def auto(**planner: float) -> dict[str, dict[str, Any]]:
+    return {"gradient_accumulation": {"mode": "auto"}, "planner": planner}
+
+
+def labels(comparison: Comparison) -> list[str]:
+    """Of the rows without recomputation."""
+    rows = [row for row in comparison.rows if row.choice.recomputation.mode == "none"]
+    return [row.choice.accumulation_label for row in rows]
+
+
+FOUR = ["immediate", "deferred", "immediate, kept", "deferred, kept"]
+
+
+def test_every_mode_is_compared_under_every_recomputation() -> None:
+    comparison, _ = compared(make_job())
+    assert labels(comparison) == FOUR and len(comparison.rows) == 12
+    assert [row.choice.label for row in comparison.rows if row.is_own] == ["immediate / none"]
+
+
+def test_replicas_add_deferred_all_reduce() -> None:
+    comparison, _ = compared(make_job(parallelism={"data_parallel_replicate_degree": 2}), 4)
+    assert "deferred_all_reduce" in labels(comparison) and "deferred_all_reduce, kept" in labels(comparison)
+
+
+def test_modes_that_do_the_same_share_a_row_under_the_jobs_name() -> None:
+    one_microbatch = {"seq_len": 16, "local_batch_size": 4}
+    comparison, _ = compared(make_job(training=one_microbatch, gradient_accumulation={"mode": "deferred"}))
+    assert labels(comparison) == ["deferred", "immediate, kept"]
+    assert labels(compared(make_job(training=one_microbatch))[0]) == ["immediate", "immediate, kept"]
+    assert labels(compared(make_job(), ranks=1)[0]) == ["immediate"]
+
+
+def test_a_recomputation_of_ones_own_has_its_row() -> None:
+    own = {"mode": "selective", "selective_ac_option": 2}
+    comparison, _ = compared(make_job(activation_checkpoint=own))
+    assert [row.choice.label for row in comparison.rows if row.is_own] == ["immediate / selective 2"]
+    assert len(comparison.rows) == 16
+    assert len(compared(make_job(activation_checkpoint=own), only_own=True)[0].rows) == 1
+
+
+def test_modes_that_a_job_file_could_not_ask_for_are_left_out_with_the_reason() -> None:
+    comparison, hardware = compared(make_job(precision={"reduce_dtype": "bfloat16"}))
+    assert labels(comparison) == ["immediate", "immediate, kept"]
+    (note,) = comparison.notes
+    assert note.startswith("deferred is left out: precision.reduce_dtype = bfloat16")
+    assert note in format_comparison(comparison, hardware)
+    freed = {"rules": [{"type": "RMSNorm", "reshard_after_forward": True}]}
+    assert labels(compared(make_job(precision=freed))[0]) == ["immediate", "deferred"]
+
+
+def test_three_verdicts() -> None:
+    gpu = {"planner": {"memory_gib": 10, "overhead_gib": 1, "fragmentation": 0.2}, "job": {"device": "cuda"}}
+    hardware = hardware_of(make_job(**gpu), 8)
+    verdicts = {gib: judge(footprint(gib), gib * 1.2 * GIB + GIB, hardware) for gib in (7.4, 7.6, 8.9, 9.1)}
+    assert verdicts == {7.4: "fits", 7.6: "tight", 8.9: "tight", 9.1: "does not fit"}
+
+
+def test_the_table_marks_the_jobs_rows_and_the_chosen_one() -> None:
+    config = make_job(**auto(memory_gib=12))
+    comparison, hardware = compared(config)
+    resolution = resolve(comparison, hardware)
+    header, *lines = format_comparison(comparison, hardware, resolution.row).splitlines()
+    marks = [line[0] for line in lines]
+    assert marks == [*">>>*", *" " * 8]
+    assert header.split()[:2] == ["recompute", "accumulation"]
+    assert "backward of layers.1, microbatch 1" in lines[0] and " fits " in lines[0]
+    assert "11.00 activations" in format_categories(comparison)
+
+
+def test_rows_as_data_hold_everything() -> None:
+    comparison, _ = compared(make_job(**PEAK))
+    row: Mapping[str, Any] = describe_comparison(comparison, None)[1]
+    assert row["gradient_accumulation"] == {"mode": "deferred", "keep_params_unsharded": False}
+    assert row["active_bytes"] == 9 * GIB == row["active_bytes_by_category"]["activations"]
+    assert row["traffic_per_step"]["collectives"] == {"all_gathers": 40, "reduce_scatters": 6, "all_reduces": 0}
+    low, high = row["step_seconds_estimated"]
+    assert low == max(row["compute_seconds_estimated"], row["communication_seconds_estimated"]) < high
+    assert sum(row["wire_bytes_per_rank"].values()) > 0 and row["flops_per_rank"] > 0

@@ -1,0 +1,60 @@
+"""FLOPs of recomputation, against those that torch counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.train.jobs import TINY_ARGS
+from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
+from titan_launch.config.model import ModelConfig
+from titan_launch.loss import cross_entropy_sum
+from titan_launch.models.build import build_model
+from titan_launch.parallel.activation_checkpoint import checkpoint_activations
+from titan_launch.plan.flops import flops_of_model
+from titan_launch.plan.recomputation import chosen_blocks
+
+SEQ_LEN, LAYERS, DIM = 16, 4, TINY_ARGS["dim"]
+FULL = {"mode": "full"}
+MODES = [{"mode": "none"}, FULL, {"mode": "selective"}, {"mode": "selective", "selective_ac_option": 2}]
+
+
+def counted_matmuls(recomputation: ActivationCheckpointConfig) -> int:
+    """FLOPs of a forward and backward; torch does not count attention's on a CPU."""
+    built = build_model(ModelConfig(args={**TINY_ARGS, "n_layers": LAYERS}), SEQ_LEN)
+    model = built.module.to_empty(device="cpu")
+    checkpoint_activations(model, chosen_blocks(built.blocks, recomputation), recomputation)
+    tokens = torch.zeros(1, SEQ_LEN, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        cross_entropy_sum(model(tokens), tokens).backward()
+    assert {str(op) for op in counter.get_flop_counts()["Global"]} == {"aten.mm"}
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_llamas_matrix_products_are_those_that_torch_counts(mode: dict[str, Any]) -> None:
+    recomputation = ActivationCheckpointConfig.model_validate(mode)
+    blocks = tuple(f"layers.{i}" for i in range(LAYERS))
+    flops = flops_of_model(ModelConfig(args={**TINY_ARGS, "n_layers": LAYERS}), SEQ_LEN, blocks)
+    attention = 4 * DIM * SEQ_LEN * SEQ_LEN  # of one block's forward
+    num_recomputed = (
+        0 if recomputation.selective_ac_option == "op" and mode != FULL else len(chosen_blocks(blocks, recomputation))
+    )
+    total = flops.total_per_sample(recomputation)
+    assert total is not None and flops.is_exact
+    assert total - attention * (3 * LAYERS + num_recomputed) == counted_matmuls(recomputation)
+
+
+def test_of_other_models_only_a_full_recomputation_is_estimated() -> None:
+    flops = flops_of_model(ModelConfig(name="resnet", flavor="debug"), 1, ("a", "b", "c", "d"), 300)
+    assert not flops.is_exact
+    estimates = [flops.total_per_sample(ActivationCheckpointConfig.model_validate(mode)) for mode in MODES]
+    assert estimates == [300, 400, None, 350]
+
+
+def test_a_model_that_does_not_say_its_flops_has_none() -> None:
+    flops = flops_of_model(ModelConfig(name="a.b:c"), 1, ("a",))
+    assert flops.total_per_sample(ActivationCheckpointConfig()) is None

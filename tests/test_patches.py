@@ -1,0 +1,40 @@
+"""What is replaced for a while is as before afterwards."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from titan_launch.patches import replaced
+
+
+class Base:
+    """Has an attribute."""
+
+    name = "base"
+
+
+class Derived(Base):
+    """Inherits it."""
+
+
+def test_an_attribute_comes_back_after_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), replaced(math, "pi", 3):
+        assert math.pi == 3
+        raise ZeroDivisionError
+    assert math.pi > 3.14
+
+
+def test_an_inherited_attribute_is_inherited_again() -> None:
+    with replaced(Derived, "name", "derived"):
+        assert (Derived.name, Base.name) == ("derived", "base")
+    assert Derived.name == "base" and "name" not in vars(Derived)
+
+
+def test_replacements_nest() -> None:
+    with replaced(Base, "name", "outer"):
+        with replaced(Base, "name", "inner"):
+            assert Derived.name == "inner"
+        assert Derived.name == "outer"
+    assert Base.name == "base"

@@ -1,0 +1,104 @@
+"""The memory that a step on real CPU tensors takes, as PyTorch's allocator reports it to its profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from titan_launch.accumulation.strategies import build_strategy
+from titan_launch.config.job import JobConfig
+from titan_launch.models.build import build_model
+from titan_launch.models.init import initialize
+from titan_launch.optim.clip import clip_grad_norm
+from titan_launch.optim.optimizer import build_optimizer
+from titan_launch.parallel.batchnorm import RunningStatistics
+from titan_launch.plan.layout import Layout
+from titan_launch.trace.inputs import make_microbatch, sample_shape
+from titan_launch.trace.ranks import imagined_ranks
+from titan_launch.train.build import shard_model
+from titan_launch.train.plan import plan_precision
+from titan_launch.train.step import backward
+
+
+def allocated_peaks(config: JobConfig, layout: Layout) -> tuple[int, int]:
+    """The most bytes that are held in forward and backward, and in clipping and the optimizer's update, of the second
+    step of a run: on rank 0 of an imagined group, whose collectives copy nothing."""
+    with imagined_ranks(layout.world_size):
+        built = build_model(config.model, config.training.seq_len)
+        plan = plan_precision(config, built)
+        device = torch.device("cpu")
+        model = shard_model(config, built, plan, layout, device)
+        model.to_empty(device=device)
+        initialize(model, built.initializer, 0, device)
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.01)
+        optimizer = build_optimizer(model, config.optimizer)
+        statistics = RunningStatistics(model)
+        _accumulate(config, model, layout)
+        clip_grad_norm(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        at_rest = _resident(model, optimizer) + _bytes(statistics.saved)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as in_backward:
+            _accumulate(config, model, layout)
+        with_gradients = at_rest + _bytes([p.grad for p in model.parameters() if p.grad is not None])
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as in_update:
+            clip_grad_norm(model.parameters(), 1.0)
+            optimizer.step()
+        return at_rest + _peak(in_backward), with_gradients + _peak(in_update)
+
+
+def _accumulate(config: JobConfig, model: nn.Module, layout: Layout) -> None:
+    strategy = build_strategy(config.gradient_accumulation)
+    shape, valid = sample_shape(config), torch.ones((), dtype=torch.int64)
+    for index in range(layout.num_microbatches):
+        strategy.begin_microbatch(model, is_last=index == layout.num_microbatches - 1)
+        inputs, targets = make_microbatch(config, shape, layout.local_batch_size)
+        backward(model, inputs, targets, valid, config.training.loss_chunks)
+        del inputs, targets
+
+
+def _resident(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    state = [t for values in optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor)]
+    return _bytes([*model.parameters(), *model.buffers(), *state])
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    storages = [getattr(t, "_local_tensor", t).untyped_storage() for t in tensors]
+    return sum({s._cdata: s.nbytes() for s in storages}.values())
+
+
+_RNG_STATE_BYTES = 5056
+"""What `torch.utils.checkpoint` keeps of the CPU's random numbers for each block; no tensor of the model's."""
+
+
+def _peak(profiled: profile) -> int:
+    """The most that was held, without what kernels take and give back before they return: no tracker can see that."""
+    results: Any = profiled.profiler
+    changes = list(_changes(results.kineto_results.experimental_event_tree(), None))
+    allocated: dict[int, int] = {}
+    scratch: set[int] = set()
+    for index, (address, num_bytes, kernel) in enumerate(changes):
+        if num_bytes > 0:
+            allocated[address] = index
+        elif kernel is not None and address in allocated and changes[allocated[address]][2] is kernel:
+            scratch |= {allocated[address], index}
+    held = most = 0
+    for index, (_, num_bytes, _) in enumerate(changes):
+        held += 0 if index in scratch or abs(num_bytes) == _RNG_STATE_BYTES else num_bytes
+        most = max(most, held)
+    return most
+
+
+def _changes(events: Iterable[Any], kernel: Any) -> Iterator[tuple[int, int, Any]]:
+    """What is allocated and freed, in order: address, bytes, and the innermost operation that does it."""
+    for event in events:
+        if event.name == "[memory]":
+            yield event.extra_fields.ptr, event.extra_fields.alloc_size, kernel
+        else:
+            is_kernel = event.name.startswith("aten::") and not event.name.startswith("aten::empty")
+            yield from _changes(event.children, event if is_kernel else kernel)

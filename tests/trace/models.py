@@ -1,0 +1,37 @@
+"""Models of a user's own, for the tests of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+UNFIT: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "item": lambda tokens, x: x * tokens.max().item(),
+    "numpy": lambda tokens, x: tokens.numpy(),
+    "condition": lambda tokens, x: 1 if tokens.sum() > 3 else 0,
+    "nonzero": lambda tokens, x: torch.nonzero(tokens),
+    "mask": lambda tokens, x: x[tokens > 3],
+    "shape": lambda tokens, x: x @ torch.zeros(3, 3),
+}
+"""What a forward can do that a trace cannot; the last is wrong anywhere."""
+
+
+class Chain(nn.Module):
+    """An embedding, linear layers, and a head."""
+
+    def __init__(self, n_layers: int, does: str | None = None, counts: bool = False):
+        super().__init__()
+        self.embedding = nn.Embedding(61, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(n_layers))
+        self.head = nn.Linear(8, 61)
+        self.n_layers, self.does, self.counts = n_layers, does, counts
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        if self.does is not None:
+            UNFIT[self.does](tokens, x)
+        for layer in [self.layers[i] for i in range(self.n_layers)] if self.counts else self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)

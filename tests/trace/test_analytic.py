@@ -1,0 +1,88 @@
+"""The analytic engine against the trace, and the planned traffic against the collectives the trace sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from titan_launch.config.job import JobConfig
+from titan_launch.models.build import build_model
+from titan_launch.plan.analytic.engine import analytic_engine
+from titan_launch.plan.choices import Choice
+from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.traffic import Traffic, traffic_of_step
+from titan_launch.trace.step import trace_step
+from titan_launch.train.plan import plan_precision
+
+ARGS = {"dim": 48, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 100, "vocab_size": 320}
+FP32_NORMS = {"rules": [{"match": ["layers.*.*_norm", "norm"], "param_dtype": "float32"}]}
+FULL, SELECTIVE = {"mode": "full"}, {"mode": "selective"}
+
+
+def accumulation(mode: str, kept: bool = False) -> dict[str, Any]:
+    return {"mode": mode, "keep_params_unsharded": kept}
+
+
+# name: ranks (replicas, shards), microbatches, kernels, overrides of [model.args], other sections
+JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, Any]]] = {
+    "plain": ((1, 8), 1, "cuda", {}, {}),
+    "deferred": ((1, 8), 3, "cuda", {}, {"gradient_accumulation": accumulation("deferred")}),
+    "zero2": ((1, 8), 3, "cuda", {}, {"gradient_accumulation": accumulation("deferred", kept=True)}),
+    "uneven": ((1, 7), 2, "cuda", {"hidden_dim": 101, "vocab_size": 61}, {"activation_checkpoint": FULL}),
+    "hsdp": ((2, 4), 3, "cuda", {}, {"gradient_accumulation": accumulation("deferred_all_reduce")}),
+    "hsdp at once": ((2, 4), 2, "cpu", {}, {"activation_checkpoint": SELECTIVE, "precision": FP32_NORMS}),
+    "replicated": ((4, 1), 2, "cuda", {}, {"gradient_accumulation": accumulation("deferred"), "precision": FP32_NORMS}),
+    "alone": ((1, 1), 4, "cpu", {"norm": "layernorm"}, {"optimizer": {"implementation": "foreach"}}),
+    "tied": ((1, 4), 2, "cuda", {"tie_embeddings": True}, {"training": {"loss_chunks": 5}}),
+    "batchnorm": ((1, 2), 2, "cpu", {"norm": "batchnorm"}, {"activation_checkpoint": FULL}),
+    "synchronized": (
+        (1, 4),
+        2,
+        "cuda",
+        {"norm": "batchnorm"},
+        {"batchnorm": {"statistics": "synchronized"}, "activation_checkpoint": SELECTIVE},
+    ),
+    "deep": ((1, 4), 2, "cuda", {"n_layers": 9}, {"activation_checkpoint": SELECTIVE, "precision": FP32_NORMS}),
+    "every second block": (
+        (1, 4),
+        2,
+        "cuda",
+        {"n_layers": 12},
+        {"activation_checkpoint": {"mode": "selective", "selective_ac_option": 2}},
+    ),
+    "fp32, stored in bf16": (
+        (1, 4),
+        2,
+        "cuda",
+        {},
+        {
+            "precision": {"param_dtype": "float32", "storage_dtype": "bfloat16"},
+            "optimizer": {"implementation": "for-loop"},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_peak_and_traffic_are_the_traced_ones(name: str) -> None:
+    (replicas, shards), num_microbatches, kernels, args, sections = JOBS[name]
+    batch = {"seq_len": 33, "local_batch_size": 2, "global_batch_size": 2 * num_microbatches * replicas * shards}
+    job = {
+        "model": {"args": {**ARGS, **args}},
+        "data": {"kind": "synthetic", "vocab_size": 61},
+        "parallelism": {"data_parallel_replicate_degree": replicas, "data_parallel_shard_degree": shards},
+        **sections,
+        "training": {**batch, **sections.get("training", {})},
+    }
+    config = JobConfig.model_validate(job)
+    layout = plan_layout(config.parallelism, config.training, replicas * shards)
+    built = build_model(config.model, config.training.seq_len)
+    plan = plan_precision(config, built)
+    choice = Choice(config.gradient_accumulation, config.activation_checkpoint)
+    analytic = analytic_engine(config, layout, kernels)(choice)
+    traced = trace_step(config, built, plan, layout, kernels)
+    assert analytic.peak_bytes == pytest.approx(traced.footprint.peak_bytes, rel=0.002)
+    assert analytic.place == traced.footprint.place
+    assert sum(traced.traffic, start=Traffic()) == traffic_of_step(plan, layout, choice.accumulation)

@@ -1,0 +1,118 @@
+"""Two depths for a whole model, and what the trace counts beside what the planner computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.trace.traces import FP32_NORMS, a_job
+from titan_launch.models.build import build_model
+from titan_launch.plan.choices import Choice
+from titan_launch.plan.footprint import Footprint
+from titan_launch.plan.traffic import Traffic, traffic_of_step
+from titan_launch.trace import engine
+from titan_launch.trace.engine import trace_engine
+from titan_launch.train.plan import plan_precision
+
+CONV = {"name": "examples.conv_lm:build", "args": {"vocab_size": 61, "dim": 16, "n_layers": 9}}
+LLAMA = {"args": {"n_layers": 9}}
+DEEP: dict[str, dict[str, Any]] = {
+    "Llama": {"model": LLAMA, "training": {"global_batch_size": 4}},
+    "Llama, deferred, one unit for all norms": {
+        "model": LLAMA,
+        "precision": FP32_NORMS,
+        "gradient_accumulation": {"mode": "deferred"},
+        "training": {"global_batch_size": 8},
+    },
+    "Llama, every second block recomputed": {
+        "model": {"args": {"n_layers": 12}},
+        "training": {"global_batch_size": 4},
+        "activation_checkpoint": {"mode": "selective", "selective_ac_option": 2},
+    },
+    "Llama, one block in fp32": {
+        "model": {"args": {"n_layers": 8}},
+        "training": {"global_batch_size": 4},
+        "precision": {"param_dtype": "bfloat16", "rules": [{"match": "layers.1", "param_dtype": "float32"}]},
+    },
+    "Llama, one block with a learning rate of its own": {
+        "model": {"args": {"n_layers": 8}},
+        "training": {"global_batch_size": 4},
+        "optimizer": {"implementation": "foreach", "param_groups": [{"match": "layers.1.**", "lr_factor": 0.5}]},
+    },
+    "a user's own": {"model": CONV},
+    "a user's own, full recomputation": {"model": CONV, "activation_checkpoint": {"mode": "full"}},
+}
+
+
+@pytest.fixture
+def traced_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many blocks each trace of a test had, in order."""
+    seen: list[int] = []
+
+    def trace_step(config: Any, built: Any, plan: Any, layout: Any, kernels: Any) -> Any:
+        seen.append(len(plan.inventory.blocks))
+        return original(config, built, plan, layout, kernels)
+
+    original = engine.trace_step
+    monkeypatch.setattr(engine, "trace_step", trace_step)
+    return seen
+
+
+def ask(sections: dict[str, Any], ranks: int = 4) -> tuple[Footprint, Traffic]:
+    config, layout, choice = a_job(ranks, **sections)
+    traced = trace_engine(config, layout, "cuda")
+    return traced(choice), traced.traffic(choice)
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_two_depths_extrapolated_are_the_whole(
+    name: str, traced_blocks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    footprint, traffic = ask(DEEP[name])
+    assert len(traced_blocks) == 2
+    monkeypatch.setattr(engine, "DEPTHS", (1000, 1001))
+    whole, traffic_of_whole = ask(DEEP[name])
+    assert len(traced_blocks) == 3 and traced_blocks[2] > max(traced_blocks[:2])
+    assert traffic == traffic_of_whole
+    assert footprint.peaks == {place: whole.peaks[place] for place in footprint.peaks}
+    assert (footprint.peak_bytes, footprint.place) == (whole.peak_bytes, whole.place)
+
+
+def test_a_model_that_counts_its_blocks_is_traced_whole(traced_blocks: list[int]) -> None:
+    counted, _ = ask({"model": {"name": "tests.trace.models:Chain", "args": {"n_layers": 7, "counts": True}}})
+    assert traced_blocks == [4, 7]
+    plain, _ = ask({"model": {"name": "tests.trace.models:Chain", "args": {"n_layers": 7}}})
+    assert counted.peak_bytes == plain.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_microbatches"), [("immediate", 1), ("immediate", 7), ("deferred", 3), ("deferred_all_reduce", 7)]
+)
+def test_collectives_on_hsdp_are_the_planned_ones(mode: str, num_microbatches: int) -> None:
+    sections: dict[str, Any] = {
+        "parallelism": {"data_parallel_replicate_degree": 2},
+        "gradient_accumulation": {"mode": mode},
+        "training": {"global_batch_size": 4 * num_microbatches},
+        "precision": FP32_NORMS,
+    }
+    config, layout, _ = a_job(4, **sections)
+    plan = plan_precision(config, build_model(config.model, config.training.seq_len))
+    counted = ask(sections)[1]
+    assert counted == traffic_of_step(plan, layout, config.gradient_accumulation)
+    assert counted.all_reduce_bytes > 0
+
+
+def test_a_choice_stands_over_the_job(traced_blocks: list[int]) -> None:
+    config, layout, choice = a_job(2)
+    _, _, other = a_job(2, activation_checkpoint={"mode": "full"}, gradient_accumulation={"mode": "deferred"})
+    traced = trace_engine(config, layout, "cpu")
+    chosen = Choice(other.accumulation, choice.recomputation)
+    footprints = [traced(each) for each in (choice, chosen, choice)]
+    assert footprints[0] is footprints[2] and len(traced_blocks) == 2
+    assert footprints[1].peak_bytes > footprints[0].peak_bytes
+
+
+def test_width_is_free() -> None:
+    footprint, traffic = ask({"training": {"global_batch_size": 1024}}, ranks=1024)
+    assert footprint.peak_bytes > 0 and traffic.collectives.all_gathers == 6

@@ -1,0 +1,104 @@
+"""A trace says what PyTorch's allocator says of a step on real tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.trace.allocator import allocated_peaks
+from tests.trace.traces import FP32_NORMS, a_job
+from titan_launch.models.build import build_model
+from titan_launch.plan.footprint import Category, Footprint, Place
+from titan_launch.trace.ranks import imagined_ranks
+from titan_launch.trace.step import trace_step
+from titan_launch.train.plan import plan_precision
+
+BF16 = {"param_dtype": "bfloat16"}
+DEFERRED = {"mode": "deferred"}
+RESNET = {
+    "model": {"name": "resnet"},
+    "data": {"kind": "images"},
+    "training": {"local_batch_size": 2, "global_batch_size": 16},
+}
+JOBS: dict[str, dict[str, Any]] = {
+    "immediate": {},
+    "one microbatch, bf16": {"training": {"global_batch_size": 4}, "precision": BF16},
+    "deferred, bf16": {"precision": BF16, "gradient_accumulation": DEFERRED},
+    "deferred, kept, fp32": {"gradient_accumulation": {**DEFERRED, "keep_params_unsharded": True}},
+    "full recomputation": {"precision": BF16, "activation_checkpoint": {"mode": "full"}},
+    "selective recomputation": {"precision": BF16, "activation_checkpoint": {"mode": "selective"}},
+    "norms in fp32": {"precision": FP32_NORMS, "gradient_accumulation": DEFERRED},
+    "BatchNorm": {"precision": BF16, "model": {"args": {"norm": "batchnorm"}}},
+    "LayerNorm, foreach": {"model": {"args": {"norm": "layernorm"}}, "optimizer": {"implementation": "foreach"}},
+    "tied embeddings, chunked loss": {"model": {"args": {"tie_embeddings": True}}, "training": {"loss_chunks": 4}},
+    "HSDP": {
+        "parallelism": {"data_parallel_replicate_degree": 2},
+        "gradient_accumulation": {"mode": "deferred_all_reduce"},
+    },
+    "a user's own, for-loop": {
+        "model": {"name": "examples.conv_lm:build", "args": {"vocab_size": 61, "dim": 32}},
+        "optimizer": {"implementation": "for-loop"},
+    },
+    "ResNet": RESNET,
+    # In fp32: oneDNN's bf16 convolutions keep scratch from one call to the next, which nothing but the allocator sees.
+    "ResNet, deferred": {**RESNET, "gradient_accumulation": DEFERRED},
+}
+
+
+def trace(ranks: int, sections: dict[str, Any], kernels: Any = "cpu") -> Footprint:
+    config, layout, _ = a_job(ranks, **sections)
+    built = build_model(config.model, config.training.seq_len)
+    return trace_step(config, built, plan_precision(config, built), layout, kernels).footprint
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_trace_agrees_with_the_allocator(name: str) -> None:
+    footprint = trace(4, JOBS[name])
+    phases = footprint.by_phase()
+    of_update = phases.pop("optimizer")
+    of_backward = max(phases.values())
+    config, layout, _ = a_job(4, **JOBS[name])
+    really_of_backward, really_of_update = allocated_peaks(config, layout)
+    assert of_backward == pytest.approx(really_of_backward, rel=0.01)
+    assert of_update == pytest.approx(really_of_update, rel=0.01)
+
+
+def test_categories_of_what_is_held_for_the_whole_step() -> None:
+    config, _, _ = a_job(4)
+    built = build_model(config.model, config.training.seq_len)
+    local = sum(p.numel() for p in built.module.parameters()) * 4 // 4 + 3 * 32  # 61 rows on 4 ranks: 16 on the first
+    local += 3 * 32  # of both tables
+    held = trace(4, {}).peaks[Place(2, "optimizer", "")].by_category
+    assert held[Category.PARAMETERS] == held[Category.GRADIENTS] == local
+    assert held[Category.OPTIMIZER] == 2 * local
+
+
+def test_deferred_accumulation_holds_whole_gradients_between_microbatches() -> None:
+    config, _, _ = a_job(4)
+    whole = sum(p.numel() for p in build_model(config.model, config.training.seq_len).module.parameters()) * 4
+    for mode, held in (("immediate", 0), ("deferred", whole)):
+        peak = trace(4, {"gradient_accumulation": {"mode": mode}}).peaks[Place(1, "forward", "")]
+        assert peak.by_category[Category.UNSHARDED_GRADIENTS] == held
+
+
+def test_places_follow_the_model_forth_and_back() -> None:
+    places = [place for place in trace(4, {}).peaks if place.microbatch == 0 and place.unit]
+    modules = ["tok_embeddings", "layers.0", "layers.1", "norm", "output"]
+    forth, back = [("forward", path) for path in modules], [("backward", path) for path in reversed(modules)]
+    assert [(place.phase, place.unit) for place in places] == forth + back
+
+
+def test_nothing_is_left_in_the_process() -> None:
+    before = (torch.nn.functional.rms_norm, torch.UntypedStorage.resize_)
+    trace(4, {}, "cuda")
+    assert (torch.nn.functional.rms_norm, torch.UntypedStorage.resize_) == before
+    assert not dist.is_initialized()
+
+
+def test_a_process_group_of_ones_own_is_refused() -> None:
+    with imagined_ranks(2), pytest.raises(RuntimeError, match="process group of its own"):
+        trace(4, {})
+    assert not dist.is_initialized()

@@ -1,0 +1,171 @@
+"""Traffic and memory that a run measures, beside what was planned."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import run_ranks
+from tests.parallel.conv_model import ConvNet
+from tests.train.jobs import assert_equal, read_metrics, run_job, tiny_job
+from titan_launch.config.comm import CommConfig
+from titan_launch.config.job import JobConfig
+from titan_launch.errors import ConfigError
+from titan_launch.models.build import build_model
+from titan_launch.plan.hardware import GIB, hardware_of
+from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.traffic import traffic_of_step
+from titan_launch.train import measure
+from titan_launch.train.measure import check_profiling
+from titan_launch.train.plan import plan_precision
+from titan_launch.train.prediction import MEASURED, PREDICTED, MemoryCheck
+
+VALIDATION = {
+    "freq": 2,
+    "local_batch_size": 3,
+    "data": {"kind": "synthetic", "vocab_size": 61, "num_samples": 7, "seed": 1},
+}
+MODES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
+    (2, 1, {"mode": "immediate"}, {}),
+    (2, 1, {"mode": "deferred"}, {"mode": "full"}),
+    (2, 1, {"mode": "deferred", "keep_params_unsharded": True}, {}),
+    (4, 2, {"mode": "deferred_all_reduce"}, {"mode": "selective"}),
+    (1, 1, {"mode": "immediate"}, {}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "replicate", "accumulation", "recomputation"), MODES)
+def test_a_run_communicates_and_holds_what_is_planned(
+    tmp_path: Path, ranks: int, replicate: int, accumulation: dict[str, Any], recomputation: dict[str, Any]
+) -> None:
+    job = tiny_job(
+        tmp_path,
+        training={"global_batch_size": 8},
+        precision={"param_dtype": "bfloat16", "rules": [{"type": "RMSNorm", "param_dtype": "float32"}]},
+        parallelism={"data_parallel_replicate_degree": replicate},
+        gradient_accumulation=accumulation,
+        activation_checkpoint=recomputation,
+        comm={"count_traffic": True},
+        debug={"audit_precision": True},
+        validation=VALIDATION,
+    )
+    run_ranks(run_job, ranks, job)
+    config = JobConfig.model_validate(job)
+    layout = plan_layout(config.parallelism, config.training, ranks)
+    planned = traffic_of_step(
+        plan_precision(config, build_model(config.model, 16)), layout, config.gradient_accumulation
+    )
+    reports = read_metrics(tmp_path)
+    assert len(reports) == 4
+    for report in reports:
+        assert report["comm/collectives"] == planned.collectives.total
+        assert report["comm/all_gather_gib"] * GIB == planned.all_gather_bytes
+        assert report["comm/reduce_scatter_gib"] * GIB == planned.reduce_scatter_bytes
+        assert report["comm/all_reduce_gib"] * GIB == planned.all_reduce_bytes
+    assert [MEASURED in report for report in reports] == [False, False, True, False]
+    assert reports[2][MEASURED] == pytest.approx(reports[2][PREDICTED], rel=0.02)
+
+
+def train_unwatched(job: dict[str, Any]) -> dict[str, Tensor]:
+    measure.STEADY_STEP = 1000  # in this rank, which ends with the test
+    return run_job(job)
+
+
+def test_measuring_changes_no_bit(tmp_path: Path) -> None:
+    plain = run_ranks(train_unwatched, 2, tiny_job(tmp_path / "plain", training={"steps": 4}))
+    watched = tiny_job(tmp_path / "watched", training={"steps": 4}, comm={"count_traffic": True})
+    assert_equal(run_ranks(run_job, 2, watched)[0], plain[0])
+    assert MEASURED in read_metrics(tmp_path / "watched")[2]
+
+
+def checked(config: dict[str, Any], factor: float) -> list[str]:
+    """What is logged when so much more is measured than was predicted."""
+    job = JobConfig.model_validate(config)
+    layout = plan_layout(job.parallelism, job.training, 1)
+    with ExitStack() as stack, Log() as log:
+        check = MemoryCheck(job, layout, hardware_of(job, 1, "cpu"), stack)
+        predicted = check.scalars(None)[PREDICTED]
+        for _ in range(2):
+            assert check.scalars(predicted * factor) == {PREDICTED: predicted}
+        return log.warnings
+
+
+class Log(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.warnings: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.warnings.append(record.getMessage())
+
+    def __enter__(self) -> Log:
+        logging.getLogger("titan_launch").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("titan_launch").removeHandler(self)
+
+
+@pytest.mark.parametrize(("factor", "warns"), [(1.0, False), (1.05, False), (0.95, False), (1.2, True), (0.8, True)])
+def test_a_difference_of_more_than_a_tenth_is_said_once(tmp_path: Path, factor: float, warns: bool) -> None:
+    warnings = checked(tiny_job(tmp_path), factor)
+    assert len(warnings) == warns
+    for warning in warnings:
+        assert "were predicted (" in warning and "microbatch" in warning
+        assert warning.count("MiB") == 2
+
+
+def test_kernels_are_not_profiled_on_a_cpu() -> None:
+    check_profiling(CommConfig(), torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"comm\.profile_freq: profiles CUDA kernels, and this run is on .* cpu"):
+        check_profiling(CommConfig(profile_freq=10), torch.device("cpu"))
+
+
+def test_a_model_of_ones_own_is_traced_beside_the_run(tmp_path: Path) -> None:
+    job = JobConfig.model_validate(
+        {
+            "job": {"device": "cpu"},
+            "model": {"name": f"{__name__}:talks"},
+            "training": {"seq_len": 16, "local_batch_size": 2},
+            "data": {"kind": "synthetic", "vocab_size": 61, "num_samples": 40},
+        }
+    )
+    layout = plan_layout(job.parallelism, job.training, 2)
+    with ExitStack() as stack:
+        check = MemoryCheck(job, layout, hardware_of(job, 2, "cpu"), stack)
+        assert check.scalars(None) == {}
+        assert check._tracing is not None
+        check._tracing._process.wait(timeout=120)
+        assert check.scalars(None)[PREDICTED] > 0
+    with ExitStack() as stack:
+        check = MemoryCheck(job, layout, hardware_of(job, 2, "cpu"), stack)
+        assert check._tracing is not None
+        process = check._tracing._process
+    assert process.poll() is not None  # it does not outlive the run
+
+
+def talks() -> torch.nn.Module:
+    print("{\nhere I am")
+    return ConvNet()
+
+
+def test_a_model_that_cannot_be_traced_is_trained_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    job = JobConfig.model_validate({"job": {"device": "cpu"}, "model": {"name": f"{__name__}:fails"}})
+    layout = plan_layout(job.parallelism, job.training, 1)
+    with ExitStack() as stack, caplog.at_level(logging.INFO, "titan_launch"):
+        check = MemoryCheck(job, layout, hardware_of(job, 1, "cpu"), stack)
+        assert check._tracing is not None
+        check._tracing._process.wait(timeout=120)
+        assert check.scalars(None) == {}
+        assert check.scalars(1.0) == {}
+    assert "memory is not predicted" in caplog.text
+
+
+def fails() -> torch.nn.Module:
+    raise ValueError("not on a Saturday")

@@ -1,0 +1,125 @@
+"""What a plan assumes about the machines: memory, peak and links of one device. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from titan_launch.config.job import JobConfig
+from titan_launch.errors import ConfigError, Problem, did_you_mean
+from titan_launch.plan.devices import DEVICES, Device, find_device
+
+Kernels = Literal["cuda", "cpu"]
+"""Whose kernels save what for backward."""
+
+GIB = 2**30
+
+_OVERHEAD_GIB, _FRAGMENTATION = 2.0, 0.15
+"""On a GPU. The first is a guess; the second was fitted to TorchTitan's published figures for Llama 3 8B."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The assumptions of a plan, all of which it prints."""
+
+    kernels: Kernels
+    device: str | None
+    """Name in the device table, or what the driver calls it; None where nothing is assumed."""
+
+    memory_gib: float | None
+    """Of one device; None where unknown, and nothing can be said to fit."""
+
+    memory_source: str
+    """Where that number is from, in words."""
+
+    overhead_gib: float
+    """Memory that is not torch's."""
+
+    fragmentation: float
+    """By how much more is reserved than is in use, as a share."""
+
+    peak_tflops: float | None
+    mfu: float
+    """The share of the peak at which a step is computed."""
+
+    intra_node_gb_per_s: float | None
+    inter_node_gb_per_s: float | None
+    gpus_per_node: int
+
+
+def hardware_of(
+    config: JobConfig,
+    ranks_on_machine: int,
+    kernels: Kernels | None = None,
+    device_name: str | None = None,
+    device_memory_gib: float | None = None,
+) -> Hardware:
+    """What `[planner]` and `[metrics]` say, completed from the device table.
+
+    `kernels`, `device_name` (as the driver reports it) and `device_memory_gib`: what a run found; `plan`, which may run
+    elsewhere, knows none of them and goes by `job.device`. Raises ConfigError for a device that is not in the table.
+    """
+    planner = config.planner
+    if problems := [*planned_device_exists(config)]:
+        raise ConfigError(problems)
+    named = next((device for device in DEVICES if device.name == planner.device), None)
+    kernels = kernels or ("cpu" if config.job.device == "cpu" and named is None else "cuda")
+    known = named or (find_device(device_name) if device_name else None)
+    memory, source = _memory(config, known, kernels, ranks_on_machine, device_memory_gib)
+    is_gpu = kernels == "cuda"
+    return Hardware(
+        kernels=kernels,
+        device=known.name if known else device_name,
+        memory_gib=memory,
+        memory_source=source,
+        overhead_gib=_first(planner.overhead_gib, _OVERHEAD_GIB if is_gpu else 0.0),
+        fragmentation=_first(planner.fragmentation, _FRAGMENTATION if is_gpu else 0.0),
+        peak_tflops=config.metrics.peak_tflops_per_device or (known.peak_bf16_tflops if known else None),
+        mfu=planner.mfu,
+        intra_node_gb_per_s=planner.intra_node_gb_per_s or (known.intra_node_gb_per_s if known else None),
+        inter_node_gb_per_s=planner.inter_node_gb_per_s or (known.inter_node_gb_per_s if known else None),
+        gpus_per_node=planner.gpus_per_node,
+    )
+
+
+def planned_device_exists(config: JobConfig) -> Iterator[Problem]:
+    """`planner.device` is in the device table: a rule of the job file, though not one of the config layer's."""
+    name, names = config.planner.device, [device.name for device in DEVICES]
+    if name is not None and name not in names:
+        remedy = "for another set memory_gib and the bandwidths instead, and metrics.peak_tflops_per_device"
+        reason = f"unknown device; there are {', '.join(names)}; {remedy}{did_you_mean(name, names)}"
+        yield Problem(("planner", "device"), reason, name)
+
+
+def _memory(
+    config: JobConfig, known: Device | None, kernels: Kernels, ranks_on_machine: int, found_gib: float | None
+) -> tuple[float | None, str]:
+    if config.planner.memory_gib is not None:
+        return config.planner.memory_gib, "planner.memory_gib"
+    if config.planner.device is not None and known is not None:
+        return known.memory_gib, f"of {known.name}"
+    if found_gib is not None:
+        return found_gib, "of the smallest device of this run"
+    if kernels == "cpu":
+        machine = machine_memory_gib()
+        return machine / ranks_on_machine, f"{machine:.1f} of this machine / {ranks_on_machine} ranks"
+    return None, "unknown"
+
+
+def machine_memory_gib() -> float:
+    """Memory of this machine, or what a container is allowed of it."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(limit).read_text().strip()
+        except OSError:
+            continue
+        memory = min(memory, int(text)) if text.isdecimal() else memory
+    return memory / GIB
+
+
+def _first(given: float | None, default: float) -> float:
+    return default if given is None else given

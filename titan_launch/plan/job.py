@@ -1,0 +1,19 @@
+"""From a job and the table of its model's modules to units. No torch."""
+
+from __future__ import annotations
+
+from titan_launch.config.job import JobConfig
+from titan_launch.plan.recomputation import chosen_blocks
+from titan_launch.plan.torch_version import CAN_SHARE_UNITS
+from titan_launch.plan.types import Inventory, ModelPlan
+from titan_launch.plan.units import plan_model, plan_resharding
+
+
+def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
+    """The units and dtypes of a job's model; neither of its modes is `auto` any more.
+
+    Raises ConfigError for precision rules or recomputation that the model does not go with.
+    """
+    chosen_blocks(inventory.blocks, config.activation_checkpoint)
+    resharding = plan_resharding(config.parallelism, config.gradient_accumulation)
+    return plan_model(inventory, config.precision, resharding, CAN_SHARE_UNITS)

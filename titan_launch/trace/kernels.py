@@ -1,0 +1,128 @@
+"""What CUDA's kernels keep for backward, on a machine without CUDA.
+
+Eager PyTorch keeps the same tensors on a CPU and on CUDA but for a few operations, for which these stand in. They
+compute nothing: outputs have the right shape, dtype and strides, and what is saved has the right size.
+
+- RMSNorm: on a CPU it is several operations that keep two fp32 copies of the input; CUDA's `_fused_rms_norm` keeps the
+  input and an fp32 factor for each row. It wants weight and input of one dtype; otherwise it is the several operations
+  there too, and nothing stands in.
+- LayerNorm: the same operation on both, but CUDA keeps the rows' mean and factor in fp32 also for a bf16 input.
+- Attention: flash attention for fp16 and bf16, memory-efficient attention for fp32 or with a mask, and the kernel that
+  stores all scores for the rest: other shapes than (batch, heads, tokens, head_dim), and grouped queries in fp32.
+- BatchNorm needs none: CUDA's native kernel and cuDNN's keep the input and two fp32 numbers for each channel, as the
+  CPU's does.
+
+That CUDA takes these ways was read in PyTorch's source (2.13: `layer_norm.cpp`, `sdp_utils.cpp`, `derivatives.yaml`);
+none of it could be run here. Workspaces inside of kernels (flash attention's backward, cuDNN's convolutions) are not
+seen. Only calls through `torch.nn.functional` and its layers are met, and those of `torch.rms_norm` and
+`torch.layer_norm`: not a function that a model's file has imported by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from titan_launch.models.layers import attention
+from titan_launch.patches import replaced
+from titan_launch.plan.hardware import Kernels
+
+_aten = torch.ops.aten
+_REDUCED = (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def kernels_in_place(kernels: Kernels) -> Iterator[None]:
+    """Let operations keep what those `kernels` do until the end of the block."""
+    with ExitStack() as stack:
+        if kernels == "cuda":
+            for owner in (F, torch):
+                stack.enter_context(replaced(owner, "rms_norm", _rms_norm))
+                stack.enter_context(replaced(owner, "layer_norm", _layer_norm))
+            stack.enter_context(replaced(F, "scaled_dot_product_attention", _attention))
+            stack.enter_context(replaced(attention, "takes_equal_heads_only", lambda q: q.dtype == torch.float32))
+        yield
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Keeps the input, the weights, and `num_statistics` fp32 numbers for each row of `row_size`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, row_size: int, num_statistics: int
+    ) -> Tensor:
+        rows = x.numel() // row_size
+        statistics = [x.new_empty(rows, dtype=torch.float32) for _ in range(num_statistics)]
+        ctx.save_for_backward(x, weight, bias, *statistics)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, *_ = ctx.saved_tensors
+        kept = zip((x, weight, bias), ctx.needs_input_grad[:3], strict=True)
+        return (*(torch.empty_like(tensor) if needs else None for tensor, needs in kept), None, None)
+
+
+_original_rms_norm = torch.rms_norm  # which `F.rms_norm` calls
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    if weight is not None and weight.dtype != input.dtype:
+        return _original_rms_norm(input, list(normalized_shape), weight, eps)
+    output: Tensor = _FusedNorm.apply(input, weight, None, prod(normalized_shape), 1)
+    return output
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    output: Tensor = _FusedNorm.apply(input, weight, bias, prod(normalized_shape), 2)
+    return output
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    is_plain = query.dim() == key.dim() == value.dim() == 4
+    has_equal_heads = is_plain and query.shape[1] == key.shape[1]
+    if is_plain and query.dtype in _REDUCED and attn_mask is None:
+        flash = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+        return _first(flash)
+    if has_equal_heads and query.dtype in (*_REDUCED, torch.float32):
+        needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
+        efficient = _aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, needs_gradient, dropout_p, is_causal, scale=scale
+        )
+        return _first(efficient)
+    return _first(
+        _aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    )
+
+
+def _first(outputs: tuple[Tensor, ...]) -> Tensor:
+    return outputs[0]

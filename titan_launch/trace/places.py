@@ -1,0 +1,90 @@
+"""Where a step is: told to a ledger by hooks on the modules that run one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titan_launch.models.inventory import has_forward
+from titan_launch.plan.footprint import Ledger, Place
+from titan_launch.plan.types import Inventory, full_name, parent
+from titan_launch.precision.observation import floating_tensors
+from titan_launch.trace.depth import outer_blocks
+
+
+class Places:
+    """Enters a ledger's places. Forward reaches a module before FSDP2 gathers its parameters, backward when the
+    gradient of its output is there; the loss lasts until then, its own backward included."""
+
+    def __init__(self, ledger: Ledger):
+        self._ledger = ledger
+        self._microbatch = 0
+        self._inside: str | None = None
+
+    def begin_microbatch(self, index: int) -> None:
+        """What comes now belongs to this microbatch."""
+        self._microbatch = index
+        self._enter("forward", "")
+
+    @contextmanager
+    def watch(self, model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
+        """Follow the modules at `paths`, and the model, until the end of the block."""
+        with ExitStack() as hooks:
+            for path in paths:
+                module = model.get_submodule(path)
+                hooks.callback(module.register_forward_pre_hook(partial(self._begin, path), prepend=True).remove)
+                hooks.callback(module.register_forward_hook(partial(self._end, path), prepend=True).remove)
+            hooks.callback(model.register_forward_hook(lambda *_: self._enter("loss", "")).remove)
+            yield
+
+    def _enter(self, phase: str, unit: str) -> None:
+        self._ledger.enter(Place(self._microbatch, phase, unit))
+
+    def _begin(self, path: str, *_: Any) -> None:
+        """Not of what runs inside another, such as a rotary embedding that the model owns and its blocks call."""
+        if self._inside is None and not _is_in_backward():
+            self._inside = path
+            self._enter("forward", path)
+
+    def _end(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._inside != path or _is_in_backward():
+            return
+        self._inside = None
+        for tensor in floating_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._begin_backward, path))
+
+    def _begin_backward(self, path: str, gradient: Tensor) -> None:
+        self._enter("backward", path)
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def stations(model: nn.Module, inventory: Inventory) -> list[str]:
+    """Paths of the modules that a forward goes through one after the other: the blocks, and beside them the outermost
+    modules that hold no block."""
+    blocks = outer_blocks(inventory)
+    found: list[str] = []
+    _collect(model, "", set(blocks), {around for block in blocks for around in _ancestors(block)}, found)
+    return found
+
+
+def _collect(module: nn.Module, path: str, blocks: set[str], around: set[str], found: list[str]) -> None:
+    for name, child in module.named_children():
+        child_path = full_name(path, name)
+        if child_path in around or (child_path not in blocks and not has_forward(child)):
+            _collect(child, child_path, blocks, around, found)
+        else:
+            found.append(child_path)
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    while path := parent(path):
+        yield path

@@ -1,0 +1,135 @@
+"""`mode = "auto"` in a run: decided before anything is allocated, the same on all ranks, and kept on resume."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
+from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
+from titan_launch.config.job import JobConfig
+from titan_launch.config.rules import ACCUMULATION_RULES
+from titan_launch.errors import ConfigError, Problem, RunError, UserError, format_key
+from titan_launch.models.build import BuiltModel
+from titan_launch.parallel.distributed import Ranks
+from titan_launch.plan.analytic.engine import analytic_engine, knows
+from titan_launch.plan.choices import Choice, is_auto, own_choice, with_choice
+from titan_launch.plan.flops import flops_of_model
+from titan_launch.plan.hardware import GIB, Hardware, hardware_of
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.resolution import resolve_auto
+from titan_launch.train.folder import recorded_modes
+from titan_launch.train.plan import inspect_model
+from titan_launch.train.tracing import Tracing
+
+_log = logging.getLogger(__name__)
+
+Decision = tuple[Choice, str]
+"""What `auto` stands for, and why."""
+
+
+def hardware_of_run(config: JobConfig, ranks: Ranks) -> Hardware:
+    """What the planner assumes of the devices of this run, the same on all ranks; collective.
+
+    The memory is that of the smallest device, unless `[planner]` says otherwise.
+    """
+    on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+    if ranks.device.type != "cuda":
+        return hardware_of(config, on_machine, kernels="cpu")
+    properties = torch.cuda.get_device_properties(ranks.device)
+    memory = torch.tensor(properties.total_memory, dtype=torch.int64, device=ranks.device)
+    dist.all_reduce(memory, op=dist.ReduceOp.MIN)
+    return hardware_of(config, on_machine, "cuda", properties.name, memory.item() / GIB)
+
+
+def settle_modes(
+    config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware, folder: Path, ranks: Ranks
+) -> tuple[JobConfig, str | None]:
+    """The job with its modes decided, and why; as it is, and None, where it leaves nothing to decide. Collective.
+
+    A run that goes on keeps the modes it had. Otherwise the main rank decides for all. Raises ConfigError (UserError,
+    for a model that is traced) on all ranks alike where nothing fits; nothing is written or allocated then.
+    """
+    if not is_auto(config):
+        return config, None
+    outcome = [_decide(config, layout, built, hardware, folder) if ranks.is_main else _Outcome()]
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[0].problems:
+        raise ConfigError(outcome[0].problems)
+    if outcome[0].decision is None:
+        raise UserError(outcome[0].message)
+    choice, reason = outcome[0].decision
+    _log.info("auto: %s", reason)
+    return with_choice(config, choice), reason
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """A decision, or what is wrong, in a form that can be sent to other ranks."""
+
+    decision: Decision | None = None
+    problems: tuple[Problem, ...] = ()
+    message: str = ""
+
+
+def _decide(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware, folder: Path) -> _Outcome:
+    try:
+        return _Outcome(_kept(config, folder) or _resolved(config, layout, built, hardware))
+    except ConfigError as error:
+        return _Outcome(problems=error.problems)
+    except UserError as error:
+        return _Outcome(message=str(error))
+    except RunError as error:
+        return _Outcome(message=f'{error}\nname a mode in place of "auto"')
+
+
+def _kept(config: JobConfig, folder: Path) -> Decision | None:
+    """What the run had before, if it goes on and the job still admits it: modes add up in different orders, so a change
+    would change the results."""
+    recorded = recorded_modes(folder, config)
+    if recorded is None:
+        return None
+    own_accumulation, own_recomputation = config.gradient_accumulation, config.activation_checkpoint
+    accumulation = recorded.accumulation if own_accumulation.mode == "auto" else own_accumulation
+    recomputation = recorded.recomputation if own_recomputation.mode == "auto" else own_recomputation
+    choice = own_choice(with_choice(config, Choice(accumulation, recomputation)))
+    obstacle = next(_obstacles(config, choice), None)
+    if obstacle is not None:
+        _log.info("auto: %s cannot be kept (%s), so it is decided anew", choice.label, obstacle)
+        return None
+    return choice, f"{choice.label}: kept from when the run began"
+
+
+def _obstacles(config: JobConfig, choice: Choice) -> Iterator[str]:
+    wanted, kept = config.gradient_accumulation.keep_params_unsharded, choice.accumulation.keep_params_unsharded
+    if wanted is not None and wanted != kept:
+        yield "gradient_accumulation.keep_params_unsharded is another now"
+    for rule in ACCUMULATION_RULES:
+        for problem in rule(with_choice(config, choice)):
+            yield f"{format_key(problem.key)}: {problem.reason}"
+
+
+def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware) -> Decision:
+    if not knows(config.model):
+        return _resolved_by_trace(config, layout, hardware)
+    inventory = inspect_model(config, built)
+    flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks, built.flops_per_sample)
+    engine = analytic_engine(config, layout, hardware.kernels)
+    resolution = resolve_auto(config, layout, inventory, flops, hardware, engine)
+    return resolution.row.choice, resolution.reason
+
+
+def _resolved_by_trace(config: JobConfig, layout: Layout, hardware: Hardware) -> Decision:
+    _log.info("auto: %s is traced to find what it needs", config.model.name)
+    with ExitStack() as stack:
+        resolved = Tracing(config, layout.world_size, hardware, stack).result()["resolved"]
+    accumulation = GradientAccumulationConfig.model_validate(resolved["gradient_accumulation"])
+    recomputation = ActivationCheckpointConfig.model_validate(resolved["activation_checkpoint"])
+    return Choice(accumulation, recomputation), str(resolved["reason"])
