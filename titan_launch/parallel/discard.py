@@ -43,9 +43,8 @@ def reset_iteration(model: nn.Module) -> None:
     After forwards without a backward, too: their parameters would stay gathered, and the next backward would gather
     what ran last in them.
     """
-    assert isinstance(model, FSDPModule), "the model is wrapped by parallel.apply before it is trained"
-    if not hasattr(model._get_fsdp_state()._comm_ctx, "all_gather_stream"):
-        return  # no forward has begun yet
+    if not isinstance(model, FSDPModule) or not hasattr(model._get_fsdp_state()._comm_ctx, "all_gather_stream"):
+        return  # nothing is sharded, or no forward has begun yet
     if hasattr(model, "reset_iter_state"):
         model.reset_iter_state()
     else:

@@ -30,7 +30,7 @@ class Category(IntEnum):
     """Buffers of all-gathers: what is sent and received, before it is copied out."""
 
     REDUCE_SCATTER = 6
-    """Buffers of reduce-scatters and all-reduces: what is sent and received."""
+    """Buffers of reduce-scatters, and of all-reduces whose result is not a gradient's yet."""
 
     ACTIVATIONS = 7
     """What forward, and recomputation in backward, makes: temporaries, and what is kept for backward."""
@@ -57,9 +57,9 @@ MICROBATCHES = 4
 """How many of a step's microbatches are gone through, at most: memory does not change from the third to the one before
 the last."""
 
-_STREAMS = {Category.ALL_GATHER: 1, Category.REDUCE_SCATTER: 2, Category.GRADIENTS: 2}
-"""FSDP2 allocates these in streams of their own, whose blocks CUDA's caching allocator does not give to others. (In
-the plan's order: compute, all-gather, reduce-scatter.)"""
+_STREAMS = {Category.ALL_GATHER: 1, Category.GRADIENTS: 2}
+"""FSDP2 allocates these in streams of their own, whose blocks CUDA's caching allocator does not give to others. (0 is
+the compute stream, in which what a reduce-scatter sends is allocated too.)"""
 
 _STREAM_OF = tuple(_STREAMS.get(category, 0) for category in Category)
 

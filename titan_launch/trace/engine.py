@@ -7,24 +7,21 @@ from collections.abc import Sequence
 
 from titan_launch.config.job import JobConfig
 from titan_launch.models.build import BuiltModel, build_model
-from titan_launch.plan.choices import Choice
+from titan_launch.plan.choices import Choice, with_choice
+from titan_launch.plan.depth import Shortcut, block_signatures, find_shortcut, outer_blocks, without_blocks
 from titan_launch.plan.footprint import Footprint, extrapolate
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.repeats import Repeat, longest_repeat, shorten
+from titan_launch.plan.recomputation import chosen_blocks
 from titan_launch.plan.traffic import Collectives, Traffic
 from titan_launch.plan.types import Inventory, ModelPlan
-from titan_launch.trace.depth import outer_blocks, remove_blocks, signatures, without_blocks
+from titan_launch.trace.depth import remove_blocks
 from titan_launch.trace.failure import failures_explained
 from titan_launch.trace.step import TracedStep, trace_step
 from titan_launch.train.plan import inspect_model
 
 _log = logging.getLogger(__name__)
-
-DEPTHS = (4, 5)
-"""Of how many repetitions memory is extrapolated: half of them at the front, half at the back, so that what FSDP2
-gathers ahead, and holds behind, is there at both ends."""
 
 
 class TraceEngine:
@@ -56,8 +53,7 @@ class TraceEngine:
 
     def _step(self, choice: Choice) -> TracedStep:
         if choice not in self._known:
-            update = {"gradient_accumulation": choice.accumulation, "activation_checkpoint": choice.recomputation}
-            config = self._config.model_copy(update=update)
+            config = with_choice(self._config, choice)
             self._inventory = self._inventory or inspect_model(config, _build(config))
             self._known[choice] = _trace(config, plan_job(config, self._inventory), self._layout, self._kernels)
         return self._known[choice]
@@ -77,9 +73,10 @@ def _build(config: JobConfig) -> BuiltModel:
 
 def _trace(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels) -> TracedStep:
     """At two depths where one block repeats often, and extrapolated; else whole."""
-    repeat = longest_repeat(signatures(plan, config))
-    if repeat.times > max(DEPTHS):
-        short = _trace_short(config, plan, layout, kernels, repeat)
+    again = chosen_blocks(plan.inventory.blocks, config.activation_checkpoint)
+    shortcut = find_shortcut(block_signatures(plan), outer_blocks(plan.inventory), again)
+    if shortcut is not None:
+        short = _trace_short(config, plan, layout, kernels, shortcut)
         if short is not None:
             return short
     with failures_explained(config.model):
@@ -87,21 +84,16 @@ def _trace(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels)
 
 
 def _trace_short(
-    config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, repeat: Repeat
+    config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, shortcut: Shortcut
 ) -> TracedStep | None:
     """Two depths, extrapolated; None where the model does not run without some of its blocks."""
-    blocks = outer_blocks(plan.inventory)
-    traced = []
-    for times in DEPTHS:
-        kept = set(shorten(len(blocks), repeat, times))
-        removed = [path for index, path in enumerate(blocks) if index not in kept]
-        try:
-            traced.append(_trace_without(config, plan, layout, kernels, removed))
-        except Exception as error:  # whatever a model raises that counts its blocks
-            _log.info("traced whole: without %d of its blocks the model does not run (%s)", len(removed), error)
-            return None
-    factor = (repeat.times - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
-    return _extrapolated(traced[0], traced[1], factor)
+    try:
+        shorter = _trace_without(config, plan, layout, kernels, shortcut.removed_from_shorter)
+        longer = _trace_without(config, plan, layout, kernels, shortcut.removed_from_longer)
+    except Exception as error:  # whatever a model raises that counts its blocks; if it cannot run at all, we will see
+        _log.info("traced whole: without some of its blocks the model does not run (%s)", error)
+        return None
+    return _extrapolated(shorter, longer, shortcut.factor)
 
 
 def _trace_without(

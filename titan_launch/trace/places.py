@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from titan_launch.models.inventory import has_forward
+from titan_launch.plan.depth import outer_blocks
 from titan_launch.plan.footprint import Ledger, Place
 from titan_launch.plan.types import Inventory, full_name, parent
 from titan_launch.precision.observation import floating_tensors
-from titan_launch.trace.depth import outer_blocks
 
 
 class Places:

@@ -12,6 +12,7 @@ from titan_launch.config.architectures.llama3 import Llama3Args, NormKind
 from titan_launch.plan.analytic import ops
 from titan_launch.plan.analytic.autograd import Autograd
 from titan_launch.plan.analytic.tensors import Tensor
+from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
 
 Compute = Callable[[Tensor], Tensor]
@@ -25,7 +26,7 @@ class Llama3:
         args: Llama3Args,
         seq_len: int,
         autograd: Autograd,
-        kernels: ops.Kernels,
+        kernels: Kernels,
         weight: Callable[[str], Tensor],
         call: Callable[[str, Compute, Tensor], Tensor],
         statistics_ranks: int,

@@ -7,14 +7,11 @@ kernels (fused RMSNorm, flash attention) as their derivative formulas say. Works
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from titan_launch.plan.analytic.autograd import Autograd
 from titan_launch.plan.analytic.tensors import Backward, Tensor
 from titan_launch.plan.footprint import Category
-
-Kernels = Literal["cuda", "cpu"]
-"""Whose kernels run."""
+from titan_launch.plan.hardware import Kernels
 
 _BACKWARD, _GRADIENT = Category.BACKWARD, Category.UNSHARDED_GRADIENTS
 

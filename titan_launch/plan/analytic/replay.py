@@ -14,6 +14,7 @@ from titan_launch.plan.analytic.optimizer import temporary_bytes
 from titan_launch.plan.analytic.tensors import Storage, Tensor
 from titan_launch.plan.claims import is_batch_norm
 from titan_launch.plan.footprint import MICROBATCHES, Category, Footprint, Ledger, Place
+from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.prefetch import plan_backward_prefetch
 from titan_launch.plan.recomputation import selection
@@ -30,7 +31,7 @@ class Replay:
         args: Llama3Args,
         plan: ModelPlan,
         layout: Layout,
-        kernels: ops.Kernels,
+        kernels: Kernels,
         again: Collection[str],
     ):
         """`again`: the blocks that are computed again in backward."""

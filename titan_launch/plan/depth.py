@@ -1,0 +1,112 @@
+"""Fewer blocks in place of many equal ones: which may go, and the plan without them. No torch.
+
+The plan is made for the whole model and then cut, not made anew: a rule for one block's path finds that block, and
+what is decided by size is decided by the whole model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from titan_launch.plan.repeats import longest_repeat, shorten
+from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, Unit, is_within, parent
+
+_DEPTHS = (4, 5)
+"""To how many repetitions a stretch of equal blocks is cut: half of them at the front, half at the back, so that what
+FSDP2 gathers ahead, and holds behind, is there at both ends."""
+
+
+@dataclass(frozen=True)
+class Shortcut:
+    """Two shallower models, between which memory and traffic are on one line with the whole model's."""
+
+    removed_from_shorter: tuple[str, ...]
+    removed_from_longer: tuple[str, ...]
+    factor: float
+    """The whole model is at `shorter + factor * (longer - shorter)`."""
+
+
+def find_shortcut(signatures: Sequence[Hashable], blocks: Sequence[str], again: Collection[str]) -> Shortcut | None:
+    """A shortcut through equal blocks; None where none repeats often enough.
+
+    `signatures`: of each of `blocks`, as `block_signatures` makes them. `again`: the blocks that backward computes
+    again.
+    """
+    repeat = longest_repeat([(block in again, signature) for block, signature in zip(blocks, signatures, strict=True)])
+    if repeat.times <= max(_DEPTHS):
+        return None
+    kept = [set(shorten(len(blocks), repeat, times)) for times in _DEPTHS]
+    shorter, longer = (tuple(path for i, path in enumerate(blocks) if i not in indices) for indices in kept)
+    return Shortcut(shorter, longer, (repeat.times - _DEPTHS[0]) / (_DEPTHS[1] - _DEPTHS[0]))
+
+
+def outer_blocks(inventory: Inventory) -> tuple[str, ...]:
+    """Paths of the blocks that do not lie in another one, in order."""
+    blocks = set(inventory.blocks)
+    return tuple(path for path in inventory.blocks if not _lies_in(parent(path), blocks))
+
+
+def block_signatures(plan: ModelPlan) -> list[Hashable]:
+    """For each outer block, what tells it from another: its modules, their tensors and units."""
+    inside: dict[str, list[ModuleInfo]] = {path: [] for path in outer_blocks(plan.inventory)}
+    for module in plan.inventory.modules:
+        if block := _lies_in(module.path, inside):
+            inside[block].append(module)
+    return [
+        (parent(block), *(_signature(plan, module, block) for module in modules)) for block, modules in inside.items()
+    ]
+
+
+def _signature(plan: ModelPlan, module: ModuleInfo, block: str) -> Hashable:
+    return _relative(module, block), _unit_signature(plan.unit_of[module.path], block)
+
+
+def _relative(module: ModuleInfo, block: str) -> Hashable:
+    """The entry of the inventory as if the block were the model; what it shares with others stays as it is."""
+    own, same_as = module.path.removeprefix(block), _within(module.same_as, block)
+    ties = tuple(_within(parameter.tied_to, block) for parameter in module.parameters)
+    parameters = tuple((p.name, p.shape, p.dtype, p.requires_grad) for p in module.parameters)
+    return own, module.classes, same_as, parameters, ties, module.buffers if module.same_as is None else ()
+
+
+def _within(path: str | None, block: str) -> str | None:
+    return path if path is None or not is_within(path, block) else path.removeprefix(block)
+
+
+def _unit_signature(unit: Unit, block: str) -> Hashable:
+    """A unit that lies in the block, relative to it; one that reaches further, by what it is."""
+    inside = tuple(path.removeprefix(block) for path in unit.modules if is_within(path, block))
+    if len(inside) < len(unit.modules):
+        return unit.name, inside
+    return inside, unit.policy, unit.storage_dtype, unit.reshard_after_forward, unit.unshard_in_backward
+
+
+def _lies_in(path: str, blocks: Collection[str]) -> str:
+    """Which of the blocks a module is or lies in; empty for none."""
+    while path and path not in blocks:
+        path = parent(path)
+    return path
+
+
+def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
+    """The plan without what lies in `removed` blocks.
+
+    Raises ValueError where something that stays is shared with one of them.
+    """
+    gone = frozenset(removed)
+
+    def stays(path: str) -> bool:
+        return not _lies_in(path, gone)
+
+    inventory = plan.inventory
+    modules = tuple(module for module in inventory.modules if stays(module.path))
+    shared = {m.same_as for m in modules} | {p.tied_to for m in modules for p in m.parameters}
+    if not all(stays(path) for path in shared if path is not None):
+        raise ValueError("blocks share modules or parameters")
+    units = (replace(unit, modules=tuple(filter(stays, unit.modules))) for unit in plan.units)
+    return ModelPlan(
+        replace(inventory, modules=modules, blocks=tuple(filter(stays, inventory.blocks))),
+        tuple(unit for unit in units if unit.modules),
+        {name: dtype for name, dtype in plan.buffer_dtypes.items() if stays(name)},
+    )
