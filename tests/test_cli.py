@@ -199,7 +199,7 @@ def test_plan_traces_what_it_does_not_know_and_says_so(job: Path) -> None:
     result = run("titan_launch", "plan", "--config", job, "--engine", "analytic", **env)
     assert (result.returncode, result.stderr) == (
         2,
-        "error: --engine analytic: does not know the model my_model:build; use --engine trace\n",
+        "error: --engine analytic: does not know my_model:build; use --engine trace\n",
     )
 
 

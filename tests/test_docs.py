@@ -54,16 +54,21 @@ def test_toml_blocks_pass_the_check(name: str, block: str, tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("command", commands())
-def test_commands_are_right(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command)
     words = words[next(i for i, word in enumerate(words) if "=" not in word) :]  # behind VARIABLE=value
     match words:
         case ["titan-launch" | "python", *rest] if words[0] == "titan-launch" or rest[:2] == ["-m", "titan_launch"]:
             arguments = rest if words[0] == "titan-launch" else rest[2:]
-            check(arguments, capsys)
+            if arguments[0] == "plan":
+                plan([str(tmp_path / "plan.png") if arg.endswith(".png") else arg for arg in arguments])
+            else:
+                check(arguments, capsys)
         case ["torchrun", "--nproc-per-node", ranks, "-m", "titan_launch", *arguments]:
             check([*arguments, "--world-size", ranks], capsys)
         case ["torchrun", "--nproc-per-node", _, script, *arguments] if script.startswith("benchmarks/"):
+            check_benchmark(script, arguments)
+        case ["python", script, *arguments] if script.startswith("benchmarks/"):
             check_benchmark(script, arguments)
         case [script, *arguments] if script.startswith("scripts/"):
             check_script(script, arguments)
@@ -81,11 +86,17 @@ def check(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert arguments[1] == "--nproc-per-node"
         processes = plan_processes({"nproc-per-node": arguments[2]})
         arguments = [*arguments[3:], "--world-size", str(processes.world_size)]
-    if arguments[0] == "plan":
-        arguments = arguments[1:]
     if arguments[0] != "check":
         arguments = ["check", *arguments]
     assert main(arguments) == 0, capsys.readouterr().err
+
+
+def plan(arguments: list[str]) -> str:
+    """What the command prints, in a process of its own, as it ends its process."""
+    command = [sys.executable, "-m", "titan_launch", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=REPO)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def check_benchmark(script: str, arguments: list[str]) -> None:
@@ -108,6 +119,20 @@ def test_links_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/planning.md"])
+def test_the_table_of_the_8b_model_is_what_plan_prints(page: str) -> None:
+    printed = plan(["plan", "--config", "configs/llama3_8b.toml", "--world-size", "8", "--device", "h100-80gb"])
+    shown = re.findall(r"^>? +none +immediate .*$", (REPO / page).read_text(), flags=re.MULTILINE)
+    assert shown and all(line in printed for line in shown)
+
+
+def test_predictions_are_below_published_memory() -> None:
+    """And within 25 % of it: the benchmark's status says so."""
+    command = [sys.executable, "benchmarks/published_memory.py"]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert table.strip() in (REPO / "docs" / "planning.md").read_text()
 
 
 def test_the_table_of_metrics_is_current() -> None:

@@ -109,11 +109,12 @@ def _subject(config: JobConfig, layout: Layout, hardware: Hardware, wanted: Engi
     from titan_launch.plan.analytic.engine import analytic_engine, knows, model_inventory
 
     known = knows(config.model)
+    model = config.model.name + ("" if config.model.blocks is None else " with model.blocks")
     if wanted == "analytic" and not known:
-        raise UserError(f"--engine analytic: does not know the model {config.model.name}; use --engine trace")
+        raise UserError(f"--engine analytic: does not know {model}; use --engine trace")
     if wanted == "trace" or not known:
         if wanted is None:
-            print(f"{config.model.name} is not known to the analytic engine: tracing it", file=sys.stderr, flush=True)
+            print(f"{model} is not known to the analytic engine: tracing it", file=sys.stderr, flush=True)
         return _traced(config, layout, hardware)
     inventory = model_inventory(config)
     flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks)

@@ -29,3 +29,22 @@ def test_the_main_job_trains_on_cuda(tmp_path: Path, mode: str) -> None:
     assert reports[-1]["train/loss"] < reports[0]["train/loss"] - 1
     assert reports[-1].keys() >= CUDA_TAGS
     assert (tmp_path / "llama_bn" / "checkpoints" / "step-12" / ".metadata").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("mode", ["immediate", "deferred"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_predicted_memory_is_the_measured(tmp_path: Path, recompute: str, mode: str, microbatches: int) -> None:
+    """Two blocks as wide as those of the 8B model: 12 runs. Measured is a little more: workspaces inside of kernels."""
+    overrides = ["--model.flavor=8B", "--model.args.n_layers=2", "--training.steps=6", "--training.seq_len=4096"]
+    overrides += [f"--training.global_batch_size={microbatches}", "--checkpoint.enable=false", "--metrics.log_freq=2"]
+    overrides += [f"--gradient_accumulation.mode={mode}", f"--activation_checkpoint.mode={recompute}"]
+    overrides += ["--lr_scheduler.warmup_steps=1", "--validation.freq=0", f"--job.dump_folder={tmp_path}"]
+    command = [sys.executable, "-m", "titan_launch", "--config", "configs/llama3_8b.toml", *overrides]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=230)
+    assert result.returncode == 0, result.stderr
+    reports = [json.loads(line) for line in (tmp_path / "llama3_8b" / "metrics.jsonl").read_text().splitlines()]
+    predicted, measured = (reports[-1][f"memory/{name}_active_gib"] for name in ("predicted", "max"))
+    assert 0.98 * predicted < measured < 1.1 * predicted
