@@ -164,6 +164,46 @@ def test_a_model_that_has_not_run_yet_has_nothing_to_discard() -> None:
     run_ranks(abandon_before_anything_has_run, 1)
 
 
+def abandon_in_an_all_gather() -> None:
+    """Some of a unit's parameters are whole already, others not: the fifth of the block's nine."""
+    config = job("deferred", False, "rmsnorm", [], {"mode": "none"}, 1)
+    expected, trained = Trained(config), Trained(config)
+    for each in (trained, expected):
+        each.step(microbatches(0))
+    block = trained.model.get_submodule("layers.1")
+    assert isinstance(block, FSDPModule)
+    parameter = block._get_fsdp_state()._fsdp_param_group.fsdp_params[4]  # type: ignore[union-attr]
+    for method in ("init_unsharded_param", "to_unsharded"):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Abandoned):
+            patch.setattr(parameter, method, raise_abandoned)
+            trained.step(microbatches(7))
+        assert_nothing_is_left(trained.model)
+    for each in (trained, expected):
+        each.step(microbatches(1))
+    assert_equal(trained.state(), expected.state())
+
+
+def raise_abandoned() -> None:
+    raise Abandoned
+
+
+def test_an_all_gather_that_is_interrupted_half_way_is_freed() -> None:
+    run_ranks(abandon_in_an_all_gather, 1)
+    run_ranks(abandon_in_an_all_gather, 2)
+
+
+def abandon_in_the_update() -> None:
+    trained = Trained(job("deferred", False, "rmsnorm", [], {"mode": "none"}, 1))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Abandoned):
+        patch.setattr("titan_launch.train.step.step_unless", lambda *_: raise_abandoned())
+        trained.step(microbatches(0))
+    assert_nothing_is_left(trained.model)
+
+
+def test_an_update_that_is_interrupted_leaves_no_gradients_to_the_next_step() -> None:
+    run_ranks(abandon_in_the_update, 1)
+
+
 def leave_without_discarding(reset: Callable[[Any], None]) -> bool:
     """Whether the next step's result is as if nothing had happened, with another way to clean up."""
     config = job("deferred", False, "rmsnorm", [], {"mode": "none"}, 1)

@@ -49,6 +49,10 @@ def reset_iteration(model: nn.Module) -> None:
         model.reset_iter_state()
     else:
         reset_by_hand(model)
+    for group in _parameter_groups(model):
+        for parameter in group.fsdp_params:
+            if parameter.all_gather_outputs:  # those of a unit that was interrupted half-way are passed over above
+                parameter.to_sharded()
 
 
 def reset_by_hand(model: nn.Module) -> None:

@@ -81,9 +81,11 @@ class TrainStep:
                 before_update()
             grad_norm = clip_grad_norm(self._model.parameters(), self._max_norm)
             left_out = self._guard.check(loss_sum, grad_norm)
-        step_unless(self._optimizer, left_out)
-        self._statistics.restore_if(left_out)
-        self._optimizer.zero_grad()
+        try:
+            step_unless(self._optimizer, left_out)
+            self._statistics.restore_if(left_out)
+        finally:  # after an interrupt the next step must not add to these gradients
+            self._optimizer.zero_grad()
         return StepResult(loss_sum, valid_local, valid_global, grad_norm)
 
     @property
