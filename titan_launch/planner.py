@@ -21,11 +21,11 @@ from titan_launch.plan.plot import plot_comparison
 from titan_launch.plan.report import Place, describe_units, format_batches, format_plan
 from titan_launch.plan.resolution import AS_GIVEN, Resolution, resolve, suggest
 from titan_launch.plan.table import (
-    HONESTY,
     describe_comparison,
     format_assumptions,
     format_categories,
     format_comparison,
+    honesty,
 )
 from titan_launch.plan.traffic import traffic_of_step
 from titan_launch.plan.types import Inventory, ModelPlan
@@ -144,8 +144,8 @@ def _format(planned: _Planned, place: Place, verbose: bool) -> str:
         parts.append(format_categories(planned.comparison))
     parts.append(f"chosen: {_chosen(planned)}")
     if planned.suggestion is not None:
-        parts[-1] += f'\nmode = "auto" would be {planned.suggestion}'
-    parts.append(HONESTY)
+        parts[-1] += f'\ngradient_accumulation.mode = "auto" would be {planned.suggestion}'
+    parts.append(honesty(planned.subject.flops))
     return "\n\n".join(parts)
 
 
@@ -185,7 +185,7 @@ def _describe(planned: _Planned, place: Place) -> dict[str, Any]:
             "reason": planned.resolution.reason,
         },
         "auto_would_be": planned.suggestion,
-        "note": HONESTY,
+        "note": honesty(planned.subject.flops),
     }
 
 

@@ -44,6 +44,13 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
         {"norm": "batchnorm"},
         {"batchnorm": {"statistics": "synchronized"}, "activation_checkpoint": SELECTIVE},
     ),
+    "synchronized over many": (
+        (4, 128),
+        2,
+        "cuda",
+        {"norm": "batchnorm"},
+        {"batchnorm": {"statistics": "synchronized"}, "precision": {"param_dtype": "float32"}},
+    ),
     "deep": ((1, 4), 2, "cuda", {"n_layers": 9}, {"activation_checkpoint": SELECTIVE, "precision": FP32_NORMS}),
     "every second block": (
         (1, 4),

@@ -124,7 +124,7 @@ _RECOMPUTED = {"none": 0.0, "selective": 1.0, "full": 2.0}
 
 
 def _reason(best: _Best, hardware: Hardware) -> str:
-    what = "the shortest predicted step, then the least traffic," if best.by_time else "the least traffic"
+    what = "the lowest bound of a step's time, then the least traffic," if best.by_time else "the least traffic"
     limit = f"{hardware.memory_gib:.4g} GiB ({hardware.memory_source})"
     reason = (
         f"{best.row.choice.label}: {what} of the {len(best.fitting)} of {best.num_candidates} that fit into {limit}"
@@ -133,7 +133,8 @@ def _reason(best: _Best, hardware: Hardware) -> str:
     ties = [row.choice.label for row in others if row.time.ties_with(best.row.time)]
     if best.row.time.interval is None or not ties:
         return reason
-    return f"{reason}; a tie in time with {'all others' if len(ties) == len(others) else '; '.join(ties)}"
+    tied = "the others that fit" if len(ties) == len(others) else "; ".join(ties)
+    return f"{reason} (a tie in time with {tied})"
 
 
 def _problem_of_auto(config: JobConfig, reason: str) -> Problem:
@@ -147,7 +148,7 @@ def _why_nothing_fits(comparison: Comparison, hardware: Hardware) -> str:
     limit = f"{hardware.memory_gib:.4g} GiB ({hardware.memory_source})"
     return (
         f"none of {len(own)} choices fits into {limit}; the smallest, {smallest.choice.label}, would take "
-        f"{smallest.reserved_bytes / GIB:.4g}; {'; '.join(_remedies(comparison, own))}\n"
+        f"{smallest.reserved_bytes / GIB:.4g} GiB; {'; '.join(_remedies(comparison, own))}\n"
         f"{format_comparison(comparison, hardware)}"
     )
 
@@ -160,4 +161,4 @@ def _remedies(comparison: Comparison, own: Sequence[Row]) -> Iterator[str]:
     if tight:
         yield f"tight ones may run, if the job asks for them: {', '.join(tight)}"
     more = "a smaller training.local_batch_size or seq_len, more training.loss_chunks, more ranks to shard over"
-    yield f"{'else' if others or tight else 'remedies'}: {more}" + ("" if others else ", recomputation")
+    yield f"{'else' if others or tight else 'remedies'}: {more}, devices with more memory"

@@ -11,10 +11,15 @@ from titan_launch.plan.comparison import Comparison, Row
 from titan_launch.plan.flops import ModelFlops
 from titan_launch.plan.hardware import GIB, Hardware
 
-HONESTY = (
-    "collectives, bytes and FLOPs are exact; active memory is a prediction, and a lower bound; reserved memory and "
-    "seconds are estimates that rest on the assumptions above"
-)
+
+
+def honesty(flops: ModelFlops) -> str:
+    """What of a plan is exact, what is predicted, and what is estimated."""
+    exact = "collectives, the bytes of their buffers and FLOPs" if flops.is_exact else "collectives and their buffers"
+    return (
+        f"{exact} are exact; active memory is a prediction, and a lower bound; what has a ~, reserved memory, wire and "
+        "seconds, is an estimate that rests on the assumptions above"
+    )
 
 
 def format_comparison(comparison: Comparison, hardware: Hardware, chosen: Row | None = None) -> str:
@@ -44,8 +49,8 @@ def _columns(rows: Sequence[Row], hardware: Hardware) -> list[list[str]]:
         ["AG (GiB)", *(_calls(r.traffic.collectives.all_gathers, r.traffic.all_gather_bytes) for r in rows)],
         ["RS (GiB)", *(_calls(r.traffic.collectives.reduce_scatters, r.traffic.reduce_scatter_bytes) for r in rows)],
         ["AR (GiB)", *(_calls(r.traffic.collectives.all_reduces, r.traffic.all_reduce_bytes) for r in rows)],
-        ["wire GiB within", *(format_gib(row.wire.within) if row.wire.within else "" for row in rows)],
-        ["across nodes", *(format_gib(row.wire.across) if row.wire.across else "" for row in rows)],
+        ["wire GiB within", *(f"~{format_gib(row.wire.within)}" if row.wire.within else "" for row in rows)],
+        ["across nodes", *(f"~{format_gib(row.wire.across)}" if row.wire.across else "" for row in rows)],
         ["compute s", *(_seconds(row.time.compute) for row in rows)],
         ["comm s", *(_seconds(row.time.communication) if row.wire.total else "" for row in rows)],
         ["step s", *(_interval(row.time.interval) for row in rows)],
@@ -63,7 +68,7 @@ def _calls(count: int, num_bytes: int) -> str:
 
 
 def _seconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds:.3g}"
+    return "" if seconds is None else f"~{seconds:.3g}"
 
 
 def _interval(interval: tuple[float, float] | None) -> str:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
-TORCH_VERSION = tuple(int(part) for part in version("torch").split(".")[:2])
-"""Major and minor: `(2, 13)`."""
+_TORCH_KNOWN = "2.13"
+"""What is planned for where no torch is installed."""
 
-CAN_SHARE_UNITS = TORCH_VERSION >= (2, 13)
+
+def torch_version() -> tuple[int, ...]:
+    """Major and minor: `(2, 13)`."""
+    try:
+        installed = version("torch")
+    except PackageNotFoundError:
+        installed = _TORCH_KNOWN
+    return tuple(int(part) for part in installed.split(".")[:2])
+
+
+CAN_SHARE_UNITS = torch_version() >= (2, 13)
 """Whether one `fully_shard` call casts the inputs and outputs of every module it is given. Before torch 2.13 it cast
 the inputs of the first that runs and the outputs of the last, and lost count when one of them did not run."""

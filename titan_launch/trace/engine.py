@@ -91,7 +91,7 @@ def _trace_short(
         shorter = _trace_without(config, plan, layout, kernels, shortcut.removed_from_shorter)
         longer = _trace_without(config, plan, layout, kernels, shortcut.removed_from_longer)
     except Exception as error:  # whatever a model raises that counts its blocks; if it cannot run at all, we will see
-        _log.info("traced whole: without some of its blocks the model does not run (%s)", error)
+        _log.warning("traced whole, which takes longer: without some of its blocks the model does not run (%s)", error)
         return None
     return _extrapolated(shorter, longer, shortcut.factor)
 

@@ -29,13 +29,13 @@ class Tracing:
     def __init__(self, config: JobConfig, world_size: int, hardware: Hardware, stack: ExitStack):
         """Start it. It is ended, and its files are removed, when `stack` is closed."""
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="titan-launch-plan-")))
-        job = folder / "job.json"
-        job.write_text(dump_job(_with_hardware(config, hardware)))
+        self._job = folder / "job.json"
+        self._job.write_text(dump_job(_with_hardware(config, hardware)))
         self._output = stack.enter_context((folder / "plan.json").open("w+"))
         self._errors = stack.enter_context((folder / "errors.txt").open("w+"))
         options = [f"--world-size={world_size}", "--engine=trace", "--rows=own", "--json"]
         self._process = subprocess.Popen(
-            ["nice", "-n", "5", sys.executable, "-m", "titan_launch", "plan", f"--config={job}", *options],
+            ["nice", "-n", "5", sys.executable, "-m", "titan_launch", "plan", f"--config={self._job}", *options],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._errors,
@@ -60,7 +60,7 @@ class Tracing:
         self._errors.seek(0)
         said = self._errors.read().strip() or f"it was ended with status {status}"
         if status == _BAD_INPUT:
-            raise UserError(said.removeprefix("error: "))
+            raise UserError(said.removeprefix("error: ").replace(f"{self._job}: ", ""))  # no file of the user's
         raise RunError(f"the model could not be traced:\n{said}")
 
     def _end(self) -> None:

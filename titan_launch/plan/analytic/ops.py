@@ -182,7 +182,9 @@ def synchronized_batch_norm(autograd: Autograd, x: Tensor, weight: Tensor, bias:
     wide = None if is_wide else new(numel, "float32")
     deviations = new(numel, "float32")
     del wide, deviations
-    autograd.run_costly("all_gather", lambda: new(ranks * (1 + 2 * weight.numel), "float32"))
+    gathered = autograd.run_costly("all_gather", lambda: new(ranks * (1 + 2 * weight.numel), "float32"))
+    combined = new(2 * ranks * weight.numel, "float32")  # of every rank, two of the steps from its numbers to the sums
+    del gathered, combined
     saved = autograd.save(x, new(2 * weight.numel, "float32"))  # with mean and deviation of each channel
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
