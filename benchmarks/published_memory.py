@@ -20,11 +20,9 @@ from publishing import publish
 from titan_launch.config.job import JobConfig
 from titan_launch.plan.analytic.engine import analytic_engine
 from titan_launch.plan.choices import Choice
-from titan_launch.plan.footprint import Footprint
+from titan_launch.plan.comparison import estimate_reserved
+from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.layout import plan_layout
-
-GIB = 2**30
-FRAGMENTATION, OVERHEAD_GIB = 0.15, 2.0
 
 
 @dataclass(frozen=True)
@@ -42,10 +40,12 @@ class Report:
 _EAGER, _LONG = {"seq_len": 8192, "local_batch_size": 2}, {"seq_len": 32_768, "local_batch_size": 1}
 _FUSED_LOSS = {**_EAGER, "loss_chunks": 8}
 REPORTS = (
-    Report("8 x H100, 2 x 8,192 tokens", 8, _EAGER, "selective", 82.4),
+    Report("8 x H100 (96 GB), 2 x 8,192 tokens", 8, _EAGER, "selective", 82.4),
     Report("128 x H100, the same", 128, _EAGER, "selective", 67.0),
     Report("8 x H100, the same, compiled", 8, _EAGER, "selective", 77.0, "predicted as eager"),
     Report("128 x H100, the same, compiled", 128, _EAGER, "selective", 62.0, "predicted as eager"),
+    Report("8 x H100, the same, compiled, fp8", 8, _EAGER, "selective", 76.8, "predicted as eager bf16"),
+    Report("128 x H100, the same, compiled, fp8", 128, _EAGER, "selective", 61.8, "predicted as eager bf16"),
     Report("8 x H100, 32,768 tokens, compiled, fp8", 8, _LONG, "full", 83.9, "predicted as eager bf16"),
     Report(
         "32 x H200, compiled with its loss, fp8", 32, _FUSED_LOSS, "selective", 47.96, "as eager bf16, 8 loss chunks"
@@ -54,8 +54,8 @@ REPORTS = (
 )
 
 
-def predict(report: Report) -> Footprint:
-    """The footprint of a report's job."""
+def predict(report: Report) -> tuple[float, float]:
+    """GiB of active memory, and what is estimated to be reserved, of a report's job."""
     config = JobConfig.model_validate(
         {
             "model": {"name": "llama3", "flavor": "8B"},
@@ -66,7 +66,9 @@ def predict(report: Report) -> Footprint:
     )
     layout = plan_layout(config.parallelism, config.training, report.ranks)
     choice = Choice(config.gradient_accumulation, config.activation_checkpoint)
-    return analytic_engine(config, layout, "cuda")(choice)
+    footprint = analytic_engine(config, layout, "cuda")(choice)
+    reserved = estimate_reserved(footprint, hardware_of(config, ranks_on_machine=8, kernels="cuda"))
+    return footprint.peak_bytes / GIB, reserved / GIB
 
 
 def main() -> int:
@@ -77,9 +79,7 @@ def main() -> int:
     columns = ["run", "recomputation", "predicted active", "estimated reserved", "published", "active / published", ""]
     rows, is_right = [columns, ["---"] * len(columns)], True
     for report in REPORTS:
-        footprint = predict(report)
-        active = footprint.peak_bytes / GIB
-        reserved = footprint.stream_bytes / GIB * (1 + FRAGMENTATION) + OVERHEAD_GIB
+        active, reserved = predict(report)
         ratio = active / report.reserved_gib
         is_right &= 0.75 <= ratio < 1
         figures = [f"{active:.1f}", f"{reserved:.1f}", f"{report.reserved_gib:.1f}", f"{ratio:.2f}"]

@@ -88,3 +88,18 @@ def test_synchronized_statistics_have_their_own_collectives(tmp_path: Path, caps
     assert "synchronized BatchNorm: 5 AG + 5 AR more in a microbatch" in capsys.readouterr().out
     print_plan(JobConfig.model_validate(job), 1, str, TEXT)
     assert "synchronized" not in capsys.readouterr().out
+
+
+def test_traffic_of_a_traced_model_is_what_the_trace_has_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Layers that run twice in a forward are gathered for each run, which the table of units cannot know."""
+    job = tiny_job(tmp_path, training={"global_batch_size": 4})
+    calls = {}
+    for twice in (False, True):
+        job["model"] = {"name": "tests.trace.models:Chain", "args": {"n_layers": 2, "twice": twice}}
+        print_plan(JobConfig.model_validate(job), 4, str, JSON)
+        table = json.loads(capsys.readouterr().out)
+        calls[twice] = table["collectives_per_step"]
+        assert any("counted" in note for note in table["left_out"]) == twice
+    assert calls[True]["all_gathers"] == calls[False]["all_gathers"] + 2 * 2

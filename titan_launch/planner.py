@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from titan_launch.config.job import JobConfig
 from titan_launch.errors import UserError
+from titan_launch.plan.choices import Choice
 from titan_launch.plan.comparison import Comparison, Engine, compare
 from titan_launch.plan.flops import ModelFlops, flops_of_model
 from titan_launch.plan.hardware import Hardware, hardware_of
@@ -27,7 +29,7 @@ from titan_launch.plan.table import (
     format_comparison,
     honesty,
 )
-from titan_launch.plan.traffic import traffic_of_step
+from titan_launch.plan.traffic import Traffic
 from titan_launch.plan.types import Inventory, ModelPlan
 
 EngineName = Literal["analytic", "trace"]
@@ -59,6 +61,8 @@ class _Subject:
     flops: ModelFlops
     engine: Engine
     engine_name: EngineName
+    counted: Callable[[Choice], Traffic] | None = None
+    """The traffic that a trace has seen."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +100,10 @@ def print_plan(config: JobConfig, world_size: int, place: Place, options: PlanOp
 
 def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
     layout = plan_layout(config.parallelism, config.training, world_size)
-    hardware = hardware_of(config, ranks_on_machine=world_size)
+    hardware = hardware_of(config, ranks_on_machine=min(world_size, config.planner.gpus_per_node))
     subject = _subject(config, layout, hardware, options.engine)
-    comparison = compare(config, layout, subject.inventory, subject.flops, hardware, subject.engine, options.only_own)
+    model = (subject.inventory, subject.flops)
+    comparison = compare(config, layout, *model, hardware, subject.engine, options.only_own, subject.counted)
     resolution = resolve(comparison, hardware)
     plan = plan_job(resolution.config, subject.inventory)
     suggestion = None if options.only_own else suggest(comparison, hardware)
@@ -129,7 +134,8 @@ def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
     built = build_model(config.model, config.training.seq_len)
     inventory = inspect_model(config, built)
     flops = flops_of_model(config.model, config.training.seq_len, built.blocks, built.flops_per_sample)
-    return _Subject(inventory, flops, trace_engine(config, layout, hardware.kernels), "trace")
+    engine = trace_engine(config, layout, hardware.kernels)
+    return _Subject(inventory, flops, engine, "trace", engine.traffic)
 
 
 def _format(planned: _Planned, place: Place, verbose: bool) -> str:
@@ -167,13 +173,12 @@ def _chosen(planned: _Planned) -> str:
 def _describe(planned: _Planned, place: Place) -> dict[str, Any]:
     """All of it as plain data."""
     config = planned.resolution.config
-    step = traffic_of_step(planned.plan, planned.layout, config.gradient_accumulation)
     return {
         "model": _model_name(config),
         "parameters": planned.plan.inventory.num_parameters,
         "layout": asdict(planned.layout),
         "units": describe_units(planned.plan, planned.layout, place),
-        "collectives_per_step": asdict(step.collectives),
+        "collectives_per_step": asdict(planned.resolution.row.traffic.collectives),
         "engine": planned.subject.engine_name,
         "assumptions": asdict(planned.hardware),
         "flops_are_exact": planned.subject.flops.is_exact,

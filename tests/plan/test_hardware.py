@@ -43,13 +43,14 @@ def test_an_unknown_device_lists_those_there_are() -> None:
         hardware_of(JobConfig.model_validate({"planner": {"device": "h100"}}), 1)
     text = str(caught.value)
     assert all(device.name in text for device in DEVICES) and "planner.memory_gib" not in text
-    assert 'did you mean "h200"?' in text
+    assert text.endswith('did you mean "h100-80gb", "h100-pcie" or "h100-nvl"?')
 
 
 def test_a_cpu_shares_the_machines_memory_and_gives_back_what_it_frees() -> None:
     cpu = hardware(device="cpu")
     assert cpu.memory_gib == pytest.approx(machine_memory_gib() / 4) and "/ 4 ranks" in cpu.memory_source
-    assert (cpu.kernels, cpu.overhead_gib, cpu.fragmentation) == ("cpu", 0, 0)
+    assert (cpu.kernels, cpu.overhead_gib, cpu.fragmentation) == ("cpu", 0.5, 0)
+    assert hardware(device="cpu", memory_gib=1).overhead_gib == 0
     assert hardware(device="cpu", memory_gib=1, overhead_gib=0.5).overhead_gib == 0.5
 
 

@@ -51,7 +51,7 @@ def test_what_is_tight_is_never_chosen() -> None:
 def test_auto_recomputation_looks_for_the_shortest_step_first() -> None:
     both = {"activation_checkpoint": {"mode": "auto"}, "gradient_accumulation": {"mode": "auto"}}
     roomy = resolved(make_job(**both, **PEAK, planner={"memory_gib": 8, "intra_node_gb_per_s": 100}))
-    assert roomy.row.choice.label == "immediate / none" and "the shortest predicted step" in roomy.reason
+    assert roomy.row.choice.label == "immediate / none" and "the lowest bound of a step's time" in roomy.reason
     slow_links = resolved(make_job(**both, **PEAK, planner={"memory_gib": 8, "intra_node_gb_per_s": 1e-5}))
     assert slow_links.row.choice.label == "deferred, kept / selective op"
     fixed = {"activation_checkpoint": {"mode": "auto"}, "gradient_accumulation": {"mode": "deferred"}}
@@ -60,7 +60,7 @@ def test_auto_recomputation_looks_for_the_shortest_step_first() -> None:
 
 def test_ties_in_time_are_called_so() -> None:
     sections = {**auto(memory_gib=12, intra_node_gb_per_s=100), **PEAK}
-    assert resolved(make_job(**sections)).reason.endswith("a tie in time with all others")
+    assert resolved(make_job(**sections)).reason.endswith("; in time a tie with the others that fit")
 
 
 def test_where_nothing_fits_the_error_has_the_table_and_remedies() -> None:

@@ -21,17 +21,24 @@ UNFIT: dict[str, Callable[[Tensor, Tensor], object]] = {
 class Chain(nn.Module):
     """An embedding, linear layers, and a head."""
 
-    def __init__(self, n_layers: int, does: str | None = None, counts: bool = False):
+    def __init__(
+        self, n_layers: int, does: str | None = None, counts: bool = False, dense: bool = False, twice: bool = False
+    ):
+        """`counts`: it knows how many layers it has; `dense`: every layer reads what all before it made; `twice`: every
+        layer runs two times in a forward."""
         super().__init__()
         self.embedding = nn.Embedding(61, 8)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(n_layers))
         self.head = nn.Linear(8, 61)
-        self.n_layers, self.does, self.counts = n_layers, does, counts
+        self.n_layers, self.does, self.counts, self.dense, self.twice = n_layers, does, counts, dense, twice
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         if self.does is not None:
             UNFIT[self.does](tokens, x)
+        before = [x]
         for layer in [self.layers[i] for i in range(self.n_layers)] if self.counts else self.layers:
-            x = torch.tanh(layer(x))
+            x = torch.tanh(layer(torch.cat(before).view(len(before), *x.shape).tanh().sum(0) if self.dense else x))
+            x = torch.tanh(layer(x)) if self.twice else x
+            before.append(x)
         return self.head(x)

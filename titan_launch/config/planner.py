@@ -32,14 +32,16 @@ class PlannerConfig(Section):
     Default: what is usual for the device."""
 
     gpus_per_node: Annotated[int, Field(ge=1)] = 8
-    """GPUs of one node; ranks are numbered node by node."""
+    """GPUs, or on CPUs ranks, of one node; ranks are numbered node by node."""
 
     mfu: Annotated[float, Field(gt=0, le=1)] = 0.38
     """The share of the peak (`metrics.peak_tflops_per_device`, else the device's) at which a step is computed,
-    recomputation included. TorchTitan's published runs of Llama 3 8B on H100 come to 0.37 and, compiled, 0.42."""
+    recomputation included (so what is also called HFU; `throughput/mfu_percent` leaves recomputation out). TorchTitan's
+    published runs of Llama 3 8B on H100 come to 0.37 and, compiled, 0.42."""
 
     overhead_gib: Annotated[float, Field(ge=0)] | None = None
-    """Memory that is not torch's: the CUDA context, NCCL, cuBLAS. Default: 2 on a GPU, none on a CPU."""
+    """Memory that is not in tensors: the CUDA context, NCCL, cuBLAS. Default: 2 on a GPU; on a CPU 0.5 for the process,
+    but none where `memory_gib` says what tensors may take."""
 
     fragmentation: Annotated[float, Field(ge=0)] | None = None
     """By how much the allocator reserves more than is in use, as a share. Default: 0.15 on a GPU (fitted to published

@@ -71,8 +71,12 @@ def compare(
     hardware: Hardware,
     engine: Engine,
     only_own: bool = False,
+    counted: Callable[[Choice], Traffic] | None = None,
 ) -> Comparison:
     """Predict all choices; with `only_own` those that the job asks for or leaves open.
+
+    `counted` gives the traffic that a trace has seen. Without it, every unit is taken to run once in a forward, and
+    every parameter to have a gradient.
 
     Raises ConfigError where the precision rules, or a recomputation that the job asks for, do not go with the model.
     """
@@ -88,9 +92,19 @@ def compare(
         is_own = _admits(config, choice)
         if only_own and not is_own:
             continue
-        kept = bool(choice.accumulation.keep_params_unsharded)
-        rows.append(_predict(choice, is_own, plan(kept), layout, flops, hardware, engine))
+        footprint = engine(choice)
+        planned = traffic_of_step(plan(bool(choice.accumulation.keep_params_unsharded)), layout, choice.accumulation)
+        traffic = planned if counted is None else counted(choice)
+        if traffic != planned and _COUNTED not in notes:
+            notes.append(_COUNTED)
+        rows.append(_predict(choice, is_own, footprint, traffic, layout, flops, hardware))
     return Comparison(config, tuple(rows), tuple(notes))
+
+
+_COUNTED = (
+    "collectives are those that the trace has counted: some units run more than once in a forward, or not at all, or "
+    "have parameters without a gradient, which the table of units does not know"
+)
 
 
 def _choices(config: JobConfig, layout: Layout, inventory: Inventory) -> tuple[list[Choice], list[str]]:
@@ -181,14 +195,12 @@ def is_own_recomputation(config: JobConfig, recomputation: ActivationCheckpointC
 def _predict(
     choice: Choice,
     is_own: bool,
-    plan: ModelPlan,
+    footprint: Footprint,
+    traffic: Traffic,
     layout: Layout,
     flops: ModelFlops,
     hardware: Hardware,
-    engine: Engine,
 ) -> Row:
-    footprint = engine(choice)
-    traffic = traffic_of_step(plan, layout, choice.accumulation)
     wire = wire_bytes(traffic, layout, hardware.gpus_per_node)
     per_sample = flops.total_per_sample(choice.recomputation)
     reserved = estimate_reserved(footprint, hardware)

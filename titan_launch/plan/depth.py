@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from titan_launch.plan.repeats import longest_repeat, shorten
 from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, Unit, is_within, parent
 
-_DEPTHS = (4, 5)
+_DEPTHS = (4, 5, 6)
 """To how many repetitions a stretch of equal blocks is cut: half of them at the front, half at the back, so that what
 FSDP2 gathers ahead, and holds behind, is there at both ends."""
 
@@ -26,6 +26,9 @@ class Shortcut:
     factor: float
     """The whole model is at `shorter + factor * (longer - shorter)`."""
 
+    removed_for_check: tuple[str, ...]
+    """A third model, which must be on that line as well, at a factor of 2."""
+
 
 def find_shortcut(signatures: Sequence[Hashable], blocks: Sequence[str], again: Collection[str]) -> Shortcut | None:
     """A shortcut through equal blocks; None where none repeats often enough.
@@ -34,11 +37,11 @@ def find_shortcut(signatures: Sequence[Hashable], blocks: Sequence[str], again: 
     again.
     """
     repeat = longest_repeat([(block in again, signature) for block, signature in zip(blocks, signatures, strict=True)])
-    if repeat.times <= max(_DEPTHS):
+    if repeat.times <= _DEPTHS[1]:
         return None
     kept = [set(shorten(len(blocks), repeat, times)) for times in _DEPTHS]
-    shorter, longer = (tuple(path for i, path in enumerate(blocks) if i not in indices) for indices in kept)
-    return Shortcut(shorter, longer, (repeat.times - _DEPTHS[0]) / (_DEPTHS[1] - _DEPTHS[0]))
+    shorter, longer, check = (tuple(path for i, path in enumerate(blocks) if i not in indices) for indices in kept)
+    return Shortcut(shorter, longer, repeat.times - _DEPTHS[0], check)
 
 
 def outer_blocks(inventory: Inventory) -> tuple[str, ...]:

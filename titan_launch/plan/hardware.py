@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,6 +19,9 @@ GIB = 2**30
 
 _OVERHEAD_GIB, _FRAGMENTATION = 2.0, 0.15
 """On a GPU. The first is a guess; the second was fitted to TorchTitan's published figures for Llama 3 8B."""
+
+_PROCESS_GIB = 0.5
+"""On a CPU, where a rank shares the machine's memory: the interpreter, torch and its threads."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,14 @@ def hardware_of(
     known = named or (find_device(device_name) if device_name else None)
     memory, source = _memory(config, known, kernels, ranks_on_machine, device_memory_gib)
     is_gpu = kernels == "cuda"
+    shares_machine = not is_gpu and planner.memory_gib is None
+    overhead = _OVERHEAD_GIB if is_gpu else _PROCESS_GIB if shares_machine else 0.0
     return Hardware(
         kernels=kernels,
         device=known.name if known else device_name,
         memory_gib=memory,
         memory_source=source,
-        overhead_gib=_first(planner.overhead_gib, _OVERHEAD_GIB if is_gpu else 0.0),
+        overhead_gib=_first(planner.overhead_gib, overhead),
         fragmentation=_first(planner.fragmentation, _FRAGMENTATION if is_gpu else 0.0),
         peak_tflops=config.metrics.peak_tflops_per_device or (known.peak_bf16_tflops if known else None),
         mfu=planner.mfu,
@@ -90,8 +95,16 @@ def planned_device_exists(config: JobConfig) -> Iterator[Problem]:
     name, names = config.planner.device, [device.name for device in DEVICES]
     if name is not None and name not in names:
         remedy = "for another set memory_gib and the bandwidths instead, and metrics.peak_tflops_per_device"
-        reason = f"unknown device; there are {', '.join(names)}; {remedy}{did_you_mean(name, names)}"
+        reason = f"unknown device; there are {', '.join(names)}; {remedy}{_variants(name, names)}"
         yield Problem(("planner", "device"), reason, name)
+
+
+def _variants(name: str, names: Sequence[str]) -> str:
+    """`h100` is three devices; otherwise the nearest name."""
+    variants = [f'"{known}"' for known in names if known.startswith(f"{name.lower()}-")]
+    if len(variants) < 2:
+        return did_you_mean(name, names)
+    return f"; did you mean {', '.join(variants[:-1])} or {variants[-1]}?"
 
 
 def _memory(

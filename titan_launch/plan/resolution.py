@@ -133,8 +133,8 @@ def _reason(best: _Best, hardware: Hardware) -> str:
     ties = [row.choice.label for row in others if row.time.ties_with(best.row.time)]
     if best.row.time.interval is None or not ties:
         return reason
-    tied = "the others that fit" if len(ties) == len(others) else "; ".join(ties)
-    return f"{reason} (a tie in time with {tied})"
+    tied = "the others that fit" if len(ties) == len(others) else ", ".join(f'"{label}"' for label in ties)
+    return f"{reason}; in time a tie with {tied}"
 
 
 def _problem_of_auto(config: JobConfig, reason: str) -> Problem:

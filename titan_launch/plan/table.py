@@ -12,7 +12,6 @@ from titan_launch.plan.flops import ModelFlops
 from titan_launch.plan.hardware import GIB, Hardware
 
 
-
 def honesty(flops: ModelFlops) -> str:
     """What of a plan is exact, what is predicted, and what is estimated."""
     exact = "collectives, the bytes of their buffers and FLOPs" if flops.is_exact else "collectives and their buffers"

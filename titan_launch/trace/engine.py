@@ -23,6 +23,9 @@ from titan_launch.train.plan import inspect_model
 
 _log = logging.getLogger(__name__)
 
+_ON_THE_LINE = 1e-4
+"""How far the peak of a third depth may be off, relatively. (Where memory is affine in depth it is off by no byte.)"""
+
 
 class TraceEngine:
     """Traces a job's step for each choice, once."""
@@ -86,14 +89,24 @@ def _trace(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels)
 def _trace_short(
     config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, shortcut: Shortcut
 ) -> TracedStep | None:
-    """Two depths, extrapolated; None where the model does not run without some of its blocks."""
+    """Two depths, extrapolated; None where the model does not run without some of its blocks, or where a third depth is
+    not on the line (blocks that read what all blocks before them made). The models of this package are."""
     try:
         shorter = _trace_without(config, plan, layout, kernels, shortcut.removed_from_shorter)
         longer = _trace_without(config, plan, layout, kernels, shortcut.removed_from_longer)
+        if ":" in config.model.name:
+            seen = _trace_without(config, plan, layout, kernels, shortcut.removed_for_check)
+            if not _are_alike(_extrapolated(shorter, longer, 2), seen):
+                _log.warning("traced whole, which takes longer: the model's memory does not grow evenly with its depth")
+                return None
     except Exception as error:  # whatever a model raises that counts its blocks; if it cannot run at all, we will see
         _log.warning("traced whole, which takes longer: without some of its blocks the model does not run (%s)", error)
         return None
     return _extrapolated(shorter, longer, shortcut.factor)
+
+
+def _are_alike(a: TracedStep, b: TracedStep) -> bool:
+    return a.traffic == b.traffic and abs(a.footprint.peak_bytes / b.footprint.peak_bytes - 1) < _ON_THE_LINE
 
 
 def _trace_without(

@@ -84,10 +84,8 @@ def _decide(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hard
         return _Outcome(_kept(config, folder) or _resolved(config, layout, built, hardware))
     except ConfigError as error:
         return _Outcome(problems=error.problems)
-    except UserError as error:
-        return _Outcome(message=str(error))
-    except RunError as error:
-        return _Outcome(message=f'{error}\nname a mode in place of "auto"')
+    except (UserError, RunError) as error:
+        return _Outcome(message=f'{error}\nor name a mode in place of "auto"')
 
 
 def _kept(config: JobConfig, folder: Path) -> Decision | None:
