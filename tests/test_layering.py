@@ -15,6 +15,7 @@ RANKS = {
     "globs": 0,
     "constants": 0,
     "patches": 0,
+    "fsdp_state": 0,
     "registry": 1,
     "config": 1,
     "plan": 2,

@@ -8,7 +8,7 @@ from typing import Any
 from titan_launch.config.job import JobConfig
 from titan_launch.plan.analytic.engine import model_inventory
 from titan_launch.plan.choices import Choice
-from titan_launch.plan.comparison import Comparison, compare, judge
+from titan_launch.plan.comparison import Comparison, compare, estimate_reserved, judge
 from titan_launch.plan.flops import flops_of_model
 from titan_launch.plan.footprint import Category, Footprint, Ledger, Place
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
@@ -132,3 +132,15 @@ def test_rows_as_data_hold_everything() -> None:
     low, high = row["step_seconds_estimated"]
     assert low == max(row["compute_seconds_estimated"], row["communication_seconds_estimated"]) < high
     assert sum(row["wire_bytes_per_rank"].values()) > 0 and row["flops_per_rank"] > 0
+
+
+def test_streams_of_a_gpu_do_not_share_memory() -> None:
+    """1 GiB of activations is gone when 3 GiB are gathered, but the allocator keeps it for the compute stream."""
+    ledger = Ledger()
+    ledger.enter(Place(0, "forward", ""))
+    ledger.allocate(GIB, Category.ACTIVATIONS)
+    ledger.free(GIB, Category.ACTIVATIONS)
+    ledger.allocate(3 * GIB, Category.ALL_GATHER)
+    gpu = hardware_of(make_job(planner={"device": "h100-80gb", "fragmentation": 0.5, "overhead_gib": 2}), 1)
+    assert estimate_reserved(ledger.footprint(), gpu) == (4 * 1.5 + 2) * GIB
+    assert estimate_reserved(ledger.footprint(), hardware_of(make_job(), 1)) == 3 * GIB

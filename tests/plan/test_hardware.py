@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,3 +102,8 @@ def test_published_speeds_of_llama_8b_are_met_within_15_percent(published: int) 
     layout = Layout(replicate=1, shard=8, local_batch_size=2, num_microbatches=1)
     compute = estimate_step_time(per_sample, Wire(0, 0), layout, h100).compute
     assert compute is not None and 2 * 8192 / compute == pytest.approx(published, rel=0.15)
+
+
+def test_a_container_may_have_less_memory_than_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda path: "1073741824\n" if path.name == "memory.max" else "max\n")
+    assert machine_memory_gib() == 1

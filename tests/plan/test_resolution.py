@@ -108,3 +108,8 @@ def test_nothing_reads_an_undecided_mode() -> None:
         plan_resharding(config.parallelism, config.gradient_accumulation)
     with pytest.raises(ValueError, match="resolve `auto` first"):
         chosen_blocks(("layers.0",), config.activation_checkpoint)
+
+
+def test_traffic_between_nodes_counts_too() -> None:
+    resolution = resolved(make_job(**auto(memory_gib=12, gpus_per_node=1)))
+    assert resolution.row.wire.within == 0 and resolution.row.choice.accumulation_label == "deferred, kept"

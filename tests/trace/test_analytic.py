@@ -92,4 +92,6 @@ def test_peak_and_traffic_are_the_traced_ones(name: str) -> None:
     traced = trace_step(config, built, plan, layout, kernels)
     assert analytic.peak_bytes == pytest.approx(traced.footprint.peak_bytes, rel=0.002)
     assert analytic.place == traced.footprint.place
+    for place in analytic.peaks:
+        assert analytic.peaks[place].total == pytest.approx(traced.footprint.peaks[place].total, rel=0.005), place
     assert sum(traced.traffic, start=Traffic()) == traffic_of_step(plan, layout, choice.accumulation)

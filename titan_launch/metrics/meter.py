@@ -14,8 +14,8 @@ from torch import Tensor
 
 from titan_launch.config.data import SampleUnit
 from titan_launch.metrics.tags import BY_NAME
+from titan_launch.plan.hardware import GIB
 
-_GIB = 2**30
 _WINDOW_TARGETS = "targets in the window"
 
 
@@ -183,12 +183,12 @@ def _own_mean(loss_sum: Tensor, valid_local: Tensor, valid_global: Tensor) -> Te
 def _memory(device: torch.device) -> dict[str, float]:
     """What the host knows of this rank's memory; does not wait for the device."""
     rss_unit = 1 if sys.platform == "darwin" else 1024
-    memory = {"memory/max_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * rss_unit / _GIB}
+    memory = {"memory/max_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * rss_unit / GIB}
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         memory |= {
-            "memory/max_active_gib": stats["active_bytes.all.peak"] / _GIB,
-            "memory/max_reserved_gib": stats["reserved_bytes.all.peak"] / _GIB,
+            "memory/max_active_gib": stats["active_bytes.all.peak"] / GIB,
+            "memory/max_reserved_gib": stats["reserved_bytes.all.peak"] / GIB,
             "memory/alloc_retries": stats["num_alloc_retries"],
             "memory/ooms": stats["num_ooms"],
         }

@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from titan_launch.fsdp_state import parameter_groups
 from titan_launch.patches import replaced
 from titan_launch.plan.traffic import Collectives, Traffic
 
@@ -42,7 +41,7 @@ def count_collectives(model: nn.Module) -> Iterator[TrafficCount]:
     """
     count = TrafficCount()
     with ExitStack() as stack:
-        for group in _parameter_groups(model):
+        for group in parameter_groups(model):
             all_gather = _Counted(group._all_gather_comm, count, _all_gather)
             reduce_scatter = _Counted(group._reduce_scatter_comm, count, _reduce_scatter)
             stack.enter_context(replaced(group, "_all_gather_comm", all_gather))
@@ -51,13 +50,6 @@ def count_collectives(model: nn.Module) -> Iterator[TrafficCount]:
                 hook = partial(_count_all_reduce, count, group._all_reduce_hook)
                 stack.enter_context(replaced(group, "_all_reduce_hook", hook))
         yield count
-
-
-def _parameter_groups(model: nn.Module) -> list[FSDPParamGroup]:
-    """FSDP2's state of every unit that holds parameters, once each: modules of one unit share it."""
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = [state._fsdp_param_group for state in states]
-    return list({id(group): group for group in groups if group is not None}.values())
 
 
 class _Counted:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from titan_launch.fsdp_state import parameter_groups
 from titan_launch.parallel.fsdp import fsdp_modules
 
 
@@ -25,7 +24,7 @@ def discard_pending(model: nn.Module) -> None:
     """
     assert isinstance(model, FSDPModule), "the model is wrapped by parallel.apply before it is trained"
     reset_iteration(model)
-    for group in _parameter_groups(model):
+    for group in parameter_groups(model):
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
@@ -49,7 +48,7 @@ def reset_iteration(model: nn.Module) -> None:
         model.reset_iter_state()
     else:
         reset_by_hand(model)
-    for group in _parameter_groups(model):
+    for group in parameter_groups(model):
         for parameter in group.fsdp_params:
             if parameter.all_gather_outputs:  # those of a unit that was interrupted half-way are passed over above
                 parameter.to_sharded()
@@ -70,7 +69,7 @@ def reset_by_hand(model: nn.Module) -> None:
         communication.reduce_scatter_states.clear()
     else:
         communication.reduce_scatter_state = None
-    for group in _parameter_groups(model):
+    for group in parameter_groups(model):
         group._all_gather_result = None
         group._all_reduce_state = None
         group._post_reduce_event = None
@@ -84,11 +83,3 @@ def reset_by_hand(model: nn.Module) -> None:
         state._training_state = TrainingState.IDLE
     root._state_ctx.iter_forward_root = None
     root._state_ctx.post_backward_final_callback_queued = False
-
-
-def _parameter_groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
-    """The units that hold parameters, each once."""
-    states = {id(state): state for state in (module._get_fsdp_state() for module in fsdp_modules(model))}
-    for state in states.values():
-        if state._fsdp_param_group is not None:
-            yield state._fsdp_param_group

@@ -10,7 +10,7 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from titan_launch.plan.repeats import longest_repeat, shorten
-from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, Unit, is_within, parent
+from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit, enclosing, is_within, outermost, parent
 
 _DEPTHS = (4, 5, 6)
 """To how many repetitions a stretch of equal blocks is cut: half of them at the front, half at the back, so that what
@@ -44,17 +44,11 @@ def find_shortcut(signatures: Sequence[Hashable], blocks: Sequence[str], again: 
     return Shortcut(shorter, longer, repeat.times - _DEPTHS[0], check)
 
 
-def outer_blocks(inventory: Inventory) -> tuple[str, ...]:
-    """Paths of the blocks that do not lie in another one, in order."""
-    blocks = set(inventory.blocks)
-    return tuple(path for path in inventory.blocks if not _lies_in(parent(path), blocks))
-
-
 def block_signatures(plan: ModelPlan) -> list[Hashable]:
     """For each outer block, what tells it from another: its modules, their tensors and units."""
-    inside: dict[str, list[ModuleInfo]] = {path: [] for path in outer_blocks(plan.inventory)}
+    inside: dict[str, list[ModuleInfo]] = {path: [] for path in outermost(plan.inventory.blocks)}
     for module in plan.inventory.modules:
-        if block := _lies_in(module.path, inside):
+        if block := enclosing(module.path, inside):
             inside[block].append(module)
     return [
         (parent(block), *(_signature(plan, module, block) for module in modules)) for block, modules in inside.items()
@@ -85,13 +79,6 @@ def _unit_signature(unit: Unit, block: str) -> Hashable:
     return inside, unit.policy, unit.storage_dtype, unit.reshard_after_forward, unit.unshard_in_backward
 
 
-def _lies_in(path: str, blocks: Collection[str]) -> str:
-    """Which of the blocks a module is or lies in; empty for none."""
-    while path and path not in blocks:
-        path = parent(path)
-    return path
-
-
 def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
     """The plan without what lies in `removed` blocks.
 
@@ -100,7 +87,7 @@ def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
     gone = frozenset(removed)
 
     def stays(path: str) -> bool:
-        return not _lies_in(path, gone)
+        return not enclosing(path, gone)
 
     inventory = plan.inventory
     modules = tuple(module for module in inventory.modules if stays(module.path))

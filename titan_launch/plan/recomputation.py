@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.errors import config_error
-from titan_launch.plan.types import parent
+from titan_launch.plan.types import outermost
 
 
 def chosen_blocks(blocks: Sequence[str], config: ActivationCheckpointConfig) -> tuple[str, ...]:
@@ -22,21 +22,13 @@ def chosen_blocks(blocks: Sequence[str], config: ActivationCheckpointConfig) -> 
     if not blocks:
         reason = "works on blocks, and none of the model's are known; name them in model.blocks"
         raise config_error(("activation_checkpoint", "mode"), reason, config.mode, also=(("model", "blocks"),))
-    known = set(blocks)
-    outer = [path for path in blocks if not _is_inside_one_of(known, path)]
+    outer = outermost(blocks)
     option = selection(config)
     every = 1 if option is None or option == "op" else option
     if every > len(outer):
         reason = f"the model has {len(outer)} blocks, so this would compute none of them again; set at most that"
         raise config_error(("activation_checkpoint", "selective_ac_option"), reason, every)
-    return tuple(outer[every - 1 :: every])
-
-
-def _is_inside_one_of(blocks: Collection[str], path: str) -> bool:
-    while path := parent(path):
-        if path in blocks:
-            return True
-    return False
+    return outer[every - 1 :: every]
 
 
 def selection(config: ActivationCheckpointConfig) -> Literal["op"] | int | None:

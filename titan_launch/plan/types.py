@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -93,6 +93,19 @@ def is_within(path: str, ancestor: str) -> bool:
 def parent(path: str) -> str:
     """The path of the module around a module; empty for the root."""
     return path.rpartition(".")[0]
+
+
+def enclosing(path: str, modules: Collection[str]) -> str:
+    """Which of `modules` a module is or lies in, the innermost; empty for none."""
+    while path and path not in modules:
+        path = parent(path)
+    return path
+
+
+def outermost(paths: Sequence[str]) -> tuple[str, ...]:
+    """Those of the modules that do not lie in another one of them, in order."""
+    among = set(paths)
+    return tuple(path for path in paths if not enclosing(parent(path), among))
 
 
 def full_name(path: str, name: str) -> str:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from titan_launch.config.job import JobConfig
 from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.plan.choices import Choice, with_choice
-from titan_launch.plan.depth import Shortcut, block_signatures, find_shortcut, outer_blocks, without_blocks
+from titan_launch.plan.depth import Shortcut, block_signatures, find_shortcut, without_blocks
 from titan_launch.plan.footprint import Footprint, extrapolate
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.recomputation import chosen_blocks
 from titan_launch.plan.traffic import Collectives, Traffic
-from titan_launch.plan.types import Inventory, ModelPlan
+from titan_launch.plan.types import Inventory, ModelPlan, outermost
 from titan_launch.trace.depth import remove_blocks
 from titan_launch.trace.failure import failures_explained
 from titan_launch.trace.step import TracedStep, trace_step
@@ -77,7 +77,7 @@ def _build(config: JobConfig) -> BuiltModel:
 def _trace(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels) -> TracedStep:
     """At two depths where one block repeats often, and extrapolated; else whole."""
     again = chosen_blocks(plan.inventory.blocks, config.activation_checkpoint)
-    shortcut = find_shortcut(block_signatures(plan), outer_blocks(plan.inventory), again)
+    shortcut = find_shortcut(block_signatures(plan), outermost(plan.inventory.blocks), again)
     if shortcut is not None:
         short = _trace_short(config, plan, layout, kernels, shortcut)
         if short is not None:

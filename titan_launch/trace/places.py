@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from titan_launch.models.inventory import has_forward
-from titan_launch.plan.depth import outer_blocks
 from titan_launch.plan.footprint import Ledger, Place
-from titan_launch.plan.types import Inventory, full_name, parent
+from titan_launch.plan.types import Inventory, full_name, outermost, parent
 from titan_launch.precision.observation import floating_tensors
 
 
@@ -70,7 +69,7 @@ def _is_in_backward() -> bool:
 def stations(model: nn.Module, inventory: Inventory) -> list[str]:
     """Paths of the modules that a forward goes through one after the other: the blocks, and beside them the outermost
     modules that hold no block."""
-    blocks = outer_blocks(inventory)
+    blocks = outermost(inventory.blocks)
     found: list[str] = []
     _collect(model, "", set(blocks), {around for block in blocks for around in _ancestors(block)}, found)
     return found
