@@ -372,3 +372,9 @@ def test_ten_runs_end_cleanly(job: Path) -> None:
     for _ in range(10):
         result = run("titan_launch", "launch", "--nproc-per-node", "2", "--config", job, "--training.steps=1")
         assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_trace_says_that_it_needs_torch() -> None:
+    result = run_without_torch("plan", "--config", "configs/resnet_bn.toml", "--world-size", "2")
+    assert result.returncode == 2 and "resnet must be traced, which needs torch: pip install torch" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -127,9 +127,14 @@ def _subject(config: JobConfig, layout: Layout, hardware: Hardware, wanted: Engi
 
 
 def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
-    from titan_launch.models.build import build_model
-    from titan_launch.trace.engine import trace_engine
-    from titan_launch.train.plan import inspect_model
+    try:
+        from titan_launch.models.build import build_model
+        from titan_launch.trace.engine import trace_engine
+        from titan_launch.train.plan import inspect_model
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise UserError(f"{config.model.name} must be traced, which needs torch: pip install torch") from None
 
     built = build_model(config.model, config.training.seq_len)
     inventory = inspect_model(config, built)

@@ -50,8 +50,9 @@ class TracedStep:
 def trace_step(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, kernels: Kernels) -> TracedStep:
     """Go through a step on rank 0 of `layout.world_size`. `built` is on the meta device, and is wrapped here.
 
-    At most `MICROBATCHES` microbatches are gone through. Raises ConfigError for what dtypes explain, as a run does;
-    other errors of the model's forward and backward come as they are.
+    At most `MICROBATCHES` microbatches are gone through. Raises ConfigError for what dtypes explain, as a run does, but
+    not for all of it: matrix products of fake tensors take two dtypes. Other errors of the model's forward and backward
+    come as they are.
     """
     with ExitStack() as stack:
         stack.enter_context(_silence())
