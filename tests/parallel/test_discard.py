@@ -33,11 +33,12 @@ RECOMPUTATIONS: list[dict[str, Any]] = [
 
 
 def jobs(replicate: int) -> Iterator[JobConfig]:
-    """Every mode, parameters kept or not, with an fp32 unit of norms and with BatchNorm; recomputation in turn."""
-    recomputation = cycle(RECOMPUTATIONS)
+    """Every mode, parameters kept or not, with an fp32 unit of norms and with BatchNorm, of which HSDP has one in turn;
+    recomputation in turn."""
+    recomputation, norms = cycle(RECOMPUTATIONS), [("rmsnorm", "RMSNorm"), ("batchnorm", "BatchNorm")]
     for mode in ("immediate", "deferred", *(["deferred_all_reduce"] if replicate > 1 else [])):
         for keep in (False, True):
-            for norm, kind in (("rmsnorm", "RMSNorm"), ("batchnorm", "BatchNorm")):
+            for norm, kind in norms[keep : keep + 1] if replicate > 1 else norms:
                 yield job(mode, keep, norm, [{"type": kind, "param_dtype": "float32"}], next(recomputation), replicate)
 
 
