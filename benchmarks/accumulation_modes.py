@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,7 +129,7 @@ def run_step(
     model: nn.Module,
     accumulation: GradientAccumulationConfig,
     batches: list[Microbatch],
-    after_first: object = None,
+    after_first: Callable[[], None] | None = None,
     share: float = 1.0,
 ) -> None:
     """Forward and backward over all microbatches. `share`: of what part of a step these are."""
@@ -137,7 +138,7 @@ def run_step(
     for index, (inputs, targets) in enumerate(batches):
         strategy.begin_microbatch(model, is_last=index == len(batches) - 1)
         backward(model, inputs, targets, valid.to(inputs.device), loss_chunks=1)
-        if index == 0 and callable(after_first):
+        if index == 0 and after_first is not None:
             after_first()
 
 

@@ -58,6 +58,11 @@ def track(model: nn.Module, ledger: Ledger, optimizer: Optimizer | None = None) 
         yield memory
 
 
+def is_in_backward() -> bool:
+    """Whether autograd runs backward, recomputation included."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class _Held(weakref.ref[UntypedStorage]):
     """A storage, and how it is booked."""
 
@@ -150,7 +155,7 @@ class LiveMemory(TorchDispatchMode):
         """What is allocated now, by who allocates it. Recomputation runs in backward, but with gradients enabled."""
         if self._scope is not None:
             return self._scope
-        is_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        is_backward = is_in_backward() and not torch.is_grad_enabled()
         return Category.BACKWARD if is_backward else Category.ACTIVATIONS
 
     def _resize(self, held: _Held, num_bytes: int) -> None:

@@ -12,11 +12,11 @@ from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules import ACCUMULATION_RULES
 from titan_launch.errors import Problem, format_key
-from titan_launch.plan.choices import Choice, with_choice
+from titan_launch.plan.choices import Choice
 from titan_launch.plan.flops import ModelFlops
 from titan_launch.plan.footprint import Footprint
 from titan_launch.plan.hardware import GIB, Hardware
-from titan_launch.plan.job import plan_job
+from titan_launch.plan.job import plan_kept
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.recomputation import chosen_blocks
 from titan_launch.plan.step_time import StepTime, estimate_step_time
@@ -85,8 +85,7 @@ def compare(
 
     @cache
     def plan(kept: bool) -> ModelPlan:
-        accumulation = GradientAccumulationConfig(keep_params_unsharded=kept)
-        return plan_job(with_choice(config, Choice(accumulation, ActivationCheckpointConfig())), inventory)
+        return plan_kept(config, inventory, kept)
 
     for choice in choices:
         is_own = _admits(config, choice)
@@ -209,7 +208,7 @@ def _predict(
         footprint=footprint,
         traffic=traffic,
         wire=wire,
-        flops_per_rank=None if per_sample is None else per_sample * layout.local_batch_size * layout.num_microbatches,
+        flops_per_rank=None if per_sample is None else per_sample * layout.samples_per_rank,
         time=estimate_step_time(per_sample, wire, layout, hardware),
         reserved_bytes=reserved,
         verdict=judge(footprint, reserved, hardware),

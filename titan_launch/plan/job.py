@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
+from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
+from titan_launch.plan.choices import Choice, with_choice
 from titan_launch.plan.recomputation import chosen_blocks
 from titan_launch.plan.torch_version import CAN_SHARE_UNITS
 from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.plan.units import plan_model, plan_resharding
+
+
+def plan_kept(config: JobConfig, inventory: Inventory, kept: bool) -> ModelPlan:
+    """The units of a job under any choice of modes: only whether parameters are kept decides about them.
+
+    Raises ConfigError for precision rules that the model does not go with.
+    """
+    accumulation = GradientAccumulationConfig(keep_params_unsharded=kept)
+    return plan_job(with_choice(config, Choice(accumulation, ActivationCheckpointConfig())), inventory)
 
 
 def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:

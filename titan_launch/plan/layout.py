@@ -43,9 +43,14 @@ class Layout:
         return self.data_parallel
 
     @property
+    def samples_per_rank(self) -> int:
+        """Samples per optimizer step on every rank."""
+        return self.local_batch_size * self.num_microbatches
+
+    @property
     def global_batch_size(self) -> int:
         """Samples per optimizer step, over all ranks."""
-        return self.local_batch_size * self.num_microbatches * self.data_parallel
+        return self.samples_per_rank * self.data_parallel
 
 
 def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_size: int) -> Layout:

@@ -38,8 +38,7 @@ def estimate_step_time(flops_per_sample: int | None, wire: Wire, layout: Layout,
     """Computing at `mfu` of the peak; communicating at the full rate of the links, of which the slower one counts."""
     compute = None
     if flops_per_sample is not None and hardware.peak_tflops is not None:
-        flops = flops_per_sample * layout.local_batch_size * layout.num_microbatches
-        compute = flops / (hardware.peak_tflops * 1e12 * hardware.mfu)
+        compute = flops_per_sample * layout.samples_per_rank / (hardware.peak_tflops * 1e12 * hardware.mfu)
     links = (
         _seconds(wire.within, hardware.intra_node_gb_per_s),
         _seconds(wire.across, hardware.inter_node_gb_per_s),

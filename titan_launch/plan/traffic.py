@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.types import ModelPlan, TensorInfo, Unit, unit_by_module
+from titan_launch.plan.types import ModelPlan, TensorInfo, Unit, parameters_by_unit
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 """Bytes of an element, by dtype."""
@@ -116,19 +116,10 @@ def traffic_of_step(plan: ModelPlan, layout: Layout, accumulation: GradientAccum
     return sum(
         (
             _traffic_of_unit(unit, parameters, layout, accumulation)
-            for unit, parameters in zip(plan.units, parameters_by_unit(plan), strict=True)
+            for unit, parameters in zip(plan.units, parameters_by_unit(plan.inventory, plan.units), strict=True)
         ),
         start=Traffic(),
     )
-
-
-def parameters_by_unit(plan: ModelPlan) -> list[list[TensorInfo]]:
-    """The parameters that each unit holds, tied ones once, in the order of the plan's units."""
-    owners = unit_by_module(plan.inventory, plan.units)
-    parameters: list[list[TensorInfo]] = [[] for _ in plan.units]
-    for module in plan.inventory.modules:
-        parameters[owners[module.path]] += [p for p in module.parameters if p.tied_to is None]
-    return parameters
 
 
 def padded_numel(parameter: TensorInfo, shard: int) -> int:

@@ -201,3 +201,12 @@ def unit_by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, int
         inherited = owners.get(parent(module.path), members[""])
         owners[module.path] = members.get(module.same_as or module.path, members.get(module.path, inherited))
     return owners
+
+
+def parameters_by_unit(inventory: Inventory, units: Sequence[Unit]) -> list[list[TensorInfo]]:
+    """The parameters that each unit holds, tied ones once, in the order of the units."""
+    owners = unit_by_module(inventory, units)
+    parameters: list[list[TensorInfo]] = [[] for _ in units]
+    for module in inventory.modules:
+        parameters[owners[module.path]] += [p for p in module.parameters if p.tied_to is None]
+    return parameters

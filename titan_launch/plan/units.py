@@ -26,10 +26,11 @@ from titan_launch.plan.types import (
     ModelPlan,
     ModuleInfo,
     Policy,
-    TensorInfo,
     Unit,
+    enclosing,
     full_name,
     is_within,
+    parameters_by_unit,
     parent,
     unit_by_module,
 )
@@ -103,13 +104,9 @@ class _UnitPlanner:
             *self._head_unit(),
             self._root_unit(),
         ]
-        owners = unit_by_module(self.inventory, drafts)
-        parameters: list[list[TensorInfo]] = [[] for _ in drafts]
-        for module in self.inventory.modules:
-            parameters[owners[module.path]] += [p for p in module.parameters if p.tied_to is None]
         return [
             replace(unit, num_parameters=sum(p.numel for p in own), is_trained=any(p.requires_grad for p in own))
-            for unit, own in zip(drafts, parameters, strict=True)
+            for unit, own in zip(drafts, parameters_by_unit(self.inventory, drafts), strict=True)
         ]
 
     def _unit(self, name: str, modules: Sequence[str], reshard: bool | None, reason: str) -> Unit:
@@ -181,7 +178,7 @@ class _UnitPlanner:
             for path in self.inventory.embeddings
             if self.claims.governing(path) is None
             and not self._is_shared(path)
-            and not any(is_within(path, block) for block in self.inventory.blocks)
+            and not enclosing(path, self.inventory.blocks)
         ]
 
     def _is_shared(self, path: str) -> bool:

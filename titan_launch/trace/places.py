@@ -7,9 +7,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from titan_launch.metrics.live_memory import is_in_backward
 from titan_launch.models.inventory import has_forward
 from titan_launch.plan.footprint import Ledger, Place
 from titan_launch.plan.types import Inventory, full_name, outermost, parent
@@ -46,12 +46,12 @@ class Places:
 
     def _begin(self, path: str, *_: Any) -> None:
         """Not of what runs inside another, such as a rotary embedding that the model owns and its blocks call."""
-        if self._inside is None and not _is_in_backward():
+        if self._inside is None and not is_in_backward():
             self._inside = path
             self._enter("forward", path)
 
     def _end(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
-        if self._inside != path or _is_in_backward():
+        if self._inside != path or is_in_backward():
             return
         self._inside = None
         for tensor in floating_tensors(output):
@@ -60,10 +60,6 @@ class Places:
 
     def _begin_backward(self, path: str, gradient: Tensor) -> None:
         self._enter("backward", path)
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def stations(model: nn.Module, inventory: Inventory) -> list[str]:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from titan_launch.plan.analytic.tensors import Backward, Leaf, Node, Storage, Tensor
+from titan_launch.plan.analytic.tensors import Backward, Leaf, Node, Saved, Storage, Tensor
 from titan_launch.plan.footprint import Category, Ledger
 from titan_launch.plan.traffic import DTYPE_BYTES
 
@@ -67,23 +67,16 @@ class Autograd:
         """Memory for so many elements."""
         return Tensor(Storage(self.ledger, numel * DTYPE_BYTES[dtype], category), numel, dtype)
 
-    def record(
-        self,
-        output: Tensor,
-        inputs: Sequence[Tensor | None],
-        backward: Backward,
-        *saved: Callable[[], Sequence[Tensor]] | None,
-    ) -> Tensor:
+    def record(self, output: Tensor, inputs: Sequence[Tensor], backward: Backward, *saved: Saved) -> Tensor:
         """The output, with a node that leads to the inputs. `saved`: what `save` has returned."""
         self._num_nodes += 1
-        node = Node(self._num_nodes, [None if x is None else x.node for x in inputs], backward)
-        parts = [part for part in saved if part is not None]
-        if parts:
-            node.saved = parts[0] if len(parts) == 1 else lambda: [t for part in parts for t in part()]
+        node = Node(self._num_nodes, [x.node for x in inputs], backward)
+        if saved:
+            node.saved = saved[0] if len(saved) == 1 else lambda: [tensor for part in saved for tensor in part()]
         output.node = node
         return output
 
-    def save(self, *tensors: Tensor) -> Callable[[], Sequence[Tensor]]:
+    def save(self, *tensors: Tensor) -> Saved:
         """Save tensors for backward: an operation's inputs before it runs, its results after."""
         kept = [tensor.detached() for tensor in tensors]
         if self._repeating is not None:
@@ -171,7 +164,7 @@ class Autograd:
         finally:
             self._repeating = self._keep = None
 
-    def _save_again(self, block: _Block, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+    def _save_again(self, block: _Block, tensors: Sequence[Tensor]) -> Saved:
         saved = block.saved[block.num_recomputed]()
         block.num_recomputed += 1
         if saved is not None:

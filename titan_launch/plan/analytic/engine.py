@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import cache
 
-from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.architectures import resolve_args
 from titan_launch.config.architectures.llama3 import Llama3Args
-from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.config.model import ModelConfig
 from titan_launch.plan.analytic.llama3 import llama3_inventory
@@ -17,7 +15,7 @@ from titan_launch.plan.choices import Choice, with_choice
 from titan_launch.plan.depth import block_signatures, find_shortcut, without_blocks
 from titan_launch.plan.footprint import Footprint, extrapolate
 from titan_launch.plan.hardware import Kernels
-from titan_launch.plan.job import plan_job
+from titan_launch.plan.job import plan_kept
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.recomputation import chosen_blocks
 from titan_launch.plan.types import Inventory, ModelPlan
@@ -42,21 +40,21 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
     inventory, args = model_inventory(config), _args(config)
 
     @cache
-    def planned(kept: bool) -> tuple[ModelPlan, list[Hashable]]:
-        """The plan and the signatures of its blocks: of a choice, only whether parameters are kept decides about it."""
-        accumulation = GradientAccumulationConfig(keep_params_unsharded=kept)
-        plan = plan_job(with_choice(config, Choice(accumulation, ActivationCheckpointConfig())), inventory)
-        return plan, block_signatures(plan)
+    def plan(kept: bool, removed: tuple[str, ...] = ()) -> ModelPlan:
+        return without_blocks(plan(kept), removed) if removed else plan_kept(config, inventory, kept)
+
+    @cache
+    def signatures(kept: bool) -> list[Hashable]:
+        return block_signatures(plan(kept))
 
     def footprint(choice: Choice) -> Footprint:
-        plan, signatures = planned(bool(choice.accumulation.keep_params_unsharded))
+        kept = bool(choice.accumulation.keep_params_unsharded)
         again = chosen_blocks(inventory.blocks, choice.recomputation)
 
-        def replay(removed: Sequence[str] = ()) -> Footprint:
-            left = without_blocks(plan, removed) if removed else plan
-            return Replay(with_choice(config, choice), args, left, layout, kernels, again).step()
+        def replay(removed: tuple[str, ...] = ()) -> Footprint:
+            return Replay(with_choice(config, choice), args, plan(kept, removed), layout, kernels, again).step()
 
-        shortcut = find_shortcut(signatures, inventory.blocks, again)
+        shortcut = find_shortcut(signatures(kept), inventory.blocks, again)
         if shortcut is None:
             return replay()
         shorter, longer = replay(shortcut.removed_from_shorter), replay(shortcut.removed_from_longer)

@@ -86,7 +86,6 @@ class ShardedUnit:
         self.reduce_grads = self.all_reduce_grads = self.reshard_after_backward = True
         self.state = self.group_state = State.IDLE
         self.modules_to_run: set[str] = set()
-        self.is_root = "" in unit.modules
         self._post_forward_indices: list[int] = []
         self._pending: Tensor | None = None
         """The buffer of an all-gather that nothing has waited for yet; with one shard, a mark of it."""
@@ -316,7 +315,3 @@ class ShardedUnit:
         self._all_reduce_input = None
         self._pending = None
         self._post_forward_indices.clear()
-
-    def zero_grad(self) -> None:
-        """The optimizer's `zero_grad(set_to_none=True)`."""
-        self._sharded_gradient = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titan_launch.plan.analytic.autograd import Autograd
-from titan_launch.plan.analytic.tensors import Backward, Tensor
+from titan_launch.plan.analytic.tensors import Backward, Saved, Tensor
 from titan_launch.plan.footprint import Category
 from titan_launch.plan.hardware import Kernels
 
@@ -224,13 +224,11 @@ def _norm(
 def _composite_rms_norm(autograd: Autograd, x: Tensor, weight: Tensor) -> Tensor:
     """Several operations in fp32, of which autograd saves the input and the normalized input."""
     wide = cast(autograd, x, "float32")
-    numel, num_rows = wide.numel, wide.numel // weight.numel
-    mean_square = _mean_square(autograd, wide, num_rows)
+    mean_square = _mean_square(autograd, wide, wide.numel // weight.numel)
     normalized = _scale_rows(autograd, wide, mean_square)
     del wide, mean_square
     scaled = _scale_columns(autograd, normalized, weight)
     del normalized
-    assert scaled.numel == numel
     return cast(autograd, scaled, x.dtype)
 
 
@@ -334,14 +332,8 @@ def _negative_log_likelihood(autograd: Autograd, logarithms: Tensor) -> Tensor:
     return autograd.record(Tensor(None, 1, "float32"), (logarithms,), backward, saved)
 
 
-def _record(
-    autograd: Autograd,
-    output: Tensor,
-    inputs: Sequence[Tensor],
-    backward: Backward,
-    saved: object = None,
-) -> Tensor:
+def _record(autograd: Autograd, output: Tensor, inputs: Sequence[Tensor], backward: Backward, *saved: Saved) -> Tensor:
     """Record an operation, unless none of its inputs takes a gradient."""
     if all(x.node is None for x in inputs):
         return output
-    return autograd.record(output, inputs, backward, saved)  # type: ignore[arg-type]
+    return autograd.record(output, inputs, backward, *saved)

@@ -18,8 +18,8 @@ from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.prefetch import plan_backward_prefetch
 from titan_launch.plan.recomputation import selection
-from titan_launch.plan.traffic import DTYPE_BYTES, parameters_by_unit
-from titan_launch.plan.types import ModelPlan, full_name
+from titan_launch.plan.traffic import DTYPE_BYTES
+from titan_launch.plan.types import ModelPlan, full_name, parameters_by_unit
 
 
 class Replay:
@@ -66,7 +66,7 @@ class Replay:
 
     def _make_units(self) -> dict[str, ShardedUnit]:
         """The units by the paths of their modules; those of the context in the order of the model's modules."""
-        parameters = parameters_by_unit(self._plan)
+        parameters = parameters_by_unit(self._plan.inventory, self._plan.units)
         units = [ShardedUnit(self._context, *pair) for pair in zip(self._plan.units, parameters, strict=True)]
         by_path = {path: unit for unit in units for path in unit.unit.modules}
         in_order = (by_path[m.path] for m in self._plan.inventory.modules if m.path in by_path)

@@ -55,6 +55,10 @@ Backward = Callable[[list[Tensor], Sequence[Tensor]], Sequence["Tensor | None"]]
 list, so that a node of several steps can take it out and free it half-way."""
 
 
+Saved = Callable[[], Sequence[Tensor]]
+"""Gives what forward has saved; the first call may compute a block again."""
+
+
 class Node:
     """One step of backward. Nodes run as soon as all their gradients are there, the youngest first."""
 
@@ -64,8 +68,7 @@ class Node:
         self.sequence = sequence
         self.inputs = inputs
         self.backward = backward
-        self.saved: Callable[[], Sequence[Tensor]] | None = None
-        """Gives the tensors that forward has saved."""
+        self.saved: Saved | None = None
         self.hooks: list[Callable[[], None]] = []
         """What runs before the node, with its gradient complete: hooks on the tensor that it made."""
 
