@@ -31,7 +31,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(
-                target=_rank_main, args=(theirs, fn, args, rank, world_size, str(Path(folder, "store"))), daemon=True
+                target=_rank_main, args=(theirs, fn, args, rank, world_size, str(Path(folder, "store")))
             )
             process.start()
             theirs.close()

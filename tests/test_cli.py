@@ -244,6 +244,7 @@ def test_check_knows_the_devices(job: Path) -> None:
         (("check", "--config", "x.toml", "--world-size", "two"), "--world-size two: must be a whole number"),
         (("plan", "--world-size", "2"), "--config JOB.toml is missing"),
         (("launch", "--config", "x.toml", "--nproc-per-node", "0"), "--nproc-per-node 0: must be a whole number"),
+        (("launch", "--config", "x.toml", "--max-restarts", "-1"), "--max-restarts -1: must be a whole number"),
         (("train", "--config", "missing.toml"), "missing.toml"),
     ],
 )
@@ -274,8 +275,8 @@ def test_what_only_the_trainer_can_see_is_one_message_and_status_2(job: Path) ->
     rule = '[[precision.rules]]\nmatch = "layers.*.attention_nrom"\n'
     job.write_text(job.read_text() + rule)
     line = len(job.read_text().splitlines())
-    result = run("titan_launch", "launch", "--nproc-per-node", "2", "--config", job)
-    assert result.returncode == 2
+    result = run("titan_launch", "launch", "--nproc-per-node", "2", "--max-restarts", "2", "--config", job)
+    assert result.returncode == 2  # and no restart, which would find the same
     message = f'{job}:{line}: precision.rules.0.match = "layers.*.attention_nrom": matches no module'
     assert result.stderr.count(message) == 1
     assert "attention_norm" in result.stderr and "Traceback" not in result.stderr

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_launch.cli import main
-from titan_launch.launch import plan_processes
+from titan_launch.cli import main, parse_arguments
+from titan_launch.launch import LAUNCH_OPTIONS, plan_processes
 from titan_launch.metrics.tags import markdown_table
 
 REPO = Path(__file__).parent.parent
@@ -70,6 +70,8 @@ def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.Capture
             check_benchmark(script, arguments)
         case ["python", script, *arguments] if script.startswith("benchmarks/"):
             check_benchmark(script, arguments)
+        case ["sbatch", option, script, *arguments] if option.startswith("--"):
+            check_script(script, arguments)
         case [script, *arguments] if script.startswith("scripts/"):
             check_script(script, arguments)
         case ["tensorboard", "--logdir", "outputs"]:
@@ -83,9 +85,10 @@ def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.Capture
 def check(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """`check` reads the same job file and overrides as the other commands."""
     if arguments[0] == "launch":
-        assert arguments[1] == "--nproc-per-node"
-        processes = plan_processes({"nproc-per-node": arguments[2]})
-        arguments = [*arguments[3:], "--world-size", str(processes.world_size)]
+        launched = parse_arguments(arguments[1:], LAUNCH_OPTIONS)
+        processes = plan_processes(launched.options)
+        world_size = [] if processes.world_size is None else ["--world-size", str(processes.world_size)]
+        arguments = ["--config", launched.config, *launched.overrides, *world_size]
     if arguments[0] != "check":
         arguments = ["check", *arguments]
     assert main(arguments) == 0, capsys.readouterr().err

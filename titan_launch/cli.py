@@ -6,13 +6,16 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from titan_launch import __version__
 from titan_launch.config.job import JobConfig
 from titan_launch.config.load import LoadedJob, load_job
 from titan_launch.errors import ConfigError, Problem, UserError, did_you_mean
 from titan_launch.process import BAD_INPUT, OK, announce_once, run_and_leave
+
+if TYPE_CHECKING:
+    from titan_launch.train.signals import StopRequest
 
 USAGE = """\
 usage: titan-launch --version
@@ -27,7 +30,9 @@ usage: titan-launch --version
   plan    show what a run would do, without a GPU or memory: what every module is stored, computed and reduced in, and
           for every mode of accumulation and recomputation the memory it takes, whether that fits, what it communicates
           and how long a step takes; and which mode "auto" stands for
-  launch  check the job file, then run torchrun with one process per GPU (2 where there is no GPU)
+  launch  check the job file, then run torchrun with one process per GPU (2 where there is no GPU). It takes torchrun's
+          options for --nnodes, the rendezvous, --max-restarts and logs; --shutdown-timeout SECONDS: how long ranks may
+          take to save and end after a signal (600)
 
 plan options: --device NAME, --memory-gib, --intra-bandwidth, --inter-bandwidth (GB/s for each GPU, one direction),
   --gpus-per-node, --mfu: what to assume of the machines, as the keys of [planner] do; --json; --verbose: memory by what
@@ -67,19 +72,23 @@ class _Arguments:
 
 
 def _train(args: list[str]) -> int:
-    arguments = _parse(args, options=())
-    loaded = _load(arguments, world_size=_positive("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    run_and_leave(lambda: _import_and_train(loaded), loaded.provenance)
+    from titan_launch.train.signals import StopRequest
+
+    stop = StopRequest()
+    with stop.listening():  # before torch is imported, so that a signal of these seconds is not lost
+        arguments = parse_arguments(args, options=())
+        loaded = _load(arguments, world_size=_positive("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+        run_and_leave(lambda: _import_and_train(loaded, stop), loaded.provenance)
 
 
-def _import_and_train(loaded: LoadedJob) -> None:
+def _import_and_train(loaded: LoadedJob, stop: StopRequest) -> None:
     from titan_launch.train.main import train
 
-    train(loaded.config, loaded.provenance)
+    train(loaded.config, loaded.provenance, stop)
 
 
 def _check(args: list[str]) -> int:
-    arguments = _parse(args, options=("world-size",))
+    arguments = parse_arguments(args, options=("world-size",))
     world_size = arguments.options.get("world-size")
     _load(arguments, None if world_size is None else _positive("--world-size", world_size))
     print(f"{arguments.config}: no problems found (what only the model can tell: plan; the data: a run)")
@@ -102,7 +111,7 @@ def _plan(args: list[str]) -> int:
 
     flags = ("--json", "--verbose")
     rest = [arg for arg in args if arg not in flags]
-    arguments = _parse(rest, options=("world-size", "engine", "rows", "plot"))
+    arguments = parse_arguments(rest, options=("world-size", "engine", "rows", "plot"))
     world_size = _positive("--world-size", arguments.options.get("world-size", "1"))
     options = PlanOptions(
         engine=_one_of("engine", arguments.options.get("engine"), ("analytic", "trace")),
@@ -120,12 +129,13 @@ def _plan(args: list[str]) -> int:
 
 
 def _launch(args: list[str]) -> int:
-    from titan_launch.launch import TORCHRUN_OPTIONS, launch, plan_processes
+    from titan_launch.launch import LAUNCH_OPTIONS, launch, plan_processes
 
-    arguments = _parse(args, TORCHRUN_OPTIONS)
+    arguments = parse_arguments(args, LAUNCH_OPTIONS)
     processes = plan_processes(arguments.options)
     _load(arguments, processes.world_size)
-    return launch(processes, ["--config", arguments.config, *arguments.overrides])
+    worker_args = ["--config", arguments.config, *arguments.overrides]
+    return launch(processes, worker_args, final_statuses=(BAD_INPUT,))
 
 
 def _load(arguments: _Arguments, world_size: int | None, aliases: Mapping[str, str] | None = None) -> LoadedJob:
@@ -145,7 +155,7 @@ def _load(arguments: _Arguments, world_size: int | None, aliases: Mapping[str, s
     return load_job(arguments.config, arguments.overrides, (planned_device_exists, layout_rule), aliases)
 
 
-def _parse(args: list[str], options: Sequence[str]) -> _Arguments:
+def parse_arguments(args: list[str], options: Sequence[str]) -> _Arguments:
     """Take `--config` and the named options out of the arguments; everything else overrides the job file."""
     found: dict[str, str] = {}
     overrides: list[str] = []

@@ -33,6 +33,15 @@ class RunError(Exception):
     """Why a run that was under way cannot go on, in a sentence. Exit status 1, no traceback."""
 
 
+class Stopped(Exception):  # noqa: N818 - it is the end that was asked for
+    """The run ended early because a signal asked for it; the message says what that means for what it did."""
+
+    def __init__(self, message: str, status: int):
+        """`status`: the process's exit status; 0 where nothing is lost."""
+        super().__init__(message)
+        self.status = status
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with a key of the job file.

@@ -1,7 +1,10 @@
-"""torchrun in this process: the job file is checked once before, and a failed worker's own error stays the last word.
+"""torchrun in this process: the job file is checked once before, a failed worker's own error stays the last word, and
+a signal gives the workers time to save.
 
 Started from the shell, torchrun ends every failure with a 40-line banner and exit status 1. Called from here, the
-status is the failed worker's, and its message stands alone.
+status is the failed worker's, and its message stands alone. A signal ends torchrun from the shell in 30 seconds with a
+traceback and status 1, or (SIGUSR1) at once, leaving the workers running. Here it is passed on to the workers, and how
+they end is how the launch ends.
 """
 
 from __future__ import annotations
@@ -11,10 +14,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from titan_launch.errors import UserError
+from titan_launch.patches import replaced
+from titan_launch.signals import heard, signal_name
 
 TORCHRUN_OPTIONS = (
     "nproc-per-node",
@@ -29,10 +36,19 @@ TORCHRUN_OPTIONS = (
     "local-addr",
     "log-dir",
     "local-ranks-filter",
+    "max-restarts",
 )
 """The options of torchrun that are passed on."""
 
+LAUNCH_OPTIONS = (*TORCHRUN_OPTIONS, "shutdown-timeout")
+"""All options of `launch`."""
+
 PROCESSES_WITHOUT_GPU = 2
+
+SHUTDOWN_TIMEOUT_S = 600
+"""How long the workers may take to end after a signal, by default: a step, and a checkpoint."""
+
+_AFTER_SECOND_SIGNAL_S = 5
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,8 @@ class Processes:
     """A number, or `min:max`, in which case the world size is not known before the start."""
 
     torchrun_args: tuple[str, ...]
+    shutdown_timeout_s: int = SHUTDOWN_TIMEOUT_S
+    """How long they may take to end after a signal before they are killed."""
 
     @property
     def world_size(self) -> int | None:
@@ -58,15 +76,16 @@ def plan_processes(options: Mapping[str, str]) -> Processes:
     nodes = options.pop("nnodes", "1")
     if not all(part.isdecimal() and int(part) >= 1 for part in nodes.split(":", 1)):
         raise UserError(f"error: --nnodes {nodes}: must be a whole number of at least 1, or min:max")
-    for name in ("node-rank", "master-port"):
+    for name in ("node-rank", "master-port", "max-restarts", "shutdown-timeout"):
         if not options.get(name, "0").isdecimal():
             raise UserError(f"error: --{name} {options[name]}: must be a whole number")
+    shutdown_timeout_s = int(options.pop("shutdown-timeout", SHUTDOWN_TIMEOUT_S))
     args = [f"--nproc-per-node={per_node}", *(f"--{name}={value}" for name, value in options.items())]
     if nodes == "1" and not {"master-addr", "master-port"} & set(options) and not any("rdzv" in o for o in options):
         args.append("--standalone")  # a free port of this host, so that several jobs do not collide
     else:
         args.append(f"--nnodes={nodes}")
-    return Processes(per_node, nodes, tuple(args))
+    return Processes(per_node, nodes, tuple(args), shutdown_timeout_s)
 
 
 def _processes_per_node(text: str) -> int:
@@ -92,22 +111,113 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
-def launch(processes: Processes, worker_args: Sequence[str]) -> int:
-    """Run the training processes and wait for them. Returns the exit status of the first that failed, or 0."""
+def launch(processes: Processes, worker_args: Sequence[str], final_statuses: Collection[int]) -> int:
+    """Run the training processes and wait for them. Returns the exit status of the first that failed, or 0.
+
+    `final_statuses`: those of a worker that is not worth a restart, since it would only repeat itself.
+    """
+    stopping = Stopping(processes.shutdown_timeout_s)
+    with heard(stopping.on_request):
+        return _run_torchrun(processes, worker_args, final_statuses, stopping)
+
+
+def _run_torchrun(
+    processes: Processes, worker_args: Sequence[str], final_statuses: Collection[int], stopping: Stopping
+) -> int:
     _share_cores(processes.per_node)
+    if "--standalone" not in processes.torchrun_args:
+        # Agents keep the address of the store that they share, also when the host that has it is gone. Each start's
+        # rank 0 has one of its own instead.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    from torch.distributed import launcher
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    from titan_launch.agent import Agent
 
     logging.disable(logging.CRITICAL)  # torchrun's own account of a failure would bury the worker's
-    args = torchrun.parse_args([*processes.torchrun_args, "-m", "titan_launch", *worker_args])
+    signals = f"--signals-to-handle={','.join(_torchruns_signals())}"
+    args = torchrun.parse_args([signals, *processes.torchrun_args, "-m", "titan_launch", *worker_args])
+    agent = partial(
+        Agent,
+        on_start=stopping.started,
+        on_failure=_report_failure,
+        is_stopping=stopping.is_requested,
+        stop_timeout_s=processes.shutdown_timeout_s,
+        final_statuses=final_statuses,
+    )
     try:
-        torchrun.run(args)
+        with replaced(launcher.api, "LocalElasticAgent", agent):
+            torchrun.run(args)
     except ChildFailedError as error:
-        return _report_failure({rank: failure.exitcode for rank, failure in error.failures.items()})
+        exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        return 128 + signal.SIGKILL if stopping.has_killed else _report_failure(exit_codes)
     except SignalException as error:
         return 128 + error.sigval
+    except RendezvousError as error:
+        print(f"error: {_rendezvous_failure(error)}", file=sys.stderr)
+        return 1
     return 0
+
+
+class Stopping:
+    """What a signal does to the workers of this host: it is passed on, and after a while they are killed."""
+
+    def __init__(self, timeout_s: float):
+        self.has_killed = False
+        """Whether workers were killed, because they took too long."""
+
+        self._timeout_s = timeout_s
+        self._number = 0
+        self._workers: Sequence[subprocess.Popen[bytes]] = ()
+        self._lock = threading.Lock()  # workers may be started while a signal comes
+
+    def is_requested(self) -> bool:
+        """Whether a signal has come."""
+        return self._number != 0
+
+    def started(self, workers: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Take these processes for the workers from now on."""
+        with self._lock:
+            self._workers = workers
+            if self._number:
+                self._pass_on(self._number)
+
+    def on_request(self, number: int, is_repeated: bool) -> None:
+        """Pass a signal on; where there is nobody to pass it to, end this process. Not called in the main thread."""
+        with self._lock:
+            self._number = number
+            if not any(worker.poll() is None for worker in self._workers):
+                os.write(2, f"stopped by {signal_name(number)} while no rank was running on this host\n".encode())
+                os._exit(128 + number if any(worker.returncode for worker in self._workers) else 0)
+            self._pass_on(number)
+        wait_s = min(_AFTER_SECOND_SIGNAL_S, self._timeout_s) if is_repeated else self._timeout_s
+        timer = threading.Timer(wait_s, self._kill, (number, wait_s))
+        timer.daemon = True
+        timer.start()
+
+    def _pass_on(self, number: int) -> None:
+        for worker in self._workers:
+            worker.send_signal(number)  # does nothing to one that has ended
+
+    def _kill(self, number: int, wait_s: float) -> None:
+        slow = [worker for worker in self._workers if worker.poll() is None]
+        if not slow:
+            return
+        self.has_killed = True
+        name = signal_name(number)
+        text = f"error: {len(slow)} ranks of this host did not end within {wait_s:g} s of {name}; they are killed"
+        os.write(2, f"{text} (--shutdown-timeout)\n".encode())
+        for worker in slow:
+            os.killpg(worker.pid, signal.SIGKILL)  # torchrun has given each a group of its own
+
+
+def _torchruns_signals() -> list[str]:
+    """Those that are left to torchrun. It would install its handler over the SIG_IGN of `nohup`."""
+    signals = [signal.SIGQUIT, signal.SIGHUP]
+    return [number.name for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _report_failure(exit_codes: Mapping[int, int]) -> int:
@@ -118,15 +228,25 @@ def _report_failure(exit_codes: Mapping[int, int]) -> int:
     """
     killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM}
     if not killed:
-        status = next((code for code in exit_codes.values() if code > 0), 128 + signal.SIGTERM)
-        if status == 128 + signal.SIGTERM:
+        status = next((code for code in exit_codes.values() if code > 0), None)
+        if status is None:
             print(f"error: rank {min(exit_codes)} was ended by SIGTERM", file=sys.stderr)
-        return status
+        return 128 + signal.SIGTERM if status is None else status
     rank, number = next(iter(killed.items()))
     name = signal.Signals(number).name
     hint = "; the usual cause is that the host ran out of memory" if number == signal.SIGKILL else ""
     print(f"error: rank {rank} was killed by {name}{hint}", file=sys.stderr)
     return 128 + number
+
+
+def _rendezvous_failure(error: Exception) -> str:
+    """Why this host has no place among the others, in words for who knows only the options of `launch`."""
+    reasons = {
+        "RendezvousClosedError": "the run has ended on another host, and does not take this one in any more",
+        "RendezvousTimeoutError": "too few hosts have come (--nnodes) in the time there is for it (--rdzv-conf)",
+        "RendezvousConnectionError": "the host that keeps the rendezvous (--rdzv-endpoint) is gone, or not reached",
+    }
+    return reasons.get(type(error).__name__, f"the hosts have not come together: {error!r}")
 
 
 def _share_cores(processes: int) -> None:

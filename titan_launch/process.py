@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from titan_launch.config.explain import render
 from titan_launch.config.provenance import Provenance
-from titan_launch.errors import ConfigError, RunError, UserError
+from titan_launch.errors import ConfigError, RunError, Stopped, UserError
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -47,16 +47,27 @@ def _run(action: Callable[[], None], provenance: Provenance) -> int:
         return _announce(f"error: {error}", BAD_INPUT)
     except RunError as error:
         return _announce(f"error: {error}", FAILED)
+    except Stopped as end:
+        return _announce(str(end), end.status)
     except BrokenPipeError:
         return _announce("error: nobody reads the output any more (a closed pipe), so the run ends", FAILED)
     except KeyboardInterrupt:
         return _announce("interrupted", INTERRUPTED)
-    except BaseException:
+    except BaseException as error:
         import traceback
 
         rank = os.environ.get("RANK")
+        if rank and _is_loss_of_a_rank(error):
+            reason = str(error).partition(". ")[0]
+            return _announce(f"error: rank {rank} has lost another rank, which has ended: {reason}", FAILED)
         where = f" on rank {rank}" if rank else ""
         return _announce(f"{traceback.format_exc()}error: the run failed{where}; see the traceback above", FAILED)
+
+
+def _is_loss_of_a_rank(error: BaseException) -> bool:
+    """Whether a collective failed since the process at the other end is gone: where this one was says nothing then."""
+    signs = ("closed by peer", "reset by peer", "remote process exited")  # gloo's and NCCL's words
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def _announce(text: str, status: int) -> int:

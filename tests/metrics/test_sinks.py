@@ -107,3 +107,17 @@ def test_resuming_without_an_older_file_starts_one(tmp_path: Path) -> None:
     TensorBoardSink(tmp_path / "tb", resume_step=5).close()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
     assert read_events(tmp_path / "tb").Tensors("custom_scalars__config__")
+
+
+def test_a_run_that_goes_back_replaces_steps_and_keeps_the_old_ones(tmp_path: Path) -> None:
+    jsonl, tensorboard = JsonlSink(tmp_path / "metrics.jsonl"), TensorBoardSink(tmp_path / "tb")
+    for sink in (jsonl, tensorboard):
+        for step in range(1, 6):
+            sink.write(step, {"train/loss": step})
+        sink.rewind(3)
+        sink.write(4, {"train/loss": 40.0})
+        sink.close()
+    assert [json.loads(line)["train/loss"] for line in (tmp_path / "metrics.jsonl").open()] == [1, 2, 3, 40]
+    rolled_back = tmp_path / "metrics.rolled_back.jsonl"
+    assert [json.loads(line)["train/loss"] for line in rolled_back.open()] == [4, 5]
+    assert scalar(read_events(tmp_path / "tb"), "train/loss") == [(1, 1), (2, 2), (3, 3), (4, 40)]

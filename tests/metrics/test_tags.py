@@ -13,7 +13,10 @@ def test_dashboard_has_a_group_for_each_question() -> None:
     layout = dashboard_layout()
     assert list(layout) == ["loss", "throughput", "time", "communication", "memory", "batchnorm"]
     assert layout["loss"]["loss"] == ["train/loss", "train/loss_max", "validation/loss"]
-    assert layout["time"] == {"seconds per step": ["time/step_s", "time/data_s"]}
+    assert layout["time"] == {
+        "seconds per step": ["time/step_s", "time/data_s"],
+        "seconds of a checkpoint": ["time/checkpoint_stall_s"],
+    }
 
 
 def test_the_table_documents_every_tag() -> None:

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.distributed import run_ranks
-from tests.train.jobs import assert_equal, sharded_model, whole_state
+from tests.tensors import assert_equal, whole_state
+from tests.train.jobs import sharded_model
 from titan_launch.config.architectures.resnet import FLAVORS, ResNetArgs, check, flops_per_sample, num_parameters
 from titan_launch.config.job import JobConfig
 from titan_launch.loss import cross_entropy_sum

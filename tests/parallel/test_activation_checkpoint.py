@@ -16,17 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
-from tests.train.jobs import (
-    TINY_ARGS,
-    assert_equal,
-    run_job,
-    run_job_until,
-    sharded_model,
-    this_rank,
-    tiny_job,
-    whole,
-    whole_state,
-)
+from tests.tensors import assert_equal, whole, whole_state
+from tests.train.jobs import TINY_ARGS, run_job, run_job_until, sharded_model, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.loss import cross_entropy_sum
 from titan_launch.models.build import build_model

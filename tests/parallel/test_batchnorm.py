@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.train.jobs import TINY_ARGS, read_metrics, run_job, sharded_model, tiny_job, whole, whole_state
+from tests.tensors import whole, whole_state
+from tests.train.jobs import TINY_ARGS, read_metrics, run_job, sharded_model, tiny_job
 from titan_launch.config.batchnorm import BatchNormConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.errors import ConfigError

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.train.jobs import TINY_ARGS, assert_equal, sharded_model, whole
+from tests.tensors import assert_equal, whole
+from tests.train.jobs import TINY_ARGS, sharded_model
 from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.job import JobConfig
 from titan_launch.loss import cross_entropy_sum

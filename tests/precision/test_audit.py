@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import run_ranks
 from tests.precision.steps import SEQ_LEN, train, wrapped
-from tests.train.jobs import TINY_ARGS, assert_equal, read_metrics, run_job, this_rank, tiny_job, whole_state
+from tests.tensors import assert_equal, whole_state
+from tests.train.jobs import TINY_ARGS, read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.errors import UserError
 from titan_launch.models.build import build_model

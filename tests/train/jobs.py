@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from tests.tensors import whole_state
 from titan_launch.config.job import JobConfig
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
@@ -19,6 +19,7 @@ from titan_launch.parallel.distributed import Ranks
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.types import ModelPlan
 from titan_launch.train.build import Run, build_run, shard_model
+from titan_launch.train.faults import settle_guard
 from titan_launch.train.loop import fit, is_checkpoint_step, report, save, train_one_step
 from titan_launch.train.plan import plan_precision
 
@@ -63,7 +64,9 @@ def run_job_until(job: dict[str, Any], step: int) -> None:
     with ExitStack() as stack:
         run: Run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         while run.progress.step < step:
-            report(run, train_one_step(run))
+            result = train_one_step(run)
+            settle_guard(run)
+            report(run, result)
             if is_checkpoint_step(run):
                 save(run)
 
@@ -83,23 +86,6 @@ def planned_and_sharded(config: JobConfig, seq_len: int) -> tuple[nn.Module, Mod
     model.to_empty(device=ranks.device)
     initialize(model, built.initializer, 0, ranks.device)
     return model, plan, layout
-
-
-def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    """Two states are the same, bit for bit."""
-    assert a.keys() == b.keys()
-    assert [name for name, tensor in a.items() if not torch.equal(tensor, b[name])] == []
-
-
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, gathered from their shards."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: whole(tensor) for name, tensor in tensors.items()}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor gathered from its shards."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def read_metrics(folder: Path, name: str = "tiny") -> list[dict[str, float]]:

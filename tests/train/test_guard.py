@@ -1,8 +1,9 @@
-"""The decision to leave a step out: common to all ranks, and without traces."""
+"""The decision to leave a step out: common to all ranks, without traces, and the same after a resume."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,41 +14,99 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed import run_ranks
-from tests.train.jobs import assert_equal, this_rank, tiny_job, whole_state
+from tests.tensors import assert_equal, whole_state
+from tests.train.jobs import this_rank, tiny_job
+from titan_launch.config.debug import DebugConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.errors import RunError
 from titan_launch.train.build import build_run
-from titan_launch.train.guard import NonFiniteGuard
+from titan_launch.train.faults import settle_guard
+from titan_launch.train.guard import Settlement, StepGuard
 from titan_launch.train.loop import train_one_step
 
 CPU = torch.device("cpu")
 
 
-def decide(action: Any, bad_rank: int, values: tuple[float, float]) -> tuple[list[float], int, str]:
-    """Three steps, of which one rank finds the second not finite: the decisions, the count, and the error."""
-    guard = NonFiniteGuard(action, CPU)
+def decide(config: DebugConfig, bad_rank: int, values: list[tuple[float, float]]) -> tuple[list[float], Settlement]:
+    """Steps of which one rank sees these losses and norms, and the others ones: decisions, and what was left out."""
+    guard = StepGuard(config, CPU)
     decisions = []
-    for step in range(3):
-        is_bad = step == 1 and dist.get_rank() == bad_rank
-        loss, norm = values if is_bad else (1.0, 1.0)
+    for pair in values:
+        loss, norm = pair if dist.get_rank() == bad_rank else (1.0, 1.0)
         decisions.append(guard.check(torch.tensor(loss), torch.tensor(norm)).item())
-    try:
-        guard.raise_if_stopped(13)  # the run was resumed at step 10
-    except RunError as error:
-        return decisions, guard.take_skipped(), str(error)
-    return decisions, guard.take_skipped(), ""
+    return decisions, guard.settle(12)  # the run was resumed before step 13 - len(values)
 
 
-@pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.inf)])
-def test_one_rank_decides_for_all(values: tuple[float, float]) -> None:
-    for decisions, skipped, error in run_ranks(decide, 2, "skip", 1, values):
-        assert (decisions, skipped, error) == ([0, 1, 0], 1, "")
+GOOD = (1.0, 1.0)
 
 
-def test_stop_leaves_out_all_that_follow_and_names_the_step() -> None:
-    for decisions, skipped, error in run_ranks(decide, 2, "stop", 0, (math.nan, 1.0)):
-        assert (decisions, skipped) == ([0, 1, 1], 2)
-        assert error.startswith("step 12:")
+@pytest.mark.parametrize("bad", [(math.nan, 1.0), (1.0, math.inf)])
+def test_one_rank_decides_for_all(bad: tuple[float, float]) -> None:
+    config = DebugConfig(on_nonfinite="skip")
+    for rank, (decisions, settlement) in enumerate(run_ranks(decide, 2, config, 1, [GOOD, bad, GOOD])):
+        assert decisions == [0, 1, 0] and settlement.last is None
+        (fault,) = settlement.faults
+        assert (fault.step, fault.reason) == (11, "nonfinite")
+        assert math.isfinite(fault.own_loss) == (rank == 0 or math.isfinite(bad[0]))  # whose batch it was
+
+
+def test_stop_leaves_out_all_that_follow() -> None:
+    for decisions, settlement in run_ranks(decide, 2, DebugConfig(), 0, [GOOD, (math.nan, 1.0), GOOD]):
+        assert decisions == [0, 1, 1]
+        assert settlement.last is not None and settlement.faults == (settlement.last,)
+        assert settlement.last.step == 11
+
+
+def test_steps_left_out_are_counted_in_a_row() -> None:
+    bad = (math.inf, 1.0)
+    values = [bad, bad, GOOD, bad, bad, bad, GOOD]
+    for decisions, settlement in run_ranks(decide, 2, DebugConfig(on_nonfinite="skip", max_skips=3), 0, values):
+        assert decisions == [1, 1, 0, 1, 1, 1, 1]  # nothing is updated after the third
+        assert [fault.step for fault in settlement.faults] == [6, 7, 9, 10, 11]
+        assert settlement.last == settlement.faults[-1]
+
+
+LOSSES = [9.0, 3.0, 3.1, 2.9, 3.05, 3.0, 3.1, 8.0, 3.0, 3.2, 9.5, 3.1]
+SPIKES = DebugConfig(spike_sigma=3.0, spike_window=6)
+
+
+def find_spikes(saved_before: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Feed the losses, half of each on either rank, to a guard that is saved and restored on the way: decisions, the
+    limits of the spikes, and the guard's last state."""
+    guard, decisions, limits = StepGuard(SPIKES, CPU), [], []
+    for index, loss in enumerate(LOSSES):
+        if index == saved_before:
+            state, guard = guard.state_dict(), StepGuard(SPIKES, CPU)
+            guard.load_state_dict(state)
+        decisions.append(guard.check(torch.tensor(loss / 2), torch.tensor(1.0)).item())
+        limits += [fault.loss_limit for fault in guard.settle(index).faults]
+    return decisions, limits, guard.state_dict()  # type: ignore[return-value]
+
+
+def test_a_spike_is_measured_against_the_steps_that_were_trained_on() -> None:
+    trained, decisions, limits = list[float](), [], []
+    for loss in LOSSES:
+        window = trained[-6:]
+        limit = statistics.fmean(window) + 3 * statistics.pstdev(window) if len(window) >= 3 else math.inf
+        decisions.append(float(loss > limit))
+        (limits if loss > limit else trained).append(limit if loss > limit else loss)
+    assert decisions == [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0]
+    for found in run_ranks(find_spikes, 2, 9):
+        assert found[0] == decisions
+        assert found[1] == pytest.approx(limits, rel=1e-6)
+
+
+def test_a_restored_guard_goes_on_bitwise() -> None:
+    (_, limits, state), *_ = run_ranks(find_spikes, 2, 9)
+    (_, uninterrupted, same), *_ = run_ranks(find_spikes, 2, 10**9)
+    assert limits == uninterrupted
+    assert_equal(state, same)
+
+
+def test_a_spike_does_not_count_as_not_finite() -> None:
+    """`on_nonfinite = "stop"` goes on after it."""
+    (_, limits, state), *_ = run_ranks(find_spikes, 1, 10**9)
+    assert len(limits) == 2 and state["skips"] == 0
 
 
 def train_with_poison(job: dict[str, Any], bad_step: int, bad_rank: int) -> tuple[list[dict[str, Tensor]], str]:
@@ -64,10 +123,11 @@ def train_with_poison(job: dict[str, Any], bad_step: int, bad_rank: int) -> tupl
         try:
             while run.progress.step < job["training"]["steps"]:
                 train_one_step(run)
+                settle_guard(run)
                 states.append(whole_state(run.model))
         except RunError as error:
             return states, str(error)
-        return states, f"skipped {run.guard.take_skipped()}"
+        return states, f"skipped {run.progress.skipped_steps}"
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "batchnorm"])
@@ -88,4 +148,5 @@ def test_a_step_that_is_left_out_changes_nothing(tmp_path: Path, norm: str) -> N
 def test_a_non_finite_step_stops_the_run(tmp_path: Path) -> None:
     for states, message in run_ranks(train_with_poison, 2, tiny_job(tmp_path), 3, 1):
         assert len(states) == 2
-        assert message.startswith("step 3: the loss or the gradient is not finite")
+        assert message.startswith("step 3: the loss or the gradient is not finite (loss nan, on rank 1; gradient norm")
+        assert f"Its samples are in {tmp_path / 'tiny' / 'faults' / 'step-3.json'}" in message

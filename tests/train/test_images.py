@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.train.jobs import assert_equal, read_metrics, run_job, run_job_until, tiny_job
+from tests.tensors import assert_equal
+from tests.train.jobs import read_metrics, run_job, run_job_until, tiny_job
 from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.data.sources import build_source

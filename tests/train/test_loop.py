@@ -12,8 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
-from tests.train.jobs import assert_equal, read_metrics, run_job, run_job_until, this_rank, tiny_job, whole_state
+from tests.tensors import assert_equal, whole_state
+from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
+from titan_launch.data.sources import build_source
+from titan_launch.train import build
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import report, train_one_step, validation_scalars
 from titan_launch.train.validate import validate
@@ -53,45 +56,88 @@ def test_the_loss_falls(tmp_path: Path) -> None:
     assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 1
 
 
-@pytest.mark.parametrize("norm", ["rmsnorm", "batchnorm"])
-@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, norm: str, param_dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("norm", "param_dtype", "accumulation", "replicate", "async_mode", "num_workers"),
+    [
+        ("rmsnorm", "float32", "immediate", 1, "disabled", 2),
+        ("batchnorm", "bfloat16", "deferred", 1, "thread", 0),
+        ("batchnorm", "float32", "deferred_all_reduce", 2, "disabled", 0),
+    ],
+)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
+    tmp_path: Path, norm: str, param_dtype: str, accumulation: str, replicate: int, async_mode: str, num_workers: int
+) -> None:
+    ranks = 2 * replicate
+
     def job(name: str) -> dict[str, Any]:
         return tiny_job(
             tmp_path / name,
             model={"args": {"norm": norm}},
             precision={"param_dtype": param_dtype},
-            training={"steps": 6},
-            checkpoint={"enable": True, "interval": 3},
+            data={"num_workers": num_workers},
+            parallelism={"data_parallel_replicate_degree": replicate},
+            gradient_accumulation={"mode": accumulation},
+            training={"steps": 6, "global_batch_size": 2 * ranks},
+            checkpoint={"enable": True, "interval": 3, "async_mode": async_mode},
             lr_scheduler={"kind": "cosine", "warmup_steps": 2},
             validation=VALIDATION,
         )
 
-    whole = run_ranks(run_job, 2, job("whole"))
-    run_ranks(run_job_until, 2, job("parts"), 5)  # steps 4 and 5 are lost
-    resumed = run_ranks(run_job, 2, job("parts"))
+    whole = run_ranks(run_job, ranks, job("whole"))
+    run_ranks(run_job_until, ranks, job("parts"), 5)  # steps 4 and 5 are lost
+    resumed = run_ranks(run_job, ranks, job("parts"))
     for a, b in zip(whole, resumed, strict=True):
         assert_equal(a, b)
     for tag in ("train/loss", "train/grad_norm", "train/lr", "train/samples_seen", "validation/loss"):
         assert losses(tmp_path / "parts", tag) == losses(tmp_path / "whole", tag), tag
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 4), (4, 1)])
-def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path, first: int, second: int) -> None:
-    def job(name: str, steps: int) -> dict[str, Any]:
+class Recorded:
+    """A source that notes which samples it is asked for."""
+
+    def __init__(self, source: Any, asked: list[int]):
+        self._source = source
+        self._asked = asked
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self._asked.append(index)
+        sample: tuple[Tensor, Tensor] = self._source[index]
+        return sample
+
+
+def run_recorded_until(job: dict[str, Any], step: int) -> list[int]:
+    """Train a job on this rank up to a step; the samples that it asked for, in order."""
+    asked: list[int] = []
+
+    def build_recorded(*args: Any) -> Recorded:
+        return Recorded(build_source(*args), asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "build_source", build_recorded)
+        run_job_until(job, step)
+    return asked
+
+
+def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    def job(name: str, replicate: int = 1) -> dict[str, Any]:
         return tiny_job(
             tmp_path / name,
-            training={"steps": steps},
-            checkpoint={"enable": True},
-            lr_scheduler={"kind": "warmup_stable_decay", "decay_ratio": 0.0},
+            training={"steps": 30},
+            checkpoint={"enable": True, "interval": 10},
+            parallelism={"data_parallel_replicate_degree": replicate},
         )
 
-    whole = run_ranks(run_job, 1, job("whole", 6))[0]
-    run_ranks(run_job, first, job("parts", 3))
-    resumed = run_ranks(run_job, second, job("parts", 6))[0]
-    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
-    for name, tensor in whole.items():
-        torch.testing.assert_close(resumed[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+    (whole,) = run_ranks(run_recorded_until, 1, job("whole"), 30)
+    for ranks, replicate, step in ((2, 1, 10), (4, 2, 20), (1, 1, 30)):
+        asked = run_ranks(run_recorded_until, ranks, job("parts", replicate), step)
+        samples = sorted(sample for of_rank in asked for sample in of_rank)
+        assert samples == sorted(whole[4 * (step - 10) : 4 * step]), f"{ranks} ranks to step {step}"
+    assert len(whole) == 4 * 30
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    assert len(losses(tmp_path / "parts")) == 30
 
 
 def test_an_incomplete_checkpoint_is_not_resumed_from(tmp_path: Path) -> None:
@@ -141,7 +187,8 @@ def test_settings_of_the_optimizer_are_the_configurations_after_a_resume(tmp_pat
     groups = [{"match": "**.wq.weight", "lr_factor": 0.5}]
     run_ranks(run_job, 1, tiny_job(tmp_path, checkpoint={"enable": True}))
     changed = {"lr": 1e-2, "weight_decay": 0.3, "beta1": 0.5, "eps": 1e-3, "param_groups": groups}
-    job = tiny_job(tmp_path, checkpoint={"enable": True}, training={"steps": 6}, optimizer=changed)
+    checkpoint = {"enable": True, "accept_changes": True}
+    job = tiny_job(tmp_path, checkpoint=checkpoint, training={"steps": 6}, optimizer=changed)
     (settings,) = run_ranks(settings_of, 1, job)
     assert {(g["weight_decay"], g["betas"], g["eps"]) for g in settings} == {
         (0.3, (0.5, 0.95), 1e-3),

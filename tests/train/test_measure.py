@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tests.distributed import run_ranks
 from tests.parallel.conv_model import ConvNet
-from tests.train.jobs import assert_equal, read_metrics, run_job, tiny_job
+from tests.tensors import assert_equal
+from tests.train.jobs import read_metrics, run_job, tiny_job
 from titan_launch.config.comm import CommConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.errors import ConfigError

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import torch
 
 from tests.distributed import run_ranks
 from titan_launch.train.seed import seed_everything
 
 
-def seeded(deterministic: bool) -> tuple[bool, float, float]:
-    """Whether only deterministic kernels are allowed, and two draws under one seed."""
+def seeded(deterministic: bool) -> tuple[bool, list[float], list[float]]:
+    """Whether only deterministic kernels are allowed, and what all generators draw under one seed, twice."""
     draws = []
     for _ in range(2):
         seed_everything(7, deterministic)
-        draws.append(torch.rand(()).item())
+        draws.append([torch.rand(()).item(), random.random(), np.random.rand()])
     return torch.are_deterministic_algorithms_enabled(), draws[0], draws[1]
 
 

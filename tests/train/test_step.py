@@ -10,14 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.train.jobs import TINY_ARGS, sharded_model, this_rank, whole_state
+from tests.tensors import whole_state
+from tests.train.jobs import TINY_ARGS, sharded_model, this_rank
 from titan_launch.accumulation.strategies import build_strategy
+from titan_launch.config.debug import DebugConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.optim.optimizer import build_optimizer
 from titan_launch.plan.layout import plan_layout
-from titan_launch.train.guard import NonFiniteGuard
+from titan_launch.train.guard import StepGuard
 from titan_launch.train.step import TrainStep
 
 STEPS, SEQ_LEN, GLOBAL_BATCH = 3, 8, 8
@@ -65,7 +67,7 @@ def train_sharded(config: JobConfig, steps: list[Step] | None = None) -> tuple[d
     optimizer = build_optimizer(model, config.optimizer)
     for group in optimizer.param_groups:
         group["lr"] = config.optimizer.lr
-    guard = NonFiniteGuard("stop", ranks.device)
+    guard = StepGuard(DebugConfig(), ranks.device)
     strategy = build_strategy(config.gradient_accumulation)
     step = TrainStep(model, optimizer, strategy, guard, MAX_NORM, ranks.device, loss_chunks=3)
     norms = []

@@ -1,111 +1,163 @@
-"""Checkpoints of a run: written by all ranks with PyTorch's Distributed Checkpoint (DCP), complete or not there."""
+"""The checkpoints of a run: when one is written, by whom, and what became of it."""
 
 from __future__ import annotations
 
 import logging
-import pickle
-import re
-import shutil
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.optim import Optimizer
 
-from titan_launch.checkpoint.state import ModelAndOptimizer, Progress, RandomState
-from titan_launch.errors import UserError
+from titan_launch import __version__
+from titan_launch.checkpoint.background import build_background
+from titan_launch.checkpoint.loading import EVERYTHING, load_state, newest_valid
+from titan_launch.checkpoint.manifest import Manifest, checkpoint_name
+from titan_launch.checkpoint.retention import Retention
+from titan_launch.checkpoint.snapshot import shards_of
+from titan_launch.checkpoint.state import Progress, TrainingState
+from titan_launch.checkpoint.writer import WriteRequest, Written
+from titan_launch.config.checkpoint import CheckpointConfig
+from titan_launch.errors import RunError
 
 _log = logging.getLogger(__name__)
-_STEP = re.compile(r"step-(\d+)")
+
+_SECONDS_AFTER_AN_ERROR = 60
+"""How long a save may still take when the run ends in an error."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a manifest says of the run."""
+
+    world_size: int
+    config_digest: str
+    gradient_accumulation: Mapping[str, Any]
+    activation_checkpoint: Mapping[str, Any]
 
 
 class CheckpointManager:
     """Saves into, and resumes from, `step-N` folders.
 
-    A save writes to `step-N.tmp` and renames when every rank is done, so a folder with its final name is complete, and
-    none is ever written into twice. (A save over an old checkpoint that dies half-way would load as a mix of both.)
+    A folder with its final name is complete, and none is ever written into twice. At most one is being written. A save
+    that fails is reported, and training goes on: the checkpoint before it is still there, and the next save tries
+    again. Only at the end of the run is it an error.
     """
 
-    def __init__(self, folder: Path, model: nn.Module, optimizer: Optimizer, progress: Progress, device: torch.device):
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        state: TrainingState,
+        progress: Progress,
+        origin: Origin,
+        device: torch.device,
+    ):
+        """`progress` is one of the parts of `state`. Collective."""
         self._folder = folder
-        self._weights = ModelAndOptimizer(model, optimizer)
+        self._state = state
         self._progress = progress
-        self._random = RandomState(device)
+        self._origin = origin
+        self._retention = Retention(config.keep_latest, config.keep_every, config.keep_best)
+        self._background = build_background(config.async_mode, device)
+        self._pending: Future[Written] | None = None
+        self._pending_step = 0
+        self._pending_stall_s = 0.0
+        self._failure = ""
+        self._stall_s = 0.0
+        self._failed_saves = 0
 
-    def save(self) -> None:
-        """Write a checkpoint of the step just finished; collective."""
-        final = self._folder / f"step-{self._progress.step}"
-        temporary = final.with_name(final.name + ".tmp")
-        _on_main(lambda: _remove_incomplete(temporary, final))
-        state = {
-            "weights": self._weights.state_dict(),
-            "progress": self._progress.state_dict(),
-            "random": {self._random.key(): self._random.capture()},
-        }
-        # Replicated values (buffers, the optimizer's step counts) come from rank 0. By default DCP takes each from the
-        # least loaded rank, tensor by tensor.
-        dcp.save(state, checkpoint_id=temporary, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True))
-        _on_main(lambda: temporary.rename(final))
-        _log.info("saved %s", final)
+    def save(self, validation_loss: float | None = None) -> None:
+        """Begin a checkpoint of the step just finished; collective. `validation_loss`: of this step, if there is one.
 
-    def load_latest(self) -> bool:
-        """Resume from the newest complete checkpoint, whatever the number of ranks that wrote it; collective.
-
-        Returns False when there is none.
+        Waits for the one before, and until the state may be changed again.
         """
-        step = _on_main(lambda: max(complete_steps(self._folder), default=None))
-        if step is None:
-            return False
-        folder = self._folder / f"step-{step}"
+        start = time.perf_counter()
+        self._settle()
+        manifest = Manifest(
+            step=self._progress.step,
+            validation_loss=validation_loss,
+            versions={"torch": torch.__version__, "titan_launch": __version__},
+            files={},
+            **vars(self._origin),
+        )
+        request = WriteRequest(self._folder, manifest, self._retention)
+        self._pending_step = self._progress.step
         try:
-            self._load(folder)
-        except (dcp.api.CheckpointException, pickle.UnpicklingError, EOFError, OSError) as error:
-            raise UserError(_unreadable(folder, error)) from error
-        _log.info("resumed from %s", folder)
-        return True
+            self._pending = self._background.write(request, shards_of(self._state.state_dict()))
+        except OSError as error:  # no room for the copy, on all ranks alike
+            self._note_failure(error)
+        self._pending_stall_s = time.perf_counter() - start
+        self._stall_s += self._pending_stall_s
+        self.poll()
 
-    def _load(self, folder: Path) -> None:
-        reader = dcp.FileSystemReader(folder)
-        saved = reader.read_metadata().state_dict_metadata.keys()
-        weights = {key.removeprefix("weights.") for key in saved if key.startswith("weights.")}
-        state: dict[str, Any] = {"weights": self._weights.targets(weights), "progress": self._progress.state_dict()}
-        key, random = self._random.key(), self._random.capture()
-        if all(f"random.{key}.{name}" in saved for name in random):
-            state["random"] = {key: random}
-        dcp.load(state, storage_reader=reader, planner=DefaultLoadPlanner())
-        self._weights.load_state_dict(state["weights"])
-        self._progress.load_state_dict(state["progress"])
-        if "random" in state:
-            self._random.restore(state["random"][key])
+    def poll(self) -> None:
+        """Report a save that has ended meanwhile. Costs nothing."""
+        if self._pending is not None and self._pending.done():
+            self._settle()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is in flight, as far as this rank knows."""
+        return self._pending is not None and not self._pending.done()
 
-def complete_steps(folder: Path) -> list[int]:
-    """The steps of the complete checkpoints in a folder (which need not exist), in no order."""
-    found = (_STEP.fullmatch(entry.name) for entry in folder.glob("step-*"))
-    return [int(match[1]) for match in found if match and (folder / match[0] / ".metadata").exists()]
+    def finish(self) -> None:
+        """Wait for the save in flight. Raises RunError when the last save has failed."""
+        start = time.perf_counter()
+        self._settle()
+        self._stall_s += time.perf_counter() - start
+        if self._failure:
+            raise RunError(f"{self._failure}; what was trained since the checkpoint before it is lost")
 
+    def take_measurements(self) -> dict[str, float]:
+        """`time/checkpoint_stall_s` since the last call, and `checkpoint/failed_saves` of this process."""
+        stall, self._stall_s = self._stall_s, 0.0
+        return {"time/checkpoint_stall_s": stall, "checkpoint/failed_saves": self._failed_saves}
 
-def _unreadable(folder: Path, error: BaseException) -> str:
-    cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.api.CheckpointException) else error
-    return (
-        f"the checkpoint {folder} cannot be loaded: {type(cause).__name__}: {cause}\n"
-        'Move it away to resume from the one before, or start anew with checkpoint.load = "none"'
-    )
+    def return_to_last(self) -> Path | None:
+        """Go back to the newest valid checkpoint of this run; collective. Waits for the save in flight.
 
+        Returns its folder, or None where there is none yet. Every part of the state is taken over.
+        """
+        self._settle()
+        checkpoint = newest_valid(self._folder, set_damaged_aside=True)
+        if checkpoint is not None:
+            load_state(checkpoint, self._state, EVERYTHING)
+        return checkpoint
 
-def _remove_incomplete(*folders: Path) -> None:
-    """Delete what a save that was killed has left: nothing can be loaded from it."""
-    for folder in folders:
-        if not (folder / ".metadata").exists() or folder.suffix == ".tmp":
-            shutil.rmtree(folder, ignore_errors=True)
+    def close(self, *, after_error: bool = False) -> None:
+        """End what writes in the background. After an error a save in flight has a minute to end."""
+        if self._pending is not None:
+            try:
+                self._pending.exception(_SECONDS_AFTER_AN_ERROR if after_error else None)
+            except FutureTimeoutError:
+                _log.warning("%s was given up: the run ends in an error", checkpoint_name(self._pending_step))
+            else:
+                self._settle()
+        self._background.close()
 
+    def _settle(self) -> None:
+        """Wait for the save in flight, and say what became of it."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        error = pending.exception()
+        if isinstance(error, Exception):
+            self._note_failure(error)
+            return
+        written = pending.result()
+        self._failure = ""
+        path = self._folder / checkpoint_name(written.step)
+        size, stall = written.bytes / 1e6, self._pending_stall_s
+        _log.info("saved %s (%.1f MB in %.2f s; training stood still for %.2f s)", path, size, written.seconds, stall)
+        if written.warning:
+            _log.warning("%s: %s", path, written.warning)
 
-def _on_main(action: Any) -> Any:
-    """What `action` returns on rank 0, on every rank: only one rank looks at and changes the folder."""
-    result = [action() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(result, src=0)
-    return result[0]
+    def _note_failure(self, error: Exception) -> None:
+        self._failed_saves += 1
+        self._failure = f"step {self._pending_step} could not be saved: {error}"
+        _log.warning("%s; training goes on, and the next save tries again", self._failure)

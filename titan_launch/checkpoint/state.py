@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import hashlib
+import math
+import random
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.optim import Optimizer
+
+Values = dict[str, Any]
+"""A flat table of tensors and plain numbers, the same on all ranks."""
+
+
+class Part(Protocol):
+    """Something besides model and optimizer that a run goes on with. The same on all ranks."""
+
+    def state_dict(self) -> Values:
+        """Its state: tensors and plain numbers."""
+
+    def load_state_dict(self, state: Values) -> None:
+        """Take over a state, which may lack what was not there when it was saved."""
 
 
 @dataclass
@@ -18,19 +35,30 @@ class Progress:
     """How far a run is. With the seed it determines the data to come and the learning rate: both are pure functions."""
 
     step: int = 0
-    """Optimizer steps done, those that a non-finite gradient left out included."""
+    """Optimizer steps done, those whose update was left out included."""
 
     samples_seen: int = 0
-    """Samples consumed over all ranks: the position in the data."""
+    """Samples that these steps consumed, over all ranks."""
 
     skipped_steps: int = 0
-    """Steps whose update was left out because of a non-finite loss or gradient."""
+    """Steps whose update was left out because of a non-finite or outlying loss or gradient."""
 
-    def state_dict(self) -> dict[str, Any]:
+    samples_skipped: int = 0
+    """Samples that the run has moved past when it went back to a checkpoint: no step of `step` consumed them."""
+
+    rollbacks: int = 0
+    """How often it has gone back."""
+
+    @property
+    def data_position(self) -> int:
+        """Where in the stream of samples the next step begins."""
+        return self.samples_seen + self.samples_skipped
+
+    def state_dict(self) -> Values:
         """As plain integers."""
         return dict(vars(self))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Values) -> None:
         """Take over what was saved."""
         vars(self).update(state)
 
@@ -52,23 +80,31 @@ class ModelAndOptimizer:
         updated = {name for name, parameter in self._model.named_parameters() if parameter in self._optimizer.state}
         return {"model": model, "optimizer": {name: _states(optimizer)[name] for name in updated}}
 
-    def targets(self, saved: Collection[str]) -> dict[str, Any]:
-        """Tensors for a checkpoint to be read into, for what is among its `saved` keys.
-
-        A parameter that was never updated has no optimizer state there, though a new optimizer can make some for it.
-        """
+    def targets(self, tensors: Collection[str], updated: Collection[str]) -> dict[str, Any]:
+        """Tensors for a checkpoint to be read into: those of the model named in `tensors`, and the optimizer's state of
+        the parameters named in `updated`."""
         model, optimizer = get_state_dict(self._model, self._optimizer)
-        updated = {key.removeprefix("optimizer.").rpartition(".")[0] for key in saved if key.startswith("optimizer.")}
-        return {"model": model, "optimizer": {name: s for name, s in _states(optimizer).items() if name in updated}}
+        states = _states(optimizer)
+        return {
+            "model": {name: tensor for name, tensor in model.items() if name in tensors},
+            "optimizer": {name: states[name] for name in updated if name in states},
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The whole shape of every parameter and buffer that a checkpoint holds, by name."""
+        model = get_model_state_dict(self._model)
+        return {name: tuple(tensor.shape) for name, tensor in model.items() if isinstance(tensor, Tensor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what was read into `targets`; the optimizer keeps its own settings and groups."""
-        _, current = get_state_dict(self._model, self._optimizer)
+        """Take over what was read into `targets`; the optimizer keeps its own settings and groups, and loses the state
+        of parameters that have none there."""
+        own, current = get_state_dict(self._model, self._optimizer)
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         optimizer = {**current, "state": {**_states(current), **state["optimizer"]}}
-        set_state_dict(self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
-        for group, own in zip(self._optimizer.param_groups, settings, strict=True):
-            group.update(own)
+        model = {**own, **state["model"]}
+        set_state_dict(self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        for group, kept in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(kept)
         for name, parameter in self._model.named_parameters():
             if name not in state["optimizer"]:
                 self._optimizer.state.pop(parameter, None)
@@ -81,26 +117,73 @@ def _states(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 class RandomState:
-    """Every rank's random generators, each rank under a key of its own (DCP keeps only one rank's copy of a shared
-    key). On another number of ranks there is nothing to restore, and the generators stay as they were seeded.
+    """Every rank's random generators (PyTorch's for the CPU and this rank's GPU, Python's, numpy's), each rank under a
+    key of its own: DCP keeps only one rank's copy of a shared key.
+
+    A rank takes up what the rank of its number had. On a larger world the new ranks are seeded by (seed, rank, step):
+    no two ranks draw the same numbers.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, seed: int):
         self._device = device
+        self._seed = seed
 
+    @property
     def key(self) -> str:
-        """The key of this rank, which also names the world size it belongs to."""
-        return f"rank_{dist.get_rank()}_of_{dist.get_world_size()}"
+        """The key of this rank."""
+        return f"rank_{dist.get_rank()}"
 
-    def capture(self) -> dict[str, torch.Tensor]:
-        """The state of the CPU's generator, and of this rank's GPU."""
-        state = {"cpu": torch.get_rng_state()}
+    def state_dict(self) -> Values:
+        """The state of all generators, as tensors."""
+        _, python, python_gauss = random.getstate()
+        _, numpy, position, has_gauss, gauss = np.random.get_state()
+        state = {
+            "torch": torch.get_rng_state(),
+            "python": torch.tensor(python, dtype=torch.int64),
+            "python_gauss": torch.tensor(math.nan if python_gauss is None else python_gauss, dtype=torch.float64),
+            "numpy": torch.tensor([*map(int, numpy), int(position), int(has_gauss)], dtype=torch.int64),
+            "numpy_gauss": torch.tensor(gauss, dtype=torch.float64),
+        }
         if self._device.type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(self._device)
         return state
 
-    def restore(self, state: dict[str, torch.Tensor]) -> None:
-        """Set the generators to a captured state."""
-        torch.set_rng_state(state["cpu"])
+    def load_state_dict(self, state: Values) -> None:
+        """Set the generators to a state."""
+        torch.set_rng_state(state["torch"])
+        python_gauss = float(state["python_gauss"])
+        random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(python_gauss) else python_gauss))
+        *keys, position, has_gauss = state["numpy"].tolist()
+        gauss = float(state["numpy_gauss"])
+        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self._device)
+
+    def seed_anew(self, step: int) -> None:
+        """Begin streams that no rank has drawn from, for a rank that has no state in a checkpoint of `step`."""
+        digest = hashlib.blake2b(f"{self._seed}/{dist.get_rank()}/{step}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little")
+        torch.manual_seed(seed % 2**63)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+
+class TrainingState:
+    """All that a run goes on with: model, optimizer, random generators, and further parts by name."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        parts: Mapping[str, Part],
+        device: torch.device,
+        seed: int,
+    ):
+        self.weights = ModelAndOptimizer(model, optimizer)
+        self.parts = dict(parts)
+        self.random = RandomState(device, seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nested tables, whose leaves are DTensors, tensors and plain numbers; nothing is copied."""
+        parts = {name: part.state_dict() for name, part in self.parts.items()}
+        return {**self.weights.state_dict(), **parts, "random": {self.random.key: self.random.state_dict()}}

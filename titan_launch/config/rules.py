@@ -14,7 +14,9 @@ from pydantic import ValidationError
 
 from titan_launch.config.architectures import ARCHITECTURES, images_taken, resolve_args
 from titan_launch.config.base import Section
+from titan_launch.config.checkpoint_rules import CHECKPOINT_RULES
 from titan_launch.config.data import SKLEARN_DIGITS, ImageData, SampleUnit, SyntheticData, TextData, names_a_file
+from titan_launch.config.fault_rules import FAULT_RULES
 from titan_launch.config.images import DIGITS, misfits
 from titan_launch.config.job import JobConfig
 from titan_launch.config.lr_scheduler import WarmupStableDecay
@@ -301,6 +303,8 @@ RULES: tuple[Rule, ...] = (
     selective_option_is_for_selective,
     kernels_are_profiled_on_cuda,
     schedule_fits_the_run,
+    *FAULT_RULES,
+    *CHECKPOINT_RULES,
 )
 """All of them."""
 

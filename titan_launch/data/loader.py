@@ -24,6 +24,7 @@ from titan_launch.constants import IGNORED_TARGET
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import SampleSource
 from titan_launch.plan.layout import Layout
+from titan_launch.signals import RESTART_SIGNAL, STOP_SIGNALS
 
 
 class Loader:
@@ -73,12 +74,18 @@ def build_train_loader(
 ) -> Loader:
     """The microbatches of data-parallel rank `dp_rank`, without end, from position `start` of the stream.
 
-    `start` is the number of samples that the run has consumed so far. Step k takes the positions from
+    `start` is the number of samples that the run has left behind so far. Step k takes the positions from
     `start + k * global_batch_size` on; its first microbatch spreads over the ranks in order, then its second, and so
     on. The samples of a step are therefore the same for any split of `global_batch_size`.
     """
     batches = _TrainBatches(order, layout, dp_rank, start)
     return Loader(source, batches, num_workers=num_workers, pin_memory=pin_memory)
+
+
+def samples_of_step(order: SampleOrder, layout: Layout, position: int) -> list[list[list[int]]]:
+    """The samples of the step that begins at `position`: of every data-parallel rank, its microbatches."""
+    ranks = (_TrainBatches(order, layout, rank, position) for rank in range(layout.data_parallel))
+    return [list(itertools.islice(batches, layout.num_microbatches)) for batches in ranks]
 
 
 def build_validation_loader(
@@ -168,8 +175,9 @@ def _build_data_loader(source: Any, batches: Iterable[list[int]], num_workers: i
 def _ignore_stop_signals(worker_id: int) -> None:
     """Leave it to the main process to end this one.
 
-    Ctrl-C and torchrun signal the whole process group. A worker that died of that would take down the main process
-    before it has written its last checkpoint. (A worker whose main process is gone ends by itself within seconds.)
+    Ctrl-C, torchrun and Slurm signal the whole process group. A worker that died of that would take down the main
+    process before it has written its last checkpoint. (A worker whose main process is gone ends by itself within
+    seconds.)
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (*STOP_SIGNALS, RESTART_SIGNAL):
+        signal.signal(number, signal.SIG_IGN)

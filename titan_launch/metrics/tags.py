@@ -54,12 +54,18 @@ TAGS = (
         console="lr {:9.3e}",
     ),
     Tag("train/samples_seen", "same", "Samples consumed since the run began, over all ranks."),
-    Tag("train/epoch", "same", "The same in passes over the data."),
+    Tag("train/epoch", "same", "Position in the data, in passes over it. Samples that a rollback moved past count."),
     Tag(
         "train/skipped_steps",
         "same",
-        "Steps so far that left the parameters alone because the gradient was not finite.",
+        "Steps so far whose update was left out because the loss or the gradient was not finite, or a spike.",
         chart=("loss", "skipped steps"),
+    ),
+    Tag(
+        "train/rollbacks",
+        "same",
+        "Times so far that the run went back to a checkpoint after too many of these.",
+        chart=("loss", "rollbacks"),
     ),
     Tag(
         "throughput/tokens_per_second",
@@ -113,6 +119,18 @@ TAGS = (
         "max",
         "Part of it spent waiting for data.",
         chart=("time", "seconds per step"),
+    ),
+    Tag(
+        "time/checkpoint_stall_s",
+        "max",
+        "Seconds that training stood still for checkpoints since the last report: for the one before to be complete, "
+        'and for the copy of the state (with `async_mode = "disabled"`, for all of it).',
+        chart=("time", "seconds of a checkpoint"),
+    ),
+    Tag(
+        "checkpoint/failed_saves",
+        "max",
+        "Checkpoints that could not be saved since this process started.",
     ),
     Tag(
         "comm/all_gather_gib",

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from titan_launch.errors import config_error
+from titan_launch.errors import RunError, config_error
+from titan_launch.parallel.rendezvous import meet
+
+_LEAVING_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,12 @@ class Ranks:
 
 
 @contextmanager
-def process_group(device_choice: str, timeout_seconds: int) -> Iterator[Ranks]:
+def process_group(
+    device_choice: str, timeout_seconds: int, stop_signal: Callable[[], int] = lambda: 0
+) -> Iterator[Ranks]:
     """Join the group that torchrun describes, or make one of this process alone; destroy it at the end.
+
+    `stop_signal` returns the number of a signal that asks the run to end, or 0; it is asked while ranks are missing.
 
     After an error it is left to the end of the process: destroying an NCCL group waits for collectives that the other
     ranks will never join, and would keep torchrun from noticing the failure.
@@ -43,12 +52,37 @@ def process_group(device_choice: str, timeout_seconds: int) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    yield Ranks(dist.get_rank(), dist.get_world_size(), device)
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    store = _connect(rank, world_size, timeout)
+    ours = meet(store, rank, world_size, timeout_seconds, stop_signal)
+    dist.init_process_group(backend, store=ours, rank=rank, world_size=world_size, timeout=timeout)
+    yield Ranks(rank, world_size, device)
     dist.destroy_process_group()
+    _leave(ours, rank, world_size)
+
+
+def _connect(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The store through which the ranks find each other. Raises RunError where it cannot be reached."""
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    try:
+        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise RunError(f"rank {rank} of {world_size} cannot reach the others at {where}: {error}") from error
+    return store
+
+
+def _leave(store: dist.Store, rank: int, world_size: int) -> None:
+    """Rank 0 goes last: where torchrun does not keep the store, it ends with rank 0, and NCCL's threads on other ranks
+    complain of that until their groups are destroyed."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return
+    deadline = time.monotonic() + _LEAVING_SECONDS
+    with suppress(dist.DistError):  # rank 0 has given up waiting: the run has ended well all the same
+        store.add("left", 1)
+        while rank == 0 and store.add("left", 0) < world_size and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def choose_device(choice: str, local_rank: int) -> torch.device:

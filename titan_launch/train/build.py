@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.checkpoint.manager import CheckpointManager
 from titan_launch.checkpoint.state import Progress
+from titan_launch.collective import on_main
 from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.config.load import dump_job
-from titan_launch.data.loader import build_train_loader, build_validation_loader
+from titan_launch.data.loader import Loader, build_train_loader, build_validation_loader
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import SampleSource, build_source
 from titan_launch.errors import format_key
@@ -32,18 +32,34 @@ from titan_launch.optim.optimizer import build_optimizer
 from titan_launch.parallel.apply import parallelize
 from titan_launch.parallel.distributed import Ranks
 from titan_launch.parallel.mesh import build_mesh, fsdp_mesh, statistics_group
+from titan_launch.parallel.timeouts import set_timeouts
 from titan_launch.plan.devices import find_device
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.report import Place, describe_units, format_batches, format_plan
 from titan_launch.plan.types import ModelPlan
 from titan_launch.tokenizer import Tokenizer, build_tokenizer
-from titan_launch.train.folder import checkpoint_folder, prepare_run_folder, record_config, record_units
-from titan_launch.train.guard import NonFiniteGuard
+from titan_launch.train.attempt import Attempt, this_attempt
+from titan_launch.train.batches import TrainBatches
+from titan_launch.train.control import Control
+from titan_launch.train.flight_recorder import make_room_for_nccl
+from titan_launch.train.folder import (
+    METRICS_FILE,
+    effective_load,
+    new_attempt_folder,
+    prepare_run_folder,
+    record_run,
+    record_units,
+)
+from titan_launch.train.guard import StepGuard
+from titan_launch.train.logs import LogFile
 from titan_launch.train.measure import StepMeasurements, check_profiling
 from titan_launch.train.modes import hardware_of_run, settle_modes
 from titan_launch.train.plan import plan_precision
 from titan_launch.train.prediction import MemoryCheck
+from titan_launch.train.resume import load_run, open_checkpoints, training_state
+from titan_launch.train.signals import StopRequest
 from titan_launch.train.step import Microbatch, TrainStep
+from titan_launch.train.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 
@@ -60,15 +76,16 @@ class Run:
     model: nn.Module
     optimizer: Optimizer
     step: TrainStep
-    guard: NonFiniteGuard
+    guard: StepGuard
     progress: Progress
+    control: Control
     first_step: int
     """The first step of this process: 1, or the one after the checkpoint it resumed from."""
 
     epoch_size: int
     """Samples in an epoch."""
 
-    train_batches: Iterator[Microbatch]
+    train_batches: TrainBatches
     """This rank's microbatches, without end."""
 
     validation_batches: Iterable[Microbatch] | None
@@ -82,26 +99,42 @@ class Run:
     console: ConsoleSink | None
     """The terminal, on the main rank; also among the sinks."""
 
+    watchdog: Watchdog
+    """Is told what this rank does."""
+
     place: Place
     """Where a key of the job was given."""
 
 
-def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, place: Place = format_key) -> Run:
+def build_run(
+    config: JobConfig,
+    ranks: Ranks,
+    stack: ExitStack,
+    place: Place = format_key,
+    stop: StopRequest | None = None,
+    log_file: LogFile | None = None,
+    watchdog: Watchdog | None = None,
+) -> Run:
     """Build everything that training needs; what must be closed is entered into `stack`. `place` says where a key of
-    the job was given.
+    the job was given; `stop` is asked after every step whether a signal has arrived; `log_file` is told where to write,
+    and so is `watchdog`.
 
     What can be wrong is found first (the division of ranks, the model, the precision rules, the data); then memory is
     allocated; only then is anything written.
     """
+    watchdog = watchdog or Watchdog(config.comm, ranks)
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
+    config = with_global_batch_size(config, layout)
+    attempt = this_attempt()
     built = build_model(config.model, config.training.seq_len)
     build_param_groups(built.module, config.optimizer)  # for its errors, before anything is allocated
     check_profiling(config.comm, ranks.device)
     hardware = hardware_of_run(config, ranks)
-    config, reason = settle_modes(config, layout, built, hardware, run_folder(config), ranks)
+    config, reason = settle_modes(config, layout, built, hardware, run_folder(config), attempt, ranks)
     plan = plan_precision(config, built)
     _log.info("%s", format_plan(config, plan, layout, place))
     model = shard_model(config, built, plan, layout, ranks.device)
+    set_timeouts(config.comm.init_timeout_seconds)
     tokenizer = build_tokenizer(config.tokenizer)
     source = build_source(config.data, tokenizer, config.training.seq_len, ("data",), images_taken(config.model))
     validation_batches = build_validation_batches(config, tokenizer, layout, ranks, stack)
@@ -110,13 +143,17 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, place: Place = 
     initialize(model, built.initializer, config.training.seed, ranks.device)
     optimizer = build_optimizer(model, config.optimizer)
 
-    folder = open_run_folder(config, ranks, stack)
-    progress = Progress()
-    checkpoints = resume(config, folder, model, optimizer, progress, ranks)
+    folder = open_run_folder(config, attempt, ranks, log_file, stack)
+    watchdog.write_to(folder)
+    if ranks.device.type == "cuda":
+        make_room_for_nccl(folder)
+    progress, guard = Progress(), StepGuard(config.debug, ranks.device)
+    state = training_state(config, model, optimizer, progress, guard, ranks)
+    checkpoints = open_checkpoints(config, folder, state, progress, ranks, stack)
+    load_run(config, folder, on_main(lambda: effective_load(folder, config, attempt)), state)
     if ranks.is_main:
-        record_config(folder, config)
+        record_run(folder, config, attempt, stack)
         record_units(folder, describe_units(plan, layout, place))
-    guard = NonFiniteGuard(config.debug.on_nonfinite, ranks.device)
     step = build_step(config, model, optimizer, guard, ranks)
     first_step = progress.step + 1
     console = ConsoleSink(total_steps=config.training.steps) if ranks.is_main else None
@@ -132,9 +169,10 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, place: Place = 
         step=step,
         guard=guard,
         progress=progress,
+        control=Control(stop or StopRequest(), config.checkpoint.interval_minutes),
         first_step=first_step,
         epoch_size=len(source),
-        train_batches=build_train_batches(config, source, layout, ranks, progress, stack),
+        train_batches=build_train_batches(config, source, layout, ranks, progress.data_position, stack),
         validation_batches=validation_batches,
         checkpoints=checkpoints,
         meter=build_meter(config, built, layout, ranks),
@@ -142,8 +180,16 @@ def build_run(config: JobConfig, ranks: Ranks, stack: ExitStack, place: Place = 
         memory_check=MemoryCheck(config, layout, hardware, stack) if ranks.is_main else None,
         sinks=build_sinks(config, reason, folder, progress, console, stack),
         console=console,
+        watchdog=watchdog,
         place=place,
     )
+
+
+def with_global_batch_size(config: JobConfig, layout: Layout) -> JobConfig:
+    """The job with the batch that follows from the ranks where it names none: on other ranks it would be another one,
+    and the run another experiment."""
+    training = config.training.model_copy(update={"global_batch_size": layout.global_batch_size})
+    return config.model_copy(update={"training": training})
 
 
 def shard_model(
@@ -151,26 +197,37 @@ def shard_model(
 ) -> nn.Module:
     """Wrap a model on the meta device as planned; nothing is allocated."""
     mesh = fsdp_mesh(build_mesh(layout, device.type), layout)
-    group = statistics_group(config.comm.timeout_seconds) if config.batchnorm.statistics == "synchronized" else None
+    group = (
+        statistics_group(config.comm.init_timeout_seconds) if config.batchnorm.statistics == "synchronized" else None
+    )
     parallelize(built.module, plan, layout, mesh, config.batchnorm, group, config.activation_checkpoint)
     return built.module
 
 
 def build_train_batches(
-    config: JobConfig, source: SampleSource, layout: Layout, ranks: Ranks, progress: Progress, stack: ExitStack
-) -> Iterator[Microbatch]:
-    """This rank's microbatches, from where the run is."""
-    loader = build_train_loader(
-        source,
-        SampleOrder(len(source), config.training.seed, config.data.shuffle),
-        layout,
-        ranks.rank,
-        start=progress.samples_seen,
-        num_workers=config.data.num_workers,
-        pin_memory=ranks.device.type == "cuda",
-    )
-    stack.callback(loader.close)
-    return iter(loader)
+    config: JobConfig, source: SampleSource, layout: Layout, ranks: Ranks, position: int, stack: ExitStack
+) -> TrainBatches:
+    """This rank's microbatches, from a position in the data on."""
+
+    def build_loader(start: int) -> Loader:
+        return build_train_loader(
+            source,
+            sample_order(config, len(source)),
+            layout,
+            ranks.rank,
+            start=start,
+            num_workers=config.data.num_workers,
+            pin_memory=ranks.device.type == "cuda",
+        )
+
+    batches = TrainBatches(build_loader, position)
+    stack.callback(batches.close)
+    return batches
+
+
+def sample_order(config: JobConfig, epoch_size: int) -> SampleOrder:
+    """The order in which the run goes through its data."""
+    return SampleOrder(epoch_size, config.training.seed, config.data.shuffle)
 
 
 def build_validation_batches(
@@ -199,29 +256,23 @@ def run_folder(config: JobConfig) -> Path:
     return Path(config.job.dump_folder, config.job.name)
 
 
-def open_run_folder(config: JobConfig, ranks: Ranks, stack: ExitStack) -> Path:
-    """The run's folder, made ready by the main rank before any rank goes on."""
+def open_run_folder(
+    config: JobConfig, attempt: Attempt, ranks: Ranks, log_file: LogFile | None, stack: ExitStack
+) -> Path:
+    """The run's folder, made ready by the main rank before any rank goes on, with the logs of this attempt."""
     folder = run_folder(config)
-    if ranks.is_main:
-        prepare_run_folder(folder, config, stack)
-    dist.barrier()
+
+    def prepare() -> Path:
+        prepare_run_folder(folder, config, attempt, stack)
+        return new_attempt_folder(folder)
+
+    logs = on_main(prepare)
+    if log_file is not None:
+        log_file.open(logs / f"rank_{ranks.rank}.log")
     return folder
 
 
-def resume(
-    config: JobConfig, folder: Path, model: nn.Module, optimizer: Optimizer, progress: Progress, ranks: Ranks
-) -> CheckpointManager | None:
-    """Load the newest checkpoint, if there is one, into the parts; None where checkpoints are off."""
-    if not config.checkpoint.enable:
-        return None
-    checkpoints = CheckpointManager(checkpoint_folder(folder), model, optimizer, progress, ranks.device)
-    checkpoints.load_latest()
-    return checkpoints
-
-
-def build_step(
-    config: JobConfig, model: nn.Module, optimizer: Optimizer, guard: NonFiniteGuard, ranks: Ranks
-) -> TrainStep:
+def build_step(config: JobConfig, model: nn.Module, optimizer: Optimizer, guard: StepGuard, ranks: Ranks) -> TrainStep:
     """What trains on a step's microbatches."""
     accumulation = build_strategy(config.gradient_accumulation)
     training = config.training
@@ -260,7 +311,7 @@ def build_sinks(
     where the job left them open."""
     if console is None:
         return ()
-    sinks: list[Sink] = [console, JsonlSink(folder / "metrics.jsonl", resume_step=progress.step)]
+    sinks: list[Sink] = [console, JsonlSink(folder / METRICS_FILE, resume_step=progress.step)]
     if config.metrics.enable_tensorboard:
         sinks.append(TensorBoardSink(folder / "tb", resume_step=progress.step))
     for sink in sinks:

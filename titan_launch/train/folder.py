@@ -7,87 +7,146 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from titan_launch.checkpoint.manager import complete_steps
+from pydantic import ValidationError
+
+from titan_launch.checkpoint.manifest import checkpoint_name, checkpoint_steps, complete_steps
+from titan_launch.checkpoint.retention import BEST, LATEST, point, sync_folder
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
+from titan_launch.config.experiment import Difference, differences
 from titan_launch.config.explain import toml_value
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.config.load import dump_job
-from titan_launch.errors import KeyPath, config_error, format_key
+from titan_launch.errors import ConfigError, config_error, format_key
 from titan_launch.plan.choices import Choice
+from titan_launch.train.attempt import Attempt, Launch, attempt_name, launch_of, next_attempt, parse_launch
 
 _log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
-"""The complete configuration of the run, and the mark of a run's folder."""
+"""The complete configuration of the run, and the mark of a folder in which one has begun."""
+
+LAUNCH_FILE = "launch.json"
+"""The launch that wrote to the folder last."""
+
+LOCK_FILE = "lock"
+"""Locked as long as a run writes to the folder."""
+
+METRICS_FILE = "metrics.jsonl"
+"""All reports."""
 
 AUDIT_FILE = "precision_audit.json"
 """Planned and observed dtypes of the first step."""
 
+Load = int | str
+"""Where a run starts: `"latest"`, `"none"`, a step of its own folder, or the path of another run's checkpoint."""
 
-def prepare_run_folder(folder: Path, config: JobConfig, stack: ExitStack) -> None:
+
+def prepare_run_folder(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
     """Make the folder ready, on one rank: go on in it when the run will resume, else start with an empty one.
 
     What an earlier run left is moved aside as a whole, to `<name>.1`, `<name>.2` and so on: nothing is ever lost. The
     folder is locked until `stack` is closed or the process ends.
 
     Raises ConfigError when the folder cannot be written, belongs to something else than a run, is in use by another
-    run, or holds checkpoints of another model.
+    launch, or holds what the job neither goes on with nor asks to have moved aside: another experiment, checkpoints of
+    another model, a run of its own where `checkpoint.load` is a path.
     """
     try:
-        _prepare(folder, config, stack)
+        _prepare(folder, config, attempt, stack)
     except OSError as error:
         reason = f"the run's folder {folder} cannot be written: {error.strerror}"
         raise config_error(("job", "dump_folder"), reason, config.job.dump_folder) from error
 
 
-def record_config(folder: Path, config: JobConfig) -> None:
-    """Write the resolved configuration, which can itself be passed as `--config`; once nothing else can go wrong.
+def effective_load(folder: Path, config: JobConfig, attempt: Attempt) -> Load:
+    """Where this attempt starts: as `checkpoint.load` says, but for a restart of the launch that has done so already,
+    which goes on from its own latest checkpoint.
 
-    Where the run goes on with another configuration than it had, the differences are logged.
+    Asked on one rank, any number of times before `record_run`. (A launch that was told to start from another run's
+    checkpoint and has none of its own yet starts there again.)
     """
-    path, text = folder / CONFIG_FILE, dump_job(config)
-    if path.exists():
-        before, now = (dict(_leaves(json.loads(source), ())) for source in (path.read_text(), text))
-        for key in sorted(before.keys() | now.keys()):
-            if before.get(key) != now.get(key):
-                was, is_now = (toml_value(v[key]) if key in v else "unset" for v in (before, now))
-                _log.info("changed since the run began: %s was %s, is %s", format_key(key), was, is_now)
-    path.write_text(text)
+    load, launch = config.checkpoint.load, _recorded_launch(folder)
+    if launch is None or not attempt.continues(launch):
+        return load
+    return load if _is_path(load) and not complete_steps(checkpoint_folder(folder)) else "latest"
 
 
-def recorded_modes(folder: Path, config: JobConfig) -> Choice | None:
+def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
+    """Write who runs here, and the resolved configuration, which can itself be passed as `--config`; once nothing else
+    can go wrong: from now on a restart of this launch does not apply `checkpoint.load` again.
+
+    Where the run goes on with another configuration than it had, the differences are logged. When `stack` is closed
+    without an error, the launch is recorded as ended.
+    """
+    before = _recorded_table(folder, config)
+    replace_text(folder / LAUNCH_FILE, launch_of(attempt, has_ended=False).to_json())
+    for difference in [] if before is None else differences(before, _table(config)):
+        _log.info("changed since the run began: %s", _describe(difference))
+    replace_text(folder / CONFIG_FILE, dump_job(config))
+
+    def end(kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is None:
+            with suppress(OSError):  # a full disk, at the very end: that the launch has ended shows without it
+                replace_text(folder / LAUNCH_FILE, launch_of(attempt, has_ended=True).to_json())
+
+    stack.push(end)
+
+
+def recorded_modes(folder: Path, config: JobConfig, attempt: Attempt) -> Choice | None:
     """The modes with which the run in this folder trained so far; None where nothing will be resumed."""
-    path = folder / CONFIG_FILE
-    if not (_will_resume(folder, config) and path.exists()):
+    saved = _recorded_table(folder, config)
+    if saved is None or not _resumes(folder, config, effective_load(folder, config, attempt)):
         return None
-    saved = json.loads(path.read_text())
     accumulation = GradientAccumulationConfig.model_validate(saved["gradient_accumulation"])
     recomputation = ActivationCheckpointConfig.model_validate(saved["activation_checkpoint"])
     return Choice(accumulation, recomputation)
 
 
+def supersede_later_checkpoints(folder: Path, step: int) -> None:
+    """Move the checkpoints of later steps to `checkpoints/superseded-K/` with a copy of all reports, on one rank, once
+    the run has gone back to `step`. Killed at any point, nothing is lost, and doing it again does the rest."""
+    checkpoints = checkpoint_folder(folder)
+    later = [other for other in checkpoint_steps(checkpoints) if other > step]
+    if not later:
+        return
+    aside = _free_name(checkpoints / "superseded-{}")
+    aside.mkdir()
+    if (folder / METRICS_FILE).exists():
+        shutil.copy2(folder / METRICS_FILE, aside / METRICS_FILE)
+    point(checkpoints, LATEST, step)
+    if (checkpoints / BEST).is_symlink() and os.readlink(checkpoints / BEST) in map(checkpoint_name, later):
+        (checkpoints / BEST).unlink()  # the next save points it to the best of those that are left
+    for other in later:  # the newest first: those that are left are always the run's first ones
+        (checkpoints / checkpoint_name(other)).rename(aside / checkpoint_name(other))
+    sync_folder(aside)
+    sync_folder(checkpoints)
+    _log.info("moved the checkpoints of steps after %d to %s", step, aside)
+
+
+def new_attempt_folder(folder: Path) -> Path:
+    """Make the folder for the logs of this start of the ranks: `logs/attempt-K` with the next free K, on one rank."""
+    logs = folder / "logs"
+    attempt = logs / attempt_name(next_attempt(logs))
+    attempt.mkdir(parents=True)
+    return attempt
+
+
 def record_units(folder: Path, units: list[dict[str, Any]]) -> None:
     """Write the unit table, as `titan_launch.plan.report.describe_units` makes it."""
-    (folder / "units.json").write_text(json.dumps(units, indent=2) + "\n")
+    replace_text(folder / "units.json", json.dumps(units, indent=2) + "\n")
 
 
 def record_audit(folder: Path, audit: dict[str, Any]) -> None:
     """Write the dtypes that were planned and observed, as `titan_launch.precision.audit` describes them."""
-    (folder / AUDIT_FILE).write_text(json.dumps(audit, indent=2) + "\n")
-
-
-def _leaves(table: dict[str, Any], key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, (*key, name))
-        else:
-            yield (*key, name), value
+    replace_text(folder / AUDIT_FILE, json.dumps(audit, indent=2) + "\n")
 
 
 def checkpoint_folder(folder: Path) -> Path:
@@ -95,68 +154,170 @@ def checkpoint_folder(folder: Path) -> Path:
     return folder / "checkpoints"
 
 
-def _prepare(folder: Path, config: JobConfig, stack: ExitStack) -> None:
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whole: whoever reads it finds the old text or the new one, whenever the writer is killed."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
     if folder.exists() and any(folder.iterdir()):
         _check_is_a_run(folder, config)
-        if _will_resume(folder, config):
-            _check_same_model(folder, config)
-        else:
-            with ExitStack() as until_moved:
-                _lock(folder, config, until_moved)
-                _move_aside(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _lock(folder, config, stack)
+    with ExitStack() as lock:
+        _lock(folder, config, lock)
+        _check_no_launch_is_between_attempts(folder, config, attempt)
+        if _has_begun(folder):
+            load = effective_load(folder, config, attempt)
+            _check_may_start(folder, config, load)
+            if not _resumes(folder, config, load):
+                _move_aside(folder)
+                folder.mkdir()
+                _lock(folder, config, stack)
+                return
+        stack.push(lock.pop_all())
 
 
 def _check_is_a_run(folder: Path, config: JobConfig) -> None:
-    if not any((folder / name).exists() for name in (CONFIG_FILE, "lock")):
+    if not any((folder / name).exists() for name in (CONFIG_FILE, LOCK_FILE)):
         reason = f"{folder} exists and is not a run's (it has no {CONFIG_FILE}); choose another name"
         raise config_error(("job", "name"), reason, config.job.name)
 
 
-def _will_resume(folder: Path, config: JobConfig) -> bool:
-    checkpoint = config.checkpoint
-    return checkpoint.enable and checkpoint.load == "latest" and bool(complete_steps(checkpoint_folder(folder)))
+def _has_begun(folder: Path) -> bool:
+    """Whether there is anything to lose: a run that ended before its first step has left no more than messages."""
+    return (folder / CONFIG_FILE).exists() or bool(checkpoint_steps(checkpoint_folder(folder)))
 
 
-def _check_same_model(folder: Path, config: JobConfig) -> None:
-    """A checkpoint of another model would load in part, or fail half-way."""
-    if not (folder / CONFIG_FILE).exists():
+def _resumes(folder: Path, config: JobConfig, load: Load) -> bool:
+    """Whether a run goes on with what is in its folder."""
+    possible = config.checkpoint.enable and load != "none" and not _is_path(load)
+    return possible and bool(complete_steps(checkpoint_folder(folder)))
+
+
+def _is_path(load: Load) -> bool:
+    return isinstance(load, str) and load not in ("latest", "none")
+
+
+def _check_may_start(folder: Path, config: JobConfig, load: Load) -> None:
+    """Raise ConfigError where a run would go on, or move something aside, that the job does not ask for."""
+    if load == "none":
         return
-    saved = json.loads((folder / CONFIG_FILE).read_text())["model"]
-    for key in ("name", "flavor", "args"):
-        was, now = saved.get(key), getattr(config.model, key)
-        if was == now:
-            continue
-        different: KeyPath = ("model", key)
-        if isinstance(was, dict):
-            name = next(name for name in (*was, *now) if was.get(name) != now.get(name))
-            different, was, now = (*different, name), was.get(name), now.get(name)
-        raise _other_model(folder, different, was, now)
+    steps = complete_steps(checkpoint_folder(folder)) if config.checkpoint.enable else []
+    if isinstance(load, int) and load not in steps:
+        there = f"complete are those of steps {', '.join(map(str, sorted(steps)))}" if steps else "it has no checkpoint"
+        raise config_error(("checkpoint", "load"), f"no such step in {checkpoint_folder(folder)}; {there}", load)
+    before = _recorded_table(folder, config)
+    changed = [] if before is None else [d for d in differences(before, _table(config)) if d.role != "operation"]
+    if changed and not (steps and config.checkpoint.accept_changes and not _is_other_model(changed)):
+        raise _another_experiment(folder, config, load, changed, bool(steps))
+    if _is_path(load) and steps:
+        reason = (
+            f"{folder} holds a run with checkpoints of its own, up to step {max(steps)}; go on with that run with "
+            '--checkpoint.load="latest", or choose another folder with --job.name'
+        )
+        raise config_error(("checkpoint", "load"), reason, load)
 
 
-def _other_model(folder: Path, key: KeyPath, was: Any, now: Any) -> Exception:
-    before = "unset" if was is None else f"= {toml_value(was)}"
-    reason = (
-        f"the checkpoints in {folder} are of a model with {format_key(key)} {before}; choose another job.name, or "
-        'start anew with checkpoint.load = "none", which moves them aside'
-    )
-    return config_error(key, reason, now) if now is not None else config_error(key, reason)
+def _another_experiment(
+    folder: Path, config: JobConfig, load: Load, changed: Sequence[Difference], has_checkpoints: bool
+) -> ConfigError:
+    """What is different, and the ways out that there are."""
+    ways = []
+    if has_checkpoints and not _is_path(load) and not _is_other_model(changed):
+        ways.append("--checkpoint.accept_changes=true resumes it all the same")
+    if not _is_path(load):
+        ways.append("--checkpoint.load=none starts anew, and moves it aside")
+    ways.append("--job.name=... takes another folder")
+    kind = "model, which cannot be resumed" if _is_other_model(changed) else "experiment"
+    lines = [
+        f"{folder} holds a run of another {kind}; {folder / CONFIG_FILE} records",
+        *(f"    {_describe(difference)}" for difference in changed),
+        *(f"  {way}" for way in ways),
+    ]
+    return config_error(("job", "name"), "\n".join(lines), config.job.name)
+
+
+def _is_other_model(changed: Sequence[Difference]) -> bool:
+    """A checkpoint of another model would load in part, or fail half-way."""
+    return any(difference.role == "model" for difference in changed)
+
+
+def _describe(difference: Difference) -> str:
+    was, now = ("unset" if v is None else toml_value(v) for v in (difference.was, difference.now))
+    return f"{format_key(difference.key)} was {was}, is {now}"
+
+
+def _table(config: JobConfig) -> dict[str, Any]:
+    """A configuration as it is recorded."""
+    table: dict[str, Any] = json.loads(dump_job(config))
+    return table
+
+
+def _recorded_table(folder: Path, config: JobConfig) -> dict[str, Any] | None:
+    """The configuration of the run in a folder, None where there is none; keys that are newer than the run have their
+    defaults. Raises ConfigError where it is not a configuration at all."""
+    path = folder / CONFIG_FILE
+    try:
+        saved = json.loads(path.read_text())
+        return _table(JobConfig.model_validate(saved))
+    except FileNotFoundError:
+        return None
+    except ValidationError:  # it has keys that there are no more
+        return dict(saved)
+    except ValueError as error:
+        reason = f"{path} is damaged ({error}); move {folder} away, or choose another name"
+        raise config_error(("job", "name"), reason, config.job.name) from None
+
+
+def _recorded_launch(folder: Path) -> Launch | None:
+    """The launch that wrote to a folder last, where it is known."""
+    try:
+        return parse_launch((folder / LAUNCH_FILE).read_text())
+    except (FileNotFoundError, ValueError, TypeError, KeyError):  # none, or recorded by another version
+        return None
+
+
+def _check_no_launch_is_between_attempts(folder: Path, config: JobConfig, attempt: Attempt) -> None:
+    """The lock is free while torchrun starts its ranks anew; but it will."""
+    launch = _recorded_launch(folder)
+    agent = None if launch is None or attempt.continues(launch) else launch.agent_alive_here()
+    if agent is not None:
+        reason = f"another launch (process {agent.pid}) is about to start its ranks in {folder} again; " + _WAIT
+        raise config_error(("job", "name"), reason, config.job.name)
+
+
+_WAIT = "wait for it, or choose another name"
 
 
 def _lock(folder: Path, config: JobConfig, stack: ExitStack) -> None:
     """Hold the folder for this process; the operating system lets go of it when the process ends, however it ends."""
-    descriptor = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
+    descriptor = os.open(folder / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
     stack.callback(os.close, descriptor)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not inherited by data workers
     except (BlockingIOError, PermissionError):
-        reason = f"another run is writing to {folder}; wait for it, or choose another name"
-        raise config_error(("job", "name"), reason, config.job.name) from None
+        raise _in_use(folder, config) from None
+    if not os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK_FILE)):
+        raise _in_use(folder, config)  # it has been moved aside meanwhile, for a run that has begun in its place
+
+
+def _in_use(folder: Path, config: JobConfig) -> ConfigError:
+    return config_error(("job", "name"), f"another run is writing to {folder}; {_WAIT}", config.job.name)
 
 
 def _move_aside(folder: Path) -> None:
-    names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
-    aside = next(name for name in names if not name.exists())
+    aside = _free_name(folder.with_name(f"{folder.name}.{{}}"))
     folder.rename(aside)
     _log.info("moved the earlier run in %s to %s", folder, aside)
+
+
+def _free_name(pattern: Path) -> Path:
+    """The first of a row of numbered names that nothing has; `{}` in the last part stands for the number."""
+    names = (pattern.with_name(pattern.name.format(number)) for number in itertools.count(1))
+    return next(name for name in names if not name.exists())

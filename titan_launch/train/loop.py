@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 
+from titan_launch.errors import Stopped
 from titan_launch.optim.schedule import lr_factor, set_lr
 from titan_launch.parallel.batchnorm import pool_running_statistics
+from titan_launch.parallel.timeouts import set_timeouts
 from titan_launch.precision.explanations import dtype_failures_explained
+from titan_launch.signals import RESTART_SIGNAL, RESTART_STATUS, signal_name
 from titan_launch.train.audit import audited_step, is_audited
 from titan_launch.train.build import Run
+from titan_launch.train.faults import settle_guard
 from titan_launch.train.garbage import scheduled_garbage_collection
 from titan_launch.train.prediction import MEASURED
 from titan_launch.train.step import StepResult
@@ -24,22 +28,52 @@ def fit(run: Run) -> None:
         _log.info("nothing to do: the run is at step %d of %d; raise training.steps to go on", run.progress.step, last)
         return
     with scheduled_garbage_collection(run.config.training.gc_freq) as collect_garbage:
-        while run.progress.step < last:
+        run.control.agree()  # a signal may have come while the run was built
+        while run.progress.step < last and not run.control.stop_signal:
             result = train_one_step(run)
-            if is_report_step(run):
-                report(run, result)
+            run.watchdog.enter("agreeing and reporting", run.progress.step)
+            run.control.agree()
+            if is_settled_step(run) and settle_guard(run):
+                continue  # back at the step of a checkpoint
+            scalars = report(run, result) if is_report_step(run) else {}
             if is_checkpoint_step(run):
-                save(run)
+                save(run, scalars.get("validation/loss"))
+            elif run.checkpoints is not None:
+                run.checkpoints.poll()
             collect_garbage(run.progress.step)
+    run.watchdog.enter("ending", run.progress.step, patient=True)
+    if run.checkpoints is not None:
+        run.checkpoints.finish()
     clear_progress(run)
-    _log.info("done: %d steps; everything is in %s", last, run.folder)
+    _log.info("%s", ending(run))
+
+
+def ending(run: Run) -> str:
+    """How the run ended. Raises Stopped where a signal has ended it and that is not success: its steps are lost, since
+    checkpoints are off, or all ranks are to be started again."""
+    step, last, number = run.progress.step, run.config.training.steps, run.control.stop_signal
+    if step >= last or not number:
+        return f"done: {last} steps; everything is in {run.folder}"
+    if number == RESTART_SIGNAL:
+        raise Stopped(f"ended after step {step} of {last}, to be started again with more hosts", RESTART_STATUS)
+    again = "run the same command again"
+    if run.config.checkpoint.load != "latest":
+        again += " with --checkpoint.load=latest"
+    if step < run.first_step:
+        return f"stopped by {signal_name(number)} before step {run.first_step} of {last}; to go on, {again}"
+    stopped = f"stopped by {signal_name(number)} after step {step} of {last}"
+    if run.checkpoints is None:
+        raise Stopped(f"{stopped}; checkpoint.enable is false: nothing was saved", 128 + number)
+    return f"{stopped}, which is saved; to resume, {again}"
 
 
 def train_one_step(run: Run) -> StepResult:
     """Fetch a step's microbatches, train on them, and advance the run."""
+    step = run.progress.step + 1
+    run.watchdog.enter("loading data", step)
     with run.meter.loading():
         microbatches = [next(run.train_batches) for _ in range(run.layout.num_microbatches)]
-    step = run.progress.step + 1
+    run.watchdog.enter("forward, backward and update", step)
     set_lr(run.optimizer, run.config.optimizer.lr, current_lr_factor(run, step))
     with (
         dtype_failures_explained(run.model, run.plan, run.config.precision),
@@ -51,9 +85,13 @@ def train_one_step(run: Run) -> StepResult:
     run.meter.end_step(result.valid_global)
     if run.console is not None:
         run.console.progress(step)
-    if run.ranks.device.type == "cpu":  # looking costs nothing there; on CUDA it would make the host wait
-        run.guard.raise_if_stopped(step)
     return result
+
+
+def end_warm_up(run: Run) -> None:
+    """The first step of this process is done, and with it all that takes longer than later steps do."""
+    set_timeouts(run.config.comm.timeout_seconds)
+    run.watchdog.end_warm_up()
 
 
 def current_lr_factor(run: Run, step: int) -> float:
@@ -62,9 +100,11 @@ def current_lr_factor(run: Run, step: int) -> float:
 
 
 def is_validation_step(run: Run) -> bool:
-    """Every `validation.freq` steps, and after the last."""
+    """Every `validation.freq` steps, and after the last; not when a signal ends the run before: there is only so much
+    time until the scheduler kills it, and a checkpoint to write."""
     freq, step = run.config.validation.freq, run.progress.step
-    return freq > 0 and (step % freq == 0 or step == run.config.training.steps)
+    is_last = step == run.config.training.steps
+    return freq > 0 and (is_last or (step % freq == 0 and not run.control.stop_signal))
 
 
 def is_report_step(run: Run) -> bool:
@@ -75,10 +115,17 @@ def is_report_step(run: Run) -> bool:
     return regular or step == run.first_step or needs_pooled_statistics(run)
 
 
+def is_settled_step(run: Run) -> bool:
+    """Where it is looked whether the step's update was left out: at every step on a CPU, where looking costs nothing;
+    on CUDA, where it makes the host wait, at every report."""
+    return run.ranks.device.type == "cpu" or is_report_step(run)
+
+
 def is_checkpoint_step(run: Run) -> bool:
-    """Every `checkpoint.interval` steps, and after the last."""
+    """Every `checkpoint.interval` steps or `interval_minutes`, after the last step, and before a signal's end."""
     step = run.progress.step
-    due = step % run.config.checkpoint.interval == 0 or step == run.config.training.steps
+    regular = step % run.config.checkpoint.interval == 0 or step == run.config.training.steps
+    due = regular or run.control.save_is_due or run.control.stop_signal != 0
     return run.checkpoints is not None and due
 
 
@@ -93,24 +140,25 @@ def clear_progress(run: Run) -> None:
         run.console.clear()
 
 
-def report(run: Run, result: StepResult) -> None:
-    """Bring the step's numbers, and those of the window since the last report, to the host and to the writers."""
+def report(run: Run, result: StepResult) -> dict[str, float]:
+    """Bring the step's numbers, and those of the window since the last report, to the host and to the writers. Returns
+    them by tag; those of a single rank are this rank's."""
     step = run.progress.step
     scalars = run.meter.report(
         loss_sum=result.loss_sum,
         valid_local=result.valid_local,
         valid_global=result.valid_global,
         grad_norm=result.grad_norm,
-        measured=run.measurements.take(),
+        measured=run.measurements.take() | checkpoint_measurements(run),
     )
     if run.memory_check is not None:
         is_measured = run.measurements.is_steady or run.ranks.device.type == "cpu"
         scalars |= run.memory_check.scalars(scalars.get(MEASURED) if is_measured else None)
-    settle_guard(run)
     scalars["train/lr"] = run.config.optimizer.lr * current_lr_factor(run, step)
     scalars["train/samples_seen"] = run.progress.samples_seen
-    scalars["train/epoch"] = run.progress.samples_seen / run.epoch_size
+    scalars["train/epoch"] = run.progress.data_position / run.epoch_size
     scalars["train/skipped_steps"] = run.progress.skipped_steps
+    scalars["train/rollbacks"] = run.progress.rollbacks
     if needs_pooled_statistics(run):
         scalars |= pool_statistics(run)
     if is_validation_step(run):
@@ -118,12 +166,12 @@ def report(run: Run, result: StepResult) -> None:
     run.measurements.end_window(step, only_training=not needs_pooled_statistics(run))
     for sink in run.sinks:
         sink.write(step, scalars)
+    return scalars
 
 
-def settle_guard(run: Run) -> None:
-    """End the run if it was stopped, else count the steps that were left out. Waits for the device."""
-    run.guard.raise_if_stopped(run.progress.step)
-    run.progress.skipped_steps += run.guard.take_skipped()
+def checkpoint_measurements(run: Run) -> dict[str, float]:
+    """What checkpoints have cost since the last report; nothing where they are off."""
+    return {} if run.checkpoints is None else run.checkpoints.take_measurements()
 
 
 def pool_statistics(run: Run) -> dict[str, float]:
@@ -142,14 +190,17 @@ def pool_statistics(run: Run) -> dict[str, float]:
 def validation_scalars(run: Run) -> dict[str, float]:
     """Validate, with running statistics that are pooled; the time does not count as training time."""
     assert run.validation_batches is not None, "config.rules demands validation.data with validation.freq"
+    batches = run.watchdog.entering_each(run.validation_batches, "validating", run.progress.step)
     with run.meter.paused(), dtype_failures_explained(run.model, run.plan, run.config.precision):
-        return validate(run.model, run.validation_batches, run.ranks.device, run.config.training.loss_chunks)
+        return validate(run.model, batches, run.ranks.device, run.config.training.loss_chunks)
 
 
-def save(run: Run) -> None:
-    """Write a checkpoint of a step that was reported: its guard is settled, and its running statistics are pooled. The
-    time does not count as training time."""
+def save(run: Run, validation_loss: float | None = None) -> None:
+    """Begin a checkpoint of a step that was reported: its guard is settled, and its running statistics are pooled. The
+    time that training waits for it does not count as training time."""
     assert run.checkpoints is not None
     clear_progress(run)
+    run.watchdog.enter("saving a checkpoint", run.progress.step, patient=True)
     with run.meter.paused():
-        run.checkpoints.save()
+        run.checkpoints.save(validation_loss)
+    run.control.saved()

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 import warnings
 from contextlib import ExitStack
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.provenance import Provenance
 from titan_launch.parallel.distributed import process_group
-from titan_launch.train.build import build_run
+from titan_launch.train.build import build_run, run_folder
+from titan_launch.train.flight_recorder import configure_flight_recorder
+from titan_launch.train.logs import console_log, rank_log
 from titan_launch.train.loop import fit
 from titan_launch.train.seed import seed_everything
+from titan_launch.train.signals import StopRequest
+from titan_launch.train.watchdog import Watchdog
 
 
-def train(config: JobConfig, provenance: Provenance) -> None:
-    """Train as one rank. Every path out closes writers and destroys the process group."""
+def train(config: JobConfig, provenance: Provenance, stop: StopRequest) -> None:
+    """Train as one rank, to the end or to `stop`. Every path out closes writers and destroys the process group."""
     with ExitStack() as stack:
-        ranks = stack.enter_context(process_group(config.job.device, config.comm.timeout_seconds))
-        _log_on_main(ranks.is_main)
+        log_file = stack.enter_context(rank_log())
+        configure_flight_recorder(run_folder(config), config.comm.flight_recorder_size)
+        timeout = config.comm.init_timeout_seconds
+        ranks = stack.enter_context(process_group(config.job.device, timeout, lambda: stop.signal))
+        stack.enter_context(console_log(ranks.is_main))
         _leave_out_warnings()
         seed_everything(config.training.seed + ranks.rank, config.debug.deterministic)
-        fit(build_run(config, ranks, stack, provenance.place))
+        watchdog = stack.enter_context(Watchdog(config.comm, ranks))
+        with watchdog.explaining():
+            fit(build_run(config, ranks, stack, provenance.place, stop, log_file, watchdog))
 
 
 def _leave_out_warnings() -> None:
@@ -32,15 +39,3 @@ def _leave_out_warnings() -> None:
         r"Mismatch dtype between input and weight",  # a rule for fp32 norm weights asks for it
     ):
         warnings.filterwarnings("ignore", message=message)
-
-
-def _log_on_main(is_main: bool) -> None:
-    """This package's messages go to standard output, from one rank; warnings from all."""
-    logger = logging.getLogger("titan_launch")
-    logger.setLevel(logging.INFO if is_main else logging.WARNING)
-    if not logger.handlers:
-        handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-        logging.raiseExceptions = False  # a closed pipe is reported once, by the console's next line
-        logger.propagate = False

@@ -6,17 +6,17 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from titan_launch.collective import on_main
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules import ACCUMULATION_RULES
-from titan_launch.errors import ConfigError, Problem, RunError, UserError, format_key
+from titan_launch.errors import ConfigError, RunError, UserError, format_key
 from titan_launch.models.build import BuiltModel
 from titan_launch.parallel.distributed import Ranks
 from titan_launch.plan.analytic.engine import analytic_engine, knows
@@ -25,6 +25,7 @@ from titan_launch.plan.flops import flops_of_model
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.resolution import resolve_auto
+from titan_launch.train.attempt import Attempt
 from titan_launch.train.folder import recorded_modes
 from titan_launch.train.plan import inspect_model
 from titan_launch.train.tracing import Tracing
@@ -50,7 +51,13 @@ def hardware_of_run(config: JobConfig, ranks: Ranks) -> Hardware:
 
 
 def settle_modes(
-    config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware, folder: Path, ranks: Ranks
+    config: JobConfig,
+    layout: Layout,
+    built: BuiltModel,
+    hardware: Hardware,
+    folder: Path,
+    attempt: Attempt,
+    ranks: Ranks,
 ) -> tuple[JobConfig, str | None]:
     """The job with its modes decided, and why; as it is, and None, where it leaves nothing to decide. Collective.
 
@@ -59,39 +66,26 @@ def settle_modes(
     """
     if not is_auto(config):
         return config, None
-    outcome = [_decide(config, layout, built, hardware, folder) if ranks.is_main else _Outcome()]
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[0].problems:
-        raise ConfigError(outcome[0].problems)
-    if outcome[0].decision is None:
-        raise UserError(outcome[0].message)
-    choice, reason = outcome[0].decision
+    choice, reason = on_main(lambda: _decide(config, layout, built, hardware, folder, attempt))
     _log.info("auto: %s", reason)
     return with_choice(config, choice), reason
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """A decision, or what is wrong, in a form that can be sent to other ranks."""
-
-    decision: Decision | None = None
-    problems: tuple[Problem, ...] = ()
-    message: str = ""
-
-
-def _decide(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware, folder: Path) -> _Outcome:
+def _decide(
+    config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware, folder: Path, attempt: Attempt
+) -> Decision:
     try:
-        return _Outcome(_kept(config, folder) or _resolved(config, layout, built, hardware))
-    except ConfigError as error:
-        return _Outcome(problems=error.problems)
+        return _kept(config, folder, attempt) or _resolved(config, layout, built, hardware)
+    except ConfigError:
+        raise
     except (UserError, RunError) as error:
-        return _Outcome(message=f'{error}\nor name a mode in place of "auto"')
+        raise UserError(f'{error}\nor name a mode in place of "auto"') from error
 
 
-def _kept(config: JobConfig, folder: Path) -> Decision | None:
+def _kept(config: JobConfig, folder: Path, attempt: Attempt) -> Decision | None:
     """What the run had before, if it goes on and the job still admits it: modes add up in different orders, so a change
     would change the results."""
-    recorded = recorded_modes(folder, config)
+    recorded = recorded_modes(folder, config, attempt)
     if recorded is None:
         return None
     own_accumulation, own_recomputation = config.gradient_accumulation, config.activation_checkpoint

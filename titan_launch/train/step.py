@@ -18,7 +18,7 @@ from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.skip import step_unless
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.discard import discard_pending
-from titan_launch.train.guard import NonFiniteGuard
+from titan_launch.train.guard import StepGuard
 
 Microbatch = tuple[Tensor, Tensor]
 """Inputs and targets of one rank; the first axis is the sample."""
@@ -49,7 +49,7 @@ class TrainStep:
         model: nn.Module,
         optimizer: Optimizer,
         accumulation: AccumulationStrategy,
-        guard: NonFiniteGuard,
+        guard: StepGuard,
         max_norm: float,
         device: torch.device,
         loss_chunks: int = 1,

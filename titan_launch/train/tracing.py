@@ -40,6 +40,7 @@ class Tracing:
             stdout=self._output,
             stderr=self._errors,
             env=_environment(),
+            start_new_session=True,  # a signal to the run's process group is for the run to answer
         )
         stack.callback(self._end)
 

@@ -16,5 +16,8 @@ class Sink(ABC):
     def text(self, tag: str, text: str) -> None:  # noqa: B027
         """Keep a text that describes the run, in Markdown, where there is a place for it."""
 
+    def rewind(self, step: int) -> None:  # noqa: B027
+        """The run went back to that `step`: what follows replaces what was written for later steps."""
+
     def close(self) -> None:  # noqa: B027
         """Nothing follows."""

@@ -68,6 +68,11 @@ class ConsoleSink(Sink):
             self._stream.flush()
             self._drawn_step, self._drawn_at = None, -math.inf
 
+    def rewind(self, step: int) -> None:
+        """Take the bar away, and estimate the time that is left anew."""
+        self.clear()
+        self._first = None
+
     def close(self) -> None:
         """Take the bar away. The stream stays open: it belongs to the caller."""
         self.clear()

@@ -17,7 +17,8 @@ class JsonlSink(Sink):
     JSON has no numbers that are not finite, so these are the strings "nan", "inf" and "-inf": nothing is lost, every
     parser reads the file, and `float(value)` gives back any value.
 
-    A resumed run drops the lines of steps that are computed again, and a last line that a kill has cut short.
+    A resumed run drops the lines of steps that are computed again, and a last line that a kill has cut short. A run
+    that goes back to a checkpoint moves them to the end of `metrics.rolled_back.jsonl`: these steps had other samples.
     """
 
     def __init__(self, path: Path, resume_step: int = 0):
@@ -25,12 +26,21 @@ class JsonlSink(Sink):
         if path.exists():
             os.truncate(path, _length_until(path, resume_step))
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._file = path.open("a", buffering=1, encoding="utf-8")  # line by line
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """One line, on disk when this returns: a run that is killed loses nothing."""
         finite = {tag: value if math.isfinite(value) else str(float(value)) for tag, value in scalars.items()}
         self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+
+    def rewind(self, step: int) -> None:
+        """Move the lines of later steps to the file of those that were rolled back."""
+        kept = _length_until(self._path, step)
+        with self._path.open("rb") as file, self._path.with_suffix(".rolled_back.jsonl").open("ab") as rolled_back:
+            file.seek(kept)
+            rolled_back.write(file.read())
+        os.truncate(self._path, kept)
 
     def close(self) -> None:
         """Close the file."""

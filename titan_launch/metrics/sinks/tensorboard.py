@@ -14,12 +14,14 @@ from titan_launch.metrics.tags import dashboard_layout
 class TensorBoardSink(Sink):
     """Scalars, texts and the layout of the "Custom Scalars" dashboard, below one folder.
 
-    A resumed run continues the folder of the run before: TensorBoard drops the steps that are computed again.
+    A resumed run continues the folder of the run before, and one that goes back to a checkpoint its own: TensorBoard
+    drops the steps that are computed again.
     """
 
     def __init__(self, log_dir: Path, resume_step: int = 0):
         """`resume_step`: the step of the checkpoint that the run goes on from; 0 for a fresh start."""
         is_new = not any(log_dir.glob("events.out.tfevents.*"))
+        self._log_dir = log_dir
         self._writer = SummaryWriter(log_dir, purge_step=resume_step + 1 if resume_step else None)
         self._resume_step = resume_step
         if is_new:
@@ -36,6 +38,12 @@ class TensorBoardSink(Sink):
         """Shown under "Text", once for every time that the run was started."""
         self._writer.add_text(tag, text, self._resume_step)
         self._writer.flush()
+
+    def rewind(self, step: int) -> None:
+        """Go on in another file of the folder, which tells TensorBoard to drop later steps."""
+        self._writer.close()
+        self._writer = SummaryWriter(self._log_dir, purge_step=step + 1)
+        self._resume_step = step
 
     def close(self) -> None:
         """Close the event file."""

@@ -1,0 +1,153 @@
+"""What a checkpoint costs training, by who writes it: seconds that training stands still, and how much slower its steps
+are while the checkpoint is written.
+
+    torchrun --nproc-per-node 2 benchmarks/checkpoint_stall.py --write docs/checkpoints.md
+
+Trains a Llama of 52 million parameters (208 MB in fp32, 624 MB with AdamW's state) on the ranks of this machine. Every
+round times some steps alone, then begins a checkpoint and times the steps until it is complete; the factor is the ratio
+of the medians over all rounds of one run, so that what else the machine does weighs on both sides. Prints a table, and
+writes it between the markers of a Markdown file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from publishing import publish
+
+from titan_launch.collective import on_main
+from titan_launch.config.checkpoint import AsyncMode
+from titan_launch.config.job import JobConfig
+from titan_launch.parallel.distributed import Ranks, process_group
+from titan_launch.process import leave
+from titan_launch.train.build import Run, build_run
+from titan_launch.train.loop import train_one_step
+
+ROUNDS, STEPS_ALONE = 4, 6
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Medians over the rounds of one mode, in seconds."""
+
+    stall: float
+    writing: float
+    """From the call to the end of the save."""
+
+    step_alone: float
+    step_meanwhile: float | None
+    """None where no step runs meanwhile."""
+
+    megabytes: float
+
+
+def measure(mode: AsyncMode, ranks: Ranks, folder: Path) -> Figures:
+    """One mode."""
+    with ExitStack() as stack:
+        run = build_run(job(mode, folder), ranks, stack)
+        assert run.checkpoints is not None
+        for _ in range(3):
+            train_one_step(run)
+        save_and_train(run)  # the first copy and, with a process, its start
+        stalls, writings, alone, meanwhile = [], [], [], []
+        for _ in range(ROUNDS):
+            alone += [timed_step(run) for _ in range(STEPS_ALONE)]
+            stall, writing, steps = save_and_train(run)
+            stalls.append(stall)
+            writings.append(writing)
+            meanwhile += steps
+        size = on_main(lambda: sum(f.stat().st_size for f in (run.folder / "checkpoints/latest").resolve().iterdir()))
+    return Figures(
+        statistics.median(stalls),
+        statistics.median(writings),
+        statistics.median(alone),
+        statistics.median(meanwhile) if meanwhile else None,
+        size / 1e6,
+    )
+
+
+def save_and_train(run: Run) -> tuple[float, float, list[float]]:
+    """Save once and train until that is done: seconds stood still, seconds until done, seconds of the steps."""
+    assert run.checkpoints is not None
+    start = time.perf_counter()
+    run.checkpoints.save()
+    stall = time.perf_counter() - start
+    steps = []
+    while is_being_written(run):
+        steps.append(timed_step(run))
+    run.checkpoints.finish()
+    return stall, time.perf_counter() - start, steps
+
+
+def is_being_written(run: Run) -> bool:
+    """Whether any rank still waits for the save: all must go on alike."""
+    assert run.checkpoints is not None
+    flag = torch.tensor(int(run.checkpoints.is_writing))
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def timed_step(run: Run) -> float:
+    """Seconds of one step."""
+    start = time.perf_counter()
+    train_one_step(run)
+    return time.perf_counter() - start
+
+
+def job(mode: AsyncMode, folder: Path) -> JobConfig:
+    """A Llama that is large for its step."""
+    args = {"dim": 1024, "n_layers": 4, "n_heads": 8, "n_kv_heads": 8, "hidden_dim": 2816, "vocab_size": 256}
+    sections = {
+        "job": {"name": mode, "dump_folder": str(folder), "device": "cpu"},
+        "model": {"args": args},
+        "data": {"kind": "synthetic", "vocab_size": 256},
+        "training": {"seq_len": 64, "local_batch_size": 1, "global_batch_size": 2, "steps": 10_000},
+        "precision": {"param_dtype": "float32"},
+        "checkpoint": {"enable": True, "async_mode": mode, "keep_latest": 1},
+        "metrics": {"enable_tensorboard": False},
+        "debug": {"audit_precision": False},
+    }
+    return JobConfig.model_validate(sections)
+
+
+def as_table(figures: dict[AsyncMode, Figures]) -> str:
+    """Markdown, with where it was measured."""
+    lines = [
+        "| `async_mode` | training stands still | checkpoint complete after | step alone | step meanwhile | factor |",
+        "|---|---|---|---|---|---|",
+    ]
+    for mode, f in figures.items():
+        step, factor = "none runs", "-"
+        if f.step_meanwhile is not None:
+            step, factor = f"{f.step_meanwhile:.3f} s", f"{f.step_meanwhile / f.step_alone:.2f}"
+        lines.append(f"| `{mode}` | {f.stall:.3f} s | {f.writing:.2f} s | {f.step_alone:.3f} s | {step} | {factor} |")
+    size = max(f.megabytes for f in figures.values())
+    where = f"{os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}, {dist.get_world_size()} ranks"
+    return "\n".join([*lines, "", f"A checkpoint of {size:.0f} MB; {where}; medians of {ROUNDS} saves."])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, help="Markdown file with the markers")
+    arguments = parser.parse_args()
+    modes: tuple[AsyncMode, ...] = ("disabled", "thread", "process")
+    with process_group("cpu", 600) as ranks, ExitStack() as stack:
+        folder = on_main(lambda: Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        figures = {mode: measure(mode, ranks, folder) for mode in modes}
+        if ranks.is_main:
+            publish(as_table(figures), "checkpoint_stall", arguments.write)
+
+
+if __name__ == "__main__":
+    main()
+    leave(0)

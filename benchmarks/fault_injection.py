@@ -1,0 +1,435 @@
+"""Kill -9 at every place of a run and of its saves, and whether the run goes on as if nothing had happened.
+
+    python benchmarks/fault_injection.py --runs 150 --write docs/reliability.md
+
+A tiny job (2 ranks on gloo, 6 steps, dropout, shuffled data, a checkpoint every step or every other one, of which the
+last 2 are kept) is trained once without disturbance, then again and again with up to three deaths a run. A process dies
+by SIGKILL: at a random instant, in a forward pass, half-way through a write of a checkpoint's data, or before the n-th
+time that it creates, renames, links or deletes something in the run's folder. It is either rank, or the process that
+writes for it. After every death, before the ranks are started again:
+
+- every folder with the final name of a checkpoint passes its checksums, and has the data of the undisturbed run;
+- `latest` points to one of them; none is gone that the log calls saved and that is the newest;
+- the ranks that start next go on from the newest of them.
+
+A death after which that is not so counts as lost. A run whose losses, gradient norms or last checkpoint differ in any
+bit from those of the undisturbed run counts as mismatched. The exit status is 1 unless both are 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import random
+import re
+import signal
+import socket
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from faults import INSTANT, KILLED, PLACES, Fault, Start, load_what_ranks_need
+from publishing import publish
+
+from titan_launch.checkpoint.manifest import (
+    DamagedCheckpointError,
+    check_contents,
+    check_sizes,
+    checkpoint_name,
+    checkpoint_steps,
+    read_manifest,
+)
+from titan_launch.process import leave
+
+RANKS, STEPS, MOST_DEATHS = 2, 6, 3
+MODES = ("disabled", "thread", "process")
+IN_TURN = ("disabled", "thread", "disabled", "thread", "process")
+"""The modes of the runs; a process that writes takes seconds to start."""
+
+SECONDS_TO_END = 90
+"""Ranks that have not ended after so long hang."""
+
+SECONDS_ALONE, SECONDS_AFTER_SIGTERM = 3, 5
+"""After a death, the other rank may end by itself for so long; then it gets SIGTERM and SIGKILL, as from torchrun."""
+
+JOB = f"""
+[job]
+name = "run"
+device = "cpu"
+
+[model]
+name = "faults:Dropping"
+
+[data]
+kind = "synthetic"
+vocab_size = 61
+num_samples = 20
+
+[training]
+seq_len = 16
+local_batch_size = 2
+global_batch_size = 8
+steps = {STEPS}
+
+[precision]
+param_dtype = "float32"
+
+[optimizer]
+lr = 0.01
+
+[checkpoint]
+enable = true
+
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+
+[debug]
+audit_precision = false
+"""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where one run is made, and how it saves."""
+
+    folder: Path
+    mode: str
+    interval: int
+    keep_latest: int = 2
+
+    @property
+    def run(self) -> Path:
+        """The run's folder."""
+        return self.folder / "run"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The run's checkpoints."""
+        return self.run / "checkpoints"
+
+    def start(self, life: int, fault: Fault | None) -> Start:
+        """What the ranks of a life are started with."""
+        notes = self.folder / f"life-{life}"
+        notes.mkdir(parents=True)
+        job = self.folder / "job.toml"
+        job.write_text(JOB)
+        overrides = (
+            f"--job.dump_folder={json.dumps(str(self.folder))}",
+            f'--checkpoint.async_mode="{self.mode}"',
+            f"--checkpoint.interval={self.interval}",
+            f"--checkpoint.keep_latest={self.keep_latest}",
+        )
+        return Start(job, overrides, self.run, notes, free_port(), RANKS, fault)
+
+
+@dataclass(frozen=True)
+class Life:
+    """From the start of the ranks to the end of the last of them."""
+
+    statuses: tuple[int | None, ...]
+    """Exit statuses; negative for signals."""
+
+    seconds: float
+    seen: dict[tuple[int, bool], Counter[str]]
+    """How often each rank (False), and the process that writes for it (True), came by each place."""
+
+    problem: str | None
+    """A rank that hung, or a process that outlived its rank."""
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether the fault struck."""
+        return any(seen[KILLED] for seen in self.seen.values())
+
+
+def live(start: Start) -> Life:
+    """Start the ranks and wait until all have ended. The rank that a death leaves behind ends by itself."""
+    begin = time.monotonic()
+    context = multiprocessing.get_context("fork")  # with torch loaded, as it is here
+    ranks = [context.Process(target=start.run_rank, args=(rank,)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    problem = None
+    if not ended(ranks, SECONDS_TO_END, is_any_enough=True):
+        problem = "all ranks hung"
+    elif not ended(ranks, SECONDS_ALONE):
+        for process in ranks:
+            process.terminate()
+        ended(ranks, SECONDS_AFTER_SIGTERM)
+    for process in ranks:
+        process.kill()
+        process.join()
+    orphans = sum(not is_gone(process.pid, time.monotonic() + 5) for process in ranks)
+    if orphans:
+        problem = problem or f"{orphans} ranks left a process behind"
+    seen = {
+        (rank, of_writer): read_notes(start.notes_of(rank, of_writer))
+        for rank in range(RANKS)
+        for of_writer in (False, True)
+    }
+    return Life(tuple(process.exitcode for process in ranks), time.monotonic() - begin, seen, problem)
+
+
+def ended(processes: Sequence[ForkProcess], seconds: float, is_any_enough: bool = False) -> bool:
+    """Whether processes end in time: all, or any of them."""
+    deadline = time.monotonic() + seconds
+    left = {process.sentinel for process in processes}
+    while left and not (is_any_enough and len(left) < len(processes)):
+        ready = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return False
+        left -= {sentinel for sentinel in ready if isinstance(sentinel, int)}
+    return True
+
+
+def is_gone(group: int | None, deadline: float) -> bool:
+    """Whether no process of a group is left in time; those that are left are killed."""
+    assert group is not None
+    with suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.01)
+        os.killpg(group, signal.SIGKILL)
+        return False
+    return True
+
+
+def read_notes(path: Path) -> Counter[str]:
+    """What a process came by, and how often."""
+    return Counter(path.read_text().split() if path.exists() else ())
+
+
+def free_port() -> int:
+    """A port of this host that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The undisturbed run."""
+
+    reports: list[tuple[float, ...]]
+    checkpoints: Path
+    """All of them."""
+
+
+def undisturbed(bench: Bench) -> Life:
+    """Run the job without a fault. Raises RuntimeError when even that fails."""
+    start = bench.start(1, None)
+    life = live(start)
+    if life.problem or any(life.statuses):
+        output = "".join(path.read_text() for path in sorted(start.notes.glob("output-*")))
+        raise RuntimeError(f"{bench} failed undisturbed: {life.statuses}, {life.problem}\n{output}")
+    return life
+
+
+def read_reports(run: Path) -> list[tuple[float, ...]]:
+    """Step, loss, gradient norm and samples of every report."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        tuple(line[tag] for tag in ("step", "train/loss", "train/grad_norm", "train/samples_seen")) for line in lines
+    ]
+
+
+def draw(numbers: random.Random, undisturbed: Life) -> Fault:
+    """A fault that strikes, unless the run comes to its end before."""
+    place = numbers.choice(list(PLACES))
+    if place == INSTANT:
+        return Fault(place, numbers.randrange(RANKS), seconds=numbers.uniform(0.0, undisturbed.seconds))
+    rank, in_writer = numbers.choice([process for process, seen in undisturbed.seen.items() if seen[place]])
+    number = numbers.randint(1, undisturbed.seen[rank, in_writer][place])
+    return Fault(place, rank, number, in_writer=in_writer, spares_rank=in_writer and numbers.random() < 0.5)
+
+
+@dataclass(frozen=True)
+class Death:
+    """A fault that struck, and what was found after it."""
+
+    mode: str
+    fault: Fault
+    lost: str | None
+    """What was not as it should be."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run."""
+
+    deaths: tuple[Death, ...]
+    mismatch: str | None
+    """What is wrong with its results."""
+
+
+def disturbed(numbers: random.Random, bench: Bench, pattern: Life, reference: Reference) -> Outcome:
+    """One run to its end."""
+    deaths: list[Death] = []
+    planned = numbers.randint(1, MOST_DEATHS)
+    for life in range(1, planned + 3):  # the last is left alone; one more where only the writer of the last save died
+        fault = draw(numbers, pattern) if life <= planned else None
+        before = newest(bench.checkpoints)
+        lived = live(bench.start(life, fault))
+        lost = lived.problem or damage(bench, reference) or resumed_otherwise(bench.run, before)
+        if fault is not None and lived.was_killed:
+            deaths.append(Death(bench.mode, fault, lost))
+        elif lost:
+            return Outcome(tuple(deaths), lost)
+        if not any(lived.statuses):
+            return Outcome(tuple(deaths), mismatch(bench, reference))
+        if not lived.was_killed:
+            break
+    return Outcome(tuple(deaths), f"a life without a fault ended with {lived.statuses}")
+
+
+def damage(bench: Bench, reference: Reference) -> str | None:
+    """What is wrong with the checkpoints on disk."""
+    for step in checkpoint_steps(bench.checkpoints):
+        checkpoint = bench.checkpoints / checkpoint_name(step)
+        try:
+            manifest = read_manifest(checkpoint)
+            check_sizes(checkpoint, manifest)
+            check_contents(checkpoint, manifest, manifest.files)
+        except DamagedCheckpointError as error:
+            return f"{checkpoint.name}: {error}"
+        if data_of(checkpoint) != data_of(reference.checkpoints / checkpoint.name):
+            return f"{checkpoint.name} has other data than the undisturbed run's"
+    latest = bench.checkpoints / "latest"
+    if latest.is_symlink() and not latest.exists():
+        return f"latest points to {os.readlink(latest)}, which is not there"
+    saved = [int(step) for log in main_logs(bench.run) for step in re.findall(r" saved \S*/step-(\d+) ", log)]
+    if max(saved, default=0) > newest(bench.checkpoints):
+        return f"step {max(saved)} was saved and is gone"
+    aside = [path for path in bench.folder.glob("run.*") if checkpoint_steps(path / "checkpoints")]
+    return f"{aside[0].name} has checkpoints that were not resumed from" if aside else None
+
+
+def data_of(checkpoint: Path) -> dict[str, Any]:
+    """Size and checksum of every file with data. (The index beside them also says where it was written.)"""
+    return {name: file for name, file in read_manifest(checkpoint).files.items() if name.endswith(".distcp")}
+
+
+def main_logs(run: Path) -> list[str]:
+    """The main rank's log of every attempt, the oldest first."""
+    logs = {int(path.parent.name.partition("-")[2]): path for path in run.glob("logs/attempt-*/rank_0.log")}
+    return [logs[attempt].read_text() for attempt in sorted(logs)]
+
+
+def newest(checkpoints: Path) -> int:
+    """The step of the newest checkpoint; 0 where there is none."""
+    return max(checkpoint_steps(checkpoints), default=0)
+
+
+def resumed_otherwise(run: Path, newest_before: int) -> str | None:
+    """Whether the last life went on from another step than the newest that there was before it."""
+    found = re.findall(r" resumed from \S*/step-(\d+)$", "".join(main_logs(run)[-1:]), flags=re.MULTILINE)
+    if not found or int(found[0]) == newest_before:
+        return None
+    return f"the run was resumed from step {found[0]}, and there was step {newest_before}"
+
+
+def mismatch(bench: Bench, reference: Reference) -> str | None:
+    """What a run that came to its end has otherwise than the undisturbed one."""
+    if newest(bench.checkpoints) != STEPS:
+        return f"its last checkpoint is of step {newest(bench.checkpoints)}"
+    wrong = [own for own, other in zip(read_reports(bench.run), reference.reports, strict=True) if own != other]
+    return f"reports differ: {wrong}" if wrong else None
+
+
+def table(outcomes: Iterable[Outcome]) -> str:
+    """One row for every place, and the sum of them."""
+    deaths = [death for outcome in outcomes for death in outcome.deaths]
+    columns = [
+        "killed",
+        *(f"`{mode}`" for mode in MODES),
+        "rank 0",
+        "rank 1",
+        "only its writer",
+        "kills",
+        "resumed",
+        "lost",
+    ]
+    rows = [columns, ["---"] + ["---:"] * (len(columns) - 1)]
+    for place, name in [*PLACES.items(), (None, "all")]:
+        of_place = [death for death in deaths if place in (None, death.fault.place)]
+        rows.append([name, *map(str, counts(of_place))])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def counts(deaths: Sequence[Death]) -> list[int]:
+    """The numbers of a row."""
+    spared = [death for death in deaths if death.fault.spares_rank]
+    killed = [death for death in deaths if not death.fault.spares_rank]
+    lost = sum(death.lost is not None for death in deaths)
+    return [
+        *(sum(death.mode == mode for death in deaths) for mode in MODES),
+        *(sum(death.fault.rank == rank for death in killed) for rank in range(RANKS)),
+        len(spared),
+        len(deaths),
+        len(deaths) - lost,
+        lost,
+    ]
+
+
+def main() -> int:
+    """Run the campaign. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--runs", type=int, default=30, help="how many runs are disturbed")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=IN_TURN, help="checkpoint.async_mode, in turn")
+    parser.add_argument("--keep", type=Path, help="an empty folder for the runs, which are deleted otherwise")
+    parser.add_argument("--write", type=Path, help="Markdown file with the markers")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        outcomes = campaign(options.keep or Path(temporary), options.runs, options.seed, options.modes)
+    lost = sum(death.lost is not None for outcome in outcomes for death in outcome.deaths)
+    mismatched = sum(outcome.mismatch is not None for outcome in outcomes)
+    deaths = sum(len(outcome.deaths) for outcome in outcomes)
+    summary = (
+        f"{len(outcomes)} runs with {deaths} kills on {os.cpu_count()} cores (torch {torch.__version__}, Python "
+        f"{platform.python_version()}, seed {options.seed}): **{lost} lost, {mismatched} mismatched**."
+    )
+    publish(f"{summary}\n\n{table(outcomes)}", "fault_injection", options.write)
+    return 1 if lost or mismatched else 0
+
+
+def campaign(folder: Path, runs: int, seed: int, modes: Sequence[str]) -> list[Outcome]:
+    """The undisturbed runs, then the others, with modes and intervals in turn."""
+    load_what_ranks_need()
+    gc.freeze()  # ranks are forked, and need not look at what is loaded here
+    numbers = random.Random(seed)
+    kept = Bench(folder / "reference", "disabled", interval=1, keep_latest=0)
+    undisturbed(kept)
+    reference = Reference(read_reports(kept.run), kept.checkpoints)
+    patterns: dict[tuple[str, int], Life] = {}
+    outcomes = []
+    for index in range(runs):
+        mode, interval = modes[index % len(modes)], 1 + index // len(modes) % 2
+        if (mode, interval) not in patterns:
+            patterns[mode, interval] = undisturbed(Bench(folder / f"{mode}-{interval}", mode, interval))
+        bench = Bench(folder / f"run-{index}", mode, interval)
+        outcome = disturbed(numbers, bench, patterns[mode, interval], reference)
+        for death in outcome.deaths:
+            if death.lost:
+                print(f"run {index}: {death}", flush=True)
+        if outcome.mismatch:
+            print(f"run {index}: {outcome.mismatch}; {outcome.deaths}", flush=True)
+        outcomes.append(outcome)
+    return outcomes
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,91 @@
+"""A small training state on the ranks of a test, and its manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.tensors import whole, whole_state
+from titan_launch.checkpoint.manager import CheckpointManager, Origin
+from titan_launch.checkpoint.state import Progress, TrainingState
+from titan_launch.config.checkpoint import CheckpointConfig
+
+ORIGIN = Origin(world_size=0, config_digest="", gradient_accumulation={}, activation_checkpoint={})
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Trained:
+    """A model of uneven shards, with buffers, a parameter that is never updated, and its optimizer."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    progress: Progress
+    state: TrainingState
+
+    def step(self) -> None:
+        """Update it, differently from one time to the next."""
+        inputs = torch.full((4, 5), 0.1 * (self.progress.step + 1))
+        self.model[0](inputs).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.model.get_buffer("counts").add_(1)
+        self.progress.step += 1
+        self.progress.samples_seen += 4
+
+    def everything(self) -> dict[str, Tensor]:
+        """Parameters, buffers and optimizer state, gathered."""
+        found = whole_state(self.model)
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                found[f"{name}/{key}"] = whole(value)
+        return found
+
+
+def trained(steps: int, replicas: int = 1, width: int = 7) -> Trained:
+    """The state after so many steps, on the ranks of the test."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3)), nn.Linear(3, 3)])
+    model.register_buffer("counts", torch.zeros(2))
+    ranks = dist.get_world_size()
+    names = ("dp_replicate", "dp_shard")
+    mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=names)
+    fully_shard(model[0], mesh=mesh if replicas > 1 else mesh["dp_shard"])
+    fully_shard(model[1], mesh=mesh if replicas > 1 else mesh["dp_shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    progress = Progress()
+    result = Trained(model, optimizer, progress, TrainingState(model, optimizer, {"progress": progress}, CPU, seed=0))
+    for _ in range(steps):
+        result.step()
+    return result
+
+
+def manager_of(own: Trained, folder: Path, **config: Any) -> CheckpointManager:
+    """A manager for it, which writes into `folder`."""
+    settings = CheckpointConfig(enable=True, **config)
+    return CheckpointManager(folder, settings, own.state, own.progress, ORIGIN, CPU)
+
+
+def saved(folder: Path, steps: int, replicas: int = 1, **config: Any) -> dict[str, Tensor]:
+    """Train and save after every step; the state at the end."""
+    own = trained(0, replicas)
+    manager = manager_of(own, folder, **config)
+    for _ in range(steps):
+        own.step()
+        manager.save()
+    manager.finish()
+    manager.close()
+    return own.everything()
+
+
+def on_ranks(action: Callable[[Trained], Any], steps: int) -> Any:
+    """What `action` makes of a trained state."""
+    return action(trained(steps))

@@ -1,0 +1,189 @@
+"""Which checkpoint is loaded, what of it, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import pickletools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from tests.checkpoint.states import saved, trained
+from tests.distributed import run_ranks
+from tests.tensors import assert_equal
+from titan_launch.checkpoint.loading import EVERYTHING, Selection, find_checkpoint, load_state, newest_valid
+from titan_launch.checkpoint.manifest import read_manifest, record_of, write_manifest
+from titan_launch.checkpoint.safe import UnsafeCheckpointError, read_index
+from titan_launch.checkpoint.state import RandomState
+from titan_launch.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """Checkpoints of three steps, and the state of the last."""
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    return folder, run_ranks(saved, 2, folder, 3)[0]
+
+
+@pytest.fixture
+def copied(tmp_path: Path, checkpoints: tuple[Path, dict[str, Tensor]]) -> Path:
+    """A copy of them, to be damaged."""
+    import shutil
+
+    return Path(shutil.copytree(checkpoints[0], tmp_path / "checkpoints", symlinks=True))
+
+
+def choose(folder: Path) -> tuple[str, list[str]]:
+    """The checkpoint that a run would resume from, or why there is none; and what is there afterwards."""
+    try:
+        found = newest_valid(folder, set_damaged_aside=True)
+    except UserError as error:
+        return str(error), sorted(os.listdir(folder))
+    return "" if found is None else found.name, sorted(os.listdir(folder)) if folder.exists() else []
+
+
+def test_the_newest_undamaged_one_is_chosen(copied: Path, tmp_path: Path) -> None:
+    shard = max((copied / "step-3").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    (copied / "step-4.tmp").mkdir()
+    for chosen, there in run_ranks(choose, 2, copied):
+        assert chosen == "step-2"
+        assert there == ["latest", "step-1", "step-2", "step-3.damaged-1", "step-4.tmp"]
+    assert run_ranks(choose, 1, tmp_path / "nowhere") == [("", [])]
+
+
+def test_without_an_undamaged_one_nothing_is_begun_anew_by_itself(copied: Path) -> None:
+    for step in (1, 2, 3):
+        (copied / f"step-{step}" / ".metadata").unlink()
+    for message, there in run_ranks(choose, 2, copied):
+        assert "are damaged (step-3, step-2, step-1)" in message and 'checkpoint.load = "none"' in message
+        assert there == ["latest", "step-1", "step-2", "step-3"]
+
+
+def attempt(path: Path, selection: Selection, width: int = 7) -> tuple[str, dict[str, Tensor], int]:
+    """Load into a state of step 0: the refusal, or nothing; the tensors; the step."""
+    own = trained(0, width=width)
+    try:
+        load_state(find_checkpoint(path, ("checkpoint", "load")), own.state, selection)
+    except UserError as error:
+        return str(error), own.everything(), own.progress.step
+    return "", own.everything(), own.progress.step
+
+
+def test_another_model_is_refused_parameter_by_parameter(checkpoints: tuple[Path, dict[str, Tensor]]) -> None:
+    (result,) = run_ranks(attempt, 1, checkpoints[0] / "step-3", EVERYTHING, 6)
+    assert "is of another model:" in result[0] and "3 of another shape: 0.0.weight is (6, 5), was (7, 5)" in result[0]
+    (result,) = run_ranks(attempt_with_other_names, 1, checkpoints[0])
+    assert "2 missing in the checkpoint: 1.new.weight, 1.new.bias" in result
+    assert "2 unexpected in the checkpoint: 1.weight, 1.bias" in result
+
+
+def attempt_with_other_names(folder: Path) -> str:
+    """Load into a model with a module of another name."""
+    own = trained(0)
+    model = own.model
+    model[1] = torch.nn.ModuleDict({"new": torch.nn.Linear(3, 3)})  # type: ignore[operator]
+    with pytest.raises(UserError) as caught:
+        load_state(folder / "step-3", own.state, EVERYTHING)
+    return str(caught.value)
+
+
+def test_what_is_excluded_begins_anew(checkpoints: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, state = checkpoints
+    ((_, fresh, _),) = run_ranks(attempt, 1, folder, Selection(("**", "step")))
+    assert not any("/" in name for name in fresh)
+    ((problem, tensors, step),) = run_ranks(attempt, 2, folder.parent, Selection(("0.0.*", "step")))[:1]
+    assert not problem and step == 0
+    excluded = {name for name in state if name.startswith("0.0.")}
+    assert_equal({name: tensors[name] for name in state if name not in excluded}, without(state, excluded))
+    assert not torch.equal(tensors["0.0.weight"], state["0.0.weight"]) and "0.0.weight/exp_avg" not in tensors
+    ((_, weights, step),) = run_ranks(attempt, 1, folder, Selection((), only_weights=True))
+    assert step == 0
+    assert_equal(weights, {name: tensor for name, tensor in state.items() if "/" not in name})
+    ((problem, _, _),) = run_ranks(attempt, 1, folder, Selection(("optimiser",)))
+    assert 'exclude_from_loading: "optimiser" matches no parameter' in problem
+
+
+def without(state: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state.items() if name not in names}
+
+
+def test_a_path_must_hold_a_checkpoint(tmp_path: Path, copied: Path) -> None:
+    assert "there is no such folder" in run_ranks(attempt, 2, tmp_path / "nowhere", EVERYTHING)[1][0]
+    (tmp_path / "empty").mkdir()
+    assert "holds no checkpoint that can be loaded" in run_ranks(attempt, 1, tmp_path / "empty", EVERYTHING)[0][0]
+    assert run_ranks(attempt, 1, copied / "latest", EVERYTHING)[0][2] == 3
+
+
+class Payload:
+    """What an attacker would put into a pickle: unpickling it makes a file."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._path),)
+
+
+def test_a_malicious_index_is_refused(copied: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "executed"
+    forge(copied / "step-3", ".metadata", pickle.dumps(Payload(mark)))
+    (result,) = run_ranks(attempt, 1, copied, EVERYTHING)
+    assert "cannot be loaded: .metadata names posix.mkdir, which is no part of DCP's index" in result[0]
+    assert not mark.exists()
+
+
+def test_a_malicious_value_is_refused(copied: Path, tmp_path: Path) -> None:
+    """Values that are no tensors are pickles within the data files."""
+    mark, content = tmp_path / "executed", io.BytesIO()
+    torch.save(Payload(mark), content)
+    path = max((copied / "step-3").glob("__0_*.distcp"))
+    index = read_index((copied / "step-3" / ".metadata").read_bytes())
+    (place,) = [info for key, info in index.storage_data.items() if key.fqn == "progress.step"]
+    data = path.read_bytes()
+    place.length, place.offset = len(content.getvalue()), len(data)
+    forge(copied / "step-3", path.name, data + content.getvalue())
+    forge(copied / "step-3", ".metadata", pickle.dumps(index))
+    (result,) = run_ranks(attempt, 1, copied, EVERYTHING)
+    assert "progress.step is not plain data" in result[0], result[0]
+    assert not mark.exists()
+
+
+def forge(checkpoint: Path, name: str, content: bytes) -> None:
+    """Replace a file and make its checksum right, as an attacker would."""
+    (checkpoint / name).write_bytes(content)
+    manifest = read_manifest(checkpoint)
+    files = {**manifest.files, name: record_of(checkpoint / name)}
+    write_manifest(checkpoint, type(manifest)(**{**vars(manifest), "files": files}))
+
+
+def test_an_index_names_nothing_outside_its_folder(copied: Path) -> None:
+    index = read_index((copied / "step-3" / ".metadata").read_bytes())
+    next(iter(index.storage_data.values())).relative_path = "../../other"
+    with pytest.raises(UnsafeCheckpointError, match=r"outside of the checkpoint: \.\./\.\./other"):
+        read_index(pickle.dumps(index))
+    with pytest.raises(UnsafeCheckpointError, match="holds a dict, not DCP's index"):
+        read_index(pickle.dumps({}))
+
+
+def test_the_index_of_this_torch_names_only_what_is_allowed(copied: Path) -> None:
+    """A new class in DCP's index must be looked at, and then allowed."""
+    content = (copied / "step-3" / ".metadata").read_bytes()
+    assert isinstance(read_index(content), Metadata)
+    assert any(op.name in ("GLOBAL", "STACK_GLOBAL") for op, _, _ in pickletools.genops(content))
+
+
+def test_random_states_are_plain_tensors() -> None:
+    state = run_ranks(random_state, 1)[0]
+    assert all(isinstance(value, Tensor) for value in state.values())
+
+
+def random_state() -> dict[str, Any]:
+    """The state of this rank's generators."""
+    return RandomState(torch.device("cpu"), 0).state_dict()

@@ -1,0 +1,209 @@
+"""Saving and loading on gloo ranks: complete or not there, of one moment, for any mesh."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.checkpoint.states import Trained, manager_of, saved, trained
+from tests.distributed import run_ranks
+from tests.tensors import assert_equal
+from titan_launch.checkpoint import writer
+from titan_launch.checkpoint.background import InProcess, InThread
+from titan_launch.checkpoint.loading import EVERYTHING, load_state, newest_valid
+from titan_launch.checkpoint.manifest import checkpoint_steps, complete_steps, read_manifest
+from titan_launch.errors import RunError
+
+
+def loaded(folder: Path, replicas: int = 1) -> tuple[dict[str, Tensor], int]:
+    """A new state, brought to the newest checkpoint: its tensors and its step."""
+    own = trained(0, replicas)
+    checkpoint = newest_valid(folder, set_damaged_aside=True)
+    assert checkpoint is not None
+    load_state(checkpoint, own.state, EVERYTHING)
+    return own.everything(), own.progress.step
+
+
+def saved_with(folder: Path, config: dict[str, Any], replicas: int = 1) -> dict[str, Tensor]:
+    """`saved`, with its settings in one argument."""
+    return saved(folder, 3, replicas, **config)
+
+
+def test_a_state_comes_back_bitwise_and_older_ones_go(tmp_path: Path) -> None:
+    before = run_ranks(saved_with, 2, tmp_path, {"keep_latest": 2})[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-2", "step-3"]
+    after, step = run_ranks(loaded, 2, tmp_path)[0]
+    assert step == 3
+    assert_equal(before, after)
+    manifest = read_manifest(tmp_path / "step-3")
+    assert manifest.versions["torch"] == torch.__version__
+    assert set(manifest.files) == {path.name for path in (tmp_path / "step-3").iterdir()} - {"manifest.json"}
+
+
+@pytest.mark.parametrize(("first", "second"), [((2, 1), (4, 2)), ((4, 2), (1, 1)), ((1, 1), (4, 1))])
+def test_any_mesh_loads_it(tmp_path: Path, first: tuple[int, int], second: tuple[int, int]) -> None:
+    before = run_ranks(saved_with, first[0], tmp_path, {"async_mode": "thread"}, first[1])[0]
+    for after, _ in run_ranks(loaded, second[0], tmp_path, second[1]):
+        assert_equal(before, after)
+
+
+def changed_while_written(folder: Path, mode: str) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    """Save, and go on training while nothing can be written yet: the state at the save and later."""
+    own = trained(2)
+    manager = manager_of(own, folder, async_mode=mode)
+    background = manager._background
+    with pytest.MonkeyPatch.context() as patch:
+        if isinstance(background, InProcess):
+            assert background._process.pid is not None
+            os.kill(background._process.pid, signal.SIGSTOP)
+            let_go = lambda: os.kill(background._process.pid, signal.SIGCONT)  # noqa: E731
+        else:
+            let_go = stop_thread(patch, background)
+        before = own.everything()
+        manager.save()
+        for _ in range(3):
+            own.step()
+        was_waiting = not checkpoint_steps(folder)
+        let_go()
+        manager.finish()
+    manager.close()
+    return before, own.everything(), was_waiting
+
+
+def stop_thread(patch: pytest.MonkeyPatch, background: Any) -> Any:
+    """Have the writing thread wait."""
+    import threading
+
+    assert isinstance(background, InThread)
+    gate, begin = threading.Event(), writer._make_room
+    patch.setattr(writer, "_make_room", lambda *args: (gate.wait(), begin(*args)))
+    return gate.set
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_checkpoint_is_of_the_moment_it_was_begun(tmp_path: Path, mode: str) -> None:
+    before, later, was_waiting = run_ranks(changed_while_written, 2, tmp_path, mode)[0]
+    after, step = run_ranks(loaded, 2, tmp_path)[0]
+    assert was_waiting and step == 2
+    assert_equal(before, after)
+    assert any(not torch.equal(tensor, later[name]) for name, tensor in before.items())
+
+
+def save_in_vain(folder: Path) -> list[Any]:
+    """Three saves: without space, with files that cannot grow on one rank, and at last a good one."""
+    own = trained(1)
+    manager = manager_of(own, folder)
+    seen: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 10))
+        manager.save()
+    seen += [failure_of(manager), os.listdir(folder)]
+    own.step()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+    manager.save()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    dist.barrier()  # rank 0 removes what there is
+    seen += [failure_of(manager), os.listdir(folder)]
+    dist.barrier()
+    own.step()
+    manager.save()
+    seen += [failure_of(manager), manager.take_measurements()["checkpoint/failed_saves"]]
+    manager.close()
+    return seen
+
+
+def failure_of(manager: Any) -> str:
+    """What the end of the run would be told."""
+    try:
+        manager.finish()
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_a_save_that_fails_leaves_nothing_and_the_next_one_tries_again(tmp_path: Path) -> None:
+    for no_space, nothing, too_large, still_nothing, success, failed in run_ranks(save_in_vain, 2, tmp_path):
+        assert no_space.startswith("step 1 could not be saved: ") and "0.000 GiB free" in no_space
+        assert "step 2 could not be saved: [Errno 27] File too large" in too_large
+        assert (nothing, still_nothing, success, failed) == ([], [], "", 2)
+    assert complete_steps(tmp_path) == [3]
+
+
+def lose_the_writer(folder: Path) -> tuple[str, str]:
+    """One rank's writer process dies: the save fails, and the next one has new processes."""
+    own = trained(1)
+    manager = manager_of(own, folder, async_mode="process")
+    manager.save()
+    manager.finish()
+    own.step()
+    if dist.get_rank() == 1:
+        manager._background._process.kill()  # type: ignore[attr-defined]
+        manager._background._process.join()  # type: ignore[attr-defined]
+    manager.save()
+    first = failure_of(manager)
+    own.step()
+    manager.save()
+    second = failure_of(manager)
+    manager.close()
+    return first, second
+
+
+def test_a_writer_process_that_dies_costs_one_checkpoint(tmp_path: Path) -> None:
+    for first, second in run_ranks(lose_the_writer, 2, tmp_path):
+        assert first.startswith("step 2 could not be saved") and not second
+    assert complete_steps(tmp_path) == [3, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-3"]
+
+
+def drawn(own: Trained) -> list[float]:
+    """What the generators draw next."""
+    import random
+
+    import numpy as np
+
+    return [
+        torch.rand(()).item(),
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        float(np.random.randn()),
+    ]
+
+
+def save_random(folder: Path) -> list[float]:
+    """Save with generators in the middle of a stream; what they draw after."""
+    torch.manual_seed(dist.get_rank())
+    own = trained(1)
+    torch.manual_seed(dist.get_rank())
+    drawn(own)
+    manager = manager_of(own, folder)
+    manager.save()
+    manager.close()
+    return drawn(own)
+
+
+def load_random(folder: Path) -> list[float]:
+    """What the generators draw after a resume."""
+    own = trained(0)
+    load_state(folder / "step-1", own.state, EVERYTHING)
+    return drawn(own)
+
+
+def test_every_rank_draws_on_and_new_ranks_draw_their_own(tmp_path: Path) -> None:
+    before = run_ranks(save_random, 2, tmp_path)
+    after = run_ranks(load_random, 4, tmp_path)
+    assert after[:2] == before
+    assert len({tuple(values) for values in after}) == 4
+    assert run_ranks(load_random, 1, tmp_path) == before[:1]

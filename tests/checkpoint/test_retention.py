@@ -1,0 +1,83 @@
+"""What is kept, what is deleted, and in which order."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from titan_launch.checkpoint.manifest import Manifest, checkpoint_steps, write_manifest
+from titan_launch.checkpoint.retention import Retention, clean, set_aside, tidy
+
+LOSSES = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: math.nan, 60: 2.5}
+
+
+@pytest.mark.parametrize(
+    ("retention", "gone"),
+    [
+        (Retention(latest=0, every=0, best=0), []),
+        (Retention(latest=1, every=0, best=0), [50, 40, 30, 20, 10]),
+        (Retention(latest=2, every=0, best=0), [40, 30, 20, 10]),
+        (Retention(latest=1, every=20, best=0), [50, 30, 10]),
+        (Retention(latest=1, every=0, best=1), [50, 40, 30, 10]),
+        (Retention(latest=1, every=0, best=9), [50, 30]),  # the one without a loss, and the one that is no number
+        (Retention(latest=9, every=0, best=0), []),
+    ],
+)
+def test_what_may_go(retention: Retention, gone: list[int]) -> None:
+    assert retention.expendable(LOSSES) == gone
+
+
+def fill(folder: Path, losses: dict[int, float | None]) -> None:
+    for step, loss in losses.items():
+        (folder / f"step-{step}").mkdir()
+        write_manifest(folder / f"step-{step}", Manifest(step, 1, "", {}, {}, {}, loss, {}))
+
+
+def test_links_follow_and_keep_what_they_name(tmp_path: Path) -> None:
+    fill(tmp_path, {1: 2.0, 2: 1.0, 3: 3.0})
+    assert tidy(tmp_path, 3, Retention(latest=1, every=0, best=1)) == [1]
+    assert (tmp_path / "latest").resolve().name == "step-3" and (tmp_path / "best").resolve().name == "step-2"
+    fill(tmp_path, {4: 0.5})
+    assert tidy(tmp_path, 4, Retention(latest=1, every=0, best=1)) == [3, 2]
+    assert (tmp_path / "latest").resolve().name == (tmp_path / "best").resolve().name == "step-4"
+    fill(tmp_path, {5: 0.1})
+    assert tidy(tmp_path, 5, Retention(latest=1, every=0, best=0)) == [4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-5"]
+
+
+def test_what_was_just_saved_stays_even_if_older_ones_look_newer(tmp_path: Path) -> None:
+    fill(tmp_path, {1: None, 9: None})
+    assert tidy(tmp_path, 1, Retention(latest=1, every=0, best=0)) == []
+    assert checkpoint_steps(tmp_path) == [9, 1]
+
+
+def test_a_folder_without_a_manifest_is_never_deleted(tmp_path: Path) -> None:
+    fill(tmp_path, {1: None, 2: None})
+    (tmp_path / "step-0").mkdir()
+    assert tidy(tmp_path, 2, Retention(latest=1, every=0, best=0)) == [1]
+    assert checkpoint_steps(tmp_path) == [2, 0]
+
+
+def test_a_deletion_that_is_killed_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path, {1: None, 2: None})
+
+    def killed(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        tidy(tmp_path, 2, Retention(latest=1, every=0, best=0))
+    assert checkpoint_steps(tmp_path) == [2]
+    clean(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-2"]
+
+
+def test_damaged_ones_are_set_aside_one_after_the_other(tmp_path: Path) -> None:
+    for number in (1, 2):
+        fill(tmp_path, {7: None})
+        assert set_aside(tmp_path / "step-7").name == f"step-7.damaged-{number}"
+    assert checkpoint_steps(tmp_path) == []

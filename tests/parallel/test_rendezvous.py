@@ -1,0 +1,53 @@
+"""Ranks find each other, and not those of an earlier start."""
+
+from __future__ import annotations
+
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from titan_launch.errors import RunError, Stopped
+from titan_launch.parallel import rendezvous
+from titan_launch.parallel.rendezvous import meet
+
+
+def meet_all(
+    store: dist.Store, ranks: list[int], world_size: int, timeout: float = 30, signal_on_zero: int = 0
+) -> list[str | Exception]:
+    """What each of `ranks` reads of what rank 0 writes, through the store it gets; or how it failed."""
+
+    def one(rank: int) -> str | Exception:
+        try:
+            ours = meet(store, rank, world_size, timeout, lambda: 0 if rank else signal_on_zero)
+        except (RunError, Stopped) as error:
+            return error
+        if rank == 0:
+            ours.set("address", "of this start")
+        return str(ours.get("address").decode())
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(one, ranks))
+
+
+def test_a_restart_does_not_read_what_the_dead_have_written() -> None:
+    store = dist.HashStore()
+    store.set("address", "of nobody")
+    dead = meet(store, 0, 1, 30, lambda: 0)
+    dead.set("address", "of the dead")
+    for _ in range(3):  # each finds what the one before has left: its leader, and the greetings of its ranks
+        assert meet_all(store, [2, 1, 0], 3) == ["of this start"] * 3
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    zero, one = meet_all(dist.HashStore(), [0, 1], 4, timeout=0.5)
+    assert isinstance(zero, RunError) and "ranks 2, 3 of 4 have not joined" in str(zero)
+    assert isinstance(one, RunError) and "rank 1 was not admitted" in str(one)
+
+
+def test_a_signal_ends_the_wait_for_ranks_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_PATIENCE_AFTER_SIGNAL_S", 0.5)
+    zero, one = meet_all(dist.HashStore(), [0, 1], 3, signal_on_zero=signal.SIGTERM)
+    for end in (zero, one):
+        assert isinstance(end, Stopped) and end.status == 0 and "SIGTERM while waiting" in str(end)

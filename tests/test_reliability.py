@@ -1,0 +1,127 @@
+"""Runs that are disturbed for real: killed, signalled in the middle of a save, on a full disk or a read-only one."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import run_ranks
+from tests.tensors import assert_equal
+from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
+from titan_launch.checkpoint import writer
+from titan_launch.checkpoint.manifest import checkpoint_steps, complete_steps
+from titan_launch.config.job import JobConfig
+from titan_launch.errors import RunError, UserError, format_key
+from titan_launch.train.build import build_run
+from titan_launch.train.loop import ending, fit
+from titan_launch.train.signals import StopRequest
+
+REPO = Path(__file__).parent.parent
+
+
+def test_a_slice_of_the_campaign_loses_nothing() -> None:
+    """The whole of it is in docs/reliability.md."""
+    command = [sys.executable, "benchmarks/fault_injection.py", "--runs", "4", "--seed", "5"]
+    command += ["--modes", "disabled", "thread"]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    result = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = re.search(r"4 runs with (\d+) kills .*: \*\*0 lost, 0 mismatched\*\*", result.stdout)
+    assert found is not None and int(found[1]) >= 4, result.stdout
+
+
+def run_signalled_while_writing(job: dict[str, Any]) -> str:
+    """Train; the last rank gets SIGTERM while it writes the second checkpoint. How the run says that it ended."""
+    written = 0
+
+    def write_and_signal(write: Callable[..., int]) -> Callable[..., int]:
+        def signalled(stream: Any, data: Any) -> int:
+            nonlocal written
+            folder = Path(job["job"]["dump_folder"], "tiny", "checkpoints")
+            if checkpoint_steps(folder) and not written and this_rank().rank == this_rank().world_size - 1:
+                written = write(stream, data)
+                os.kill(os.getpid(), signal.SIGTERM)
+                return written
+            return write(stream, data)
+
+        return signalled
+
+    stop = StopRequest()
+    with stop.listening(), ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer._RecordedStream, "write", write_and_signal(writer._RecordedStream.write))
+        run = build_run(JobConfig.model_validate(job), this_rank(), stack, format_key, stop)
+        fit(run)
+        return ending(run)
+
+
+def test_a_signal_during_a_save_stops_the_run_after_it(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, training={"steps": 12}, checkpoint={"enable": True, "interval": 2, "async_mode": "thread"})
+    whole = run_ranks(run_job, 2, {**job, "job": {**job["job"], "name": "whole"}})
+    (text, _) = run_ranks(run_signalled_while_writing, 2, job)
+    found = re.match(r"stopped by SIGTERM after step (\d+) of 12, which is saved", text)
+    assert found is not None and int(found[1]) >= 4, text
+    assert max(complete_steps(tmp_path / "tiny" / "checkpoints")) == int(found[1])
+    for a, b in zip(whole, run_ranks(run_job, 2, job), strict=True):
+        assert_equal(a, b)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB, where this user may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def remount(folder: Path, options: str) -> None:
+    """Change a mounted file system."""
+    subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
+
+
+def error_of(job: dict[str, Any]) -> str:
+    """Train a job on this rank; the error that it ends with, or nothing."""
+    try:
+        run_job(job)
+    except (RunError, UserError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_run_survives_a_full_disk(tmp_path: Path, small_disk: Path) -> None:
+    def job(folder: Path) -> dict[str, Any]:
+        checkpoint = {"enable": True, "interval": 1, "keep_latest": 0}
+        return tiny_job(folder, training={"steps": 6}, checkpoint=checkpoint)
+
+    run_ranks(run_job, 2, job(tmp_path))
+    errors = run_ranks(error_of, 2, job(small_disk))
+    assert errors[0] == errors[1] and errors[0].startswith("step 6 could not be saved: "), errors
+    saved = complete_steps(small_disk / "tiny" / "checkpoints")
+    assert 1 <= max(saved) < 6
+    remount(small_disk, "size=50m")
+    assert run_ranks(error_of, 2, job(small_disk)) == ["", ""]
+    whole, went_on = (
+        [(report["step"], report["train/loss"]) for report in read_metrics(folder)] for folder in (tmp_path, small_disk)
+    )
+    assert went_on == whole
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_the_first_step(small_disk: Path) -> None:
+    remount(small_disk, "ro")
+    errors = run_ranks(error_of, 2, tiny_job(small_disk))
+    assert errors[0] == errors[1]
+    assert "cannot be written: Read-only file system" in errors[0] and errors[0].startswith("job.dump_folder: ")

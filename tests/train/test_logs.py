@@ -1,0 +1,52 @@
+"""Logs of ranks: complete, one file a rank and attempt, closed on the way out."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+
+from titan_launch.errors import RunError
+from titan_launch.train.logs import console_log, rank_log
+
+LOG = logging.getLogger("titan_launch.somewhere")
+
+
+def run(path: Path, error: Exception | None, is_main: bool = True) -> None:
+    """Say something before the file is known and after, and end."""
+    with rank_log() as file, console_log(is_main):
+        LOG.info("early")
+        file.open(path)
+        LOG.info("later")
+        warnings.warn("python warns", UserWarning, stacklevel=1)
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_ranks_file_holds_everything_and_its_console_what_it_should(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_main: bool
+) -> None:
+    with pytest.warns(UserWarning, match="python warns"):
+        run(tmp_path / "logs" / "rank_1.log", None, is_main)
+    first, second, third, *_ = (tmp_path / "logs" / "rank_1.log").read_text().splitlines()
+    assert first.endswith(" INFO titan_launch.somewhere: early") and second.endswith(": later")
+    assert " WARNING " in third and "UserWarning: python warns" in third
+    assert capsys.readouterr().out == ("early\nlater\n" if is_main else "")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_error_that_ends_a_rank_is_in_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("titan_launch")
+    before = list(logger.handlers), logger.level, logger.propagate, warnings.showwarning
+    for error in (RunError("it cannot go on"), ValueError("a defect")):
+        with pytest.raises(type(error)):
+            run(tmp_path / f"{type(error).__name__}.log", error)
+    text = (tmp_path / "RunError.log").read_text()
+    assert text.splitlines()[-1].endswith(" ERROR titan_launch: it cannot go on") and "Traceback" not in text
+    text = (tmp_path / "ValueError.log").read_text()
+    assert "Traceback" in text and text.endswith("ValueError: a defect\n")
+    assert "a defect" not in "".join(capsys.readouterr())
+    assert (list(logger.handlers), logger.level, logger.propagate, warnings.showwarning) == before

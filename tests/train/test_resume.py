@@ -1,0 +1,99 @@
+"""Runs that start from another run's checkpoint."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.distributed import run_ranks
+from tests.tensors import assert_equal, whole_state
+from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
+from titan_launch.config.job import JobConfig
+from titan_launch.errors import UserError
+from titan_launch.train.build import build_run
+
+
+def job(folder: Path, name: str, steps: int, **checkpoint: Any) -> dict[str, Any]:
+    """A job with a plateau, so that more steps do not change earlier ones."""
+    return tiny_job(
+        folder,
+        job={"name": name},
+        training={"steps": steps},
+        checkpoint={"enable": True, "interval": 2, **checkpoint},
+        lr_scheduler={"kind": "warmup_stable_decay", "decay_ratio": 0.0},
+    )
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """A folder with a run of four steps, and its end."""
+    folder = tmp_path_factory.mktemp("runs")
+    return folder, run_ranks(run_job, 2, job(folder, "source", 4))[0]
+
+
+def start(config: dict[str, Any]) -> tuple[int, int, dict[str, Tensor], int]:
+    """Where a run starts: step, position in the data, parameters and buffers, tensors of the optimizer."""
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(config), this_rank(), stack)
+        return run.progress.step, run.progress.data_position, whole_state(run.model), len(run.optimizer.state)
+
+
+def test_a_run_goes_on_from_another_runs_checkpoint(tmp_path: Path, source: tuple[Path, dict[str, Tensor]]) -> None:
+    path = str(source[0] / "source/checkpoints/step-2")
+    whole = run_ranks(run_job, 1, job(tmp_path, "whole", 4))[0]
+    resumed = run_ranks(run_job, 1, job(tmp_path, "copy", 4, load=path))[0]
+    assert [report["step"] for report in read_metrics(tmp_path, "copy")] == [3, 4]
+    losses = [[report["train/loss"] for report in read_metrics(tmp_path, name)[-2:]] for name in ("whole", "copy")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert resumed.keys() == whole.keys()
+    assert len(list((source[0] / "source/checkpoints").glob("step-*"))) == 2  # nothing is written there
+
+
+def test_a_run_begins_with_another_runs_parameters(tmp_path: Path, source: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, end = source
+    begun = job(tmp_path, "begun", 4, initial_load_path=str(folder / "source"))
+    step, position, state, num_states = run_ranks(start, 2, begun)[0]
+    assert (step, position, num_states) == (0, 0, 0)
+    assert_equal(state, end)
+    run_ranks(run_job, 1, begun)
+    assert run_ranks(start, 1, {**begun, "training": {**begun["training"], "steps": 9}})[0][:2] == (4, 16)
+
+
+def test_without_checkpoints_of_its_own_a_run_can_begin_with_anothers(
+    tmp_path: Path, source: tuple[Path, dict[str, Tensor]]
+) -> None:
+    config = job(tmp_path, "only", 1, initial_load_path=str(source[0] / "source"), exclude_from_loading=["output.*"])
+    config["checkpoint"]["enable"] = False
+    ((step, _, state, _),) = run_ranks(start, 1, config)
+    assert step == 0 and not (state["output.weight"] == source[1]["output.weight"]).all()
+    assert (state["tok_embeddings.weight"] == source[1]["tok_embeddings.weight"]).all()
+
+
+def test_schedule_or_data_can_begin_anew(tmp_path: Path, source: tuple[Path, dict[str, Tensor]]) -> None:
+    path = str(source[0] / "source")
+    excluded = job(tmp_path, "excluded", 9, load=path, exclude_from_loading=["step"])
+    assert run_ranks(start, 1, excluded)[0][:2] == (0, 16)
+    excluded = job(tmp_path, "excluded", 9, load=path, exclude_from_loading=["data", "optimizer"])
+    step, position, _, num_states = run_ranks(start, 1, excluded)[0]
+    assert (step, position, num_states) == (4, 0, 0)
+
+
+def refused(config: dict[str, Any]) -> str:
+    """Why a run cannot start."""
+    with pytest.raises(UserError) as caught:
+        start(config)
+    return str(caught.value)
+
+
+def test_a_damaged_step_is_not_replaced_by_another(tmp_path: Path, source: tuple[Path, dict[str, Tensor]]) -> None:
+    run_ranks(run_job, 1, job(tmp_path, "tiny", 4))
+    (shard,) = (tmp_path / "tiny/checkpoints/step-2").glob("*.distcp")
+    shard.write_bytes(b"")
+    for message in run_ranks(refused, 2, job(tmp_path, "tiny", 9, load=2)):
+        assert "checkpoint.load: " in message and "step-2 cannot be loaded: " in message
+    for message in run_ranks(refused, 2, job(tmp_path, "new", 9, load=str(tmp_path / "gone"))):
+        assert "checkpoint.load: there is no such folder" in message

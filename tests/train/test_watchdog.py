@@ -1,0 +1,178 @@
+"""A run that hangs says which rank is behind and what every thread does; a timeout ends it with the same words."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from tests.distributed import run_ranks
+from tests.train.jobs import this_rank, tiny_job
+from titan_launch.config.comm import CommConfig
+from titan_launch.config.job import JobConfig
+from titan_launch.train.build import Run, build_run
+from titan_launch.train.loop import fit
+from titan_launch.train.step import Microbatch
+from titan_launch.train.watchdog import Watchdog
+
+REPO = Path(__file__).parents[2]
+
+
+def a_slow_disk(batches: Iterator[Microbatch], microbatches: int, seconds: float) -> Iterator[Microbatch]:
+    for number, batch in enumerate(batches):
+        if number == microbatches:
+            time.sleep(seconds)
+        yield batch
+
+
+def train_with_a_slow_disk(job: dict[str, Any], seconds: float) -> list[str]:
+    """Train while the last of the ranks waits for its data in step 3: what was logged."""
+    records: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("titan_launch.train.watchdog")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    config, ranks = JobConfig.model_validate(job), this_rank()
+    with ExitStack() as stack:
+        watchdog = stack.enter_context(Watchdog(config.comm, ranks))
+        run: Run = build_run(config, ranks, stack, watchdog=watchdog)
+        if ranks.rank == ranks.world_size - 1:
+            run.train_batches._batches = a_slow_disk(
+                run.train_batches._batches, 2 * run.layout.num_microbatches, seconds
+            )
+        fit(run)
+    return records
+
+
+def test_a_hang_names_the_rank_that_is_behind(tmp_path: Path) -> None:
+    comm = {"hang_seconds": 1, "timeout_seconds": 60, "init_timeout_seconds": 1200}
+    main, other = run_ranks(train_with_a_slow_disk, 2, tiny_job(tmp_path, comm=comm), 2.5)
+    behind = "rank 1 is behind: it is in step 3 (loading data) while the others are in step 3 (forward, backward"
+    for records in (main, other):
+        assert len([text for text in records if behind in text]) == 1
+        assert any(text.startswith("going on after ") for text in records)
+    stacks = (tmp_path / "tiny" / "hangs" / "rank_1.txt").read_text()
+    assert "in a_slow_disk" in stacks and "in _watch" in stacks  # all threads
+    assert "in a_slow_disk" not in (tmp_path / "tiny" / "hangs" / "rank_0.txt").read_text()
+
+
+MODEL_THAT_HANGS = """
+import os, time
+from torch import nn
+
+class Model(nn.Sequential):
+    calls = 0
+
+    def forward(self, tokens):
+        self.calls += 1
+        if self.calls == 3 and os.environ["RANK"] == "1":
+            self.wait_for_ever()
+        return super().forward(tokens)
+
+    def wait_for_ever(self):
+        time.sleep(600)
+
+def build():
+    return Model(nn.Embedding(61, 8), nn.Linear(8, 61))
+"""
+
+
+def test_a_timeout_ends_the_run_with_the_rank_that_was_behind(tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text(MODEL_THAT_HANGS)
+    job = tiny_job(tmp_path, comm={"hang_seconds": 1, "timeout_seconds": 3}, debug={"audit_precision": False})
+    job = {**job, "model": {"name": "hanging:build"}, "training": {**job["training"], "local_batch_size": 2}}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    ended = subprocess.run(
+        [sys.executable, "-m", "titan_launch", "launch", "--nproc-per-node=2", "--config", "job.json"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{REPO}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1, ended.stderr
+    error = ended.stderr[ended.stderr.index("error: ") :]
+    assert error.startswith("error: a collective took longer than comm.timeout_seconds: Timed out waiting 3000ms")
+    assert "rank 1 is behind: all are in step 3 (forward, backward and update), but rank 1 has begun" in error
+    assert error.count("\n") == 2  # nothing else, and nobody killed the rank that hung: it ended by itself
+    run = tmp_path / "tiny"
+    assert "in wait_for_ever" in (run / "hangs" / "rank_1.txt").read_text()
+    assert "and this one hangs in step 3" in next(run.glob("logs/*/rank_1.log")).read_text()
+    traces = {rank: pickle.loads((run / "flight_recorder" / f"rank_{rank}").read_bytes()) for rank in (0, 1)}
+    assert len(traces[0]["entries"]) == len(traces[1]["entries"]) + 1
+    for trace in traces.values():  # what torchfrtrace needs to compare ranks, and gloo leaves out
+        assert {entry["process_group"][0] for entry in trace["entries"]} <= trace["pg_config"].keys()
+        assert "[0, 1]" in {group["ranks"] for group in trace["pg_config"].values()}
+
+
+def hang_within_a_phase(comm: CommConfig) -> str:
+    """Two ranks are in the same phase, where one has begun a collective that the other has not."""
+    ranks = this_rank()
+    with Watchdog(comm, ranks) as watchdog:
+        watchdog.end_warm_up()
+        watchdog.enter("forward, backward and update", 7)
+        work = dist.barrier(async_op=True) if ranks.rank == 0 else None
+        time.sleep(2.5)
+        sentence = watchdog._who_is_behind(watchdog._board)  # type: ignore[arg-type]
+    (work or dist.barrier(async_op=True)).wait()
+    return sentence
+
+
+def test_a_rank_that_is_behind_within_a_phase(tmp_path: Path) -> None:
+    """What is told apart by the collectives that ranks have begun."""
+    sentence, _ = run_ranks(hang_within_a_phase, 2, CommConfig(timeout_seconds=60, hang_seconds=1))
+    assert sentence.startswith(
+        "rank 1 is behind: all are in step 7 (forward, backward and update), but rank 1 has begun"
+    )
+
+
+def timeouts_of_groups(job: dict[str, Any]) -> tuple[set[float], set[float]]:
+    """The timeouts of all groups, while a run is built and at its end."""
+
+    def seconds() -> set[float]:
+        groups = distributed_c10d._world.pg_map
+        return {group._get_backend(this_rank().device).options._timeout.total_seconds() for group in groups}
+
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(job), this_rank(), stack)
+        before = seconds()
+        fit(run)
+        return before, seconds()
+
+
+def test_every_group_has_the_timeout_of_the_job(tmp_path: Path) -> None:
+    comm = {"timeout_seconds": 77, "init_timeout_seconds": 99}
+    norm = {"args": {"norm": "batchnorm"}}
+    parallelism = {"data_parallel_replicate_degree": 2}
+    statistics = {"statistics": "synchronized"}
+    job = tiny_job(tmp_path, model=norm, comm=comm, parallelism=parallelism, batchnorm=statistics)
+    assert run_ranks(timeouts_of_groups, 2, job) == [({99.0}, {77.0})] * 2
+
+
+@pytest.mark.parametrize(("hang_seconds", "limits"), [(None, (90, 30, 90)), (20, (60, 20, 60))])
+def test_the_limit_of_a_phase(hang_seconds: int | None, limits: tuple[int, int, int]) -> None:
+    comm = CommConfig(timeout_seconds=60, init_timeout_seconds=180, hang_seconds=hang_seconds)
+    assert run_ranks(limits_of_phases, 1, comm) == [limits]
+
+
+def limits_of_phases(comm: CommConfig) -> tuple[float, ...]:
+    watchdog = Watchdog(comm, this_rank())
+    first = watchdog._now.limit_s
+    watchdog.end_warm_up()
+    watchdog.enter("loading data", 2)
+    usual = watchdog._now.limit_s
+    watchdog.enter("saving a checkpoint", 2, patient=True)
+    return first, usual, watchdog._now.limit_s

@@ -1,0 +1,74 @@
+"""torchrun's agent, which starts the ranks of a host and watches them, with another way to end them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+from titan_launch.signals import RESTART_SIGNAL, RESTART_STATUS, held_back
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's own agent ends itself when a signal comes, gives its ranks 30 s, and does not tell how they ended.
+
+    This one leaves signals to `titan_launch.launch`, which passes them on to the ranks, and goes on watching: ranks
+    that save and end with status 0 have succeeded. Where nothing is gained by a restart there is none: after a signal,
+    and when a rank has found its input to be wrong.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        on_start: Callable[[Sequence[subprocess.Popen[bytes]]], None],
+        on_failure: Callable[[Mapping[int, int]], object],
+        is_stopping: Callable[[], bool],
+        stop_timeout_s: int,
+        final_statuses: Collection[int],
+        **kwargs: Any,
+    ):
+        """`on_start` is told the processes of every start; `on_failure`, before they are started again, the exit codes
+        of the ranks that failed. `is_stopping`: whether a signal has come; `stop_timeout_s`: how long ranks may take to
+        end when they are asked to; `final_statuses`: those of a rank that would only repeat itself."""
+        super().__init__(*args, **kwargs)
+        self._on_start = on_start
+        self._on_failure = on_failure
+        self._is_stopping = is_stopping
+        self._stop_timeout_s = stop_timeout_s
+        self._final_statuses = final_statuses
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with held_back():
+            ids: dict[int, Any] = super()._start_workers(worker_group)
+        context = self._pcontext
+        assert isinstance(context, SubprocessContext)
+        self._on_start([handler.proc for handler in context.subprocess_handlers.values()])
+        return ids
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Before a restart, or at the end. Ranks that are well (a host has come) get the time to save."""
+        if self._pcontext is not None:
+            self._pcontext.close(RESTART_SIGNAL, self._stop_timeout_s)
+        super()._stop_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.state not in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            return result
+        exit_codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+        if RESTART_STATUS in exit_codes.values():  # another agent has seen the new host first; all ranks end together
+            self._remaining_restarts += 1  # which counts a failure, and this is none
+            return result
+        if self._is_stopping() or set(exit_codes.values()) & set(self._final_statuses):
+            self._remaining_restarts = 0
+        if self._remaining_restarts > 0:
+            most = worker_group.spec.max_restarts
+            self._on_failure(exit_codes)
+            number = most - self._remaining_restarts + 1
+            print(f"starting all ranks again: restart {number} of at most {most}", file=sys.stderr, flush=True)
+        return result

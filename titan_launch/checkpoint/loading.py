@@ -1,0 +1,220 @@
+"""Choosing a checkpoint, and taking a run's state out of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from titan_launch.checkpoint.manifest import (
+    DamagedCheckpointError,
+    check_contents,
+    check_sizes,
+    checkpoint_name,
+    checkpoint_steps,
+    read_manifest,
+)
+from titan_launch.checkpoint.retention import set_aside
+from titan_launch.checkpoint.safe import SafeLoadPlanner, SafeReader, UnsafeCheckpointError
+from titan_launch.checkpoint.state import TrainingState
+from titan_launch.collective import on_all, on_main
+from titan_launch.errors import KeyPath, UserError, config_error
+from titan_launch.globs import matches
+
+_log = logging.getLogger(__name__)
+
+EXCLUDED_PARTS = ("optimizer", "step", "data", "random")
+"""What `checkpoint.exclude_from_loading` can name besides parameters and buffers."""
+
+_EXCLUDE: KeyPath = ("checkpoint", "exclude_from_loading")
+_LISTED = 8
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What of a checkpoint is taken."""
+
+    excluded: tuple[str, ...] = ()
+    """As `checkpoint.exclude_from_loading` has it."""
+
+    only_weights: bool = False
+    """Parameters and buffers, and nothing else."""
+
+    def takes(self, part: str) -> bool:
+        """Whether one of `EXCLUDED_PARTS` is taken."""
+        return not self.only_weights and part not in self.excluded
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """Those of `excluded` that stand for parameters and buffers."""
+        return tuple(entry for entry in self.excluded if entry not in EXCLUDED_PARTS)
+
+    def takes_tensor(self, name: str) -> bool:
+        """Whether a parameter or buffer is taken."""
+        return not any(matches(glob, name) for glob in self.globs)
+
+
+EVERYTHING = Selection()
+
+
+def newest_valid(folder: Path, *, set_damaged_aside: bool) -> Path | None:
+    """The newest checkpoint of a folder whose files all have their checksums; None where the folder has none at all.
+    Collective: every rank reads a share of the files.
+
+    Those that are damaged are reported, and with `set_damaged_aside` renamed once an older one is found to be whole.
+    Raises UserError when all are damaged.
+    """
+    damaged: list[Path] = []
+    for step in on_main(lambda: checkpoint_steps(folder)):
+        candidate = folder / checkpoint_name(step)
+        reason = damage(candidate)
+        if reason is None:
+            if set_damaged_aside:
+                on_main(lambda: [set_aside(path) for path in damaged])
+            return candidate
+        damaged.append(candidate)
+        _log.warning("%s is damaged and not loaded: %s", candidate, reason)
+    if damaged:
+        raise UserError(
+            f"all checkpoints in {folder} are damaged ({', '.join(path.name for path in damaged)}); "
+            'start anew with checkpoint.load = "none", which moves them aside, or from another run\'s with '
+            "checkpoint.load = PATH"
+        )
+    return None
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, or None; collective: every rank reads a share of the files."""
+
+    def look(names: slice) -> str | None:
+        try:
+            manifest = read_manifest(checkpoint)
+            check_sizes(checkpoint, manifest)
+            check_contents(checkpoint, manifest, sorted(manifest.files)[names])
+        except DamagedCheckpointError as error:
+            return str(error)
+        return None
+
+    share = slice(dist.get_rank(), None, dist.get_world_size())
+    return next((reason for reason in on_all(lambda: look(share)) if reason is not None), None)
+
+
+def find_checkpoint(path: Path, key: KeyPath) -> Path:
+    """The checkpoint that a path of the job names: itself, or the newest valid one of a run's folder; collective.
+
+    Raises ConfigError for `key`, on all ranks, when there is none, or it is damaged.
+    """
+    for folder in (path / "checkpoints", path):
+        if on_main(lambda folder=folder: bool(checkpoint_steps(folder))):  # type: ignore[misc]
+            found = newest_valid(folder, set_damaged_aside=False)
+            assert found is not None
+            return found
+    if not on_main(path.is_dir):
+        reason = "there is no such folder; name a checkpoint (.../step-100) or a run's folder"
+        raise config_error(key, reason, str(path))
+    damaged = damage(path)
+    if damaged is not None:
+        raise config_error(key, f"it holds no checkpoint that can be loaded: {damaged}", str(path))
+    return path
+
+
+def load_state(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
+    """Take what is selected out of a valid checkpoint, whatever the number of ranks that wrote it; collective.
+
+    Raises UserError, on all ranks, when its model is another, or it is not safe to load.
+    """
+    try:
+        _load(checkpoint, state, selection)
+    except (dcp.api.CheckpointException, UnsafeCheckpointError, DamagedCheckpointError, OSError) as error:
+        raise UserError(f"the checkpoint {checkpoint} cannot be loaded: {_cause(error)}") from error
+
+
+def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
+    reader = SafeReader(checkpoint)
+    index = reader.read_metadata().state_dict_metadata
+    saved = {key: tuple(entry.size) if hasattr(entry, "size") else None for key, entry in index.items()}
+    names = _check_model(checkpoint, state.weights.shapes(), _below("model", saved), selection)
+    updated = {key.rpartition(".")[0] for key in _below("optimizer", saved)} if selection.takes("optimizer") else set()
+    updated = {name for name in updated if selection.takes_tensor(name)}
+    target: dict[str, Any] = dict(state.weights.targets(names, updated))
+    for name, part in state.parts.items():
+        target[name] = {k: v for k, v in part.state_dict().items() if k in _below(name, saved)}
+    own = state.random.key
+    has_random = selection.takes("random") and f"random.{own}.torch" in saved
+    if has_random:
+        present = _below(f"random.{own}", saved)
+        target["random"] = {own: {k: v for k, v in state.random.state_dict().items() if k in present}}
+    dcp.load(target, storage_reader=reader, planner=SafeLoadPlanner())
+    _take_over(state, target, selection)
+    if has_random:
+        state.random.load_state_dict(target["random"][own])
+    elif selection.takes("random"):
+        state.random.seed_anew(int(target["progress"]["step"]))
+
+
+def _take_over(state: TrainingState, target: Mapping[str, Any], selection: Selection) -> None:
+    state.weights.load_state_dict({"model": target["model"], "optimizer": target["optimizer"]})
+    for name, part in state.parts.items():
+        part.load_state_dict({k: value for k, value in target[name].items() if selection.takes(_part_of(name, k))})
+
+
+def _part_of(name: str, key: str) -> str:
+    """The one of `EXCLUDED_PARTS` that a value of a part belongs to."""
+    return "data" if (name, key) in (("progress", "samples_seen"), ("progress", "samples_skipped")) else "step"
+
+
+def _below(prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries whose keys begin with a name and a dot, without these."""
+    return {key[len(prefix) + 1 :]: value for key, value in saved.items() if key.startswith(f"{prefix}.")}
+
+
+def _check_model(
+    checkpoint: Path,
+    own: Mapping[str, tuple[int, ...]],
+    saved: Mapping[str, tuple[int, ...] | None],
+    selection: Selection,
+) -> set[str]:
+    """The names of the tensors to be loaded. Raises UserError for a model with others or with other shapes, and
+    ConfigError for a glob that matches nothing."""
+    for glob in selection.globs:
+        if not any(matches(glob, name) for name in (*own, *saved)):
+            reason = f'"{glob}" matches no parameter or buffer; besides these there is {", ".join(EXCLUDED_PARTS)}'
+            raise config_error(_EXCLUDE, reason, list(selection.excluded))
+    own = {name: shape for name, shape in own.items() if selection.takes_tensor(name)}
+    saved = {name: shape for name, shape in saved.items() if selection.takes_tensor(name)}
+    differences = list(_differences(own, saved))
+    if differences:
+        advice = "checkpoint.exclude_from_loading leaves parameters out where a run begins from another's checkpoint"
+        raise UserError(
+            "\n  ".join([f"the checkpoint {checkpoint} is of another model:", *differences]) + f"\n{advice}"
+        )
+    return set(own)
+
+
+def _differences(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...] | None]) -> Iterator[str]:
+    missing = [name for name in own if name not in saved]
+    unexpected = [name for name in saved if name not in own]
+    misshaped = [f"{n} is {own[n]}, was {saved[n]}" for n in own if n in saved and own[n] != saved[n]]
+    for title, names in (
+        ("missing in the checkpoint", missing),
+        ("unexpected in the checkpoint", unexpected),
+        ("of another shape", misshaped),
+    ):
+        if names:
+            yield f"{len(names)} {title}: {_shortened(names)}"
+
+
+def _shortened(names: Sequence[str]) -> str:
+    rest = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _cause(error: BaseException) -> str:
+    cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.api.CheckpointException) else error
+    known = isinstance(cause, UnsafeCheckpointError | DamagedCheckpointError)
+    return str(cause) if known else f"{type(cause).__name__}: {cause}"

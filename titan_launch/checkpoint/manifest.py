@@ -1,0 +1,139 @@
+"""What is beside the tensors of a checkpoint: what it is of, and a checksum of every file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST_FILE = "manifest.json"
+"""Written last: a checkpoint without it is not complete."""
+
+_STEP = re.compile(r"step-(\d+)")
+_CHUNK_BYTES = 1 << 22
+
+
+class DamagedCheckpointError(Exception):
+    """Why a checkpoint cannot be used, as a clause."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file as it was written."""
+
+    bytes: int
+    crc32: str
+    """Eight hexadecimal digits. It finds damage, not forgery: see docs/security.md."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The description of a checkpoint."""
+
+    step: int
+    world_size: int
+    config_digest: str
+    """SHA-256 of the run's resolved configuration."""
+
+    gradient_accumulation: Mapping[str, Any]
+    """As resolved: what `auto` stood for."""
+
+    activation_checkpoint: Mapping[str, Any]
+    """As resolved."""
+
+    versions: Mapping[str, str]
+    """Of torch and of the launcher."""
+
+    validation_loss: float | None
+    """Of this step, if it was validated."""
+
+    files: Mapping[str, FileRecord]
+    """Every file of the folder but the manifest itself."""
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of a step's folder."""
+    return f"step-{step}"
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """The steps that have a folder with its final name (damaged or not), the newest first; none if there is no
+    `folder`."""
+    found = (_STEP.fullmatch(entry.name) for entry in folder.glob("step-*"))
+    return sorted((int(match[1]) for match in found if match), reverse=True)
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Those that have a manifest."""
+    return [step for step in checkpoint_steps(folder) if (folder / checkpoint_name(step) / MANIFEST_FILE).exists()]
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write it into a checkpoint's folder, durably."""
+    content = json.dumps(asdict(manifest), indent=1, sort_keys=True)
+    text = json.dumps({"manifest": asdict(manifest), "crc32": _crc32(content.encode())}, indent=1, sort_keys=True)
+    with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint's folder. Raises DamagedCheckpointError."""
+    try:
+        data = json.loads((folder / MANIFEST_FILE).read_bytes())
+        content, expected = data["manifest"], data["crc32"]
+        files = {name: FileRecord(**record) for name, record in content["files"].items()}
+        manifest = Manifest(**{**content, "files": files})
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"{MANIFEST_FILE} is missing") from None
+    except OSError as error:
+        raise DamagedCheckpointError(f"{MANIFEST_FILE} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise DamagedCheckpointError(f"{MANIFEST_FILE} is damaged") from None
+    if _crc32(json.dumps(content, indent=1, sort_keys=True).encode()) != expected:
+        raise DamagedCheckpointError(f"{MANIFEST_FILE} does not have its checksum")
+    return manifest
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """All files are there, with their sizes. Raises DamagedCheckpointError."""
+    for name, record in manifest.files.items():
+        if Path(name).name != name:
+            raise DamagedCheckpointError(f"{MANIFEST_FILE} names a file outside of the checkpoint: {name}")
+        path = folder / name
+        if not path.is_file():
+            raise DamagedCheckpointError(f"{name} is missing")
+        size = path.stat().st_size
+        if size != record.bytes:
+            raise DamagedCheckpointError(f"{name} has {size:,} bytes of {record.bytes:,}")
+
+
+def check_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Read some of the files and compare their checksums. Raises DamagedCheckpointError."""
+    for name in names:
+        try:
+            found = record_of(folder / name)
+        except OSError as error:
+            raise DamagedCheckpointError(f"{name} cannot be read: {error.strerror}") from None
+        if found != manifest.files[name]:
+            raise DamagedCheckpointError(f"{name} does not have its checksum")
+
+
+def record_of(path: Path) -> FileRecord:
+    """A file's size and checksum, as they are read now."""
+    size, checksum = 0, 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            size += len(chunk)
+            checksum = zlib.crc32(chunk, checksum)
+    return FileRecord(size, f"{checksum:08x}")
+
+
+def _crc32(content: bytes) -> str:
+    return f"{zlib.crc32(content):08x}"

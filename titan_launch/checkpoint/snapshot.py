@@ -1,0 +1,182 @@
+"""A rank's part of the training state, as it is written: shards of tensors on the host, and numbers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titan_launch.plan.hardware import GIB
+
+_ALIGNMENT = 64  # bytes; more than any dtype needs
+_SHARED_MEMORY = Path("/dev/shm")  # of Linux; elsewhere there is no limit to look at
+
+State = dict[str, Any]
+"""Nested tables whose leaves are `Shard`s, tensors that all ranks have, and plain numbers."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of a DTensor, without its mesh: it can be sent to a process that has no mesh.
+
+    Follows DCP's protocol for objects that say themselves what is to be written.
+    """
+
+    local: Any
+    """A tensor; in a state that is laid out in an arena, its `Slot`."""
+
+    offsets: tuple[int, ...]
+    """Where the part begins in the whole tensor, in elements."""
+
+    size: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+    def __create_write_items__(self, fqn: str, shard: Shard) -> list[WriteItem]:
+        if not self.local.numel():  # a rank beyond the end of an unevenly divided tensor has nothing to write
+            return []
+        offsets = torch.Size(self.offsets)
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=offsets, sizes=self.local.size()),
+            properties=TensorProperties.create_from_tensor(self.local),
+            size=torch.Size(self.size),
+        )
+        return [WriteItem(index=MetadataIndex(fqn, offsets), type=WriteItemType.SHARD, tensor_data=data)]
+
+
+def shards_of(state: Mapping[str, Any]) -> State:
+    """A state dict with every DTensor replaced by this rank's shard of it; nothing is copied."""
+    return _map_leaves(state, lambda leaf: _shard(leaf) if isinstance(leaf, DTensor) else leaf)
+
+
+def total_bytes(state: State) -> int:
+    """Bytes of the whole tensors of a state, over all ranks."""
+    return sum(
+        torch.Size(leaf.size).numel() * leaf.local.element_size() if isinstance(leaf, Shard) else leaf.nbytes
+        for leaf in leaves(state)
+        if isinstance(leaf, Shard | Tensor)
+    )
+
+
+def leaves(state: Mapping[str, Any]) -> Iterator[Any]:
+    """What a nested table holds, in order."""
+    for value in state.values():
+        if isinstance(value, Mapping):
+            yield from leaves(value)
+        else:
+            yield value
+
+
+class Arena:
+    """Host memory that states are copied into, one at a time; it is kept from one to the next."""
+
+    def __init__(self, *, is_shared: bool = False, is_pinned: bool = False):
+        """`is_shared`: with the process it is sent to; `is_pinned`: for fast copies from a GPU."""
+        self._is_shared = is_shared
+        self._is_pinned = is_pinned
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        """The bytes, one-dimensional; replaced where a state needs more."""
+
+    def reserve(self, size: int) -> None:
+        """Have at least so many bytes. Raises OSError where they are to be shared and there is not so much memory that
+        can be: using what is not there would end the process with SIGBUS."""
+        if self.memory.numel() >= size:
+            return
+        if self._is_shared and _SHARED_MEMORY.is_dir():
+            free = shutil.disk_usage(_SHARED_MEMORY).free
+            if free < size:
+                raise OSError(
+                    f"a copy of this rank's state needs {size / GIB:.3f} GiB of shared memory, and {_SHARED_MEMORY} "
+                    f"has {free / GIB:.3f} GiB free; enlarge it (docker run --shm-size), or set "
+                    'checkpoint.async_mode = "thread"'
+                )
+        memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)
+        self.memory = memory.share_memory_() if self._is_shared else memory
+
+    def fill(self, state: State, slots: State) -> None:
+        """Copy the tensors of a state into their slots. Waits for the device."""
+        for leaf, slot in zip(leaves(state), leaves(slots), strict=True):
+            if isinstance(leaf, Shard):
+                slot.local.view(self.memory).copy_(leaf.local)
+            elif isinstance(leaf, Tensor):
+                slot.view(self.memory).copy_(leaf)
+
+
+def lay_out(state: State) -> tuple[State, int]:
+    """The state with a `Slot` in place of every tensor, and the bytes that they take."""
+    end = 0
+
+    def place(tensor: Tensor) -> Slot:
+        nonlocal end
+        slot = Slot(end, tensor.dtype, tuple(tensor.shape))
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return slot
+
+    return _map_tensors(state, place), end
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor's place in an arena."""
+
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def view(self, memory: Tensor) -> Tensor:
+        """The tensor, in the arena's memory. Its storage is its own: DCP would copy a view of a larger one to write
+        it."""
+        count = torch.Size(self.shape).numel()
+        if not count:
+            return torch.empty(self.shape, dtype=self.dtype)
+        flat = torch.frombuffer(memory.numpy(), dtype=self.dtype, count=count, offset=self.start)
+        return flat.view(self.shape)
+
+
+def in_memory(slots: State, memory: Tensor) -> State:
+    """The state that `lay_out` and `fill` have put into an arena's memory."""
+    return _map_leaves(
+        slots,
+        lambda leaf: (
+            replace(leaf, local=leaf.local.view(memory))
+            if isinstance(leaf, Shard)
+            else leaf.view(memory)
+            if isinstance(leaf, Slot)
+            else leaf
+        ),
+    )
+
+
+def _map_tensors(state: State, change: Callable[[Tensor], Any]) -> State:
+    """The state with every tensor (of a shard: the local one) replaced."""
+
+    def change_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Shard):
+            return replace(leaf, local=change(leaf.local))
+        return change(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return _map_leaves(state, change_leaf)
+
+
+def _map_leaves(state: Mapping[str, Any], change: Callable[[Any], Any]) -> State:
+    return {
+        name: _map_leaves(value, change) if isinstance(value, Mapping) else change(value)
+        for name, value in state.items()
+    }
+
+
+def _shard(tensor: DTensor) -> Shard:
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Shard(tensor.to_local(), tuple(offsets), tuple(tensor.shape))

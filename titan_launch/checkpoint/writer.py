@@ -1,0 +1,192 @@
+"""Writing a checkpoint: into a temporary folder, verified, then renamed. Knows nothing of models."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from titan_launch.checkpoint.manifest import FileRecord, Manifest, checkpoint_name, record_of, write_manifest
+from titan_launch.checkpoint.retention import TEMPORARY, Retention, clean, set_aside, sync_folder, tidy
+from titan_launch.checkpoint.snapshot import Shard, State, total_bytes
+from titan_launch.collective import on_all, on_main
+from titan_launch.plan.hardware import GIB
+
+_SPARE = 1.02
+"""Room for headers and metadata, relative to the tensors."""
+
+
+@dataclass(frozen=True)
+class WriteRequest:
+    """What is to be written where; the same on all ranks."""
+
+    folder: Path
+    """Of all checkpoints of the run, on a file system that all ranks share."""
+
+    manifest: Manifest
+    """Without files: these are found while writing."""
+
+    retention: Retention
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint that is complete."""
+
+    step: int
+    bytes: int
+    seconds: float
+    deleted: tuple[int, ...]
+    """Steps of older checkpoints that are gone now."""
+
+    warning: str = ""
+    """What went wrong after it was complete."""
+
+
+def write_checkpoint(request: WriteRequest, state: State, group: dist.ProcessGroup | None) -> Written:
+    """Write a step's folder; collective over `group`, whose tensors are on the CPU.
+
+    Raises OSError (no space, not writable, what is on disk is not what was written) or another Exception, on all ranks
+    alike; the temporary folder is removed then, and no other is touched. A rank that dies meanwhile leaves the
+    temporary folder behind, which the next save removes.
+    """
+    start = time.perf_counter()
+    temporary = request.folder / f"{checkpoint_name(request.manifest.step)}{TEMPORARY}"
+    needed = total_bytes(state)
+    on_main(lambda: _make_room(request.folder, temporary, needed), group)
+    try:
+        records = _write_files(temporary, state, group)
+        deleted, warning = on_main(lambda: _complete(request, temporary, records), group)
+    except Exception:
+        if dist.get_rank(group) == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    size = sum(record.bytes for record in records.values())
+    return Written(request.manifest.step, size, time.perf_counter() - start, deleted, warning)
+
+
+def _make_room(folder: Path, temporary: Path, needed: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    clean(folder)
+    free = shutil.disk_usage(folder).free
+    if free < needed * _SPARE:
+        raise OSError(f"{needed * _SPARE / GIB:.3f} GiB are needed, and {folder} has {free / GIB:.3f} GiB free")
+    temporary.mkdir()
+
+
+def _write_files(temporary: Path, state: State, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
+    """The files of all ranks, each read back and found as it was meant."""
+    writer = FileSystemWriter(temporary)
+    files = _RecordingFileSystem()
+    writer.fs = files
+    # Replicated values (buffers, the optimizer's step counts) come from rank 0. By default DCP takes each from the
+    # least loaded rank, tensor by tensor.
+    planner = _Planner(dedup_save_to_lowest_rank=True)
+    try:
+        dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
+    except dcp.api.CheckpointException as error:
+        raise _first_failure(error) from error
+    records: dict[str, FileRecord] = {}
+    for of_rank in on_all(lambda: _read_back(temporary, files.records), group):
+        records |= of_rank
+    return records
+
+
+def _read_back(temporary: Path, written: dict[str, FileRecord]) -> dict[str, FileRecord]:
+    for name, record in written.items():
+        if record_of(temporary / name) != record:
+            raise OSError(f"{temporary / name} does not hold what was written to it")
+    return written
+
+
+def _complete(request: WriteRequest, temporary: Path, records: dict[str, FileRecord]) -> tuple[tuple[int, ...], str]:
+    """Give the folder its final name, then the links and the older checkpoints; on the main rank."""
+    missing = [name for name in records if not (temporary / name).exists()]
+    if missing:
+        raise OSError(f"{temporary / missing[0]} was written on another host, and is not here: hosts must share it")
+    write_manifest(temporary, replace(request.manifest, files=records))
+    sync_folder(temporary)
+    final = request.folder / checkpoint_name(request.manifest.step)
+    if final.exists():  # a damaged one, which was not resumed from
+        set_aside(final)
+    temporary.rename(final)
+    sync_folder(request.folder)
+    try:
+        return tuple(tidy(request.folder, request.manifest.step, request.retention)), ""
+    except OSError as error:  # the checkpoint is complete all the same
+        return (), f"older checkpoints could not be deleted: {error}"
+
+
+def _first_failure(error: dcp.api.CheckpointException) -> Exception:
+    """What a rank raised, rather than DCP's collection of tracebacks."""
+    cause = next(iter(error.failures.values()))[0]
+    return cause if isinstance(cause, OSError) else RuntimeError(f"{type(cause).__name__}: {cause}")
+
+
+class _Planner(DefaultSavePlanner):
+    """DCP's own, which also finds the tensor of a `Shard`."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        return value.local if isinstance(value, Shard) else super().lookup_object(index)
+
+
+class _RecordingFileSystem(FileSystem):
+    """Keeps size and checksum of what is written, by the name that the file ends up with."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            recorded = _RecordedStream(stream)
+            yield recorded
+        self.records[os.path.basename(path)] = recorded.record
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.records[os.path.basename(new_path)] = self.records.pop(os.path.basename(path))
+
+
+class _RecordedStream:
+    """A file that is written from its beginning to its end."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+        self._size = 0
+        self._checksum = 0
+
+    def write(self, data: Any) -> int:
+        self._checksum = zlib.crc32(data, self._checksum)
+        self._size += memoryview(data).nbytes
+        return int(self._stream.write(data))
+
+    @property
+    def record(self) -> FileRecord:
+        return FileRecord(self._size, f"{self._checksum:08x}")
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        self._stream.flush()  # DCP asks for it to fsync, and would leave out what is still in Python's buffer
+        return int(self._stream.fileno())
+
+    def close(self) -> None:
+        self._stream.close()

@@ -1,0 +1,105 @@
+"""Signals that ask a process to end: heard at once, whatever the process is doing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Schedulers send SIGTERM or (Slurm) SIGUSR1, Ctrl-C is SIGINT."""
+
+RESTART_SIGNAL = signal.SIGUSR2
+"""By which `titan_launch.agent` asks ranks to save and end since all are to be started again, with more hosts."""
+
+RESTART_STATUS = 75
+"""How ranks end then (the EX_TEMPFAIL of sysexits.h), on every host: 0 would tell their agents that the run is over."""
+
+SAME_REQUEST_S = 2.0
+"""Signals that follow the first within this many seconds are the same request: a scheduler signals all processes of a
+job, so a rank hears it from there and from torchrun; `timeout` signals its child and then the child's group."""
+
+
+@contextmanager
+def heard(
+    on_request: Callable[[int, bool], None],
+    numbers: Collection[int] = STOP_SIGNALS,
+    same_request_s: float = SAME_REQUEST_S,
+) -> Iterator[None]:
+    """Until the end of the block, call `on_request(number, is_repeated)` when one of the signals `numbers` asks this
+    process to end: once for the first, with False, and with True for each that comes later than `same_request_s` after.
+
+    It is called from a thread. Python runs a handler only when the main thread comes back to the interpreter, which it
+    does not while it waits in a collective that never ends; and a handler may not log, since it may have interrupted
+    the holder of a lock. The thread may do both. Signals that were blocked, as `held_back` leaves them, are let in; one
+    that the process was started to ignore stays ignored. To be entered in the main thread.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    listener = threading.Thread(
+        target=_listen, args=(reading, on_request, numbers, same_request_s), name="stop-signals", daemon=True
+    )
+    listener.start()
+    wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers_before = {number: signal.signal(number, _nothing) for number in handled}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    try:
+        yield
+    finally:
+        for number, handler in handlers_before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup_before)
+        os.close(writing)  # ends the thread
+        listener.join()
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Processes started within the block do not get these signals before they enter `heard`: until then a signal waits,
+    instead of killing a process that is about to install its handlers."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, RESTART_SIGNAL))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def stop_with_parent() -> None:
+    """Have this process be sent SIGTERM when its parent ends, however that ends (Linux; nothing elsewhere)."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGTERM), 0, 0, 0)
+
+
+def signal_name(number: int) -> str:
+    """`SIGTERM` for 15."""
+    return signal.Signals(number).name
+
+
+def _nothing(number: int, frame: object) -> None:
+    """What Python calls itself; the number has gone to the thread before."""
+
+
+def _listen(
+    reading: int, on_request: Callable[[int, bool], None], numbers: Collection[int], same_request_s: float
+) -> None:
+    first: float | None = None
+    while received := os.read(reading, 1):
+        number = received[0]
+        if number not in numbers:  # another handler's
+            continue
+        now = time.monotonic()
+        if first is None:
+            first = now
+            on_request(number, False)
+        elif now - first >= same_request_s:
+            on_request(number, True)
+    os.close(reading)

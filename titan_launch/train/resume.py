@@ -1,0 +1,96 @@
+"""Where a run starts: at its own checkpoint, at another run's, or anew."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from torch import nn
+from torch.optim import Optimizer
+
+from titan_launch.checkpoint.loading import EVERYTHING, Selection, damage, find_checkpoint, load_state, newest_valid
+from titan_launch.checkpoint.manager import CheckpointManager, Origin
+from titan_launch.checkpoint.manifest import checkpoint_name
+from titan_launch.checkpoint.state import Part, Progress, TrainingState
+from titan_launch.collective import on_main
+from titan_launch.config.job import JobConfig
+from titan_launch.config.load import dump_job
+from titan_launch.errors import config_error
+from titan_launch.parallel.distributed import Ranks
+from titan_launch.train.folder import Load, checkpoint_folder, supersede_later_checkpoints
+
+_log = logging.getLogger(__name__)
+
+
+def load_run(config: JobConfig, folder: Path, load: Load, state: TrainingState) -> None:
+    """Bring a run's state to where it starts; collective.
+
+    `load`: what `checkpoint.load` stands for in this attempt. Raises ConfigError or UserError, on all ranks, where
+    there is no such checkpoint, it is damaged, or of another model.
+    """
+    found = _own_checkpoint(folder, load) if config.checkpoint.enable else None
+    if found is not None:
+        _take(found, state, EVERYTHING if load == "latest" else _selected(config))
+        if isinstance(load, int):
+            on_main(lambda: supersede_later_checkpoints(folder, load))
+    elif isinstance(load, str) and load not in ("latest", "none"):
+        _take(find_checkpoint(Path(load), ("checkpoint", "load")), state, _selected(config))
+    elif config.checkpoint.initial_load_path is not None:
+        path = find_checkpoint(Path(config.checkpoint.initial_load_path), ("checkpoint", "initial_load_path"))
+        _take(path, state, Selection(config.checkpoint.exclude_from_loading, only_weights=True))
+
+
+def open_checkpoints(
+    config: JobConfig, folder: Path, state: TrainingState, progress: Progress, ranks: Ranks, stack: ExitStack
+) -> CheckpointManager | None:
+    """What writes the run's checkpoints, closed with `stack`; None where they are off. Collective."""
+    if not config.checkpoint.enable:
+        return None
+    origin = Origin(
+        world_size=ranks.world_size,
+        config_digest=hashlib.sha256(dump_job(config).encode()).hexdigest(),
+        gradient_accumulation=config.gradient_accumulation.model_dump(mode="json"),
+        activation_checkpoint=config.activation_checkpoint.model_dump(mode="json"),
+    )
+    checkpoints = CheckpointManager(checkpoint_folder(folder), config.checkpoint, state, progress, origin, ranks.device)
+
+    def close(kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        checkpoints.close(after_error=kind is not None)
+
+    stack.push(close)
+    return checkpoints
+
+
+def training_state(
+    config: JobConfig, model: nn.Module, optimizer: Optimizer, progress: Progress, guard: Part, ranks: Ranks
+) -> TrainingState:
+    """All that the run goes on with, by the names that a checkpoint has for it."""
+    parts: dict[str, Part] = {"progress": progress, "guard": guard}
+    return TrainingState(model, optimizer, parts, ranks.device, config.training.seed)
+
+
+def _own_checkpoint(folder: Path, load: Load) -> Path | None:
+    """The checkpoint in the run's own folder, or None where there is none to look for."""
+    checkpoints = checkpoint_folder(folder)
+    if load == "latest":
+        return newest_valid(checkpoints, set_damaged_aside=True)
+    if not isinstance(load, int):
+        return None
+    checkpoint = checkpoints / checkpoint_name(load)
+    reason = damage(checkpoint)
+    if reason is not None:
+        raise config_error(("checkpoint", "load"), f"{checkpoint} cannot be loaded: {reason}", load)
+    return checkpoint
+
+
+def _selected(config: JobConfig) -> Selection:
+    return Selection(config.checkpoint.exclude_from_loading)
+
+
+def _take(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
+    load_state(checkpoint, state, selection)
+    what = "parameters and buffers of" if selection.only_weights else "resumed from"
+    _log.info("%s %s", what, checkpoint)
