@@ -1,6 +1,6 @@
 """Kill -9 at every place of a run and of its saves, and whether the run goes on as if nothing had happened.
 
-    python benchmarks/fault_injection.py --runs 150 --write docs/reliability.md
+    python benchmarks/fault_injection.py --runs 105 --write docs/reliability.md
 
 A tiny job (2 ranks on gloo, 6 steps, dropout, shuffled data, a checkpoint every step or every other one, of which the
 last 2 are kept) is trained once without disturbance, then again and again with up to three deaths a run. A process dies
@@ -31,7 +31,8 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -58,7 +59,7 @@ MODES = ("disabled", "thread", "process")
 IN_TURN = ("disabled", "thread", "disabled", "thread", "process")
 """The modes of the runs; a process that writes takes seconds to start."""
 
-SECONDS_TO_END = 90
+SECONDS_TO_END = 240
 """Ranks that have not ended after so long hang."""
 
 SECONDS_ALONE, SECONDS_AFTER_SIGTERM = 3, 5
@@ -172,7 +173,7 @@ def live(start: Start) -> Life:
     for process in ranks:
         process.kill()
         process.join()
-    orphans = sum(not is_gone(process.pid, time.monotonic() + 5) for process in ranks)
+    orphans = sum(not is_gone(process.pid, time.monotonic() + SECONDS_TO_END) for process in ranks)
     if orphans:
         problem = problem or f"{orphans} ranks left a process behind"
     seen = {
@@ -196,7 +197,10 @@ def ended(processes: Sequence[ForkProcess], seconds: float, is_any_enough: bool 
 
 
 def is_gone(group: int | None, deadline: float) -> bool:
-    """Whether no process of a group is left in time; those that are left are killed."""
+    """Whether no process of a group is left in time; those that are left are killed.
+
+    One that is still loading PyTorch when its rank dies notices that before it does anything else.
+    """
     assert group is not None
     with suppress(ProcessLookupError):
         while time.monotonic() < deadline:
@@ -275,15 +279,18 @@ class Outcome:
     """What is wrong with its results."""
 
 
-def disturbed(numbers: random.Random, bench: Bench, pattern: Life, reference: Reference) -> Outcome:
+def disturbed(seed: str, bench: Bench, pattern: Life, reference: Reference) -> Outcome:
     """One run to its end."""
+    numbers = random.Random(seed)
     deaths: list[Death] = []
     planned = numbers.randint(1, MOST_DEATHS)
     for life in range(1, planned + 3):  # the last is left alone; one more where only the writer of the last save died
         fault = draw(numbers, pattern) if life <= planned else None
-        before = newest(bench.checkpoints)
+        before, logs_before = newest(bench.checkpoints), len(main_logs(bench.run))
         lived = live(bench.start(life, fault))
-        lost = lived.problem or damage(bench, reference) or resumed_otherwise(bench.run, before)
+        lost = (
+            lived.problem or damage(bench, reference) or resumed_otherwise(main_logs(bench.run)[logs_before:], before)
+        )
         if fault is not None and lived.was_killed:
             deaths.append(Death(bench.mode, fault, lost))
         elif lost:
@@ -333,9 +340,10 @@ def newest(checkpoints: Path) -> int:
     return max(checkpoint_steps(checkpoints), default=0)
 
 
-def resumed_otherwise(run: Path, newest_before: int) -> str | None:
-    """Whether the last life went on from another step than the newest that there was before it."""
-    found = re.findall(r" resumed from \S*/step-(\d+)$", "".join(main_logs(run)[-1:]), flags=re.MULTILINE)
+def resumed_otherwise(logs_of_life: Sequence[str], newest_before: int) -> str | None:
+    """Whether a life went on from another step than the newest that there was before it. (One that ended before it had a
+    log has not gone on from any.)"""
+    found = re.findall(r" resumed from \S*/step-(\d+)$", "".join(logs_of_life), flags=re.MULTILINE)
     if not found or int(found[0]) == newest_before:
         return None
     return f"the run was resumed from step {found[0]}, and there was step {newest_before}"
@@ -388,13 +396,14 @@ def main() -> int:
     """Run the campaign. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=30, help="how many runs are disturbed")
+    parser.add_argument("--jobs", type=int, default=2, help="how many of them at a time")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=IN_TURN, help="checkpoint.async_mode, in turn")
     parser.add_argument("--keep", type=Path, help="an empty folder for the runs, which are deleted otherwise")
     parser.add_argument("--write", type=Path, help="Markdown file with the markers")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        outcomes = campaign(options.keep or Path(temporary), options.runs, options.seed, options.modes)
+        outcomes = campaign(options.keep or Path(temporary), options.runs, options.jobs, options.seed, options.modes)
     lost = sum(death.lost is not None for outcome in outcomes for death in outcome.deaths)
     mismatched = sum(outcome.mismatch is not None for outcome in outcomes)
     deaths = sum(len(outcome.deaths) for outcome in outcomes)
@@ -406,29 +415,34 @@ def main() -> int:
     return 1 if lost or mismatched else 0
 
 
-def campaign(folder: Path, runs: int, seed: int, modes: Sequence[str]) -> list[Outcome]:
+def campaign(folder: Path, runs: int, jobs: int, seed: int, modes: Sequence[str]) -> list[Outcome]:
     """The undisturbed runs, then the others, with modes and intervals in turn."""
     load_what_ranks_need()
     gc.freeze()  # ranks are forked, and need not look at what is loaded here
-    numbers = random.Random(seed)
     kept = Bench(folder / "reference", "disabled", interval=1, keep_latest=0)
     undisturbed(kept)
     reference = Reference(read_reports(kept.run), kept.checkpoints)
-    patterns: dict[tuple[str, int], Life] = {}
-    outcomes = []
-    for index in range(runs):
-        mode, interval = modes[index % len(modes)], 1 + index // len(modes) % 2
-        if (mode, interval) not in patterns:
-            patterns[mode, interval] = undisturbed(Bench(folder / f"{mode}-{interval}", mode, interval))
-        bench = Bench(folder / f"run-{index}", mode, interval)
-        outcome = disturbed(numbers, bench, patterns[mode, interval], reference)
-        for death in outcome.deaths:
-            if death.lost:
-                print(f"run {index}: {death}", flush=True)
-        if outcome.mismatch:
-            print(f"run {index}: {outcome.mismatch}; {outcome.deaths}", flush=True)
-        outcomes.append(outcome)
-    return outcomes
+    benches = [
+        Bench(folder / f"run-{index}", modes[index % len(modes)], 1 + index // len(modes) % 2) for index in range(runs)
+    ]
+    ways = {(bench.mode, bench.interval) for bench in benches}
+    patterns = {(mode, i): undisturbed(Bench(folder / f"{mode}-{i}", mode, i)) for mode, i in sorted(ways)}
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as executor:
+        futures = [
+            executor.submit(disturbed, f"{seed}/{index}", bench, patterns[bench.mode, bench.interval], reference)
+            for index, bench in enumerate(benches)
+        ]
+        for future, bench in zip(futures, benches, strict=True):
+            for text in problems(future.result()):
+                print(f"{bench}: {text}", flush=True)
+    return [future.result() for future in futures]
+
+
+def problems(outcome: Outcome) -> Iterator[str]:
+    """What went wrong in a run."""
+    yield from (str(death) for death in outcome.deaths if death.lost)
+    if outcome.mismatch:
+        yield f"{outcome.mismatch}, after {outcome.deaths}"
 
 
 if __name__ == "__main__":

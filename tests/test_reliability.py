@@ -21,8 +21,10 @@ from titan_launch.checkpoint import writer
 from titan_launch.checkpoint.manifest import checkpoint_steps, complete_steps
 from titan_launch.config.job import JobConfig
 from titan_launch.errors import RunError, UserError, format_key
+from titan_launch.metrics.sinks import JsonlSink
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import ending, fit
+from titan_launch.train.main import full_disk_explained
 from titan_launch.train.signals import StopRequest
 
 REPO = Path(__file__).parent.parent
@@ -118,6 +120,18 @@ def test_a_run_survives_a_full_disk(tmp_path: Path, small_disk: Path) -> None:
         [(report["step"], report["train/loss"]) for report in read_metrics(folder)] for folder in (tmp_path, small_disk)
     )
     assert went_on == whole
+
+
+def test_reports_that_find_no_room_end_the_run_with_one_sentence(small_disk: Path) -> None:
+    with (
+        pytest.raises(RunError, match=f"^{small_disk} cannot be written to: No space left on device; make room"),
+        full_disk_explained(small_disk),
+    ):
+        sink = JsonlSink(small_disk / "metrics.jsonl")
+        for step in range(10_000):
+            sink.write(step, {"a tag that takes room " * 20: step / 7})
+    with pytest.raises(FileExistsError), full_disk_explained(small_disk):
+        small_disk.mkdir()
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_before_the_first_step(small_disk: Path) -> None:

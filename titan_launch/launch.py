@@ -9,6 +9,7 @@ they end is how the launch ends.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
@@ -129,6 +130,7 @@ def _run_torchrun(
         # Agents keep the address of the store that they share, also when the host that has it is gone. Each start's
         # rank 0 has one of its own instead.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    _import_torch_quietly()
     from torch.distributed import launcher
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -160,6 +162,17 @@ def _run_torchrun(
         print(f"error: {_rendezvous_failure(error)}", file=sys.stderr)
         return 1
     return 0
+
+
+def _import_torch_quietly() -> None:
+    """The native code of this process, not of the workers, logs errors only: when a host has gone, it would warn of
+    that with twenty lines of addresses, and this module says it in one."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    if name in os.environ:
+        return
+    os.environ[name] = "ERROR"
+    importlib.import_module("torch")
+    del os.environ[name]
 
 
 class Stopping:

@@ -53,21 +53,12 @@ def _run(action: Callable[[], None], provenance: Provenance) -> int:
         return _announce("error: nobody reads the output any more (a closed pipe), so the run ends", FAILED)
     except KeyboardInterrupt:
         return _announce("interrupted", INTERRUPTED)
-    except BaseException as error:
+    except BaseException:
         import traceback
 
         rank = os.environ.get("RANK")
-        if rank and _is_loss_of_a_rank(error):
-            reason = str(error).partition(". ")[0]
-            return _announce(f"error: rank {rank} has lost another rank, which has ended: {reason}", FAILED)
         where = f" on rank {rank}" if rank else ""
         return _announce(f"{traceback.format_exc()}error: the run failed{where}; see the traceback above", FAILED)
-
-
-def _is_loss_of_a_rank(error: BaseException) -> bool:
-    """Whether a collective failed since the process at the other end is gone: where this one was says nothing then."""
-    signs = ("closed by peer", "reset by peer", "remote process exited")  # gloo's and NCCL's words
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def _announce(text: str, status: int) -> int:

@@ -40,6 +40,8 @@ def fit(run: Run) -> None:
                 save(run, scalars.get("validation/loss"))
             elif run.checkpoints is not None:
                 run.checkpoints.poll()
+            if run.progress.step == run.first_step:
+                end_warm_up(run)
             collect_garbage(run.progress.step)
     run.watchdog.enter("ending", run.progress.step, patient=True)
     if run.checkpoints is not None:
@@ -89,7 +91,7 @@ def train_one_step(run: Run) -> StepResult:
 
 
 def end_warm_up(run: Run) -> None:
-    """The first step of this process is done, and with it all that takes longer than later steps do."""
+    """The first step of this process is done on all ranks and reported, and with it what takes longer than later."""
     set_timeouts(run.config.comm.timeout_seconds)
     run.watchdog.end_warm_up()
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.provenance import Provenance
+from titan_launch.errors import RunError
 from titan_launch.parallel.distributed import process_group
 from titan_launch.train.build import build_run, run_folder
 from titan_launch.train.flight_recorder import configure_flight_recorder
@@ -19,7 +24,7 @@ from titan_launch.train.watchdog import Watchdog
 
 def train(config: JobConfig, provenance: Provenance, stop: StopRequest) -> None:
     """Train as one rank, to the end or to `stop`. Every path out closes writers and destroys the process group."""
-    with ExitStack() as stack:
+    with full_disk_explained(run_folder(config)), ExitStack() as stack:
         log_file = stack.enter_context(rank_log())
         configure_flight_recorder(run_folder(config), config.comm.flight_recorder_size)
         timeout = config.comm.init_timeout_seconds
@@ -30,6 +35,21 @@ def train(config: JobConfig, provenance: Provenance, stop: StopRequest) -> None:
         watchdog = stack.enter_context(Watchdog(config.comm, ranks))
         with watchdog.explaining():
             fit(build_run(config, ranks, stack, provenance.place, stop, log_file, watchdog))
+
+
+@contextmanager
+def full_disk_explained(folder: Path) -> Iterator[None]:
+    """Raise a RunError where reports can no longer be written. (A checkpoint that finds no room is logged, and training
+    goes on.)"""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RunError(
+            f"{folder} cannot be written to: {os.strerror(error.errno)}; make room, and the same command goes on from "
+            "the newest checkpoint"
+        ) from error
 
 
 def _leave_out_warnings() -> None:
