@@ -341,8 +341,8 @@ def newest(checkpoints: Path) -> int:
 
 
 def resumed_otherwise(logs_of_life: Sequence[str], newest_before: int) -> str | None:
-    """Whether a life went on from another step than the newest that there was before it. (One that ended before it had a
-    log has not gone on from any.)"""
+    """Whether a life went on from another step than the newest that there was before it. (One that ended before it had
+    a log has not gone on from any.)"""
     found = re.findall(r" resumed from \S*/step-(\d+)$", "".join(logs_of_life), flags=re.MULTILINE)
     if not found or int(found[0]) == newest_before:
         return None
