@@ -265,6 +265,13 @@ def test_launch_answers_a_bad_job_with_one_line(job: Path) -> None:
     assert "training.global_batch_size = 8" in result.stderr and "3 data-parallel ranks" in result.stderr
 
 
+def test_launch_wants_to_know_the_batch_where_ranks_may_change(job: Path) -> None:
+    job.write_text(job.read_text().replace("global_batch_size = 8\n", ""))
+    result = run("titan_launch", "launch", "--nnodes", "1:2", "--config", job)
+    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
+    assert "training.global_batch_size: is missing" in result.stderr
+
+
 def test_torchrun_prints_a_bad_jobs_message_once(job: Path) -> None:
     result = run("torch.distributed.run", "--nproc-per-node", "3", "-m", "titan_launch", "--config", job)
     assert result.returncode == 1  # torchrun's own, whatever the workers' was

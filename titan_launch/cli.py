@@ -133,14 +133,25 @@ def _launch(args: list[str]) -> int:
 
     arguments = parse_arguments(args, LAUNCH_OPTIONS)
     processes = plan_processes(arguments.options)
-    _load(arguments, processes.world_size)
+    _load(arguments, processes.world_size, is_elastic=processes.world_size is None)
     worker_args = ["--config", arguments.config, *arguments.overrides]
     return launch(processes, worker_args, final_statuses=(BAD_INPUT,))
 
 
-def _load(arguments: _Arguments, world_size: int | None, aliases: Mapping[str, str] | None = None) -> LoadedJob:
-    """The job, checked; with a world size also whether ranks and batch divide."""
+def _load(
+    arguments: _Arguments,
+    world_size: int | None,
+    aliases: Mapping[str, str] | None = None,
+    is_elastic: bool = False,
+) -> LoadedJob:
+    """The job, checked; with a world size also whether ranks and batch divide. `is_elastic`: the number of ranks may
+    change from one start to the next."""
     from titan_launch.plan.hardware import planned_device_exists
+
+    def elastic_rule(config: JobConfig) -> Iterator[Problem]:
+        if is_elastic and config.training.global_batch_size is None:
+            reason = "is missing: it would follow from the number of ranks, which may change with --nnodes min:max"
+            yield Problem(("training", "global_batch_size"), reason)
 
     def layout_rule(config: JobConfig) -> Iterator[Problem]:
         if world_size is None:
@@ -152,7 +163,7 @@ def _load(arguments: _Arguments, world_size: int | None, aliases: Mapping[str, s
         except ConfigError as error:
             yield from error.problems
 
-    return load_job(arguments.config, arguments.overrides, (planned_device_exists, layout_rule), aliases)
+    return load_job(arguments.config, arguments.overrides, (planned_device_exists, elastic_rule, layout_rule), aliases)
 
 
 def parse_arguments(args: list[str], options: Sequence[str]) -> _Arguments:
