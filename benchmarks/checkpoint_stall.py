@@ -92,7 +92,7 @@ def save_and_train(run: Run) -> tuple[float, float, list[float]]:
 def is_being_written(run: Run) -> bool:
     """Whether any rank still waits for the save: all must go on alike."""
     assert run.checkpoints is not None
-    flag = torch.tensor(int(run.checkpoints.is_writing))
+    flag = torch.tensor(int(run.checkpoints.poll()))
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag)
 

@@ -375,9 +375,10 @@ def test_the_resolved_config_runs_the_same_again(job: Path) -> None:
     assert len(first) == 2
 
 
-def test_ten_runs_end_cleanly(job: Path) -> None:
-    """Without care for the exit, one in four of these dies of SIGABRT after its work is done."""
-    for _ in range(10):
+def test_some_runs_end_cleanly(job: Path) -> None:
+    """Without care for the exit, one in four of these dies of SIGABRT after its work is done; the many other starts of
+    these tests look for the same."""
+    for _ in range(3):
         result = run("titan_launch", "launch", "--nproc-per-node", "2", "--config", job, "--training.steps=1")
         assert (result.returncode, result.stderr) == (0, "")
 

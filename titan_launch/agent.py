@@ -13,6 +13,8 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from titan_launch.signals import RESTART_SIGNAL, RESTART_STATUS, held_back
 
+_SECONDS_AFTER_A_FAILURE = 30  # as torchrun's own
+
 
 class Agent(LocalElasticAgent):
     """torchrun's own agent ends itself when a signal comes, gives its ranks 30 s, and does not tell how they ended.
@@ -41,6 +43,7 @@ class Agent(LocalElasticAgent):
         self._is_stopping = is_stopping
         self._stop_timeout_s = stop_timeout_s
         self._final_statuses = final_statuses
+        self._has_failed = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with held_back():
@@ -51,18 +54,22 @@ class Agent(LocalElasticAgent):
         return ids
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Before a restart, or at the end. Ranks that are well (a host has come) get the time to save."""
+        """Before a restart, or at the end. Ranks that are well (a host has come) get the time to save; those that have
+        lost another cannot, and on GPUs may not even notice."""
         if self._pcontext is not None:
-            self._pcontext.close(RESTART_SIGNAL, self._stop_timeout_s)
+            self._pcontext.close(RESTART_SIGNAL, _SECONDS_AFTER_A_FAILURE if self._has_failed else self._stop_timeout_s)
         super()._stop_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         if result.state not in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            self._has_failed = False
             return result
+        self._has_failed = True
         exit_codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
         if RESTART_STATUS in exit_codes.values():  # another agent has seen the new host first; all ranks end together
             self._remaining_restarts += 1  # which counts a failure, and this is none
+            self._has_failed = False
             return result
         if self._is_stopping() or set(exit_codes.values()) & set(self._final_statuses):
             self._remaining_restarts = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -35,6 +36,12 @@ def on_all(action: Callable[[], Value], group: dist.ProcessGroup | None = None) 
     for outcome in outcomes:
         outcome.settle()
     return [outcome.value for outcome in outcomes]
+
+
+def warn(log: logging.Logger, message: str, *args: object) -> None:
+    """Log what all ranks know: a warning on rank 0, whose console it is, and an information on the others, for their
+    own logs."""
+    log.log(logging.WARNING if dist.get_rank() == 0 else logging.INFO, message, *args)
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,10 @@ def test_an_index_names_nothing_outside_its_folder(copied: Path) -> None:
     next(iter(index.storage_data.values())).relative_path = "../../other"
     with pytest.raises(UnsafeCheckpointError, match=r"outside of the checkpoint: \.\./\.\./other"):
         read_index(pickle.dumps(index))
+    index = read_index((copied / "step-3" / ".metadata").read_bytes())
+    next(iter(index.storage_data.values())).transform_descriptors = ["unzip"]
+    with pytest.raises(UnsafeCheckpointError, match="asks for transformations"):
+        read_index(pickle.dumps(index))
     with pytest.raises(UnsafeCheckpointError, match="holds a dict, not DCP's index"):
         read_index(pickle.dumps({}))
 

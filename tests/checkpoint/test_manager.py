@@ -13,14 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import checkpoint as dcp
 
 from tests.checkpoint.states import Trained, manager_of, saved, trained
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
-from titan_launch.checkpoint import writer
+from titan_launch.checkpoint import background, snapshot, writer
 from titan_launch.checkpoint.background import InProcess, InThread
 from titan_launch.checkpoint.loading import EVERYTHING, load_state, newest_valid
 from titan_launch.checkpoint.manifest import checkpoint_steps, complete_steps, read_manifest
+from titan_launch.checkpoint.snapshot import lay_out
 from titan_launch.errors import RunError
 
 
@@ -118,10 +120,31 @@ def save_in_vain(folder: Path) -> list[Any]:
     seen += [failure_of(manager), os.listdir(folder)]
     dist.barrier()
     own.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "dcp", FlippingDisk)
+        manager.save()
+    seen += [failure_of(manager)]
+    own.step()
     manager.save()
     seen += [failure_of(manager), manager.take_measurements()["checkpoint/failed_saves"]]
     manager.close()
     return seen
+
+
+class FlippingDisk:
+    """DCP on a disk that does not keep what rank 1 writes."""
+
+    api = dcp.api
+
+    @staticmethod
+    def save(state: Any, *, storage_writer: Any, **options: Any) -> None:
+        """Save, and change a bit."""
+        dcp.save(state, storage_writer=storage_writer, **options)
+        if dist.get_rank() == 1:
+            path = Path(storage_writer.path) / "__1_0.distcp"
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
 
 
 def failure_of(manager: Any) -> str:
@@ -134,24 +157,32 @@ def failure_of(manager: Any) -> str:
 
 
 def test_a_save_that_fails_leaves_nothing_and_the_next_one_tries_again(tmp_path: Path) -> None:
-    for no_space, nothing, too_large, still_nothing, success, failed in run_ranks(save_in_vain, 2, tmp_path):
-        assert no_space.startswith("step 1 could not be saved: ") and "0.000 GiB free" in no_space
-        assert "step 2 could not be saved: [Errno 27] File too large" in too_large
-        assert (nothing, still_nothing, success, failed) == ([], [], "", 2)
-    assert complete_steps(tmp_path) == [3]
+    for no_space, nothing, too_large, still_nothing, flipped, success, failed in run_ranks(save_in_vain, 2, tmp_path):
+        assert no_space.startswith(f"step 1 could not be saved to {tmp_path}: ") and "0.000 GiB free" in no_space
+        assert no_space.endswith("there is no checkpoint yet")
+        assert "File too large" in too_large and "__1_0.distcp does not hold what was written to it" in flipped
+        assert (nothing, still_nothing, success, failed) == ([], [], "", 3)
+    assert complete_steps(tmp_path) == [4]
 
 
 def lose_the_writer(folder: Path) -> tuple[str, str]:
-    """One rank's writer process dies: the save fails, and the next one has new processes."""
+    """One rank's writer process dies, before the first save and during the second, which fails: each time the next one
+    has new processes."""
     own = trained(1)
     manager = manager_of(own, folder, async_mode="process")
+    writing = manager._background
+    assert isinstance(writing, InProcess)
+    if dist.get_rank() == 1:
+        writing._process.kill()
+        writing._process.join()
     manager.save()
     manager.finish()
     own.step()
     if dist.get_rank() == 1:
-        manager._background._process.kill()  # type: ignore[attr-defined]
-        manager._background._process.join()  # type: ignore[attr-defined]
+        os.kill(writing._process.pid or 0, signal.SIGSTOP)  # it has the order, and dies before it answers
     manager.save()
+    if dist.get_rank() == 1:
+        writing._process.kill()
     first = failure_of(manager)
     own.step()
     manager.save()
@@ -165,6 +196,59 @@ def test_a_writer_process_that_dies_costs_one_checkpoint(tmp_path: Path) -> None
         assert first.startswith("step 2 could not be saved") and not second
     assert complete_steps(tmp_path) == [3, 1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-3"]
+
+
+def save_without_memory(folder: Path, mode: str) -> str:
+    """A save whose copy needs more memory than there is, on one rank; how it failed."""
+    own = trained(1)
+    manager = manager_of(own, folder, async_mode=mode)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(snapshot, "_SHARED_MEMORY", folder / "none")  # as where another rank takes it meanwhile
+            patch.setattr(background, "lay_out", lambda state: (lay_out(state)[0], 1 << 60))
+        manager.save()
+    failure = failure_of(manager)
+    manager.close()
+    return failure
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_copy_that_finds_no_memory_is_a_failed_save_on_all_ranks(tmp_path: Path, mode: str) -> None:
+    for failure in run_ranks(save_without_memory, 2, tmp_path, mode):
+        assert failure.startswith(
+            f"step 1 could not be saved to {tmp_path}: there is no host memory for a copy of 1073741824.000 GiB"
+        )
+
+
+def go_back(folder: Path) -> None:
+    """Return to a checkpoint while the optimizer has a state of all parameters but one, which is never updated."""
+    own = trained(1)
+    before = {name: tensor.clone() for name, tensor in own.everything().items()}
+    manager = manager_of(own, folder)
+    manager.save()
+    own.step()
+    manager.return_to_last()
+    manager.close()
+    assert_equal(before, own.everything())
+
+
+def test_a_run_goes_back_also_with_a_parameter_that_is_never_updated(tmp_path: Path) -> None:
+    run_ranks(go_back, 2, tmp_path)
+
+
+def save_before_any_update(folder: Path) -> tuple[int, int]:
+    """A save before the optimizer has a state; the entries of that state after it, and of one that goes back to it."""
+    own = trained(0)
+    manager = manager_of(own, folder)
+    manager.save()
+    manager.close()
+    updated = trained(1)
+    load_state(folder / "step-0", updated.state, EVERYTHING)
+    return len(own.optimizer.state), len(updated.optimizer.state)
+
+
+def test_a_save_makes_no_state_of_an_optimizer_that_has_none(tmp_path: Path) -> None:
+    assert run_ranks(save_before_any_update, 2, tmp_path) == [(0, 0), (0, 0)]
 
 
 def drawn(own: Trained) -> list[float]:

@@ -106,11 +106,11 @@ def test_a_run_goes_back_to_its_checkpoint_and_past_the_bad_data(tmp_path: Path)
 
 
 def test_a_run_does_not_go_back_for_ever(tmp_path: Path) -> None:
-    job = job_with(tmp_path, 8, on_repeated_skips="rollback", max_rollbacks=1)
+    job = job_with(tmp_path, 8, on_repeated_skips="rollback", max_rollbacks=2)
     ((_, message, _),) = run_ranks(train_poisoned, 1, job, range(16, 1000))
     assert message.startswith("step 5: the loss or the gradient is not finite")
-    assert "it has gone back to a checkpoint once already (debug.max_rollbacks)" in message
-    assert str(tmp_path / "tiny" / "faults" / "step-5.rollback-1.json") in message
+    assert "it has gone back to a checkpoint 2 times already (debug.max_rollbacks)" in message
+    assert str(tmp_path / "tiny" / "faults" / "step-5.rollback-2.json") in message
 
 
 def test_a_run_without_a_checkpoint_cannot_go_back(tmp_path: Path) -> None:

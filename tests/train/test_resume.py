@@ -56,11 +56,14 @@ def test_a_run_goes_on_from_another_runs_checkpoint(tmp_path: Path, source: tupl
 def test_a_run_begins_with_another_runs_parameters(tmp_path: Path, source: tuple[Path, dict[str, Tensor]]) -> None:
     folder, end = source
     begun = job(tmp_path, "begun", 4, initial_load_path=str(folder / "source"))
+    fresh_head = job(tmp_path, "head", 4, initial_load_path=str(folder / "source"), exclude_from_loading=["output.*"])
     step, position, state, num_states = run_ranks(start, 2, begun)[0]
     assert (step, position, num_states) == (0, 0, 0)
     assert_equal(state, end)
-    run_ranks(run_job, 1, begun)
-    assert run_ranks(start, 1, {**begun, "training": {**begun["training"], "steps": 9}})[0][:2] == (4, 16)
+    trained = run_ranks(run_job, 1, fresh_head)[0]
+    step, position, state, _ = run_ranks(start, 1, {**fresh_head, "training": {**begun["training"], "steps": 9}})[0]
+    assert (step, position) == (4, 16)
+    assert_equal(state, trained)  # its own, with nothing excluded
 
 
 def test_without_checkpoints_of_its_own_a_run_can_begin_with_anothers(

@@ -65,6 +65,17 @@ def test_all_ranks_stop_at_the_step_in_which_one_is_signalled_and_go_on_exactly(
     assert ["validation/loss" in report for report in reports] == [True, False, True, True]
 
 
+def stop_between_checkpoints(folder: Path) -> None:
+    sections: dict[str, Any] = {"model": {"args": {"norm": "batchnorm"}}, "checkpoint": {"enable": True, "interval": 3}}
+    whole = run_job(tiny_job(folder, job={"name": "whole"}, **sections))
+    run_stopped(tiny_job(folder, **sections), nth=3)
+    assert_equal(run_job(tiny_job(folder, **sections)), whole)
+
+
+def test_a_stop_between_checkpoints_leaves_each_rank_its_own_statistics(tmp_path: Path) -> None:
+    run_ranks(stop_between_checkpoints, 2, tmp_path)
+
+
 def stop_without_checkpoints(folder: Path) -> None:
     with pytest.raises(Stopped, match=r"after step 1 of 4; checkpoint.enable is false: nothing was saved") as end:
         run_stopped(tiny_job(folder), nth=2)

@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import sys
 import traceback
 from abc import ABC, abstractmethod
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from titan_launch.checkpoint.snapshot import Arena, State, in_memory, lay_out
 from titan_launch.checkpoint.writer import WriteRequest, Written, write_checkpoint
@@ -27,8 +29,14 @@ from titan_launch.config.checkpoint import AsyncMode
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _NICENESS = 10
+_TIMEOUT_OF_JOINING = timedelta(minutes=5)
+"""How long writer processes wait for each other to start."""
+
 _TIMEOUT = timedelta(hours=1)
 """Of a collective of a save: ranks wait in it for the one that writes the most, or to the slowest disk."""
+
+_PATIENCE = 2 * _TIMEOUT
+"""How long a whole save may take in a process."""
 
 
 class Background(ABC):
@@ -43,7 +51,7 @@ class Background(ABC):
 
         Raises OSError where the copy finds no room.
         """
-        if any(on_all(lambda: self._is_broken)):
+        if any(on_all(lambda: self._is_broken or self._has_died())):
             self.close()
             self._start()
             self._is_broken = False
@@ -55,6 +63,10 @@ class Background(ABC):
         """A full disk may have room the next time; anything else means that ranks have lost each other."""
         error = None if future.cancelled() else future.exception()
         self._is_broken = error is not None and not isinstance(error, OSError)
+
+    def _has_died(self) -> bool:
+        """Whether what writes is gone on this rank: the others' would wait for it, for up to an hour."""
+        return False
 
     @abstractmethod
     def _start(self) -> None:
@@ -107,7 +119,7 @@ class InThread(Background):
 
     def _begin(self, request: WriteRequest, state: State) -> Future[Written]:
         slots, size = lay_out(state)
-        self._arena.reserve(size)
+        on_all(lambda: self._arena.reserve(size))
         self._arena.fill(state, slots)
         copy = in_memory(slots, self._arena.memory)
         return self._executor.submit(write_checkpoint, request, copy, self._group)
@@ -140,6 +152,9 @@ class InProcess(Background):
         self._process.start()
         theirs.close()  # so that reading ends when the process does
 
+    def _has_died(self) -> bool:
+        return not self._process.is_alive()
+
     def _begin(self, request: WriteRequest, state: State) -> Future[Written]:
         slots, size = lay_out(state)
         on_all(lambda: self._arena.reserve(size))
@@ -151,6 +166,8 @@ class InProcess(Background):
     def _ask(self, order: _Order) -> Written:
         try:
             self._connection.send(order)
+            if not self._connection.poll(_PATIENCE.total_seconds()):
+                self._process.kill()  # stopped, or in a file system that does not answer
             answer = self._connection.recv()
         except (EOFError, OSError):
             self._process.join(5)
@@ -210,10 +227,22 @@ def _meeting_point() -> tuple[str, int, dist.Store | None]:
     store: dist.TCPStore | None = None
     if dist.get_rank() == 0 and dist.get_world_size() > 1:
         store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
-    # torchrun's address of the main rank's host; without torchrun all ranks are on this one.
-    host = os.environ.get("MASTER_ADDR", "localhost")
-    port = on_main(lambda: 0 if store is None else store.port)
+    host, port = on_main(lambda: (_own_address(), 0 if store is None else store.port))
     return host, port, store
+
+
+def _own_address() -> str:
+    """The address of this host that the others reach: that from which it reaches the host of torchrun's store, which
+    need not be that of the main rank. Without torchrun all ranks are on this one."""
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            own = str(probe.getsockname()[0])
+    except OSError:
+        return master
+    return master if own in ("127.0.0.1", "::1") else own
 
 
 def _serve(connection: Connection, place: _Place) -> None:
@@ -247,8 +276,10 @@ def _join(place: _Place) -> None:
     if place.world_size == 1:
         store: dist.Store = dist.HashStore()
     else:
-        store = dist.TCPStore(place.host, place.port, is_master=False, timeout=_TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=_TIMEOUT)
+        store = dist.TCPStore(place.host, place.port, is_master=False, timeout=_TIMEOUT_OF_JOINING)
+    timeout = _TIMEOUT_OF_JOINING
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    distributed_c10d._set_pg_timeout(_TIMEOUT, distributed_c10d._get_default_group())
 
 
 def _end_with(parent: int) -> None:

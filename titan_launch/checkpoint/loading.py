@@ -21,8 +21,8 @@ from titan_launch.checkpoint.manifest import (
 )
 from titan_launch.checkpoint.retention import set_aside
 from titan_launch.checkpoint.safe import SafeLoadPlanner, SafeReader, UnsafeCheckpointError
-from titan_launch.checkpoint.state import TrainingState
-from titan_launch.collective import on_all, on_main
+from titan_launch.checkpoint.state import TrainingState, rank_key
+from titan_launch.collective import on_all, on_main, warn
 from titan_launch.errors import KeyPath, UserError, config_error
 from titan_launch.globs import matches
 
@@ -78,12 +78,11 @@ def newest_valid(folder: Path, *, set_damaged_aside: bool) -> Path | None:
                 on_main(lambda: [set_aside(path) for path in damaged])
             return candidate
         damaged.append(candidate)
-        _log.warning("%s is damaged and not loaded: %s", candidate, reason)
+        warn(_log, "%s is damaged and not loaded: %s", candidate, reason)
     if damaged:
         raise UserError(
             f"all checkpoints in {folder} are damaged ({', '.join(path.name for path in damaged)}); "
-            'start anew with checkpoint.load = "none", which moves them aside, or from another run\'s with '
-            "checkpoint.load = PATH"
+            'start anew with checkpoint.load = "none", which moves the run aside as it is'
         )
     return None
 
@@ -144,13 +143,18 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     target: dict[str, Any] = dict(state.weights.targets(names, updated))
     for name, part in state.parts.items():
         target[name] = {k: v for k, v in part.state_dict().items() if k in _below(name, saved)}
-    own = state.random.key
+    own = rank_key()
     has_random = selection.takes("random") and f"random.{own}.torch" in saved
     if has_random:
         present = _below(f"random.{own}", saved)
         target["random"] = {own: {k: v for k, v in state.random.state_dict().items() if k in present}}
+    has_statistics = selection == EVERYTHING and _is_written_by_as_many_ranks("local_statistics", saved)
+    if has_statistics:
+        target["local_statistics"] = {own: state.local_statistics.targets()}
     dcp.load(target, storage_reader=reader, planner=SafeLoadPlanner())
     _take_over(state, target, selection)
+    if has_statistics:
+        state.local_statistics.load_state_dict(target["local_statistics"][own])
     if has_random:
         state.random.load_state_dict(target["random"][own])
     elif selection.takes("random"):
@@ -161,6 +165,11 @@ def _take_over(state: TrainingState, target: Mapping[str, Any], selection: Selec
     state.weights.load_state_dict({"model": target["model"], "optimizer": target["optimizer"]})
     for name, part in state.parts.items():
         part.load_state_dict({k: value for k, value in target[name].items() if selection.takes(_part_of(name, k))})
+
+
+def _is_written_by_as_many_ranks(part: str, saved: Mapping[str, Any]) -> bool:
+    """Whether a part that each rank has for itself is there, and no rank's would be left over or missing."""
+    return len({key.partition(".")[0] for key in _below(part, saved)}) == dist.get_world_size()
 
 
 def _part_of(name: str, key: str) -> str:

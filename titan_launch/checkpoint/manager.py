@@ -16,11 +16,12 @@ import torch
 from titan_launch import __version__
 from titan_launch.checkpoint.background import build_background
 from titan_launch.checkpoint.loading import EVERYTHING, load_state, newest_valid
-from titan_launch.checkpoint.manifest import Manifest, checkpoint_name
+from titan_launch.checkpoint.manifest import Manifest, checkpoint_name, complete_steps
 from titan_launch.checkpoint.retention import Retention
 from titan_launch.checkpoint.snapshot import shards_of
 from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.checkpoint.writer import WriteRequest, Written
+from titan_launch.collective import warn
 from titan_launch.config.checkpoint import CheckpointConfig
 from titan_launch.errors import RunError
 
@@ -95,15 +96,11 @@ class CheckpointManager:
         self._stall_s += self._pending_stall_s
         self.poll()
 
-    def poll(self) -> None:
-        """Report a save that has ended meanwhile. Costs nothing."""
+    def poll(self) -> bool:
+        """Report a save that has ended meanwhile. Returns whether one is in flight on this rank; costs nothing."""
         if self._pending is not None and self._pending.done():
             self._settle()
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a save is in flight, as far as this rank knows."""
-        return self._pending is not None and not self._pending.done()
+        return self._pending is not None
 
     def finish(self) -> None:
         """Wait for the save in flight. Raises RunError when the last save has failed."""
@@ -111,7 +108,9 @@ class CheckpointManager:
         self._settle()
         self._stall_s += time.perf_counter() - start
         if self._failure:
-            raise RunError(f"{self._failure}; what was trained since the checkpoint before it is lost")
+            steps = complete_steps(self._folder)
+            newest = f"the run can go on from {checkpoint_name(max(steps))}" if steps else "there is no checkpoint yet"
+            raise RunError(f"{self._failure}; {newest}")
 
     def take_measurements(self) -> dict[str, float]:
         """`time/checkpoint_stall_s` since the last call, and `checkpoint/failed_saves` of this process."""
@@ -135,7 +134,7 @@ class CheckpointManager:
             try:
                 self._pending.exception(_SECONDS_AFTER_AN_ERROR if after_error else None)
             except FutureTimeoutError:
-                _log.warning("%s was given up: the run ends in an error", checkpoint_name(self._pending_step))
+                warn(_log, "%s was given up: the run ends in an error", checkpoint_name(self._pending_step))
             else:
                 self._settle()
         self._background.close()
@@ -154,10 +153,13 @@ class CheckpointManager:
         path = self._folder / checkpoint_name(written.step)
         size, stall = written.bytes / 1e6, self._pending_stall_s
         _log.info("saved %s (%.1f MB in %.2f s; training stood still for %.2f s)", path, size, written.seconds, stall)
+        if written.deleted:
+            _log.info("deleted %s", ", ".join(map(checkpoint_name, written.deleted)))
         if written.warning:
-            _log.warning("%s: %s", path, written.warning)
+            warn(_log, "%s: %s", path, written.warning)
 
     def _note_failure(self, error: Exception) -> None:
         self._failed_saves += 1
-        self._failure = f"step {self._pending_step} could not be saved: {error}"
-        _log.warning("%s; training goes on, and the next save tries again", self._failure)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        self._failure = f"step {self._pending_step} could not be saved to {self._folder}: {reason}"
+        warn(_log, "%s; training goes on, and the next save tries again", self._failure)

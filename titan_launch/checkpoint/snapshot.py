@@ -90,8 +90,8 @@ class Arena:
         """The bytes, one-dimensional; replaced where a state needs more."""
 
     def reserve(self, size: int) -> None:
-        """Have at least so many bytes. Raises OSError where they are to be shared and there is not so much memory that
-        can be: using what is not there would end the process with SIGBUS."""
+        """Have at least so many bytes. Raises OSError where there is not so much memory. How much can be shared is
+        looked up first, to say what to do; another rank may take it meanwhile."""
         if self.memory.numel() >= size:
             return
         if self._is_shared and _SHARED_MEMORY.is_dir():
@@ -102,8 +102,12 @@ class Arena:
                     f"has {free / GIB:.3f} GiB free; enlarge it (docker run --shm-size), or set "
                     'checkpoint.async_mode = "thread"'
                 )
-        memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)
-        self.memory = memory.share_memory_() if self._is_shared else memory
+        try:
+            memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)
+            self.memory = memory.share_memory_() if self._is_shared else memory
+        except RuntimeError as error:  # PyTorch has no other class for it
+            reason = str(error).partition("\n")[0]
+            raise OSError(f"there is no host memory for a copy of {size / GIB:.3f} GiB: {reason}") from error
 
     def fill(self, state: State, slots: State) -> None:
         """Copy the tensors of a state into their slots. Waits for the device."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 Values = dict[str, Any]
@@ -75,6 +76,8 @@ class ModelAndOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """The model's tensors, and the optimizer's for each parameter that has been updated."""
+        if not self._optimizer.state:  # PyTorch would make one, as of a step that has not been done, and leave it there
+            return {"model": get_model_state_dict(self._model), "optimizer": {}}
         model, optimizer = get_state_dict(self._model, self._optimizer)
         # Only now: it shards the parameters again that a forward has left gathered, and the optimizer knows the shards.
         updated = {name for name, parameter in self._model.named_parameters() if parameter in self._optimizer.state}
@@ -82,7 +85,8 @@ class ModelAndOptimizer:
 
     def targets(self, tensors: Collection[str], updated: Collection[str]) -> dict[str, Any]:
         """Tensors for a checkpoint to be read into: those of the model named in `tensors`, and the optimizer's state of
-        the parameters named in `updated`."""
+        the parameters named in `updated`. What the optimizer has is given up."""
+        self._optimizer.state.clear()  # of an empty one PyTorch makes a whole one, also for what was never updated
         model, optimizer = get_state_dict(self._model, self._optimizer)
         states = _states(optimizer)
         return {
@@ -116,6 +120,11 @@ def _states(optimizer: dict[str, Any]) -> dict[str, Any]:
     return states
 
 
+def rank_key() -> str:
+    """The key of this rank: DCP keeps only one rank's copy of what all ranks call the same."""
+    return f"rank_{dist.get_rank()}"
+
+
 class RandomState:
     """Every rank's random generators (PyTorch's for the CPU and this rank's GPU, Python's, numpy's), each rank under a
     key of its own: DCP keeps only one rank's copy of a shared key.
@@ -127,11 +136,6 @@ class RandomState:
     def __init__(self, device: torch.device, seed: int):
         self._device = device
         self._seed = seed
-
-    @property
-    def key(self) -> str:
-        """The key of this rank."""
-        return f"rank_{dist.get_rank()}"
 
     def state_dict(self) -> Values:
         """The state of all generators, as tensors."""
@@ -168,6 +172,46 @@ class RandomState:
         np.random.seed(seed % 2**32)
 
 
+class LocalStatistics:
+    """Each rank's own running statistics of BatchNorm, for a checkpoint at a step where they are pooled only because it
+    is saved (by the clock, or before a signal's end): the run goes on with what it would have without that.
+
+    Kept under a key of each rank's own, beside the pooled ones, and taken up by as many ranks as wrote them.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._buffers = {
+            f"{path}.{name}": buffer
+            for path, module in model.named_modules()
+            if isinstance(module, _BatchNorm)
+            for name, buffer in module.named_buffers(recurse=False)
+        }
+        self._kept: Values = {}
+
+    def keep(self) -> None:
+        """Remember them, before they are pooled."""
+        self._kept = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
+
+    def state_dict(self) -> Values:
+        """What was kept since the last `restore`."""
+        return self._kept
+
+    def targets(self) -> Values:
+        """Tensors for a checkpoint to be read into."""
+        return {name: torch.empty_like(buffer) for name, buffer in self._buffers.items()}
+
+    def restore(self) -> None:
+        """Go back to what was kept, if it was."""
+        self.load_state_dict(self._kept)
+        self._kept = {}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Values) -> None:
+        """Take over a state."""
+        for name, value in state.items():
+            self._buffers[name].copy_(value)
+
+
 class TrainingState:
     """All that a run goes on with: model, optimizer, random generators, and further parts by name."""
 
@@ -182,8 +226,15 @@ class TrainingState:
         self.weights = ModelAndOptimizer(model, optimizer)
         self.parts = dict(parts)
         self.random = RandomState(device, seed)
+        self.local_statistics = LocalStatistics(model)
 
     def state_dict(self) -> dict[str, Any]:
         """Nested tables, whose leaves are DTensors, tensors and plain numbers; nothing is copied."""
         parts = {name: part.state_dict() for name, part in self.parts.items()}
-        return {**self.weights.state_dict(), **parts, "random": {self.random.key: self.random.state_dict()}}
+        own = rank_key()
+        return {
+            **self.weights.state_dict(),
+            **parts,
+            "random": {own: self.random.state_dict()},
+            "local_statistics": {own: self.local_statistics.state_dict()},
+        }

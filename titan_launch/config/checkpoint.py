@@ -39,7 +39,7 @@ class CheckpointConfig(Section):
     """How many checkpoints with the lowest validation loss are kept, whatever their age; the link `best` points to the
     first. A checkpoint counts when its step was validated. 0: none."""
 
-    load: Literal["latest", "none"] | Annotated[int, Field(ge=1)] | str = "latest"
+    load: int | str = "latest"
     """Where the run starts. `latest`: the newest checkpoint of the run's folder that is complete and undamaged, if
     there is one. `none`: anew; what an earlier run left in the folder is moved aside, not deleted. A number: that step
     of the run's folder; checkpoints of later steps are moved aside. A path: that checkpoint
@@ -52,8 +52,8 @@ class CheckpointConfig(Section):
 
     exclude_from_loading: Array[str] = ()
     """What is not taken from a checkpoint that `initial_load_path`, or `load` with a number or a path, names:
-    `optimizer`, `step` (and with it the schedule), `data` (the position in it), `random`, or parameters and buffers by
-    glob (`output.**`). It begins as in a new run. A run that goes on from its own latest checkpoint takes
+    `optimizer`, `data` (the position in it), `random`, with a path `step` (and the schedule), or parameters and buffers
+    by glob (`output.**`). It begins as in a new run. A run that goes on from its own latest checkpoint takes
     everything."""
 
     accept_changes: bool = False

@@ -40,6 +40,8 @@ def a_step_is_loaded_from_checkpoints(config: JobConfig) -> Iterator[Problem]:
 def load_is_a_word_or_a_path(config: JobConfig) -> Iterator[Problem]:
     """A misspelt word would be taken for a path."""
     load = config.checkpoint.load
+    if isinstance(load, int) and load < 1:
+        yield Problem(_LOAD, 'there is "latest", "none", a step (at least 1), or a path', load)
     if isinstance(load, str) and load not in _KEYWORDS and os.sep not in load and not os.path.exists(load):
         reason = f'there is "latest", "none", a step, or a path, and no such path exists{did_you_mean(load, _KEYWORDS)}'
         yield Problem(_LOAD, reason, load)
@@ -64,10 +66,22 @@ def something_is_loaded_to_exclude_from(config: JobConfig) -> Iterator[Problem]:
         yield Problem(_EXCLUDE, reason, list(checkpoint.exclude_from_loading), also=(_LOAD, _INITIAL))
 
 
+def steps_of_a_folder_only_grow(config: JobConfig) -> Iterator[Problem]:
+    """Checkpoints of steps before the one that was loaded would pass for newer ones than those of this start."""
+    checkpoint = config.checkpoint
+    if isinstance(checkpoint.load, int) and "step" in checkpoint.exclude_from_loading:
+        reason = (
+            'has "step", so the run would count from 0 in a folder that has a checkpoint of step '
+            f'{checkpoint.load}; begin in another with checkpoint.load = ".../checkpoints/step-{checkpoint.load}"'
+        )
+        yield Problem(_EXCLUDE, reason, list(checkpoint.exclude_from_loading), also=(_LOAD,))
+
+
 CHECKPOINT_RULES = (
     best_checkpoints_are_validated,
     a_step_is_loaded_from_checkpoints,
     load_is_a_word_or_a_path,
     a_run_begins_in_one_place,
     something_is_loaded_to_exclude_from,
+    steps_of_a_folder_only_grow,
 )

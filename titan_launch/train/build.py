@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.checkpoint.manager import CheckpointManager
-from titan_launch.checkpoint.state import Progress
+from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.collective import on_main
 from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
@@ -78,6 +78,9 @@ class Run:
     step: TrainStep
     guard: StepGuard
     progress: Progress
+    state: TrainingState
+    """All that goes into a checkpoint."""
+
     control: Control
     first_step: int
     """The first step of this process: 1, or the one after the checkpoint it resumed from."""
@@ -169,6 +172,7 @@ def build_run(
         step=step,
         guard=guard,
         progress=progress,
+        state=state,
         control=Control(stop or StopRequest(), config.checkpoint.interval_minutes),
         first_step=first_step,
         epoch_size=len(source),

@@ -172,8 +172,9 @@ def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack
     with ExitStack() as lock:
         _lock(folder, config, lock)
         _check_no_launch_is_between_attempts(folder, config, attempt)
+        load = effective_load(folder, config, attempt)
+        _check_step_is_there(folder, load)
         if _has_begun(folder):
-            load = effective_load(folder, config, attempt)
             _check_may_start(folder, config, load)
             if not _resumes(folder, config, load):
                 _move_aside(folder)
@@ -197,11 +198,18 @@ def _has_begun(folder: Path) -> bool:
 def _resumes(folder: Path, config: JobConfig, load: Load) -> bool:
     """Whether a run goes on with what is in its folder."""
     possible = config.checkpoint.enable and load != "none" and not _is_path(load)
-    return possible and bool(complete_steps(checkpoint_folder(folder)))
+    return possible and bool(checkpoint_steps(checkpoint_folder(folder)))  # damaged ones are not begun anew over
 
 
 def _is_path(load: Load) -> bool:
     return isinstance(load, str) and load not in ("latest", "none")
+
+
+def _check_step_is_there(folder: Path, load: Load) -> None:
+    steps = complete_steps(checkpoint_folder(folder))
+    if isinstance(load, int) and load not in steps:
+        there = f"complete are those of steps {', '.join(map(str, sorted(steps)))}" if steps else "it has no checkpoint"
+        raise config_error(("checkpoint", "load"), f"no such step in {checkpoint_folder(folder)}; {there}", load)
 
 
 def _check_may_start(folder: Path, config: JobConfig, load: Load) -> None:
@@ -209,9 +217,6 @@ def _check_may_start(folder: Path, config: JobConfig, load: Load) -> None:
     if load == "none":
         return
     steps = complete_steps(checkpoint_folder(folder)) if config.checkpoint.enable else []
-    if isinstance(load, int) and load not in steps:
-        there = f"complete are those of steps {', '.join(map(str, sorted(steps)))}" if steps else "it has no checkpoint"
-        raise config_error(("checkpoint", "load"), f"no such step in {checkpoint_folder(folder)}; {there}", load)
     before = _recorded_table(folder, config)
     changed = [] if before is None else [d for d in differences(before, _table(config)) if d.role != "operation"]
     if changed and not (steps and config.checkpoint.accept_changes and not _is_other_model(changed)):

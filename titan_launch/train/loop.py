@@ -15,6 +15,7 @@ from titan_launch.train.build import Run
 from titan_launch.train.faults import settle_guard
 from titan_launch.train.garbage import scheduled_garbage_collection
 from titan_launch.train.prediction import MEASURED
+from titan_launch.train.resume import how_to_resume
 from titan_launch.train.step import StepResult
 from titan_launch.train.validate import validate
 
@@ -58,9 +59,7 @@ def ending(run: Run) -> str:
         return f"done: {last} steps; everything is in {run.folder}"
     if number == RESTART_SIGNAL:
         raise Stopped(f"ended after step {step} of {last}, to be started again with more hosts", RESTART_STATUS)
-    again = "run the same command again"
-    if run.config.checkpoint.load != "latest":
-        again += " with --checkpoint.load=latest"
+    again = how_to_resume(run.config)
     if step < run.first_step:
         return f"stopped by {signal_name(number)} before step {run.first_step} of {last}; to go on, {again}"
     stopped = f"stopped by {signal_name(number)} after step {step} of {last}"
@@ -136,6 +135,14 @@ def needs_pooled_statistics(run: Run) -> bool:
     return is_validation_step(run) or is_checkpoint_step(run)
 
 
+def pools_anyway(run: Run) -> bool:
+    """Whether an undisturbed run pools at this step too: it saves or validates there. A checkpoint by the clock, or
+    before a signal's end, is not to change what follows."""
+    step, freq = run.progress.step, run.config.validation.freq
+    is_last = step == run.config.training.steps
+    return is_last or step % run.config.checkpoint.interval == 0 or (freq > 0 and step % freq == 0)
+
+
 def clear_progress(run: Run) -> None:
     """Take the progress bar away before something else is printed."""
     if run.console is not None:
@@ -162,6 +169,8 @@ def report(run: Run, result: StepResult) -> dict[str, float]:
     scalars["train/skipped_steps"] = run.progress.skipped_steps
     scalars["train/rollbacks"] = run.progress.rollbacks
     if needs_pooled_statistics(run):
+        if not pools_anyway(run):
+            run.state.local_statistics.keep()
         scalars |= pool_statistics(run)
     if is_validation_step(run):
         scalars |= validation_scalars(run)
@@ -205,4 +214,5 @@ def save(run: Run, validation_loss: float | None = None) -> None:
     run.watchdog.enter("saving a checkpoint", run.progress.step, patient=True)
     with run.meter.paused():
         run.checkpoints.save(validation_loss)
+    run.state.local_statistics.restore()
     run.control.saved()

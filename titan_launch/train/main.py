@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.provenance import Provenance
@@ -17,6 +16,7 @@ from titan_launch.train.build import build_run, run_folder
 from titan_launch.train.flight_recorder import configure_flight_recorder
 from titan_launch.train.logs import console_log, rank_log
 from titan_launch.train.loop import fit
+from titan_launch.train.resume import how_to_resume
 from titan_launch.train.seed import seed_everything
 from titan_launch.train.signals import StopRequest
 from titan_launch.train.watchdog import Watchdog
@@ -24,7 +24,7 @@ from titan_launch.train.watchdog import Watchdog
 
 def train(config: JobConfig, provenance: Provenance, stop: StopRequest) -> None:
     """Train as one rank, to the end or to `stop`. Every path out closes writers and destroys the process group."""
-    with full_disk_explained(run_folder(config)), ExitStack() as stack:
+    with full_disk_explained(config), ExitStack() as stack:
         log_file = stack.enter_context(rank_log())
         configure_flight_recorder(run_folder(config), config.comm.flight_recorder_size)
         timeout = config.comm.init_timeout_seconds
@@ -38,7 +38,7 @@ def train(config: JobConfig, provenance: Provenance, stop: StopRequest) -> None:
 
 
 @contextmanager
-def full_disk_explained(folder: Path) -> Iterator[None]:
+def full_disk_explained(config: JobConfig) -> Iterator[None]:
     """Raise a RunError where reports can no longer be written. (A checkpoint that finds no room is logged, and training
     goes on.)"""
     try:
@@ -46,10 +46,9 @@ def full_disk_explained(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise RunError(
-            f"{folder} cannot be written to: {os.strerror(error.errno)}; make room, and the same command goes on from "
-            "the newest checkpoint"
-        ) from error
+        reason = f"{run_folder(config)} cannot be written to: {os.strerror(error.errno)}"
+        advice = how_to_resume(config) if config.checkpoint.enable else "begin again (checkpoint.enable is false)"
+        raise RunError(f"{reason}; make room, and {advice}") from error
 
 
 def _leave_out_warnings() -> None:

@@ -72,6 +72,12 @@ def training_state(
     return TrainingState(model, optimizer, parts, ranks.device, config.training.seed)
 
 
+def how_to_resume(config: JobConfig) -> str:
+    """What somebody has to do for the run to go on from its newest checkpoint."""
+    again = "run the same command again"
+    return again if config.checkpoint.load == "latest" else f"{again} with --checkpoint.load=latest"
+
+
 def _own_checkpoint(folder: Path, load: Load) -> Path | None:
     """The checkpoint in the run's own folder, or None where there is none to look for."""
     checkpoints = checkpoint_folder(folder)
@@ -92,5 +98,5 @@ def _selected(config: JobConfig) -> Selection:
 
 def _take(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     load_state(checkpoint, state, selection)
-    what = "parameters and buffers of" if selection.only_weights else "resumed from"
+    what = "began with the parameters and buffers of" if selection.only_weights else "resumed from"
     _log.info("%s %s", what, checkpoint)

@@ -45,6 +45,9 @@ _TIMED_OUT = ("Timed out waiting", "wait timeout after", "operation timeout")
 _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer")
 """How gloo and NCCL word what they raise: they have no classes for it."""
 
+_GUESSES = ". This is typically caused by"
+"""What gloo goes on with."""
+
 _PLACE_IN_SOURCE = re.compile(r"^\[[^]]*\] ")
 
 T = TypeVar("T")
@@ -154,7 +157,7 @@ class Watchdog:
 
     def _explained(self, error: BaseException) -> RunError | None:
         """What to say instead of an error; None where it says all itself."""
-        text = _PLACE_IN_SOURCE.sub("", str(error).partition("\n")[0])
+        text = _PLACE_IN_SOURCE.sub("", str(error).partition("\n")[0]).partition(_GUESSES)[0]
         if not isinstance(error, RuntimeError):
             return None
         if any(words in text for words in _TIMED_OUT):
