@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent / "titan_launch"
 
 RANKS = {
     "errors": 0,
+    "files": 0,
     "globs": 0,
     "constants": 0,
     "patches": 0,

@@ -69,14 +69,14 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def stop_with_parent() -> None:
-    """Have this process be sent SIGTERM when its parent ends, however that ends (Linux; nothing elsewhere)."""
+def stop_with_parent(number: int = signal.SIGTERM) -> None:
+    """Have this process be sent a signal when its parent ends, however that ends (Linux; nothing elsewhere)."""
     if sys.platform != "linux":
         return
     import ctypes
 
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGTERM), 0, 0, 0)
+    ctypes.CDLL(None).prctl(set_parent_death_signal, int(number), 0, 0, 0)
 
 
 def signal_name(number: int) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
 import socket
-import sys
 import traceback
 from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,8 +24,8 @@ from titan_launch.checkpoint.snapshot import Arena, State, in_memory, lay_out
 from titan_launch.checkpoint.writer import WriteRequest, Written, write_checkpoint
 from titan_launch.collective import on_all, on_main
 from titan_launch.config.checkpoint import AsyncMode
+from titan_launch.signals import stop_with_parent
 
-_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _NICENESS = 10
 _TIMEOUT_OF_JOINING = timedelta(minutes=5)
 """How long writer processes wait for each other to start."""
@@ -285,7 +283,6 @@ def _join(place: _Place) -> None:
 def _end_with(parent: int) -> None:
     """Have the operating system kill this process when the training process dies: a checkpoint that is still being
     written could otherwise become visible to a run that has already resumed from the one before."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    stop_with_parent(signal.SIGKILL)
     if os.getppid() != parent:  # it died before
         os._exit(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from titan_launch.checkpoint.state import TrainingState, rank_key
 from titan_launch.collective import on_all, on_main, warn
 from titan_launch.errors import KeyPath, UserError, config_error
 from titan_launch.globs import matches
+from titan_launch.plan.claims import listed
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +33,6 @@ EXCLUDED_PARTS = ("optimizer", "step", "data", "random")
 """What `checkpoint.exclude_from_loading` can name besides parameters and buffers."""
 
 _EXCLUDE: KeyPath = ("checkpoint", "exclude_from_loading")
-_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -215,12 +215,7 @@ def _differences(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[i
         ("of another shape", misshaped),
     ):
         if names:
-            yield f"{len(names)} {title}: {_shortened(names)}"
-
-
-def _shortened(names: Sequence[str]) -> str:
-    rest = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+            yield f"{len(names)} {title}: {listed(names, most=8)}"
 
 
 def _cause(error: BaseException) -> str:

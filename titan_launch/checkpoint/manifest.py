@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from titan_launch.files import replace_text
 
 MANIFEST_FILE = "manifest.json"
 """Written last: a checkpoint without it is not complete."""
@@ -77,10 +78,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write it into a checkpoint's folder, durably."""
     content = json.dumps(asdict(manifest), indent=1, sort_keys=True)
     text = json.dumps({"manifest": asdict(manifest), "crc32": _crc32(content.encode())}, indent=1, sort_keys=True)
-    with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    replace_text(folder / MANIFEST_FILE, text + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from titan_launch.checkpoint.manifest import DamagedCheckpointError, checkpoint_name, checkpoint_steps, read_manifest
+from titan_launch.files import free_name
 
 LATEST, BEST = "latest", "best"
 """Links to the newest checkpoint, and to the one with the lowest validation loss."""
@@ -85,20 +85,9 @@ def clean(folder: Path) -> None:
 
 def set_aside(checkpoint: Path) -> Path:
     """Give a damaged checkpoint another name, so that it is neither loaded nor written over; returns the new one."""
-    number = 1
-    while (aside := checkpoint.with_name(f"{checkpoint.name}.damaged-{number}")).exists():
-        number += 1
+    aside = free_name(checkpoint.with_name(f"{checkpoint.name}.damaged-{{}}"))
     checkpoint.rename(aside)
     return aside
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _losses(folder: Path) -> dict[int, float | None]:

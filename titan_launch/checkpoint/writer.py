@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from titan_launch.checkpoint.manifest import FileRecord, Manifest, checkpoint_name, record_of, write_manifest
-from titan_launch.checkpoint.retention import TEMPORARY, Retention, clean, set_aside, sync_folder, tidy
+from titan_launch.checkpoint.retention import TEMPORARY, Retention, clean, set_aside, tidy
 from titan_launch.checkpoint.snapshot import Shard, State, total_bytes
 from titan_launch.collective import on_all, on_main
+from titan_launch.files import sync_folder
 from titan_launch.plan.hardware import GIB
 
 _SPARE = 1.02
@@ -116,8 +117,7 @@ def _complete(request: WriteRequest, temporary: Path, records: dict[str, FileRec
     missing = [name for name in records if not (temporary / name).exists()]
     if missing:
         raise OSError(f"{temporary / missing[0]} was written on another host, and is not here: hosts must share it")
-    write_manifest(temporary, replace(request.manifest, files=records))
-    sync_folder(temporary)
+    write_manifest(temporary, replace(request.manifest, files=records))  # which makes all names here durable
     final = request.folder / checkpoint_name(request.manifest.step)
     if final.exists():  # a damaged one, which was not resumed from
         set_aside(final)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from titan_launch.errors import RunError, Stopped
+from titan_launch.plan.claims import listed
 from titan_launch.signals import signal_name
 
 _LEADER = "titan_launch/leader"
@@ -97,7 +98,7 @@ def _answer(store: dist.Store, greetings: list[str], answer: str) -> None:
 
 
 def _missing(missing: list[int], world_size: int, clock: _Clock) -> RunError:
-    shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    shown = listed([*map(str, missing)], most=8)
     are = f"rank {shown} of {world_size} has" if len(missing) == 1 else f"ranks {shown} of {world_size} have"
     return RunError(f"{are} not joined the process group in {clock.timeout_seconds:g} s")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import itertools
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from titan_launch.checkpoint.manifest import checkpoint_name, checkpoint_steps, complete_steps
-from titan_launch.checkpoint.retention import BEST, LATEST, point, sync_folder
+from titan_launch.checkpoint.retention import BEST, LATEST, point
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.experiment import Difference, differences
 from titan_launch.config.explain import toml_value
@@ -25,6 +24,7 @@ from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.config.load import dump_job
 from titan_launch.errors import ConfigError, config_error, format_key
+from titan_launch.files import free_name, replace_text, sync_folder
 from titan_launch.plan.choices import Choice
 from titan_launch.train.attempt import Attempt, Launch, attempt_name, launch_of, next_attempt, parse_launch
 
@@ -117,7 +117,7 @@ def supersede_later_checkpoints(folder: Path, step: int) -> None:
     later = [other for other in checkpoint_steps(checkpoints) if other > step]
     if not later:
         return
-    aside = _free_name(checkpoints / "superseded-{}")
+    aside = free_name(checkpoints / "superseded-{}")
     aside.mkdir()
     if (folder / METRICS_FILE).exists():
         shutil.copy2(folder / METRICS_FILE, aside / METRICS_FILE)
@@ -152,17 +152,6 @@ def record_audit(folder: Path, audit: dict[str, Any]) -> None:
 def checkpoint_folder(folder: Path) -> Path:
     """Where a run's checkpoints are."""
     return folder / "checkpoints"
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file whole: whoever reads it finds the old text or the new one, whenever the writer is killed."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
 
 
 def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
@@ -317,12 +306,6 @@ def _in_use(folder: Path, config: JobConfig) -> ConfigError:
 
 
 def _move_aside(folder: Path) -> None:
-    aside = _free_name(folder.with_name(f"{folder.name}.{{}}"))
+    aside = free_name(folder.with_name(f"{folder.name}.{{}}"))
     folder.rename(aside)
     _log.info("moved the earlier run in %s to %s", folder, aside)
-
-
-def _free_name(pattern: Path) -> Path:
-    """The first of a row of numbered names that nothing has; `{}` in the last part stands for the number."""
-    names = (pattern.with_name(pattern.name.format(number)) for number in itertools.count(1))
-    return next(name for name in names if not name.exists())

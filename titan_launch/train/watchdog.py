@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 from titan_launch.config.comm import CommConfig
 from titan_launch.errors import RunError
 from titan_launch.parallel.distributed import Ranks
+from titan_launch.plan.claims import listed
 from titan_launch.train.flight_recorder import FOLDER as FLIGHT_RECORDER
 from titan_launch.train.flight_recorder import collectives_begun, dump_flight_recorder
 
@@ -32,7 +33,6 @@ FOLDER = "hangs"
 
 _LOOKS_PER_LIMIT = 20
 _SECONDS_BETWEEN_LOOKS = (0.05, 10.0)
-_LISTED = 8
 _FAILED = "titan_launch/failed"
 
 _STDERR = 2
@@ -301,6 +301,4 @@ def _counted(moment: Moment) -> Moment:
 
 
 def _listed(ranks: list[int]) -> str:
-    rest = len(ranks) - _LISTED
-    names = ", ".join(map(str, ranks[:_LISTED])) + (f" and {rest} more" if rest > 0 else "")
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed([*map(str, ranks)], most=8)}"
