@@ -111,7 +111,7 @@ def test_a_run_survives_a_full_disk(tmp_path: Path, small_disk: Path) -> None:
 
     run_ranks(run_job, 2, job(tmp_path))
     errors = run_ranks(error_of, 2, job(small_disk))
-    assert errors[0] == errors[1] and errors[0].startswith("step 6 could not be saved: "), errors
+    assert errors[0] == errors[1] and errors[0].startswith("step 6 could not be saved to "), errors
     saved = complete_steps(small_disk / "tiny" / "checkpoints")
     assert 1 <= max(saved) < 6
     remount(small_disk, "size=50m")
@@ -123,14 +123,15 @@ def test_a_run_survives_a_full_disk(tmp_path: Path, small_disk: Path) -> None:
 
 
 def test_reports_that_find_no_room_end_the_run_with_one_sentence(small_disk: Path) -> None:
-    with (
-        pytest.raises(RunError, match=f"^{small_disk} cannot be written to: No space left on device; make room"),
-        full_disk_explained(small_disk),
-    ):
+    config = JobConfig.model_validate(tiny_job(small_disk, checkpoint={"enable": True, "load": 2}))
+    text = (
+        f"^{small_disk}/tiny cannot be written to: No space left on device; make room, and run the same command again "
+    )
+    with pytest.raises(RunError, match=text + "with --checkpoint.load=latest"), full_disk_explained(config):
         sink = JsonlSink(small_disk / "metrics.jsonl")
         for step in range(10_000):
             sink.write(step, {"a tag that takes room " * 20: step / 7})
-    with pytest.raises(FileExistsError), full_disk_explained(small_disk):
+    with pytest.raises(FileExistsError), full_disk_explained(config):
         small_disk.mkdir()
 
 
