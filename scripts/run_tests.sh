@@ -7,9 +7,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 use_environment test
 cd "$ROOT"
 
+options=("$@")
 if [[ $# -eq 0 ]]; then
     "$PYTHON" -m ruff check .
     "$PYTHON" -m ruff format --check .
     "$PYTHON" -m mypy
+    # Two files at a time: tests of several ranks wait for each other much of the time.
+    options=(--numprocesses 2 --dist loadfile)
 fi
-"$PYTHON" -m pytest "$@"
+"$PYTHON" -m pytest "${options[@]}"

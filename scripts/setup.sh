@@ -19,7 +19,7 @@ use_environment() {
 # accident), has torch and, for the tests, their tools.
 has_checkout() {
     local python="$1" extra="$2" wanted="torch tensorboard torchdata pydantic tomli"
-    [[ "$extra" == test ]] && wanted+=" pytest pytest_timeout mypy ruff jsonschema sklearn"
+    [[ "$extra" == test ]] && wanted+=" pytest pytest_timeout xdist mypy ruff jsonschema sklearn"
     command -v "$python" >/dev/null || return 1
     (cd / && "$python" - "$ROOT" $wanted) <<'PYTHON'
 import importlib.util as util, pathlib, sys
