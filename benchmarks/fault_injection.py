@@ -46,8 +46,7 @@ from publishing import publish
 
 from titan_launch.checkpoint.manifest import (
     DamagedCheckpointError,
-    check_contents,
-    check_sizes,
+    check,
     checkpoint_name,
     checkpoint_steps,
     read_manifest,
@@ -307,9 +306,7 @@ def damage(bench: Bench, reference: Reference) -> str | None:
     for step in checkpoint_steps(bench.checkpoints):
         checkpoint = bench.checkpoints / checkpoint_name(step)
         try:
-            manifest = read_manifest(checkpoint)
-            check_sizes(checkpoint, manifest)
-            check_contents(checkpoint, manifest, manifest.files)
+            check(checkpoint)
         except DamagedCheckpointError as error:
             return f"{checkpoint.name}: {error}"
         if data_of(checkpoint) != data_of(reference.checkpoints / checkpoint.name):

@@ -62,11 +62,6 @@ class Fault:
     spares_rank: bool = False
     """Whether that process dies alone."""
 
-    @property
-    def victim(self) -> str:
-        """Who dies, in words."""
-        return "the process that writes" if self.spares_rank else f"rank {self.rank}"
-
 
 class Dropping(nn.Module):
     """A model that trains to other numbers when any rank's random generator is not restored."""

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.train.jobs import model_source
+
 REPO = Path(__file__).parent.parent
 
 TINY = """
@@ -191,7 +193,7 @@ def test_plan_traces_what_it_does_not_know_and_says_so(job: Path) -> None:
     text = job.read_text()
     start, end = text.index("[model.args]"), text.index("[data]")
     job.write_text(f'{text[:start]}[model]\nname = "my_model:build"\n\n{text[end:]}')
-    job.with_name("my_model.py").write_text(MODEL.format(action="pass", build="pass"))
+    job.with_name("my_model.py").write_text(model_source())
     env = {"PYTHONPATH": str(job.parent), "RANK": "0"}
     result = run("titan_launch", "plan", "--config", job, "--world-size", "2", "--verbose", **env)
     assert result.returncode == 0, result.stderr
@@ -297,30 +299,10 @@ def test_a_folder_that_cannot_be_written_is_one_message(job: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-MODEL = """
-import os, signal
-from torch import nn
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(61, 8)
-        self.output = nn.Linear(8, 61, bias=False)
-
-    def forward(self, tokens):
-        if os.environ["RANK"] == "1":
-            {action}
-        return self.output(self.embedding(tokens))
-
-def build():
-    {build}
-    return Model()
-"""
-
-
 def launch_with_model(job: Path, action: str = "pass", build: str = "pass") -> subprocess.CompletedProcess[str]:
     """Train on two ranks a model that does `action` in rank 1's first forward."""
-    job.with_name("my_model.py").write_text(MODEL.format(action=action, build=build))
+    in_forward = f'if os.environ["RANK"] == "1": {action}'
+    job.with_name("my_model.py").write_text(model_source(in_forward, build))
     text = job.read_text()
     start, end = text.index("[model.args]"), text.index("[data]")
     job.write_text(f'{text[:start]}[model]\nname = "my_model:build"\n\n{text[end:]}')

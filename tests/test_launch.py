@@ -19,30 +19,18 @@ from torch import Tensor
 
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
-from tests.train.jobs import read_metrics, run_job, tiny_job
+from tests.train.jobs import model_source, read_metrics, run_job, tiny_job
 
 REPO = Path(__file__).parent.parent
 
-MODEL = """
-import os, time
-from torch import nn
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(61, 8)
-        self.output = nn.Linear(8, 61, bias=False)
-
-    def forward(self, tokens):
-        time.sleep(float(os.environ.get("SECONDS_PER_FORWARD", "0")))
-        return self.output(self.embedding(tokens))
-"""
 STEPS = 40
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> dict[str, Any]:
-    tmp_path.joinpath("slow_model.py").write_text(MODEL)
+    tmp_path.joinpath("slow_model.py").write_text(
+        model_source(in_forward='time.sleep(float(os.environ.get("SECONDS_PER_FORWARD", "0")))')
+    )
     return tiny_job(
         tmp_path,
         model={"name": "slow_model:Model"},

@@ -246,7 +246,7 @@ def _report_failure(exit_codes: Mapping[int, int]) -> int:
             print(f"error: rank {min(exit_codes)} was ended by SIGTERM", file=sys.stderr)
         return 128 + signal.SIGTERM if status is None else status
     rank, number = next(iter(killed.items()))
-    name = signal.Signals(number).name
+    name = signal_name(number)
     hint = "; the usual cause is that the host ran out of memory" if number == signal.SIGKILL else ""
     print(f"error: rank {rank} was killed by {name}{hint}", file=sys.stderr)
     return 128 + number

@@ -69,6 +69,13 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def leave_signals_to_parent() -> None:
+    """Have this process ignore what asks a rank to end: schedulers, terminals and torchrun signal a whole process
+    group, and the process that started this one ends it when it has no more use for it."""
+    for number in (*STOP_SIGNALS, RESTART_SIGNAL):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def stop_with_parent(number: int = signal.SIGTERM) -> None:
     """Have this process be sent a signal when its parent ends, however that ends (Linux; nothing elsewhere)."""
     if sys.platform != "linux":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,8 +83,3 @@ def saved(folder: Path, steps: int, replicas: int = 1, **config: Any) -> dict[st
     manager.finish()
     manager.close()
     return own.everything()
-
-
-def on_ranks(action: Callable[[Trained], Any], steps: int) -> Any:
-    """What `action` makes of a trained state."""
-    return action(trained(steps))

@@ -24,6 +24,7 @@ from titan_launch.checkpoint.loading import EVERYTHING, load_state, newest_valid
 from titan_launch.checkpoint.manifest import checkpoint_steps, complete_steps, read_manifest
 from titan_launch.checkpoint.snapshot import lay_out
 from titan_launch.errors import RunError
+from titan_launch.signals import RESTART_SIGNAL
 
 
 def loaded(folder: Path, replicas: int = 1) -> tuple[dict[str, Tensor], int]:
@@ -177,6 +178,8 @@ def lose_the_writer(folder: Path) -> tuple[str, str]:
         writing._process.join()
     manager.save()
     manager.finish()
+    os.kill(writing._process.pid or 0, RESTART_SIGNAL)  # torchrun's, to the rank's process group: it is not meant
+    writing._process.join(0.2)
     own.step()
     if dist.get_rank() == 1:
         os.kill(writing._process.pid or 0, signal.SIGSTOP)  # it has the order, and dies before it answers

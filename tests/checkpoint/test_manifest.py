@@ -12,8 +12,7 @@ from titan_launch.checkpoint.manifest import (
     MANIFEST_FILE,
     DamagedCheckpointError,
     Manifest,
-    check_contents,
-    check_sizes,
+    check,
     checkpoint_steps,
     complete_steps,
     read_manifest,
@@ -34,14 +33,6 @@ def checkpoint(tmp_path: Path) -> Path:
     files = {name: record_of(folder / name) for name in ("__0_0.distcp", ".metadata")}
     write_manifest(folder, Manifest(3, 2, "abc", {"mode": "deferred"}, {}, {"torch": "2.13"}, 1.5, files))
     return folder
-
-
-def check(folder: Path) -> Manifest:
-    """What every load checks."""
-    manifest = read_manifest(folder)
-    check_sizes(folder, manifest)
-    check_contents(folder, manifest, manifest.files)
-    return manifest
 
 
 def test_a_manifest_is_read_back(checkpoint: Path) -> None:

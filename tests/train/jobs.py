@@ -46,6 +46,32 @@ def tiny_job(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     return job
 
 
+_MODEL = """
+import os, signal, time
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(61, 8)
+        self.output = nn.Linear(8, 61, bias=False)
+
+    def forward(self, tokens):
+        {in_forward}
+        return self.output(self.embedding(tokens))
+
+def build():
+    {in_build}
+    return Model()
+"""
+
+
+def model_source(in_forward: str = "pass", in_build: str = "pass") -> str:
+    """A module with a model of somebody's own, `Model`, and its factory `build`, each of which does something first:
+    a statement in one line. It may use `os`, `signal` and `time`."""
+    return _MODEL.format(in_forward=in_forward, in_build=in_build)
+
+
 def this_rank() -> Ranks:
     """The rank of a test, on the CPU."""
     return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))

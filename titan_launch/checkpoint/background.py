@@ -24,7 +24,7 @@ from titan_launch.checkpoint.snapshot import Arena, State, in_memory, lay_out
 from titan_launch.checkpoint.writer import WriteRequest, Written, write_checkpoint
 from titan_launch.collective import on_all, on_main
 from titan_launch.config.checkpoint import AsyncMode
-from titan_launch.signals import stop_with_parent
+from titan_launch.signals import leave_signals_to_parent, stop_with_parent
 
 _NICENESS = 10
 _TIMEOUT_OF_JOINING = timedelta(minutes=5)
@@ -116,10 +116,7 @@ class InThread(Background):
         self._executor = ThreadPoolExecutor(1, "checkpoint")
 
     def _begin(self, request: WriteRequest, state: State) -> Future[Written]:
-        slots, size = lay_out(state)
-        on_all(lambda: self._arena.reserve(size))
-        self._arena.fill(state, slots)
-        copy = in_memory(slots, self._arena.memory)
+        copy = in_memory(_copied(state, self._arena), self._arena.memory)
         return self._executor.submit(write_checkpoint, request, copy, self._group)
 
     def close(self) -> None:
@@ -154,9 +151,7 @@ class InProcess(Background):
         return not self._process.is_alive()
 
     def _begin(self, request: WriteRequest, state: State) -> Future[Written]:
-        slots, size = lay_out(state)
-        on_all(lambda: self._arena.reserve(size))
-        self._arena.fill(state, slots)
+        slots = _copied(state, self._arena)
         memory = None if self._arena.memory is self._sent else self._arena.memory
         self._sent = self._arena.memory
         return self._executor.submit(self._ask, _Order(request, slots, memory))
@@ -180,6 +175,14 @@ class InProcess(Background):
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._process.kill()
         self._process.join()
+
+
+def _copied(state: State, arena: Arena) -> State:
+    """The slots of a copy of the state in the arena. Collective: where one rank finds no room, all raise OSError."""
+    slots, size = lay_out(state)
+    on_all(lambda: arena.reserve(size))
+    arena.fill(state, slots)
+    return slots
 
 
 def _own_group() -> dist.ProcessGroup:
@@ -246,21 +249,18 @@ def _own_address() -> str:
 def _serve(connection: Connection, place: _Place) -> None:
     """The main function of a writer process: join the others, then write what it is told, until this rank is gone."""
     _end_with(place.parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # they mean the training process, which waits for this one
+    leave_signals_to_parent()  # which waits for this process
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     os.nice(_NICENESS)  # training comes first where there are not cores for both
     with suppress(EOFError, BrokenPipeError):
         memory = torch.empty(0, dtype=torch.uint8)
-        joined = False
         while True:
             order = connection.recv()
             memory = memory if order.memory is None else order.memory
             try:
-                if not joined:
+                if not dist.is_initialized():
                     _join(place)
-                    joined = True
                 connection.send(write_checkpoint(order.request, in_memory(order.slots, memory), None))
             except OSError as error:
                 connection.send(_Failure(True, str(error)))

@@ -11,14 +11,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from titan_launch.checkpoint.manifest import (
-    DamagedCheckpointError,
-    check_contents,
-    check_sizes,
-    checkpoint_name,
-    checkpoint_steps,
-    read_manifest,
-)
+from titan_launch.checkpoint.manifest import DamagedCheckpointError, check, checkpoint_name, checkpoint_steps
 from titan_launch.checkpoint.retention import set_aside
 from titan_launch.checkpoint.safe import SafeLoadPlanner, SafeReader, UnsafeCheckpointError
 from titan_launch.checkpoint.state import TrainingState, rank_key
@@ -90,17 +83,14 @@ def newest_valid(folder: Path, *, set_damaged_aside: bool) -> Path | None:
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, or None; collective: every rank reads a share of the files."""
 
-    def look(names: slice) -> str | None:
+    def look() -> str | None:
         try:
-            manifest = read_manifest(checkpoint)
-            check_sizes(checkpoint, manifest)
-            check_contents(checkpoint, manifest, sorted(manifest.files)[names])
+            check(checkpoint, share=slice(dist.get_rank(), None, dist.get_world_size()))
         except DamagedCheckpointError as error:
             return str(error)
         return None
 
-    share = slice(dist.get_rank(), None, dist.get_world_size())
-    return next((reason for reason in on_all(lambda: look(share)) if reason is not None), None)
+    return next((reason for reason in on_all(look) if reason is not None), None)
 
 
 def find_checkpoint(path: Path, key: KeyPath) -> Path:
@@ -142,12 +132,11 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     updated = {name for name in updated if selection.takes_tensor(name)}
     target: dict[str, Any] = dict(state.weights.targets(names, updated))
     for name, part in state.parts.items():
-        target[name] = {k: v for k, v in part.state_dict().items() if k in _below(name, saved)}
+        target[name] = _known(part.state_dict(), name, saved)
     own = rank_key()
     has_random = selection.takes("random") and f"random.{own}.torch" in saved
     if has_random:
-        present = _below(f"random.{own}", saved)
-        target["random"] = {own: {k: v for k, v in state.random.state_dict().items() if k in present}}
+        target["random"] = {own: _known(state.random.state_dict(), f"random.{own}", saved)}
     has_statistics = selection == EVERYTHING and _is_written_by_as_many_ranks("local_statistics", saved)
     if has_statistics:
         target["local_statistics"] = {own: state.local_statistics.targets()}
@@ -180,6 +169,12 @@ def _part_of(name: str, key: str) -> str:
 def _below(prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
     """The entries whose keys begin with a name and a dot, without these."""
     return {key[len(prefix) + 1 :]: value for key, value in saved.items() if key.startswith(f"{prefix}.")}
+
+
+def _known(values: Mapping[str, Any], prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a part's values that a checkpoint has too."""
+    there = _below(prefix, saved)
+    return {key: value for key, value in values.items() if key in there}
 
 
 def _check_model(

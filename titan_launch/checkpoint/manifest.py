@@ -99,8 +99,16 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """All files are there, with their sizes. Raises DamagedCheckpointError."""
+def check(folder: Path, share: slice = slice(None)) -> Manifest:
+    """The manifest of a checkpoint's folder whose files are all there, with their sizes, and those of a share (of their
+    names in order) with their contents. Raises DamagedCheckpointError."""
+    manifest = read_manifest(folder)
+    _check_sizes(folder, manifest)
+    _check_contents(folder, manifest, sorted(manifest.files)[share])
+    return manifest
+
+
+def _check_sizes(folder: Path, manifest: Manifest) -> None:
     for name, record in manifest.files.items():
         if Path(name).name != name:
             raise DamagedCheckpointError(f"{MANIFEST_FILE} names a file outside of the checkpoint: {name}")
@@ -112,8 +120,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
             raise DamagedCheckpointError(f"{name} has {size:,} bytes of {record.bytes:,}")
 
 
-def check_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Read some of the files and compare their checksums. Raises DamagedCheckpointError."""
+def _check_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
     for name in names:
         try:
             found = record_of(folder / name)

@@ -128,7 +128,7 @@ def lay_out(state: State) -> tuple[State, int]:
         end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         return slot
 
-    return _map_tensors(state, place), end
+    return _map_parts(state, Tensor, place), end
 
 
 @dataclass(frozen=True)
@@ -151,25 +151,16 @@ class Slot:
 
 def in_memory(slots: State, memory: Tensor) -> State:
     """The state that `lay_out` and `fill` have put into an arena's memory."""
-    return _map_leaves(
-        slots,
-        lambda leaf: (
-            replace(leaf, local=leaf.local.view(memory))
-            if isinstance(leaf, Shard)
-            else leaf.view(memory)
-            if isinstance(leaf, Slot)
-            else leaf
-        ),
-    )
+    return _map_parts(slots, Slot, lambda slot: slot.view(memory))
 
 
-def _map_tensors(state: State, change: Callable[[Tensor], Any]) -> State:
-    """The state with every tensor (of a shard: the local one) replaced."""
+def _map_parts(state: State, kind: type, change: Callable[[Any], Any]) -> State:
+    """The state with everything of a kind replaced, in shards as well."""
 
     def change_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Shard):
             return replace(leaf, local=change(leaf.local))
-        return change(leaf) if isinstance(leaf, Tensor) else leaf
+        return change(leaf) if isinstance(leaf, kind) else leaf
 
     return _map_leaves(state, change_leaf)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import signal
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -24,7 +23,7 @@ from titan_launch.constants import IGNORED_TARGET
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import SampleSource
 from titan_launch.plan.layout import Layout
-from titan_launch.signals import RESTART_SIGNAL, STOP_SIGNALS
+from titan_launch.signals import leave_signals_to_parent
 
 
 class Loader:
@@ -179,5 +178,4 @@ def _ignore_stop_signals(worker_id: int) -> None:
     process before it has written its last checkpoint. (A worker whose main process is gone ends by itself within
     seconds.)
     """
-    for number in (*STOP_SIGNALS, RESTART_SIGNAL):
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_parent()

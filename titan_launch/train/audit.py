@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from itertools import chain
 
-import torch.distributed as dist
-
+from titan_launch.collective import on_all
 from titan_launch.errors import UserError
 from titan_launch.plan.claims import listed
 from titan_launch.precision.audit import Audit, compare
@@ -59,9 +58,7 @@ def _name_views(run: Run, observed: Observations) -> None:
 
 def _differences_of_all_ranks(own: list[str]) -> list[str]:
     """Common to all ranks, so that all of them stop."""
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, own)
-    return list(dict.fromkeys(chain.from_iterable(gathered)))
+    return list(dict.fromkeys(chain.from_iterable(on_all(lambda: own))))
 
 
 def _size(audit: Audit) -> str:

@@ -8,11 +8,10 @@ import math
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
-from titan_launch.collective import on_main
+from titan_launch.collective import on_all, on_main
 from titan_launch.data.loader import samples_of_step
 from titan_launch.errors import RunError
+from titan_launch.metrics.sinks.jsonl import json_number
 from titan_launch.parallel.timeouts import set_timeouts
 from titan_launch.train.build import Run, sample_order
 from titan_launch.train.guard import Fault, Settlement
@@ -72,10 +71,8 @@ def _settle_last(run: Run, fault: Fault, what: str, recorded: str) -> None:
 
 def _shares_of_ranks(settlement: Settlement) -> list[list[float]]:
     """Of every fault the parts of the loss, by rank."""
-    own = [fault.own_loss for fault in settlement.faults]
-    gathered: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, own)
-    return [list(shares) for shares in zip(*gathered, strict=True)]
+    by_rank = on_all(lambda: [fault.own_loss for fault in settlement.faults])
+    return [list(shares) for shares in zip(*by_rank, strict=True)]
 
 
 def _go_back(run: Run, reason: str) -> None:
@@ -161,18 +158,13 @@ def _as_data(run: Run, fault: Fault, shares: list[float]) -> dict[str, Any]:
     return {
         "step": fault.step,
         "reason": fault.reason,
-        "loss": _number(fault.loss),
-        "grad_norm": _number(fault.grad_norm),
-        "loss_limit": _number(fault.loss_limit),
-        "grad_norm_limit": _number(fault.grad_norm_limit),
+        "loss": json_number(fault.loss),
+        "grad_norm": json_number(fault.grad_norm),
+        "loss_limit": json_number(fault.loss_limit),
+        "grad_norm_limit": json_number(fault.grad_norm_limit),
         "data_position": position,
         "ranks": [
-            {"rank": rank, "loss": _number(share), "samples": microbatches}
+            {"rank": rank, "loss": json_number(share), "samples": microbatches}
             for rank, (share, microbatches) in enumerate(zip(shares, samples, strict=True))
         ],
     }
-
-
-def _number(value: float) -> float | str:
-    """JSON has no numbers that are not finite; as in `metrics.jsonl`."""
-    return value if math.isfinite(value) else str(value)

@@ -31,7 +31,7 @@ class JsonlSink(Sink):
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """One line, on disk when this returns: a run that is killed loses nothing."""
-        finite = {tag: value if math.isfinite(value) else str(float(value)) for tag, value in scalars.items()}
+        finite = {tag: json_number(value) for tag, value in scalars.items()}
         self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
 
     def rewind(self, step: int) -> None:
@@ -45,6 +45,11 @@ class JsonlSink(Sink):
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def json_number(value: float) -> float | str:
+    """A number as JSON has it: itself, or "nan", "inf" and "-inf", which `float` reads."""
+    return value if math.isfinite(value) else str(float(value))
 
 
 def _length_until(path: Path, last_step: int) -> int:
