@@ -26,11 +26,13 @@ from torch.distributed.tensor import DTensor
 from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
+from titan_launch.loss import cross_entropy_sum
 from titan_launch.metrics.live_memory import track
 from titan_launch.metrics.traffic import count_collectives
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.parallel.distributed import Ranks, process_group
+from titan_launch.parallel.mesh import build_mesh
 from titan_launch.plan.analytic.engine import analytic_engine
 from titan_launch.plan.choices import Choice
 from titan_launch.plan.footprint import Category, Ledger, Place
@@ -111,7 +113,7 @@ def sharded(config: JobConfig, ranks: Ranks) -> nn.Module:
     """The job's model, wrapped, with the values of seed 0."""
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
     built = build_model(config.model, config.training.seq_len)
-    model = shard_model(config, built, plan_precision(config, built), layout, ranks.device)
+    model = shard_model(config, built, plan_precision(config, built), build_mesh(layout, ranks.device.type))
     model.to_empty(device=ranks.device)
     initialize(model, built.initializer, 0, ranks.device)
     return model
@@ -137,7 +139,7 @@ def run_step(
     valid = torch.tensor(sum(targets.numel() for _, targets in batches) * torch.distributed.get_world_size() / share)
     for index, (inputs, targets) in enumerate(batches):
         strategy.begin_microbatch(model, is_last=index == len(batches) - 1)
-        backward(model, inputs, targets, valid.to(inputs.device), loss_chunks=1)
+        backward(model, inputs, targets, valid.to(inputs.device), cross_entropy_sum)
         if index == 0 and after_first is not None:
             after_first()
 

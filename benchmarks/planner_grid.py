@@ -34,7 +34,7 @@ from titan_launch.plan.analytic.engine import analytic_engine
 from titan_launch.plan.analytic.ops import Kernels
 from titan_launch.plan.choices import Choice
 from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.traffic import Traffic, traffic_of_step
+from titan_launch.plan.traffic import traffic_of_step
 from titan_launch.trace.step import trace_step
 from titan_launch.train.plan import plan_precision
 
@@ -149,7 +149,7 @@ def compare(seed: int) -> Result | None:
         analytic_bytes=analytic.peak_bytes,
         traced_bytes=traced.footprint.peak_bytes,
         same_place=analytic.place == traced.footprint.place,
-        same_traffic=sum(traced.traffic, start=Traffic()) == traffic_of_step(plan, layout, choice.accumulation),
+        same_traffic=traced.traffic == traffic_of_step(plan, layout, choice.accumulation),
     )
 
 

@@ -11,11 +11,16 @@ Arguments override keys of the job file, for example --training.steps=20.
   CONFIG         job file                                       (default: configs/llama_bn.toml)
   NPROC          processes on this host                         (default: one per GPU; 2 without a GPU)
   NNODES         hosts, or min:max                              (default: 1)
+  MAX_RESTARTS   restarts after a failure                       (default: 0)
 
 With more than one host, start this on every host with the same values of
   RDZV_ENDPOINT  HOST:PORT of one of the hosts, reachable by all
   RDZV_ID        any name that this job has for itself          (default: titan_launch)
-  RDZV_BACKEND   rendezvous backend of torchrun                 (default: c10d)
+  RDZV_BACKEND   rendezvous backend of torchrun                 (default: c10d; static with NODE_RANK)
+and, where hosts are to have fixed places, with a value of its own of
+  NODE_RANK      number of this host, from 0, which is the host of RDZV_ENDPOINT
+
+Variables of NCCL and how to find out what is wrong: docs/multi_node.md.
 USAGE
 }
 
@@ -26,17 +31,22 @@ for argument in "$@"; do
     fi
 done
 
-options=(--nproc-per-node "${NPROC:-auto}")
+options=(--nproc-per-node "${NPROC:-auto}" --max-restarts "${MAX_RESTARTS:-0}")
 if [[ "${NNODES:-1}" != 1 ]]; then
     if [[ -z "${RDZV_ENDPOINT:-}" ]]; then
         echo "error: NNODES=$NNODES needs RDZV_ENDPOINT=HOST:PORT, the same on every host" >&2
         exit 2
     fi
+    backend=c10d
+    if [[ -n "${NODE_RANK:-}" ]]; then
+        backend=static
+        options+=(--node-rank "$NODE_RANK")
+    fi
     options+=(
         --nnodes "$NNODES"
         --rdzv-endpoint "$RDZV_ENDPOINT"
         --rdzv-id "${RDZV_ID:-titan_launch}"
-        --rdzv-backend "${RDZV_BACKEND:-c10d}"
+        --rdzv-backend "${RDZV_BACKEND:-$backend}"
     )
 fi
 

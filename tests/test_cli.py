@@ -197,7 +197,7 @@ def test_plan_traces_what_it_does_not_know_and_says_so(job: Path) -> None:
     env = {"PYTHONPATH": str(job.parent), "RANK": "0"}
     result = run("titan_launch", "plan", "--config", job, "--world-size", "2", "--verbose", **env)
     assert result.returncode == 0, result.stderr
-    assert "my_model:build is not known to the analytic engine: tracing it" in result.stderr
+    assert "my_model:build is not known to the analytic engine: tracing the job" in result.stderr
     assert "memory by the trace engine" in result.stdout and "recomputation is left out" in result.stdout
     result = run("titan_launch", "plan", "--config", job, "--engine", "analytic", **env)
     assert (result.returncode, result.stderr) == (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_launch.cli import main, parse_arguments
+from titan_launch.cli import FAKE_OPTIONS, main, parse_arguments
 from titan_launch.launch import LAUNCH_OPTIONS, plan_processes
 from titan_launch.metrics.tags import markdown_table
 
@@ -85,10 +85,14 @@ def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.Capture
 def check(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """`check` reads the same job file and overrides as the other commands."""
     if arguments[0] == "launch":
-        launched = parse_arguments(arguments[1:], LAUNCH_OPTIONS)
-        processes = plan_processes(launched.options)
-        world_size = [] if processes.world_size is None else ["--world-size", str(processes.world_size)]
+        launched = parse_arguments(arguments[1:], (*LAUNCH_OPTIONS, *FAKE_OPTIONS))
+        ranks = launched.options.get("fake-world-size") or plan_processes(launched.options).world_size
+        world_size = [] if ranks is None else ["--world-size", str(ranks)]
         arguments = ["--config", launched.config, *launched.overrides, *world_size]
+    if "--fake-world-size" in arguments:
+        started = parse_arguments(arguments, FAKE_OPTIONS)
+        ranks = started.options["fake-world-size"]
+        arguments = ["--config", started.config, *started.overrides, "--world-size", ranks]
     if arguments[0] != "check":
         arguments = ["check", *arguments]
     assert main(arguments) == 0, capsys.readouterr().err
@@ -136,6 +140,23 @@ def test_predictions_are_below_published_memory() -> None:
     command = [sys.executable, "benchmarks/published_memory.py"]
     table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert table.strip() in (REPO / "docs" / "planning.md").read_text()
+
+
+def test_a_row_of_the_table_of_layouts_is_what_is_predicted() -> None:
+    """One that is replayed; the others take seconds each."""
+    command = [
+        sys.executable,
+        "benchmarks/parallelism_tables.py",
+        "--models",
+        "8B",
+        "--ranks",
+        "512",
+        "--layouts",
+        "FSDP",
+    ]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[2]
+    row = re.escape(printed.replace("**", "")).replace("FSDP", r"(?:\*\*)?FSDP(?:\*\*)?")
+    assert re.search(row, (REPO / "docs" / "parallelism.md").read_text())
 
 
 def test_the_table_of_metrics_is_current() -> None:

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.distributed import run_ranks
 from titan_launch.constants import IGNORED_TARGET
 from titan_launch.loss import count_correct, count_valid, cross_entropy_sum
 
@@ -105,3 +108,39 @@ def test_fp32_copies_of_the_logits_exist_for_one_chunk_at_a_time() -> None:
         with LargestFloat32() as largest:
             loss_and_gradient(torch.randn(64, 11, dtype=torch.bfloat16), targets, chunks)
         assert largest.numel == expected
+
+
+def divided_by_class() -> list[int]:
+    """Compares the loss of logits that two ranks divide with that of the whole ones, on every rank. Returns the largest
+    fp32 tensors of both in one part and in four, and of the whole ones."""
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(0, 24, (2, 8), generator=generator)
+    targets[0, 2:5] = IGNORED_TARGET
+    sizes = []
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.randn(2, 8, 24, generator=generator).mul(30).to(dtype)
+        logits[1, :4] = logits[1, :4].round().clamp(0, 1)  # equal ones, on both ranks
+        own = logits.chunk(2, dim=-1)[mesh.get_local_rank()]
+        expected, expected_gradient = loss_and_gradient(logits, targets, 1)
+        divided = DTensor.from_local(own, mesh, [Shard(2)], run_check=False)
+        assert count_correct(divided, targets) == count_correct(logits, targets)
+        for chunks in (1, 4, 100):
+            leaf = divided.detach().requires_grad_()
+            with LargestFloat32() as largest:
+                loss = cross_entropy_sum(leaf, targets, chunks)
+                (loss / 7).backward()
+            torch.testing.assert_close(loss.detach(), expected, rtol=1e-6, atol=0)
+            assert leaf.grad is not None and leaf.grad.placements == (Shard(2),) and leaf.grad.dtype == dtype
+            torch.testing.assert_close(leaf.grad.full_tensor(), expected_gradient, rtol=1e-6, atol=1e-7)
+            sizes.append(largest.numel)
+    nothing = DTensor.from_local(own, mesh, [Shard(2)], run_check=False).requires_grad_()
+    loss = cross_entropy_sum(nothing, torch.full((2, 8), IGNORED_TARGET))
+    loss.backward()
+    assert loss.item() == 0 and nothing.grad is not None and not nothing.grad.to_local().any()
+    return sizes[3:5]
+
+
+def test_of_logits_divided_by_class() -> None:
+    own = 16 * 24 // 2
+    assert run_ranks(divided_by_class, 2) == [[own, own // 4]] * 2

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.distributed import run_ranks
 from tests.train.jobs import run_job, sharded_model, tiny_job
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import ConfigError
+from titan_launch.errors import ConfigError, UserError
 from titan_launch.parallel.fsdp import fsdp_modules
 from titan_launch.planner import PlanOptions, print_plan
 
@@ -103,3 +103,35 @@ def test_traffic_of_a_traced_model_is_what_the_trace_has_counted(
         calls[twice] = table["collectives_per_step"]
         assert any("counted" in note for note in table["left_out"]) == twice
     assert calls[True]["all_gathers"] == calls[False]["all_gathers"] + 2 * 2
+
+
+TENSOR: dict[str, Any] = {"parallelism": {"tensor_parallel_degree": 2}, "model": {"args": {"vocab_size": 64}}}
+
+
+def test_what_the_analytic_engine_does_not_know_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = JobConfig.model_validate(tiny_job(tmp_path, **TENSOR))
+    with pytest.raises(UserError, match=r"does not know parallelism\.tensor_parallel_degree = 2; use --engine trace"):
+        print_plan(config, 4, str, PlanOptions(engine="analytic"))
+    print_plan(config, 4, str, PlanOptions(only_own=True))
+    shown = capsys.readouterr()
+    assert "parallelism.tensor_parallel_degree = 2 is not known" in shown.err
+    assert "TP (GiB)" in shown.out and "PP (GiB)" not in shown.out and "memory by the trace engine" in shown.out
+
+
+def test_auto_is_resolved_for_a_rank_of_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By what the last rank needs, which has the logits. Four ranks share the FLOPs, however they divide the work."""
+    sections: dict[str, Any] = {
+        "parallelism": {"pipeline_parallel_degree": 2},
+        "gradient_accumulation": {"mode": "auto", "keep_params_unsharded": False},
+        "planner": {"memory_gib": 1.0},
+    }
+    job = tiny_job(tmp_path, **sections)
+    print_plan(JobConfig.model_validate(job), 4, str, PlanOptions(only_own=True, as_json=True))
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["resolved"]["gradient_accumulation"]["mode"] == "deferred"
+    row = next(row for row in planned["rows"] if row["is_chosen"])
+    assert row["pipeline_rank"] == 1 and row["traffic_per_step"]["pipeline"]["calls"] == 2
+    whole = tiny_job(tmp_path, gradient_accumulation=sections["gradient_accumulation"], planner=sections["planner"])
+    print_plan(JobConfig.model_validate(whole), 4, str, PlanOptions(only_own=True, as_json=True))
+    alone = json.loads(capsys.readouterr().out)
+    assert row["flops_per_rank"] == alone["rows"][0]["flops_per_rank"]

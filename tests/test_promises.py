@@ -12,7 +12,7 @@ from titan_launch.config import data, lr_scheduler
 from titan_launch.config.architectures import ARCHITECTURES
 from titan_launch.config.base import Section
 from titan_launch.config.job import JobConfig
-from titan_launch.config.optimizer import ParamGroup
+from titan_launch.config.optimizer import MuonConfig, ParamGroup
 from titan_launch.config.precision import PrecisionRule
 
 REPO = Path(__file__).parent.parent
@@ -26,7 +26,7 @@ def sections() -> Iterator[type[Section]]:
             yield field.annotation
     yield from (data.TextData, data.SyntheticData, data.ImageData)
     yield from (lr_scheduler.WarmupStableDecay, lr_scheduler.Cosine, lr_scheduler.Linear)
-    yield from (PrecisionRule, ParamGroup)
+    yield from (PrecisionRule, ParamGroup, MuonConfig)
     yield from (architecture.args for architecture in ARCHITECTURES.values())
 
 

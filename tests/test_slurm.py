@@ -40,7 +40,7 @@ def submit(folder: Path, status: str = "", after_signal: str = "0", nodes: str =
         "STATUS_AFTER_SIGNAL": after_signal,
         "CONFIG": "job.toml",
     }
-    command = ["bash", str(REPO / "scripts" / "slurm_requeue.sbatch"), "--training.steps=20"]
+    command = ["bash", str(REPO / "scripts" / "slurm.sbatch"), "--training.steps=20"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as script:
         assert script.stdout is not None
         lines = [script.stdout.readline()]

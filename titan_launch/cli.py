@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from titan_launch import __version__
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 USAGE = """\
 usage: titan-launch --version
-       titan-launch [train] --config JOB.toml [--section.key=value ...]
+       titan-launch [train] --config JOB.toml [--fake-world-size N [--fake-rank R]] [--section.key=value ...]
        titan-launch check   --config JOB.toml [--world-size N] [--section.key=value ...]
        titan-launch plan    --config JOB.toml [--world-size N] [plan options] [--section.key=value ...]
        titan-launch launch  --config JOB.toml [--nproc-per-node N] [torchrun options] [--section.key=value ...]
 
-  train   train in this process: as one rank of the group that torchrun describes, or alone (the default command)
+  train   train in this process: as one rank of the group that torchrun describes, or alone (the default command);
+          with --fake-world-size instead build what rank R (0) of N ranks would: mesh, units, optimizer and a step, on
+          the CPU and without values; say what the rank holds, and write nothing (launch takes it too)
   check   parse the job file and check it, without torch or a GPU; with --world-size also how ranks and batch divide.
           What needs the model (a factory of your own, a rule that matches nothing) is left to `plan`, and to a run
   plan    show what a run would do, without a GPU or memory: what every module is stored, computed and reduced in, and
@@ -72,11 +74,13 @@ class _Arguments:
 
 
 def _train(args: list[str]) -> int:
+    arguments = parse_arguments(args, FAKE_OPTIONS)
+    if arguments.options:
+        return _dry_run(arguments)
     from titan_launch.train.signals import StopRequest
 
     stop = StopRequest()
     with stop.listening():  # before torch is imported, so that a signal of these seconds is not lost
-        arguments = parse_arguments(args, options=())
         loaded = _load(arguments, world_size=_positive("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
         run_and_leave(lambda: _import_and_train(loaded, stop), loaded.provenance)
 
@@ -85,6 +89,28 @@ def _import_and_train(loaded: LoadedJob, stop: StopRequest) -> None:
     from titan_launch.train.main import train
 
     train(loaded.config, loaded.provenance, stop)
+
+
+FAKE_OPTIONS = ("fake-world-size", "fake-rank")
+"""Options for a dry run."""
+
+
+def _dry_run(arguments: _Arguments) -> int:
+    """Start as one of many ranks that do not exist."""
+    if "fake-world-size" not in arguments.options:
+        raise UserError("error: --fake-rank is for a dry run; add --fake-world-size")
+    world_size = _positive("--fake-world-size", arguments.options["fake-world-size"])
+    rank = arguments.options.get("fake-rank", "0")
+    if not rank.isdecimal() or int(rank) >= world_size:
+        raise UserError(f"error: --fake-rank {rank}: must be a whole number from 0 to {world_size - 1}")
+    loaded = _load(arguments, world_size)
+    run_and_leave(lambda: _import_and_build(loaded, world_size, int(rank)), loaded.provenance)
+
+
+def _import_and_build(loaded: LoadedJob, world_size: int, rank: int) -> None:
+    from titan_launch.planner import print_dry_run
+
+    print_dry_run(loaded.config, world_size, rank)
 
 
 def _check(args: list[str]) -> int:
@@ -131,8 +157,15 @@ def _plan(args: list[str]) -> int:
 def _launch(args: list[str]) -> int:
     from titan_launch.launch import LAUNCH_OPTIONS, launch, plan_processes
 
-    arguments = parse_arguments(args, LAUNCH_OPTIONS)
+    arguments = parse_arguments(args, (*LAUNCH_OPTIONS, *FAKE_OPTIONS))
+    fake = {name: arguments.options.pop(name) for name in FAKE_OPTIONS if name in arguments.options}
     processes = plan_processes(arguments.options)
+    if fake:
+        is_given = bool({"nnodes", "nproc-per-node"} & set(arguments.options))
+        if is_given and str(processes.world_size) not in ("None", fake.get("fake-world-size")):
+            reason = f"there are {processes.world_size} processes by --nnodes and --nproc-per-node"
+            raise UserError(f"error: --fake-world-size {fake.get('fake-world-size')}: {reason}; drop these, or it")
+        return _dry_run(replace(arguments, options=fake))
     _load(arguments, processes.world_size, is_elastic=processes.world_size is None)
     worker_args = ["--config", arguments.config, *arguments.overrides]
     return launch(processes, worker_args, final_statuses=(BAD_INPUT,))

@@ -1,4 +1,4 @@
-"""The command `plan`: what a job would do on so many ranks, found without a GPU.
+"""The command `plan`, and dry runs: what a job would do on so many ranks, found without a GPU.
 
 Where the analytic engine knows the model, torch is not imported: the answer is there in a fraction of a second.
 """
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from titan_launch.config.job import JobConfig
 from titan_launch.errors import UserError
-from titan_launch.plan.choices import Choice
+from titan_launch.plan.choices import Choice, is_auto
 from titan_launch.plan.comparison import Comparison, Engine, compare
 from titan_launch.plan.flops import ModelFlops, flops_of_model
 from titan_launch.plan.hardware import Hardware, hardware_of
@@ -98,9 +98,28 @@ def print_plan(config: JobConfig, world_size: int, place: Place, options: PlanOp
         print(_format(planned, place, options.verbose))
 
 
-def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
+def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
+    """Say what a rank of so many would build, having built it without values.
+
+    Raises ConfigError as a run would at its start, and where `auto` finds nothing that fits.
+    """
+    layout, hardware = _divide(config, world_size)
+    if is_auto(config):
+        resolution = _plan(config, world_size, PlanOptions(only_own=True)).resolution
+        config = resolution.config
+        print(f"auto: {resolution.reason}")
+    from titan_launch.trace.dry_run import dry_run
+
+    print(dry_run(config, layout, hardware, rank))
+
+
+def _divide(config: JobConfig, world_size: int) -> tuple[Layout, Hardware]:
     layout = plan_layout(config.parallelism, config.training, world_size)
-    hardware = hardware_of(config, ranks_on_machine=min(world_size, config.planner.gpus_per_node))
+    return layout, hardware_of(config, ranks_on_machine=min(world_size, config.planner.gpus_per_node))
+
+
+def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
+    layout, hardware = _divide(config, world_size)
     subject = _subject(config, layout, hardware, options.engine)
     model = (subject.inventory, subject.flops)
     comparison = compare(config, layout, *model, hardware, subject.engine, options.only_own, subject.counted)
@@ -111,15 +130,14 @@ def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
 
 
 def _subject(config: JobConfig, layout: Layout, hardware: Hardware, wanted: EngineName | None) -> _Subject:
-    from titan_launch.plan.analytic.engine import analytic_engine, knows, model_inventory
+    from titan_launch.plan.analytic.engine import analytic_engine, model_inventory, unknown_part
 
-    known = knows(config.model)
-    model = config.model.name + ("" if config.model.blocks is None else " with model.blocks")
-    if wanted == "analytic" and not known:
-        raise UserError(f"--engine analytic: does not know {model}; use --engine trace")
-    if wanted == "trace" or not known:
+    unknown = unknown_part(config)
+    if wanted == "analytic" and unknown is not None:
+        raise UserError(f"--engine analytic: does not know {unknown}; use --engine trace")
+    if wanted == "trace" or unknown is not None:
         if wanted is None:
-            print(f"{model} is not known to the analytic engine: tracing it", file=sys.stderr, flush=True)
+            print(f"{unknown} is not known to the analytic engine: tracing the job", file=sys.stderr, flush=True)
         return _traced(config, layout, hardware)
     inventory = model_inventory(config)
     flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks)
@@ -156,7 +174,7 @@ def _format(planned: _Planned, place: Place, verbose: bool) -> str:
     parts.append(f"chosen: {_chosen(planned)}")
     if planned.suggestion is not None:
         parts[-1] += f'\ngradient_accumulation.mode = "auto" would be {planned.suggestion}'
-    parts.append(honesty(planned.subject.flops))
+    parts.append(honesty(planned.subject.flops, config))
     return "\n\n".join(parts)
 
 
@@ -195,7 +213,7 @@ def _describe(planned: _Planned, place: Place) -> dict[str, Any]:
             "reason": planned.resolution.reason,
         },
         "auto_would_be": planned.suggestion,
-        "note": honesty(planned.subject.flops),
+        "note": honesty(planned.subject.flops, config),
     }
 
 

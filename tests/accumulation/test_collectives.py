@@ -18,6 +18,7 @@ from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.job import JobConfig
 from titan_launch.loss import cross_entropy_sum
 from titan_launch.models.build import build_model
+from titan_launch.parallel.mesh import build_mesh
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.torch_version import CAN_SHARE_UNITS
 from titan_launch.plan.traffic import (
@@ -227,7 +228,7 @@ def count_among_64_ranks(name: str, rules: list[dict[str, str]]) -> tuple[Collec
     built = build_model(config.model, 16)
     layout = plan_layout(config.parallelism, config.training, 64)
     plan = plan_precision(config, built)
-    model = shard_model(config, built, plan, layout, torch.device("cpu")).to_empty(device="cpu")
+    model = shard_model(config, built, plan, build_mesh(layout, "cpu")).to_empty(device="cpu")
     with CollectiveCounter() as counter:
         model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
     return counter.counted.collectives, collectives_of_microbatch(plan.units, layout)

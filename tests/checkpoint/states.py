@@ -61,7 +61,8 @@ def trained(steps: int, replicas: int = 1, width: int = 7) -> Trained:
     fully_shard(model[1], mesh=mesh if replicas > 1 else mesh["dp_shard"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     progress = Progress()
-    result = Trained(model, optimizer, progress, TrainingState(model, optimizer, {"progress": progress}, CPU, seed=0))
+    state = TrainingState(model, optimizer, {"progress": progress}, CPU, seed=0, stream=dist.get_rank())
+    result = Trained(model, optimizer, progress, state)
     for _ in range(steps):
         result.step()
     return result

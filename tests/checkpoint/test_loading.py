@@ -190,4 +190,4 @@ def test_random_states_are_plain_tensors() -> None:
 
 def random_state() -> dict[str, Any]:
     """The state of this rank's generators."""
-    return RandomState(torch.device("cpu"), 0).state_dict()
+    return RandomState(torch.device("cpu"), 0, 0).state_dict()

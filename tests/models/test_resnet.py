@@ -101,11 +101,13 @@ def test_shapes_of_the_stages() -> None:
     assert shapes == {
         "conv1": (64, 112, 112),
         "bn1": (64, 112, 112),
+        "relu": (64, 112, 112),
         "maxpool": (64, 56, 56),
         "layer1": (256, 56, 56),
         "layer2": (512, 28, 28),
         "layer3": (1024, 14, 14),
         "layer4": (2048, 7, 7),
+        "avgpool": (2048,),
         "fc": (1000,),
     }
 

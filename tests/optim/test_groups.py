@@ -10,7 +10,8 @@ from torch import nn
 
 from titan_launch.config.optimizer import OptimizerConfig
 from titan_launch.errors import ConfigError, Problem
-from titan_launch.optim.groups import build_param_groups
+from titan_launch.optim.groups import check_param_groups, group_parameters
+from titan_launch.plan.param_groups import GroupSettings
 
 
 class ScaleNorm(nn.Module):
@@ -39,14 +40,14 @@ class Model(nn.Module):
 
 def _named(model: nn.Module, **config: Any) -> dict[str, list[str]]:
     names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = build_param_groups(model, OptimizerConfig.model_validate(config))
-    return {group["name"]: [names[parameter] for parameter in group["params"]] for group in groups}
+    groups = group_parameters(model, OptimizerConfig.model_validate(config), head=("output",))
+    return {group.name: [names[parameter] for parameter in group.parameters.values()] for group in groups}
 
 
 def _problems(model: nn.Module, *matches: str) -> tuple[Problem, ...]:
     config = OptimizerConfig.model_validate({"param_groups": [{"match": match} for match in matches]})
     with pytest.raises(ConfigError) as caught:
-        build_param_groups(model, config)
+        check_param_groups(model, config)
     return caught.value.problems
 
 
@@ -85,11 +86,37 @@ def test_the_first_matching_group_wins() -> None:
     }
 
 
+def test_muon_is_for_the_matrices_within() -> None:
+    """Not for norms, embeddings, biases and the output layer; nor for a weight that one of these shares."""
+    model = nn.ModuleDict({"inner": Model(), "output": nn.Linear(3, 7), "conv": nn.Conv1d(3, 3, 2)})
+    groups = _named(model, name="Muon", param_groups=[{"match": "inner.layers.1.**", "algorithm": "AdamW"}])
+    matrices = ["inner.layers.0.in_proj_weight", "inner.layers.0.out_proj.weight"]
+    assert groups["default, Muon, weight decay 0.1"] == matrices
+    assert "output.weight" in groups["default, weight decay 0.1"]
+    named = _named(model, muon={"lr_factor": 3.0}, param_groups=[{"match": "output.weight", "algorithm": "Muon"}])
+    assert named["param_groups.0, Muon, weight decay 0.1"] == ["output.weight"]
+
+
+def test_what_muon_cannot_update_is_an_error() -> None:
+    def reasons(model: nn.Module, head: tuple[str, ...] = (), **config: Any) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            check_param_groups(model, OptimizerConfig.model_validate(config), head)
+        return [problem.reason for problem in caught.value.problems]
+
+    group = {"match": "layers.0.**", "algorithm": "Muon"}
+    (reason,) = reasons(Model(), param_groups=[group])
+    assert reason.startswith("Muon is for matrices, and layers.0.in_proj_bias has 1 axes")
+    (reason,) = reasons(Model(), name="Muon")
+    assert 'match = "output.*", algorithm = "AdamW"' in reason
+    (reason,) = reasons(nn.Sequential(nn.Conv1d(2, 2, 2), nn.Linear(2, 2)), ("1",), name="Muon")
+    assert reason.startswith("the model has no matrix for it")
+
+
 def test_groups_carry_their_settings() -> None:
     config = OptimizerConfig.model_validate({"param_groups": [{"match": "weight", "lr_factor": 0.1}]})
-    weight, bias = build_param_groups(nn.Linear(2, 2), config)
-    assert (weight["lr_factor"], weight["weight_decay"]) == (0.1, 0.1)
-    assert (bias["lr_factor"], bias["weight_decay"]) == (1.0, 0.0)
+    weight, bias = group_parameters(nn.Linear(2, 2), config)
+    assert weight.settings == GroupSettings("AdamW", 0.1, 0.1)
+    assert bias.settings == GroupSettings("AdamW", 1.0, 0.0)
 
 
 def test_groups_that_decide_nothing_are_errors() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.tensors import whole, whole_state
-from tests.train.jobs import TINY_ARGS, read_metrics, run_job, sharded_model, tiny_job
+from tests.train.jobs import TINY_ARGS, read_metrics, run_job, sharded_model, this_mesh, tiny_job
 from titan_launch.config.batchnorm import BatchNormConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.errors import ConfigError
@@ -22,7 +22,6 @@ from titan_launch.loss import cross_entropy_sum
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.parallel.batchnorm import Divergence, check_batch_norms, pool_running_statistics, prepare_batch_norms
-from titan_launch.parallel.mesh import statistics_group
 from titan_launch.parallel.synchronized_batchnorm import synchronize
 
 SYNCHRONIZED = BatchNormConfig(statistics="synchronized")
@@ -75,7 +74,7 @@ def forward_and_backward(norm: nn.Module, batch: Tensor, grad: Tensor) -> dict[s
 def layers_in_parts(sizes: list[int]) -> list[dict[str, float]]:
     """The errors of synchronized layers on parts of a batch, against torch's on the whole."""
     errors = []
-    group, rank = statistics_group(60), dist.get_rank()
+    group, rank = this_mesh().statistics_group(60), dist.get_rank()
     for (alone, batch), (together, _) in zip(layers(), layers(), strict=True):
         generator = torch.Generator().manual_seed(1)
         grad = torch.randn(batch.shape, generator=generator).to(batch.dtype)
@@ -295,7 +294,9 @@ def test_a_jobs_microbatches_set_the_momentum() -> None:
 
 def prepared(config: BatchNormConfig) -> nn.Module:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
-    prepare_batch_norms(model, config, 1, statistics_group(60) if config.statistics == "synchronized" else None)
+    prepare_batch_norms(
+        model, config, 1, this_mesh().statistics_group(60) if config.statistics == "synchronized" else None
+    )
     return model
 
 

@@ -14,10 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal, whole_state
-from tests.train.jobs import TINY_ARGS, sharded_model, this_rank
+from tests.train.jobs import TINY_ARGS, sharded_model, this_mesh, this_rank
 from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.debug import DebugConfig
 from titan_launch.config.job import JobConfig
+from titan_launch.loss import loss_in_chunks
 from titan_launch.optim.optimizer import build_optimizer
 from titan_launch.parallel.discard import discard_pending
 from titan_launch.parallel.fsdp import fsdp_modules
@@ -74,7 +75,16 @@ class Trained:
         for group in optimizer.param_groups:
             group["lr"] = config.optimizer.lr
         accumulation = build_strategy(config.gradient_accumulation)
-        self.step = TrainStep(self.model, optimizer, accumulation, StepGuard(DebugConfig(), device), 1.0, device, 3)
+        self.step = TrainStep(
+            self.model,
+            optimizer,
+            accumulation,
+            StepGuard(DebugConfig(), device),
+            1.0,
+            this_mesh(),
+            device,
+            loss_in_chunks(3),
+        )
 
     def state(self) -> dict[str, Tensor]:
         return whole_state(self.model)

@@ -13,6 +13,7 @@ from tests.distributed import join_fake_group, run_ranks
 from tests.train.jobs import TINY_ARGS
 from titan_launch.config.job import JobConfig
 from titan_launch.models.build import build_model
+from titan_launch.parallel.mesh import build_mesh
 from titan_launch.plan.layout import plan_layout
 from titan_launch.train.build import shard_model
 from titan_launch.train.plan import plan_precision
@@ -48,7 +49,7 @@ def backward_events(rules: list[dict[str, Any]], keeps: bool) -> list[str]:
     built = build_model(config.model, 16)
     layout = plan_layout(config.parallelism, config.training, 4)
     plan = plan_precision(config, built)
-    model = shard_model(config, built, plan, layout, torch.device("cpu")).to_empty(device="cpu")
+    model = shard_model(config, built, plan, build_mesh(layout, "cpu")).to_empty(device="cpu")
     events: list[str] = []
     for path in ("output", *built.blocks):
         entered = model.get_submodule(path if path == "output" else f"{path}.feed_forward.w2")

@@ -10,13 +10,14 @@ import pytest
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.config.model import ModelConfig
+from titan_launch.config.parallelism import ParallelismConfig
 from titan_launch.errors import ConfigError
 from titan_launch.plan.devices import DEVICES
 from titan_launch.plan.flops import flops_of_model
 from titan_launch.plan.hardware import Hardware, hardware_of, machine_memory_gib
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.step_time import StepTime, estimate_step_time
-from titan_launch.plan.traffic import Wire
+from titan_launch.plan.step_time import StepTime, bubble_share, estimate_step_time
+from titan_launch.plan.wire import Wire
 
 
 def hardware(device: str = "auto", tflops: float | None = None, **planner: Any) -> Hardware:
@@ -69,21 +70,30 @@ def test_a_run_knows_its_device() -> None:
     assert hardware_of(named, 1, "cuda", "NVIDIA H200", 139.8).memory_gib == 21.9
 
 
-LAYOUT = Layout(replicate=1, shard=8, local_batch_size=2, num_microbatches=3)
-
-
 def test_a_step_takes_between_the_longer_part_and_the_sum() -> None:
     fast = hardware_of(JobConfig.model_validate({"planner": {"device": "h100-80gb", "mfu": 0.5}}), 8)
-    time = estimate_step_time(989 * 10**12, Wire(within=450e9, across=100e9), LAYOUT, fast)
-    assert time == StepTime(compute=12, communication=2)  # 6 samples at half the peak; the slower link counts
+    time = estimate_step_time(6 * 989 * 10**12, Wire(within=450e9, across=100e9), fast)
+    assert time == StepTime(compute=12, communication=2)  # at half the peak; the slower link counts
     assert time.interval == (12, 14)
 
 
 def test_what_is_unknown_gives_no_interval() -> None:
     nothing = hardware(device="auto")
-    assert estimate_step_time(10, Wire(0, 0), LAYOUT, nothing) == StepTime(None, 0.0)
-    assert estimate_step_time(10, Wire(1, 0), LAYOUT, nothing).communication is None
+    assert estimate_step_time(10, Wire(0, 0), nothing) == StepTime(None, 0.0)
+    assert estimate_step_time(10, Wire(1, 0), nothing).communication is None
     assert StepTime(None, 1.0).interval is None
+
+
+def test_a_pipeline_waits_while_it_fills_and_empties() -> None:
+    def share(schedule: str) -> float:
+        layout = Layout(replicate=1, shard=1, local_batch_size=1, num_microbatches=8, pipeline=4)
+        keys = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": schedule}
+        return bubble_share(ParallelismConfig.model_validate(keys), layout)
+
+    assert [share(name) for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")] == [3 / 8, 3 / 16, 0]
+    h100 = hardware_of(JobConfig.model_validate({"planner": {"device": "h100-80gb", "mfu": 0.5}}), 8)
+    time = estimate_step_time(989 * 10**12, Wire(0, 0), h100, share("1F1B"))
+    assert (time.compute, time.bubble, time.interval) == (2.75, 0.75, (2.75, 2.75))
 
 
 def test_steps_whose_intervals_overlap_tie() -> None:
@@ -99,8 +109,8 @@ def test_published_speeds_of_llama_8b_are_met_within_15_percent(published: int) 
     flops = flops_of_model(ModelConfig(flavor="8B"), 8192, blocks)
     per_sample = flops.total_per_sample(ActivationCheckpointConfig(mode="selective"))
     h100 = hardware_of(JobConfig.model_validate({"planner": {"device": "h100-80gb"}}), 8)
-    layout = Layout(replicate=1, shard=8, local_batch_size=2, num_microbatches=1)
-    compute = estimate_step_time(per_sample, Wire(0, 0), layout, h100).compute
+    assert per_sample is not None
+    compute = estimate_step_time(2 * per_sample, Wire(0, 0), h100).compute
     assert compute is not None and 2 * 8192 / compute == pytest.approx(published, rel=0.15)
 
 

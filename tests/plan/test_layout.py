@@ -10,8 +10,14 @@ from titan_launch.errors import ConfigError
 from titan_launch.plan.layout import Layout, plan_layout
 
 
-def layout(world_size: int, replicate: int = 1, shard: int = -1, local: int = 2, batch: int | None = None) -> Layout:
-    parallelism = ParallelismConfig(data_parallel_replicate_degree=replicate, data_parallel_shard_degree=shard)
+def layout(
+    world_size: int, replicate: int = 1, shard: int = -1, local: int = 2, batch: int | None = None, **degrees: int
+) -> Layout:
+    parallelism = ParallelismConfig(
+        data_parallel_replicate_degree=replicate,
+        data_parallel_shard_degree=shard,
+        **{f"{axis}_parallel_degree": degree for axis, degree in degrees.items()},
+    )
     training = TrainingConfig(local_batch_size=local, global_batch_size=batch)
     return plan_layout(parallelism, training, world_size)
 
@@ -28,6 +34,18 @@ def test_microbatches_follow_from_the_batch() -> None:
     assert layout(1, batch=32).num_microbatches == 16
 
 
+def test_ranks_that_share_samples_do_not_count_for_the_batch() -> None:
+    shared = layout(32, tensor=2, context=2, pipeline=2, batch=16)
+    assert (shared.shard, shared.num_microbatches, shared.world_size) == (4, 2, 32)
+    assert (shared.parameter_shards, shared.model_parallel) == (8, 8)
+
+
+def test_a_rank_knows_whose_samples_it_has_and_its_place_in_the_pipeline() -> None:
+    shared = layout(16, batch=16, replicate=2, tensor=2, pipeline=2)
+    assert [shared.data_rank(rank) for rank in range(16)] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
+    assert [shared.pipeline_rank(rank) for rank in range(16)] == [0] * 8 + [1] * 8
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -39,6 +57,16 @@ def test_microbatches_follow_from_the_batch() -> None:
         ),
         ({"world_size": 4, "shard": 2}, "data_parallel_shard_degree: .* makes 2 ranks, but this run has 4"),
         ({"world_size": 2, "replicate": 2, "shard": 2}, "makes 4 ranks, but this run has 2"),
+        ({"world_size": 8, "tensor": 3}, "tensor_parallel_degree: does not divide the number of ranks of this run, 8"),
+        (
+            {"world_size": 8, "tensor": 4, "pipeline": 3},
+            r"tensor_parallel_degree: and the other degrees make 3 x 4 = 12, which does not divide .* this run, 8",
+        ),
+        (
+            {"world_size": 8, "tensor": 2, "shard": 2},
+            r"data_parallel_shard_degree: times tensor_parallel_degree \(2\) makes 4 ranks, but this run has 8",
+        ),
+        ({"world_size": 8, "context": 2, "batch": 12}, "not a multiple of 8 .* x 4 data-parallel ranks"),
     ],
 )
 def test_a_division_with_a_rest_is_one_sentence(arguments: dict[str, int], message: str) -> None:

@@ -1,22 +1,54 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.errors import ConfigError
-from titan_launch.plan.recomputation import chosen_blocks
+from titan_launch.plan.recomputation import recomputed_modules
+from titan_launch.plan.types import Inventory, ModuleInfo
+
+
+def recomputed(blocks: Sequence[str], **config: Any) -> tuple[str, ...]:
+    """Of a model whose modules are these blocks, each with a `norm` and an `mlp` of two layers, in one `list`, and a
+    `rope` that the first two share."""
+    modules = [ModuleInfo("", ("Model",), True), ModuleInfo("list", ("ModuleList",), False)]
+    for index, block in enumerate(blocks):
+        inside = ("", ".norm", ".mlp", ".mlp.0", ".mlp.1")
+        modules += [ModuleInfo(f"{block}{name}", ("Layer",), True) for name in inside]
+        modules += [ModuleInfo(f"{block}.rope", ("Rope",), True, same_as=f"{blocks[0]}.rope" if index else None)]
+    config = {"mode": "full", **config}
+    return recomputed_modules(Inventory(tuple(modules), tuple(blocks)), ActivationCheckpointConfig(**config))
+
+
+BLOCKS = tuple(f"list.{index}" for index in range(7))
 
 
 def test_blocks_within_blocks_belong_to_the_outer_ones() -> None:
-    full = ActivationCheckpointConfig(mode="full")
-    assert chosen_blocks(("a.0", "a.0.b", "a.1", "a.1.b"), full) == ("a.0", "a.1")
-    every_third = ActivationCheckpointConfig(mode="selective", selective_ac_option=3)
-    assert chosen_blocks(tuple(f"a.{i}" for i in range(7)), every_third) == ("a.2", "a.5")
-    assert chosen_blocks((), ActivationCheckpointConfig()) == ()
+    assert recomputed(("a.0", "a.0.b", "a.1", "a.1.b")) == ("a.0", "a.1")
+    assert recomputed(BLOCKS, mode="selective", selective_ac_option=3) == ("list.2", "list.5")
+    assert recomputed(BLOCKS, mode="none") == recomputed(BLOCKS, mode="memory_budget") == ()
 
 
-def test_a_mode_without_a_block_to_work_on_is_an_error() -> None:
+def test_globs_take_the_place_of_blocks() -> None:
+    mlps = tuple(f"{block}.mlp" for block in BLOCKS)
+    assert recomputed(BLOCKS, modules=("list.*.mlp",)) == mlps
+    assert recomputed(BLOCKS, modules=("list.*.mlp.*", "list.*.mlp")) == mlps
+    assert recomputed(BLOCKS, modules=("**.mlp",), mode="selective", selective_ac_option=3) == mlps[2::3]
+    assert recomputed(BLOCKS, modules=("list.1.rope", "list.3")) == ("list.0.rope", "list.3")
+    assert recomputed(BLOCKS[:2], modules=("**",)) == BLOCKS[:2]
+
+
+def test_a_mode_without_a_module_to_work_on_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"activation_checkpoint.mode: works on blocks, .* model.blocks"):
-        chosen_blocks((), ActivationCheckpointConfig(mode="full"))
+        recomputed(())
     with pytest.raises(ConfigError, match=r"activation_checkpoint.selective_ac_option: the model has 2 blocks"):
-        chosen_blocks(("a.0", "a.1"), ActivationCheckpointConfig(mode="selective", selective_ac_option=3))
+        recomputed(BLOCKS[:2], mode="selective", selective_ac_option=3)
+    with pytest.raises(ConfigError, match=r"modules matches 7 modules, so this would compute none"):
+        recomputed(BLOCKS, modules=("list.*.norm",), mode="selective", selective_ac_option=8)
+    with pytest.raises(ConfigError, match=r'modules.0: matches no module of the model; did you mean "list..\.mlp"'):
+        recomputed(BLOCKS, modules=("list.*.mlpp",))
+    with pytest.raises(ConfigError, match=r'modules.1: matches only list, a container .* "list.\*"'):
+        recomputed(BLOCKS, modules=("list.*", "list"))

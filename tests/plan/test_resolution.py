@@ -12,9 +12,10 @@ from titan_launch.plan.choices import own_choice
 from titan_launch.plan.flops import flops_of_model
 from titan_launch.plan.hardware import hardware_of
 from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.recomputation import chosen_blocks
+from titan_launch.plan.recomputation import recomputed_modules
 from titan_launch.plan.resolution import Resolution, resolve, resolve_auto, suggest
 from titan_launch.plan.table import format_assumptions, format_comparison
+from titan_launch.plan.types import Inventory
 from titan_launch.plan.units import plan_resharding
 
 
@@ -107,7 +108,7 @@ def test_nothing_reads_an_undecided_mode() -> None:
     with pytest.raises(ValueError, match="resolve `auto` first"):
         plan_resharding(config.parallelism, config.gradient_accumulation)
     with pytest.raises(ValueError, match="resolve `auto` first"):
-        chosen_blocks(("layers.0",), config.activation_checkpoint)
+        recomputed_modules(Inventory((), ("layers.0",)), config.activation_checkpoint)
 
 
 def test_traffic_between_nodes_counts_too() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,27 +12,31 @@ from torch.profiler import ProfilerActivity, profile
 
 from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.job import JobConfig
+from titan_launch.loss import loss_in_chunks
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.optimizer import build_optimizer
 from titan_launch.parallel.batchnorm import RunningStatistics
+from titan_launch.parallel.mesh import build_mesh
+from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.layout import Layout
 from titan_launch.trace.inputs import make_microbatch, sample_shape
 from titan_launch.trace.ranks import imagined_ranks
 from titan_launch.train.build import shard_model
+from titan_launch.train.pipeline import PipelinedStep
 from titan_launch.train.plan import plan_precision
-from titan_launch.train.step import backward
+from titan_launch.train.step import backward, loss_of
 
 
-def allocated_peaks(config: JobConfig, layout: Layout) -> tuple[int, int]:
+def allocated_peaks(config: JobConfig, layout: Layout, rank: int = 0) -> tuple[int, int]:
     """The most bytes that are held in forward and backward, and in clipping and the optimizer's update, of the second
-    step of a run: on rank 0 of an imagined group, whose collectives copy nothing."""
-    with imagined_ranks(layout.world_size):
+    step of a run: on a rank of an imagined group, whose collectives copy nothing."""
+    with imagined_ranks(layout.world_size, rank):
         built = build_model(config.model, config.training.seq_len)
         plan = plan_precision(config, built)
         device = torch.device("cpu")
-        model = shard_model(config, built, plan, layout, device)
+        model = shard_model(config, built, plan, build_mesh(layout, device.type))
         model.to_empty(device=device)
         initialize(model, built.initializer, 0, device)
         for parameter in model.parameters():
@@ -42,24 +47,37 @@ def allocated_peaks(config: JobConfig, layout: Layout) -> tuple[int, int]:
         clip_grad_norm(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        gc.collect()  # a schedule of a pipeline is held by itself
         at_rest = _resident(model, optimizer) + _bytes(statistics.saved)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as in_backward:
-            _accumulate(config, model, layout)
+            schedule = _accumulate(config, model, layout)
         with_gradients = at_rest + _bytes([p.grad for p in model.parameters() if p.grad is not None])
+        if schedule is not None:
+            with_gradients = at_rest + _left(in_backward)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as in_update:
             clip_grad_norm(model.parameters(), 1.0)
             optimizer.step()
         return at_rest + _peak(in_backward), with_gradients + _peak(in_update)
 
 
-def _accumulate(config: JobConfig, model: nn.Module, layout: Layout) -> None:
+def _accumulate(config: JobConfig, model: nn.Module, layout: Layout) -> PipelinedStep | None:
+    """Forward and backward of a step. Returns what holds memory until the next one, if anything does."""
     strategy = build_strategy(config.gradient_accumulation)
     shape, valid = sample_shape(config), torch.ones((), dtype=torch.int64)
+    loss_sum = loss_in_chunks(config.training.loss_chunks)
+    pipeline = pipeline_of(model)
+    if pipeline is not None:
+        step = PipelinedStep(pipeline, config.parallelism, strategy, torch.device("cpu"))
+        microbatch = make_microbatch(config, shape, layout.local_batch_size)
+        microbatches = [microbatch] * layout.num_microbatches
+        step(microbatches, lambda logits, targets: loss_of(logits, targets, valid, loss_sum))
+        return step
     for index in range(layout.num_microbatches):
         strategy.begin_microbatch(model, is_last=index == layout.num_microbatches - 1)
         inputs, targets = make_microbatch(config, shape, layout.local_batch_size)
-        backward(model, inputs, targets, valid, config.training.loss_chunks)
+        backward(model, inputs, targets, valid, loss_sum)
         del inputs, targets
+    return None
 
 
 def _resident(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -74,6 +92,12 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 _RNG_STATE_BYTES = 5056
 """What `torch.utils.checkpoint` keeps of the CPU's random numbers for each block; no tensor of the model's."""
+
+
+def _left(profiled: profile) -> int:
+    """What was allocated and is still held."""
+    results: Any = profiled.profiler
+    return sum(change for _, change, _ in _changes(results.kineto_results.experimental_event_tree(), None))
 
 
 def _peak(profiled: profile) -> int:

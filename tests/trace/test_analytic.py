@@ -12,7 +12,7 @@ from titan_launch.plan.analytic.engine import analytic_engine
 from titan_launch.plan.choices import Choice
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.traffic import Traffic, traffic_of_step
+from titan_launch.plan.traffic import traffic_of_step
 from titan_launch.trace.step import trace_step
 from titan_launch.train.plan import plan_precision
 
@@ -59,6 +59,37 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
         {"n_layers": 12},
         {"activation_checkpoint": {"mode": "selective", "selective_ac_option": 2}},
     ),
+    "offloaded": (
+        (2, 2),
+        3,
+        "cuda",
+        {},
+        {"training": {"enable_cpu_offload": True}, "gradient_accumulation": accumulation("deferred_all_reduce")},
+    ),
+    "parts of blocks": (
+        (1, 4),
+        2,
+        "cuda",
+        {"n_layers": 7},
+        {
+            "activation_checkpoint": {**SELECTIVE, "modules": ["layers.*.attention", "layers.*.feed_forward"]},
+            "precision": FP32_NORMS,
+        },
+    ),
+    "every second part": (
+        (1, 4),
+        2,
+        "cpu",
+        {"n_layers": 7},
+        {"activation_checkpoint": {**SELECTIVE, "selective_ac_option": 2, "modules": ["layers.*.feed_forward"]}},
+    ),
+    "muon, stored in bf16": (
+        (1, 2),
+        2,
+        "cpu",
+        {},
+        {"precision": {"storage_dtype": "bfloat16"}, "optimizer": {"name": "Muon", "rounding": "stochastic"}},
+    ),
     "fp32, stored in bf16": (
         (1, 4),
         2,
@@ -93,5 +124,6 @@ def test_peak_and_traffic_are_the_traced_ones(name: str) -> None:
     assert analytic.peak_bytes == pytest.approx(traced.footprint.peak_bytes, rel=0.002)
     assert analytic.place == traced.footprint.place
     for place in analytic.peaks:
-        assert analytic.peaks[place].total == pytest.approx(traced.footprint.peaks[place].total, rel=0.005), place
-    assert sum(traced.traffic, start=Traffic()) == traffic_of_step(plan, layout, choice.accumulation)
+        traced_there = pytest.approx(traced.footprint.peaks[place].total, rel=0.005, abs=256)
+        assert analytic.peaks[place].total == traced_there, place
+    assert traced.traffic == traffic_of_step(plan, layout, choice.accumulation)

@@ -11,7 +11,7 @@ from titan_launch.models.build import build_model
 from titan_launch.plan.choices import Choice
 from titan_launch.plan.footprint import Footprint
 from titan_launch.plan.traffic import Traffic, traffic_of_step
-from titan_launch.trace import engine
+from titan_launch.trace import depth
 from titan_launch.trace.engine import trace_engine
 from titan_launch.train.plan import plan_precision
 
@@ -50,12 +50,12 @@ def traced_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many blocks each trace of a test had, in order."""
     seen: list[int] = []
 
-    def trace_step(config: Any, built: Any, plan: Any, layout: Any, kernels: Any) -> Any:
+    def trace_step(config: Any, built: Any, plan: Any, layout: Any, kernels: Any, rank: int) -> Any:
         seen.append(len(plan.inventory.blocks))
-        return original(config, built, plan, layout, kernels)
+        return original(config, built, plan, layout, kernels, rank)
 
-    original = engine.trace_step
-    monkeypatch.setattr(engine, "trace_step", trace_step)
+    original = depth.trace_step
+    monkeypatch.setattr(depth, "trace_step", trace_step)
     return seen
 
 
@@ -72,7 +72,7 @@ def test_two_depths_extrapolated_are_the_whole(
     footprint, traffic = ask(DEEP[name])
     is_own = ":" in DEEP[name].get("model", {}).get("name", "")
     assert len(traced_blocks) == 2 + is_own  # a third depth shows that the model is even
-    monkeypatch.setattr(engine, "find_shortcut", lambda *_: None)
+    monkeypatch.setattr(depth, "find_shortcut", lambda *_: None)
     whole, traffic_of_whole = ask(DEEP[name])
     assert traced_blocks[-1] > max(traced_blocks[:-1])
     assert traffic == traffic_of_whole

@@ -38,6 +38,26 @@ JOBS: dict[str, dict[str, Any]] = {
         "parallelism": {"data_parallel_replicate_degree": 2},
         "gradient_accumulation": {"mode": "deferred_all_reduce"},
     },
+    "TP": {
+        "parallelism": {"tensor_parallel_degree": 2},
+        "precision": BF16,
+        "model": {"args": {"vocab_size": 62}},
+    },
+    "TP without its options": {
+        "parallelism": {"tensor_parallel_degree": 2, "sequence_parallel": False, "loss_parallel": False},
+        "activation_checkpoint": {"mode": "full"},
+        "model": {"args": {"vocab_size": 62}},
+    },
+    "1F1B": {"parallelism": {"pipeline_parallel_degree": 2}, "precision": BF16},
+    "interleaved, with TP": {
+        "parallelism": {
+            "pipeline_parallel_degree": 2,
+            "tensor_parallel_degree": 2,
+            "pipeline_parallel_schedule": "Interleaved1F1B",
+        },
+        "model": {"args": {"n_layers": 4, "vocab_size": 62}},
+        "training": {"global_batch_size": 4},
+    },
     "a user's own, for-loop": {
         "model": {"name": "examples.conv_lm:build", "args": {"vocab_size": 61, "dim": 32}},
         "optimizer": {"implementation": "for-loop"},
@@ -48,20 +68,23 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-def trace(ranks: int, sections: dict[str, Any], kernels: Any = "cpu") -> Footprint:
+def trace(ranks: int, sections: dict[str, Any], kernels: Any = "cpu", rank: int = 0) -> Footprint:
     config, layout, _ = a_job(ranks, **sections)
     built = build_model(config.model, config.training.seq_len)
-    return trace_step(config, built, plan_precision(config, built), layout, kernels).footprint
+    return trace_step(config, built, plan_precision(config, built), layout, kernels, rank).footprint
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_a_trace_agrees_with_the_allocator(name: str) -> None:
-    footprint = trace(4, JOBS[name])
+LAST_STAGE = 3
+
+
+@pytest.mark.parametrize(("name", "rank"), [*((name, 0) for name in JOBS), ("1F1B", LAST_STAGE)])
+def test_a_trace_agrees_with_the_allocator(name: str, rank: int) -> None:
+    footprint = trace(4, JOBS[name], rank=rank)
     phases = footprint.by_phase()
     of_update = phases.pop("optimizer")
     of_backward = max(phases.values())
     config, layout, _ = a_job(4, **JOBS[name])
-    really_of_backward, really_of_update = allocated_peaks(config, layout)
+    really_of_backward, really_of_update = allocated_peaks(config, layout, rank)
     assert of_backward == pytest.approx(really_of_backward, rel=0.01)
     assert of_update == pytest.approx(really_of_update, rel=0.01)
 

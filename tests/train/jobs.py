@@ -16,6 +16,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.parallel.distributed import Ranks
+from titan_launch.parallel.mesh import Mesh, build_mesh
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.types import ModelPlan
 from titan_launch.train.build import Run, build_run, shard_model
@@ -77,6 +78,11 @@ def this_rank() -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
 
 
+def this_mesh() -> Mesh:
+    """All ranks of a test, each with data of its own."""
+    return build_mesh(Layout(1, dist.get_world_size(), local_batch_size=1, num_microbatches=1), "cpu")
+
+
 def run_job(job: dict[str, Any]) -> dict[str, Tensor]:
     """Train a job on this rank and return its whole parameters and buffers."""
     with ExitStack() as stack:
@@ -108,7 +114,7 @@ def planned_and_sharded(config: JobConfig, seq_len: int) -> tuple[nn.Module, Mod
     built = build_model(config.model, seq_len)
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
     plan = plan_precision(config, built)
-    model = shard_model(config, built, plan, layout, ranks.device)
+    model = shard_model(config, built, plan, build_mesh(layout, ranks.device.type))
     model.to_empty(device=ranks.device)
     initialize(model, built.initializer, 0, ranks.device)
     return model, plan, layout

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.tensors import whole_state
-from tests.train.jobs import TINY_ARGS, sharded_model, this_rank
+from tests.train.jobs import TINY_ARGS, sharded_model, this_mesh, this_rank
 from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.debug import DebugConfig
 from titan_launch.config.job import JobConfig
+from titan_launch.loss import loss_in_chunks
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.optim.optimizer import build_optimizer
@@ -69,7 +70,7 @@ def train_sharded(config: JobConfig, steps: list[Step] | None = None) -> tuple[d
         group["lr"] = config.optimizer.lr
     guard = StepGuard(DebugConfig(), ranks.device)
     strategy = build_strategy(config.gradient_accumulation)
-    step = TrainStep(model, optimizer, strategy, guard, MAX_NORM, ranks.device, loss_chunks=3)
+    step = TrainStep(model, optimizer, strategy, guard, MAX_NORM, this_mesh(), ranks.device, loss=loss_in_chunks(3))
     norms = []
     for count, batch in steps or [(layout.num_microbatches, batch) for batch in zip(*batches(), strict=True)]:
         # Microbatch-major, as the loader deals them: round m goes to ranks 0, 1, ...

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from titan_launch.checkpoint.manifest import DamagedCheckpointError, check, checkpoint_name, checkpoint_steps
 from titan_launch.checkpoint.retention import set_aside
 from titan_launch.checkpoint.safe import SafeLoadPlanner, SafeReader, UnsafeCheckpointError
-from titan_launch.checkpoint.state import TrainingState, rank_key
+from titan_launch.checkpoint.state import TrainingState, Values, rank_key
 from titan_launch.collective import on_all, on_main, warn
 from titan_launch.errors import KeyPath, UserError, config_error
 from titan_launch.globs import matches
@@ -127,17 +127,18 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     reader = SafeReader(checkpoint)
     index = reader.read_metadata().state_dict_metadata
     saved = {key: tuple(entry.size) if hasattr(entry, "size") else None for key, entry in index.items()}
-    names = _check_model(checkpoint, state.weights.shapes(), _below("model", saved), selection)
+    names = _check_model(checkpoint, state.shapes(), _below("model", saved), selection)
     updated = {key.rpartition(".")[0] for key in _below("optimizer", saved)} if selection.takes("optimizer") else set()
     updated = {name for name in updated if selection.takes_tensor(name)}
     target: dict[str, Any] = dict(state.weights.targets(names, updated))
+    _check_optimizer(checkpoint, target["optimizer"], _below("optimizer", saved))
     for name, part in state.parts.items():
         target[name] = _known(part.state_dict(), name, saved)
-    own = rank_key()
-    has_random = selection.takes("random") and f"random.{own}.torch" in saved
+    own, stream = rank_key(), state.random_key
+    has_random = selection.takes("random") and f"random.{stream}.torch" in saved
     if has_random:
-        target["random"] = {own: _known(state.random.state_dict(), f"random.{own}", saved)}
-    has_statistics = selection == EVERYTHING and _is_written_by_as_many_ranks("local_statistics", saved)
+        target["random"] = {stream: _known(state.random.state_dict(), f"random.{stream}", saved)}
+    has_statistics = selection == EVERYTHING and _has_local_statistics(state, saved)
     if has_statistics:
         target["local_statistics"] = {own: state.local_statistics.targets()}
     dcp.load(target, storage_reader=reader, planner=SafeLoadPlanner())
@@ -145,7 +146,7 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     if has_statistics:
         state.local_statistics.load_state_dict(target["local_statistics"][own])
     if has_random:
-        state.random.load_state_dict(target["random"][own])
+        state.random.load_state_dict(target["random"][stream])
     elif selection.takes("random"):
         state.random.seed_anew(int(target["progress"]["step"]))
 
@@ -156,9 +157,12 @@ def _take_over(state: TrainingState, target: Mapping[str, Any], selection: Selec
         part.load_state_dict({k: value for k, value in target[name].items() if selection.takes(_part_of(name, k))})
 
 
-def _is_written_by_as_many_ranks(part: str, saved: Mapping[str, Any]) -> bool:
-    """Whether a part that each rank has for itself is there, and no rank's would be left over or missing."""
-    return len({key.partition(".")[0] for key in _below(part, saved)}) == dist.get_world_size()
+def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> bool:
+    """Whether each rank's own running statistics are there, for as many ranks as now, of the same norms on each."""
+    there = _below("local_statistics", saved)
+    if len({key.partition(".")[0] for key in there}) != dist.get_world_size():
+        return False
+    return all(on_all(lambda: state.local_statistics.targets().keys() == _below(rank_key(), there).keys()))
 
 
 def _part_of(name: str, key: str) -> str:
@@ -198,6 +202,26 @@ def _check_model(
             "\n  ".join([f"the checkpoint {checkpoint} is of another model:", *differences]) + f"\n{advice}"
         )
     return set(own)
+
+
+def _check_optimizer(checkpoint: Path, own: Mapping[str, Values], saved: Mapping[str, Any]) -> None:
+    """Raise UserError, on all ranks, where the state that a parameter has in this run is not there: of another
+    algorithm, or a master."""
+
+    def find_missing() -> str | None:
+        for name, values in sorted(own.items()):
+            missing = [key for key in values if f"{name}.{key}" not in saved]
+            if missing:
+                kept = [key for key in _below(name, saved) if "." not in key]
+                return f"of {name} it keeps {', '.join(sorted(kept))}, and this job {', '.join(sorted(values))}"
+        return None
+
+    reason = next((reason for reason in on_all(find_missing) if reason is not None), None)
+    if reason is not None:
+        raise UserError(
+            f"the checkpoint {checkpoint} is of another optimizer: {reason}; name it with checkpoint.load and set "
+            'checkpoint.exclude_from_loading = ["optimizer"] to begin with new state'
+        )
 
 
 def _differences(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...] | None]) -> Iterator[str]:

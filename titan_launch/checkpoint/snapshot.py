@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -68,6 +69,19 @@ def total_bytes(state: State) -> int:
         for leaf in leaves(state)
         if isinstance(leaf, Shard | Tensor)
     )
+
+
+def hash_of_names(state: State) -> str:
+    """The same for states with shards of the same tensors."""
+    return hashlib.blake2b("\n".join(_shard_names(state)).encode(), digest_size=8).hexdigest()
+
+
+def _shard_names(state: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _shard_names(value, f"{prefix}{name}.")
+        elif isinstance(value, Shard):
+            yield f"{prefix}{name}"
 
 
 def leaves(state: Mapping[str, Any]) -> Iterator[Any]:

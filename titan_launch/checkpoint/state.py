@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from titan_launch.collective import on_all
+
 Values = dict[str, Any]
 """A flat table of tensors and plain numbers, the same on all ranks."""
 
@@ -95,7 +97,7 @@ class ModelAndOptimizer:
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The whole shape of every parameter and buffer that a checkpoint holds, by name."""
+        """The whole shape of every parameter and buffer that this rank has a part of, by name."""
         model = get_model_state_dict(self._model)
         return {name: tuple(tensor.shape) for name, tensor in model.items() if isinstance(tensor, Tensor)}
 
@@ -125,17 +127,24 @@ def rank_key() -> str:
     return f"rank_{dist.get_rank()}"
 
 
-class RandomState:
-    """Every rank's random generators (PyTorch's for the CPU and this rank's GPU, Python's, numpy's), each rank under a
-    key of its own: DCP keeps only one rank's copy of a shared key.
+def random_key(stream: int) -> str:
+    """The key of a stream of random numbers: where each rank draws from its own, that of the rank."""
+    return f"rank_{stream}"
 
-    A rank takes up what the rank of its number had. On a larger world the new ranks are seeded by (seed, rank, step):
-    no two ranks draw the same numbers.
+
+class RandomState:
+    """Every rank's random generators (PyTorch's for the CPU and this rank's GPU, Python's, numpy's), each stream of
+    numbers under a key of its own: DCP keeps only one rank's copy of a shared key.
+
+    A rank takes up what the stream of its number was at. Where there are more streams than before, the new ones are
+    seeded by (seed, stream, step): no two draw the same numbers.
     """
 
-    def __init__(self, device: torch.device, seed: int):
+    def __init__(self, device: torch.device, seed: int, stream: int):
+        """`stream`: the number of this rank's stream; ranks with the same one have drawn the same numbers."""
         self._device = device
         self._seed = seed
+        self._stream = stream
 
     def state_dict(self) -> Values:
         """The state of all generators, as tensors."""
@@ -164,8 +173,8 @@ class RandomState:
             torch.cuda.set_rng_state(state["cuda"], self._device)
 
     def seed_anew(self, step: int) -> None:
-        """Begin streams that no rank has drawn from, for a rank that has no state in a checkpoint of `step`."""
-        digest = hashlib.blake2b(f"{self._seed}/{dist.get_rank()}/{step}".encode(), digest_size=8).digest()
+        """Begin a stream that no rank has drawn from, where a checkpoint of `step` has none of its number."""
+        digest = hashlib.blake2b(f"{self._seed}/{self._stream}/{step}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little")
         torch.manual_seed(seed % 2**63)
         random.seed(seed)
@@ -222,19 +231,30 @@ class TrainingState:
         parts: Mapping[str, Part],
         device: torch.device,
         seed: int,
+        stream: int,
+        pipeline: dist.ProcessGroup | None = None,
     ):
+        """`seed`, `stream`: of the random numbers that this rank draws. `pipeline`: the ranks that hold the other
+        stages of the model, if there are any."""
+        self._pipeline = pipeline
         self.weights = ModelAndOptimizer(model, optimizer)
         self.parts = dict(parts)
-        self.random = RandomState(device, seed)
+        self.random = RandomState(device, seed, stream)
+        self.random_key = random_key(stream)
         self.local_statistics = LocalStatistics(model)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The whole shape of every parameter and buffer of the whole model, by name; collective over the pipeline."""
+        if self._pipeline is None:
+            return self.weights.shapes()
+        return {name: shape for part in on_all(self.weights.shapes, self._pipeline) for name, shape in part.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Nested tables, whose leaves are DTensors, tensors and plain numbers; nothing is copied."""
         parts = {name: part.state_dict() for name, part in self.parts.items()}
-        own = rank_key()
         return {
             **self.weights.state_dict(),
             **parts,
-            "random": {own: self.random.state_dict()},
-            "local_statistics": {own: self.local_statistics.state_dict()},
+            "random": {self.random_key: self.random.state_dict()},
+            "local_statistics": {rank_key(): self.local_statistics.state_dict()},
         }

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from titan_launch.checkpoint.manifest import FileRecord, Manifest, checkpoint_name, record_of, write_manifest
 from titan_launch.checkpoint.retention import TEMPORARY, Retention, clean, set_aside, tidy
-from titan_launch.checkpoint.snapshot import Shard, State, total_bytes
+from titan_launch.checkpoint.snapshot import Shard, State, hash_of_names, total_bytes
 from titan_launch.collective import on_all, on_main
 from titan_launch.files import sync_folder
 from titan_launch.plan.hardware import GIB
@@ -65,7 +65,8 @@ def write_checkpoint(request: WriteRequest, state: State, group: dist.ProcessGro
     """
     start = time.perf_counter()
     temporary = request.folder / f"{checkpoint_name(request.manifest.step)}{TEMPORARY}"
-    needed = total_bytes(state)
+    # Ranks of one pipeline stage have parts of the same tensors; those of others have other tensors.
+    needed = sum(dict(on_all(lambda: (hash_of_names(state), total_bytes(state)), group)).values())
     on_main(lambda: _make_room(request.folder, temporary, needed), group)
     try:
         records = _write_files(temporary, state, group)

@@ -43,6 +43,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "local_batch_size": "operation",
         "steps": "operation",
         "loss_chunks": "operation",
+        "enable_cpu_offload": "operation",
         "gc_freq": "operation",
     },
     "precision": {
@@ -55,6 +56,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
     "batchnorm": "experiment",
     "activation_checkpoint": "operation",
     "gradient_accumulation": "operation",
+    "compile": "operation",
     "parallelism": "operation",
     "optimizer": {
         "name": "experiment",
@@ -64,6 +66,10 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "eps": "experiment",
         "weight_decay": "experiment",
         "param_groups": "experiment",
+        "state_dtype": "experiment",
+        "rounding": "experiment",
+        "master_weights": "experiment",
+        "muon": "experiment",
         "implementation": "operation",
     },
     "lr_scheduler": "experiment",

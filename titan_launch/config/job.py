@@ -9,6 +9,7 @@ from titan_launch.config.base import Section
 from titan_launch.config.batchnorm import BatchNormConfig
 from titan_launch.config.checkpoint import CheckpointConfig
 from titan_launch.config.comm import CommConfig
+from titan_launch.config.compile import CompileConfig
 from titan_launch.config.data import DataConfig, TextData
 from titan_launch.config.debug import DebugConfig
 from titan_launch.config.general import GeneralConfig
@@ -37,6 +38,7 @@ class JobConfig(Section):
     batchnorm: BatchNormConfig = Field(default_factory=BatchNormConfig)
     activation_checkpoint: ActivationCheckpointConfig = Field(default_factory=ActivationCheckpointConfig)
     gradient_accumulation: GradientAccumulationConfig = Field(default_factory=GradientAccumulationConfig)
+    compile: CompileConfig = Field(default_factory=CompileConfig)
     parallelism: ParallelismConfig = Field(default_factory=ParallelismConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     lr_scheduler: SchedulerConfig = Field(default_factory=WarmupStableDecay)

@@ -15,12 +15,16 @@ from pydantic import ValidationError
 from titan_launch.config.architectures import ARCHITECTURES, images_taken, resolve_args
 from titan_launch.config.base import Section
 from titan_launch.config.checkpoint_rules import CHECKPOINT_RULES
+from titan_launch.config.compile_rules import COMPILE_RULES
 from titan_launch.config.data import SKLEARN_DIGITS, ImageData, SampleUnit, SyntheticData, TextData, names_a_file
 from titan_launch.config.fault_rules import FAULT_RULES
 from titan_launch.config.images import DIGITS, misfits
 from titan_launch.config.job import JobConfig
 from titan_launch.config.lr_scheduler import WarmupStableDecay
 from titan_launch.config.model import ModelConfig
+from titan_launch.config.optimizer_rules import OPTIMIZER_RULES
+from titan_launch.config.parallelism_rules import PARALLELISM_RULES
+from titan_launch.config.pipeline_rules import PIPELINE_RULES, SPLIT_BACKWARD_RULES
 from titan_launch.config.precision import PrecisionRule
 from titan_launch.config.tokenizer import VOCABULARY_SIZES
 from titan_launch.errors import KeyPath, Problem, did_you_mean, format_key
@@ -247,18 +251,9 @@ ACCUMULATION_RULES: tuple[Rule, ...] = (
     deferred_gradients_accumulate_in_float32,
     deferred_all_reduce_has_replicas,
     parameters_can_stay_unsharded,
+    *SPLIT_BACKWARD_RULES,
 )
 """What a mode of accumulation must go with; the planner leaves out the modes that break one."""
-
-
-def selective_option_is_for_selective(config: JobConfig) -> Iterator[Problem]:
-    """Without selective checkpointing there is nothing to select. (The default is let pass: a record has it.)"""
-    recomputation = config.activation_checkpoint
-    option, mode = recomputation.selective_ac_option, recomputation.mode
-    if mode != "selective" and option != type(recomputation).model_fields["selective_ac_option"].default:
-        key = ("activation_checkpoint", "selective_ac_option")
-        reason = f'is for mode = "selective", and activation_checkpoint.mode is "{mode}"; set that, or drop this key'
-        yield Problem(key, reason, option, also=(("activation_checkpoint", "mode"),))
 
 
 def kernels_are_profiled_on_cuda(config: JobConfig) -> Iterator[Problem]:
@@ -300,11 +295,14 @@ RULES: tuple[Rule, ...] = (
     precision_rules_say_what_they_match,
     precision_rules_can_be_reached,
     *ACCUMULATION_RULES,
-    selective_option_is_for_selective,
     kernels_are_profiled_on_cuda,
     schedule_fits_the_run,
     *FAULT_RULES,
     *CHECKPOINT_RULES,
+    *COMPILE_RULES,
+    *OPTIMIZER_RULES,
+    *PIPELINE_RULES,
+    *PARALLELISM_RULES,
 )
 """All of them."""
 

@@ -33,6 +33,10 @@ class TrainingConfig(Section):
     (12 bytes per token and class) then exist for one part at a time, for one more softmax in backward; the gradient
     stays the same, bit for bit."""
 
+    enable_cpu_offload: bool = False
+    """Keep sharded parameters, their gradients and the optimizer's state in host memory, and update there: a unit's
+    parameters come to the GPU when they are gathered. For models that do not fit otherwise: a step takes longer."""
+
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the initial parameters and of the order of the data."""
 

@@ -81,15 +81,19 @@ class LiveMemory(TorchDispatchMode):
         self._ledger = ledger
         self._held: dict[int, _Held] = {}
         self._scope: Category | None = None
+        self.offloads = Category.GRADIENTS in ledger.on_host
+        """Whether shards of parameters and gradients are in the host's memory, which is not counted."""
+
         self.is_paused = False
         """Whether what is allocated now does not count."""
 
     def hold(self, tensors: Iterable[Tensor | None], category: Category) -> None:
         """From now on these are held for `category`, known or not; sharded ones by their local part."""
+        book = self.within(category, self.book)
         for tensor in tensors:
             if tensor is not None:
                 local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-                self._move(self.book(local.untyped_storage()), category)
+                self._move(book(local.untyped_storage()), category)
 
     def book(self, storage: UntypedStorage) -> _Held:
         """Take note of a storage, or of its new size."""
@@ -210,7 +214,8 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
         result = reduce(fsdp_params, *args, **kwargs)
         *_, not_yet_all_reduced = result
         memory.hold([p.sharded_param.grad for p in fsdp_params], Category.GRADIENTS)
-        memory.hold([not_yet_all_reduced], Category.GRADIENTS)
+        if not memory.offloads:  # else it waits for the all-reduce on the device
+            memory.hold([not_yet_all_reduced], Category.GRADIENTS)
         return result
 
     stack.enter_context(replaced(_fsdp_param_group, "foreach_reduce", foreach_reduce))

@@ -35,9 +35,9 @@ def count_collectives(model: nn.Module) -> Iterator[TrafficCount]:
     """Count what a wrapped model communicates on this rank until the end of the block; nothing is left on it then.
 
     Parameters that units gather, gradients that they reduce, and sharded gradients that replicas sum (HSDP) count, with
-    the bytes of the buffers that `titan_launch.plan.traffic.Traffic` names. The target count, clipping, BatchNorm's
-    statistics and metrics have collectives of their own, which do not. Costs nothing beside the collectives; nothing
-    waits for the device.
+    the bytes of the buffers that `titan_launch.plan.traffic.Traffic` names. What is exchanged along other axes
+    (activations, keys and values) does not, nor do the target count, clipping, BatchNorm's statistics and metrics.
+    Costs nothing beside the collectives; nothing waits for the device.
     """
     count = TrafficCount()
     with ExitStack() as stack:

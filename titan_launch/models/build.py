@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ from titan_launch.globs import matches
 from titan_launch.models import llama3, resnet
 from titan_launch.models.initializers import Initializer, call_reset_parameters, check_reset_parameters
 from titan_launch.models.inventory import has_forward
-from titan_launch.models.spec import ModelSpec
-from titan_launch.plan.types import full_name
+from titan_launch.models.spec import ModelSpec, TensorStyle
+from titan_launch.plan.types import enclosing, full_name, parent
 from titan_launch.registry import import_factory, user_traceback
 
 SPECS: dict[str, ModelSpec] = {"llama3": llama3.SPEC, "resnet": resnet.SPEC}
@@ -46,12 +46,23 @@ class BuiltModel:
     embeddings: tuple[str, ...] = ()
     """Paths of the modules whose weights only their own forward reads; empty where nothing is known about them."""
 
+    tensor_parallel: Mapping[str, TensorStyle] | None = None
+    """How tensor parallelism treats its modules, by glob; None where it is not known."""
+
+    chain: tuple[str, ...] = ()
+    """Paths of the modules that run one after another, in order, and hold all parameters; empty where nothing is known
+    about that."""
+
+    context_parallel: Mapping[str, int] | None = None
+    """The buffers along the sequence, and the axis of the tokens in each; None where it is not known."""
+
 
 def build_model(config: ModelConfig, seq_len: int) -> BuiltModel:
     """Build a model of this package by its name, or one of the user's own by its import string.
 
     Raises ConfigError for what the user can fix; names, flavors and arguments of the package's own models are checked
-    by `titan_launch.config` before. A user's module can define `flops_per_sample(seq_len)`.
+    by `titan_launch.config` before. A user's module can define `flops_per_sample(seq_len)`, and, as attributes,
+    `pipeline_chain` (the `chain` of `ModelSpec`), and its `tensor_parallel` and `context_parallel`.
     """
     if ":" in config.name:
         return _build_users_own(config, seq_len)
@@ -66,6 +77,9 @@ def build_model(config: ModelConfig, seq_len: int) -> BuiltModel:
         flops_per_sample=spec.flops_per_sample(args, seq_len),
         initializer=spec.initializer(args),
         embeddings=spec.embeddings,
+        chain=find_chain(module, spec.chain),
+        tensor_parallel=spec.tensor_parallel,
+        context_parallel=spec.context_parallel,
     )
 
 
@@ -80,6 +94,9 @@ def _build_users_own(config: ModelConfig, seq_len: int) -> BuiltModel:
         head=(),
         flops_per_sample=None if count_flops is None else count_flops(seq_len),
         initializer=call_reset_parameters,
+        chain=find_chain(module, getattr(module, "pipeline_chain", ())),
+        tensor_parallel=getattr(module, "tensor_parallel", None),
+        context_parallel=getattr(module, "context_parallel", None),
     )
 
 
@@ -135,6 +152,30 @@ def find_blocks(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     if unused:
         raise ConfigError(unused)
     return tuple(path for path in paths if any(matches(pattern, path) for pattern in patterns))
+
+
+def find_chain(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Paths of the modules that the globs of a `chain` match, glob by glob, each in the order of `named_modules`.
+
+    Raises ConfigError on `model.name` for a glob that matches nothing to be run, and for modules that are named twice,
+    or lie in one another.
+    """
+    paths = [path for path, child in module.named_modules() if path and has_forward(child)]
+    chain: list[str] = []
+    problems = []
+    for pattern in patterns:
+        found = [path for path in paths if matches(pattern, path)]
+        if not found:
+            problems.append(f'pipeline_chain has "{pattern}", which {_nothing_matched(module, pattern, paths)}')
+        chain += found
+    problems += [
+        f"pipeline_chain has {path} twice, or has it and the module around it"
+        for path in chain
+        if chain.count(path) > 1 or enclosing(parent(path), chain)
+    ]
+    if problems:
+        raise ConfigError(Problem(("model", "name"), reason) for reason in dict.fromkeys(problems))
+    return tuple(chain)
 
 
 def _nothing_matched(module: nn.Module, pattern: str, paths: Sequence[str]) -> str:

@@ -13,16 +13,30 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_launch.models.initializers import Initializer, own_tensors
 
 
-def initialize(model: nn.Module, initializer: Initializer, seed: int, device: torch.device) -> None:
-    """Fill a model that is on `device` (after `to_empty`), sharded or not, in place.
+def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = False) -> None:
+    """Give a model on the meta device memory on `device`, uninitialised, in place; with `parameters_on_host` its
+    parameters on the host."""
+    model.to_empty(device="cpu" if parameters_on_host else device)
+    if not parameters_on_host:
+        return
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
 
-    A shared tensor is filled once, by the first module in `named_modules` that owns it. Children come before parents.
-    No communication. Beyond the model itself it needs the memory of the largest single module, whole and in fp32.
+
+def initialize(model: nn.Module, initializer: Initializer, seed: int, device: torch.device) -> None:
+    """Fill a model that `allocate` has given memory, sharded or not, in place.
+
+    Values are made on `device`, so that they are the same where parameters are on the host. A shared tensor is filled
+    once, by the first module in `named_modules` that owns it. Children come before parents. No communication. Beyond
+    the model itself it needs the memory of the largest single module, whole and in fp32.
     """
     for path, module, names in reversed(list(_owners(model))):
         twin = _whole_twin(module, device)
@@ -79,10 +93,23 @@ def _uninitialised(like: Tensor, device: torch.device) -> Tensor:
 def _copy_shard(target: Tensor, whole: Tensor) -> None:
     """Copy into a tensor the part of `whole` that it holds, cast to its dtype."""
     if isinstance(target, DTensor):
-        part = distribute_tensor(whole.detach(), target.device_mesh, target.placements, src_data_rank=None)
-        target.to_local().copy_(part.to_local())
+        target.to_local().copy_(_own_part(whole.detach(), target))
     else:
         target.copy_(whole)
+
+
+def _own_part(whole: Tensor, target: DTensor) -> Tensor:
+    """The part that this rank has of a tensor divided like `target`: the inner axes of the mesh divide first, and FSDP2
+    what tensor parallelism leaves. (Where both divide the same axis, FSDP2's placement is a `_StridedShard`, which
+    `distribute_tensor` does not take.)"""
+    part = whole
+    for dim in reversed(range(target.device_mesh.ndim)):
+        placement = target.placements[dim]
+        if isinstance(placement, Shard | _StridedShard):  # the second is a kind of the first in some releases only
+            chunks = part.chunk(target.device_mesh.size(dim), placement.dim)
+            own = target.device_mesh.get_local_rank(dim)
+            part = chunks[own] if own < len(chunks) else part.narrow(placement.dim, 0, 0)
+    return part
 
 
 def _module_seed(seed: int, path: str) -> int:

@@ -10,7 +10,11 @@ from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
 
 
 def take_inventory(
-    model: nn.Module, blocks: tuple[str, ...], head: tuple[str, ...] = (), embeddings: tuple[str, ...] = ()
+    model: nn.Module,
+    blocks: tuple[str, ...],
+    head: tuple[str, ...] = (),
+    embeddings: tuple[str, ...] = (),
+    chain: tuple[str, ...] = (),
 ) -> Inventory:
     """Describe a model, on any device (meta included), before it is wrapped."""
     first_path: dict[int, str] = {}
@@ -26,7 +30,7 @@ def take_inventory(
         )
         for path, module in model.named_modules(remove_duplicate=False)
     )
-    return Inventory(modules, blocks, head, embeddings)
+    return Inventory(modules, blocks, head, embeddings, chain)
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from titan_launch.models.layers.attention import Attention
 from titan_launch.models.layers.feed_forward import FeedForward
 from titan_launch.models.layers.norms import build_norm
 from titan_launch.models.layers.rope import RotaryEmbedding
-from titan_launch.models.spec import ModelSpec
+from titan_launch.models.spec import ModelSpec, TensorStyle
 
 
 class TransformerBlock(nn.Module):
@@ -96,6 +96,19 @@ _NORM_VALUES = {
     "num_batches_tracked": constant(0),
 }
 
+TENSOR_PARALLEL: dict[str, TensorStyle] = {
+    "tok_embeddings": "embedding",
+    "layers.*.*_norm": "sequence",
+    "layers.*.attention": "input",
+    "layers.*.attention.w[qkv]": "colwise",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.feed_forward": "input",
+    "layers.*.feed_forward.w[13]": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+    "norm": "sequence",
+    "output": "head",
+}
+
 SPEC = ModelSpec(
     build=Llama3,
     blocks=("layers.*",),
@@ -103,4 +116,7 @@ SPEC = ModelSpec(
     embeddings=("tok_embeddings",),
     flops_per_sample=lambda args, seq_len: seq_len * flops_per_token(args, seq_len),
     initializer=initial_values,
+    chain=("tok_embeddings", "layers.*", "norm", "output"),
+    tensor_parallel=TENSOR_PARALLEL,
+    context_parallel={"**.rope.cos": 0, "**.rope.sin": 0},
 )

@@ -56,6 +56,14 @@ class Bottleneck(nn.Module):
         return F.relu(y + self.downsample(x))
 
 
+class MeanOverPixels(nn.Module):
+    """One value per channel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, channels, height, width) to (batch, channels)."""
+        return x.mean(dim=(2, 3))
+
+
 _BLOCKS: dict[str, type[BasicBlock] | type[Bottleneck]] = {"basic": BasicBlock, "bottleneck": Bottleneck}
 
 
@@ -68,20 +76,22 @@ class ResNet(nn.Module):
         is_small = args.stem == "small"
         self.conv1 = _conv(args.in_channels, channels, 3 if is_small else 7, stride=1 if is_small else 2)
         self.bn1 = _norm(args, channels)
+        self.relu = nn.ReLU()
         self.maxpool = nn.Identity() if is_small else nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
         self.stages = [f"layer{stage + 1}" for stage in range(len(args.depths))]
         for name, depth, width in zip(self.stages, args.depths, args.widths, strict=True):
             stride = 1 if name == "layer1" else 2
             self.add_module(name, _stage(args, channels, width, depth, stride))
             channels = width * EXPANSION[args.block]
+        self.avgpool = MeanOverPixels()
         self.fc = nn.Linear(channels, args.num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """(batch, in_channels, height, width) to logits (batch, num_classes)."""
-        x = self.maxpool(F.relu(self.bn1(self.conv1(images))))
+        x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         for name in self.stages:
             x = self.get_submodule(name)(x)
-        return self.fc(x.mean(dim=(2, 3)))
+        return self.fc(self.avgpool(x))
 
 
 def _stage(args: ResNetArgs, channels: int, width: int, depth: int, stride: int) -> nn.Sequential:
@@ -131,6 +141,7 @@ SPEC = ModelSpec(
     build=lambda args, seq_len: ResNet(args),
     blocks=("layer*.*",),
     head=("fc",),
+    chain=("conv1", "bn1", "relu", "maxpool", "layer*.*", "avgpool", "fc"),
     flops_per_sample=lambda args, seq_len: flops_per_sample(args),
     initializer=initial_values,
 )

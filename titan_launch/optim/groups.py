@@ -1,36 +1,84 @@
-"""Which parameters have which learning rate and weight decay."""
+"""Which parameters have which algorithm, learning rate and weight decay."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import NamedTuple
 
 from torch import nn
 
 from titan_launch.config.optimizer import OptimizerConfig, ParamGroup
-from titan_launch.errors import ConfigError, Problem, did_you_mean
-from titan_launch.plan.param_groups import first_match, group_name, is_undecayed, matches_any, settings_of
+from titan_launch.errors import ConfigError, KeyPath, Problem, did_you_mean
+from titan_launch.plan.param_groups import (
+    GroupSettings,
+    first_match,
+    group_name,
+    is_inner_matrix,
+    is_undecayed,
+    matches_any,
+    settings_of,
+)
 
 
-def build_param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """The groups that a `torch.optim` optimizer takes: each trainable parameter in one of them.
+class Group(NamedTuple):
+    """Parameters that are updated alike."""
+
+    name: str
+    settings: GroupSettings
+    parameters: dict[str, nn.Parameter]
+    """By their first paths."""
+
+
+def group_parameters(model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()) -> list[Group]:
+    """The parameters of a model, or of a part of one: each trainable one in one group.
 
     The first of `[[optimizer.param_groups]]` whose glob matches a path of the parameter decides; a shared parameter
-    has several paths, and is in one group all the same. Beside the settings, a group has its `lr_factor` and a `name`.
-    Raises ConfigError for every one of `param_groups` that decides nothing.
+    has several paths, and is in one group all the same. `head`: paths of the modules that run last.
     """
+    undecayed, inner = _undecayed(model), _inner_matrices(model, head)
+    groups: dict[str, Group] = {}
+    for parameter, names in _trainable_paths(model).items():
+        index = first_match(config.param_groups, names)
+        settings = settings_of(config, index, parameter in undecayed, parameter in inner)
+        name = group_name(index, settings)
+        groups.setdefault(name, Group(name, settings, {})).parameters[names[0]] = parameter
+    return list(groups.values())
+
+
+def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()) -> None:
+    """Raise ConfigError for what only the whole model can tell: each of `[[optimizer.param_groups]]` that decides
+    nothing, and Muon where it has no matrix to update, or cannot know which."""
     paths = _trainable_paths(model)
     decisions = {parameter: first_match(config.param_groups, names) for parameter, names in paths.items()}
     problems = list(_unused(config.param_groups, paths.values(), set(decisions.values())))
-    if problems:
-        raise ConfigError(problems)
-    undecayed = _undecayed(model)
-    groups: dict[str, dict[str, Any]] = {}
     for parameter, index in decisions.items():
-        settings = settings_of(config, index, parameter in undecayed)
-        name = group_name(index, settings)
-        groups.setdefault(name, {"name": name, "params": [], **settings})["params"].append(parameter)
-    return list(groups.values())
+        if index is not None and config.param_groups[index].algorithm == "Muon" and parameter.ndim != 2:
+            reason = (
+                f"Muon is for matrices, and {paths[parameter][0]} has {parameter.ndim} axes; "
+                'match matrices alone, or set "AdamW"'
+            )
+            problems.append(Problem(("optimizer", "param_groups", index, "algorithm"), reason, "Muon"))
+    problems += _without_matrices(model, config, head)
+    if problems:
+        first: dict[KeyPath, Problem] = {}
+        for problem in problems:
+            first.setdefault(problem.key, problem)
+        raise ConfigError(first.values())
+
+
+def _without_matrices(model: nn.Module, config: OptimizerConfig, head: Collection[str]) -> Iterator[Problem]:
+    """Why `name = "Muon"` cannot be."""
+    if config.name != "Muon":
+        return
+    if not head and all(group.algorithm is None for group in config.param_groups):
+        reason = (
+            "is not for the output layer, and which one that is a model of your own does not say; give it a group, as "
+            'in [[optimizer.param_groups]] match = "output.*", algorithm = "AdamW"'
+        )
+        yield Problem(("optimizer", "name"), reason, "Muon")
+    elif all(group.settings.algorithm != "Muon" for group in group_parameters(model, config, head)):
+        reason = 'the model has no matrix for it (convolutions are left to AdamW); set "AdamW"'
+        yield Problem(("optimizer", "name"), reason, "Muon")
 
 
 def _trainable_paths(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -50,6 +98,19 @@ def _undecayed(model: nn.Module) -> set[nn.Parameter]:
         for name, parameter in module._parameters.items()
         if parameter is not None and is_undecayed(name, parameter.ndim, [cls.__name__ for cls in type(module).__mro__])
     }
+
+
+def _inner_matrices(model: nn.Module, head: Collection[str]) -> set[nn.Parameter]:
+    """Parameters that Muon updates by default: of all modules that have one, none says no."""
+    found: set[nn.Parameter] = set()
+    others: set[nn.Parameter] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        classes = [cls.__name__ for cls in type(module).__mro__]
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                is_inner = is_inner_matrix(name, parameter.ndim, classes, path, head)
+                (found if is_inner else others).add(parameter)
+    return found - others
 
 
 def _unused(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from titan_launch.config.optimizer import OptimizerConfig
-from titan_launch.optim.groups import build_param_groups
+from titan_launch.optim.groups import group_parameters
+from titan_launch.optim.mixed import MixedOptimizer, as_param_group
+from titan_launch.plan.param_groups import is_mixed
 
 _IMPLEMENTATIONS = {
     "fused": {"fused": True},
@@ -16,13 +20,19 @@ _IMPLEMENTATIONS = {
 }
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """AdamW over the trainable parameters of a model, sharded or not, that is on its device.
+def build_optimizer(model: nn.Module, config: OptimizerConfig, head: Collection[str] = (), seed: int = 0) -> Optimizer:
+    """The optimizer of the trainable parameters of a model, or of a part of one, sharded or not, that is on its device.
 
-    `set_lr` sets the learning rates, before each step. Raises ConfigError as `build_param_groups` does.
+    `head`: paths of the modules that run last, the matrices of which are not for Muon. `seed`: of stochastic rounding.
+    `set_lr` sets the learning rates, before each step. `check_param_groups` says before what cannot be.
     """
+    groups = group_parameters(model, config, head)
+    adamws = [p for group in groups if group.settings.algorithm == "AdamW" for p in group.parameters.values()]
+    mixed = is_mixed(config, (str(p.dtype).removeprefix("torch.") for p in adamws))
+    if mixed or any(group.settings.algorithm == "Muon" for group in groups):
+        return MixedOptimizer(groups, config, is_mixed=mixed, seed=seed)
     return torch.optim.AdamW(
-        build_param_groups(model, config),
+        [as_param_group(group) for group in groups],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,

@@ -1,7 +1,7 @@
-"""Blocks whose activations are computed again in backward instead of kept.
+"""Modules whose activations are computed again in backward instead of kept: the blocks, or others.
 
-A block's `forward` is replaced, not its module: parameters and buffers keep their names, so a checkpoint fits a run in
-every mode. FSDP2's hooks stay outside, and what they cast and gather for a block is there when it is computed again.
+A module's `forward` is replaced, not the module: parameters and buffers keep their names, so a checkpoint fits a run in
+every mode. FSDP2's hooks stay outside, and what they cast and gather for a module is there when it is computed again.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ SAVED_OPS = MATRIX_PRODUCTS | {
 """What the option `op` keeps: operations that cost much to compute, or communicate; of matrix products every second."""
 
 
-def checkpoint_activations(model: nn.Module, blocks: Sequence[str], config: ActivationCheckpointConfig) -> None:
-    """Let `blocks` compute their activations again in backward, in place, before FSDP2 wraps them."""
-    for path in blocks:
+def checkpoint_activations(model: nn.Module, modules: Sequence[str], config: ActivationCheckpointConfig) -> None:
+    """Let `modules` compute their activations again in backward, in place, before FSDP2 wraps them."""
+    for path in modules:
         _checkpoint(model.get_submodule(path), selection(config) == "op")
 
 
@@ -138,17 +138,17 @@ class _SavePolicy:
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def cast_in_recomputation(model: nn.Module, plan: ModelPlan, blocks: Sequence[str]) -> None:
-    """Cast the inputs and outputs of units inside `blocks`, which are computed again; after FSDP2 has wrapped them.
+def cast_in_recomputation(model: nn.Module, plan: ModelPlan, modules: Sequence[str]) -> None:
+    """Cast the inputs and outputs of units inside `modules`, which are computed again; after FSDP2 has wrapped them.
 
     Before torch 2.13 FSDP2 leaves these casts out of a recomputation (pytorch issues 148831, 159359, 176650). Where it
     has cast, these casts do nothing.
     """
     units = {path: unit for unit in plan.units for path in unit.modules}
-    inside = {  # a module with several parents may be met first outside of the blocks
+    inside = {  # a module with several parents may be met first outside of them
         info.same_as or info.path
         for info in plan.inventory.modules
-        if any(info.path != block and is_within(info.path, block) for block in blocks)
+        if any(info.path != path and is_within(info.path, path) for path in modules)
     }
     for path in inside & units.keys():
         _cast_always(model.get_submodule(path), units[path].policy)

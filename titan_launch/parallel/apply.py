@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.batchnorm import BatchNormConfig
+from titan_launch.config.compile import CompileConfig
+from titan_launch.config.parallelism import ParallelismConfig
+from titan_launch.models.spec import TensorStyle
 from titan_launch.parallel.activation_checkpoint import cast_in_recomputation, checkpoint_activations
 from titan_launch.parallel.batchnorm import prepare_batch_norms
+from titan_launch.parallel.compile import compile_pieces
 from titan_launch.parallel.fsdp import apply_fsdp
-from titan_launch.plan.layout import Layout
-from titan_launch.plan.recomputation import chosen_blocks
+from titan_launch.parallel.mesh import Mesh
+from titan_launch.parallel.tensor_parallel import apply_tensor_parallel
+from titan_launch.plan.compilation import recomputes_compiled
 from titan_launch.plan.torch_version import CAN_SHARE_UNITS
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.policy import cast_storage
@@ -20,24 +26,37 @@ from titan_launch.precision.policy import cast_storage
 
 def parallelize(
     model: nn.Module,
+    styles: Mapping[str, TensorStyle] | None,
     plan: ModelPlan,
-    layout: Layout,
-    mesh: DeviceMesh,
+    mesh: Mesh,
+    parallelism: ParallelismConfig,
     batchnorm: BatchNormConfig,
     statistics_group: dist.ProcessGroup | None,
     recomputation: ActivationCheckpointConfig,
+    compilation: CompileConfig,
+    offloads: bool,
 ) -> None:
     """Prepare a model on the meta device for distributed training, in place; nothing is allocated.
 
     1. Storage dtypes, while parameters are plain and cost nothing to replace: FSDP2 takes over what it finds.
-    2. BatchNorm layers, whose class FSDP2 extends. `statistics_group`: the ranks they are synchronized over, if any.
-    3. Recomputation, inside of FSDP2's hooks: a block is then computed again from the inputs these have cast.
-    4. FSDP2 last, around everything: it shards the parameters that are there then.
+    2. Tensor parallelism by the model's `styles`, whose DTensors FSDP2 shards further.
+    3. BatchNorm layers, whose class FSDP2 extends. `statistics_group`: the ranks they are synchronized over, if any.
+    4. Recomputation, inside of FSDP2's hooks: a block is then computed again from the inputs these have cast.
+    5. Compilation around it, so that a graph has its recomputation inside; under tensor parallelism, where it cannot,
+       the other way round. It, too, is inside of FSDP2's hooks, which cannot be in a graph.
+    6. FSDP2 last, around everything: it shards the parameters that are there then. `offloads`: they stay on the host.
     """
-    blocks = chosen_blocks(plan.inventory.blocks, recomputation)
     cast_storage(model, plan)
-    prepare_batch_norms(model, batchnorm, layout.num_microbatches, statistics_group)
-    checkpoint_activations(model, blocks, recomputation)
-    apply_fsdp(model, plan, mesh)
+    if mesh.tensor is not None:
+        assert styles is not None, "check_tensor_plan comes first"
+        apply_tensor_parallel(model, styles, mesh.tensor, parallelism)
+    prepare_batch_norms(model, batchnorm, mesh.layout.num_microbatches, statistics_group)
+    if recomputes_compiled(recomputation, mesh.layout.tensor):
+        compile_pieces(model, plan, compilation, recomputation)
+        checkpoint_activations(model, plan.recomputed, recomputation)
+    else:
+        checkpoint_activations(model, plan.recomputed, recomputation)
+        compile_pieces(model, plan, compilation, recomputation)
+    apply_fsdp(model, plan, mesh.fsdp, offloads)
     if not CAN_SHARE_UNITS:
-        cast_in_recomputation(model, plan, blocks)
+        cast_in_recomputation(model, plan, plan.recomputed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,35 +151,41 @@ class Divergence:
     """Distance of a rank's running variance from the pooled one, as a fraction of that."""
 
 
+def largest_divergence(of_stages: Iterable[Divergence | None]) -> Divergence | None:
+    """The largest of those of several pipeline stages; None where no stage has running statistics to pool."""
+    found = [divergence for divergence in of_stages if divergence is not None]
+    return Divergence(max(d.mean for d in found), max(d.variance for d in found)) if found else None
+
+
 @torch.no_grad()
-def pool_running_statistics(model: nn.Module) -> Divergence | None:
+def pool_running_statistics(model: nn.Module, group: dist.ProcessGroup | None = None) -> Divergence | None:
     """Replace every rank's running statistics by those of all ranks' data together; tell how far they were apart.
 
     Where each rank normalizes over its own microbatches, the moving averages drift apart while the parameters stay
     equal. Pooled: the mean of the means, and the mean of the variances plus the variance of the means (law of total
-    variance). None, and nothing done, where there is one rank or no running statistic. Collective; waits for the
-    device.
+    variance). None, and nothing done, where there is one rank or no running statistic. Collective over `group`, the
+    data-parallel ranks (None: all ranks); waits for the device.
     """
     norms = [norm for _, norm in _batch_norms(model) if norm.running_mean is not None]
-    if not norms or dist.get_world_size() == 1:
+    if not norms or dist.get_world_size(group) == 1:
         return None
     means, variances = (
         torch.cat([getattr(norm, name).double() for norm in norms]) for name in ("running_mean", "running_var")
     )
-    mean = _average(means)
-    variance = _average(variances + (means - mean).square())
+    mean = _average(means, group)
+    variance = _average(variances + (means - mean).square(), group)
     spread = variance.clamp(min=torch.finfo(variance.dtype).tiny)  # 0 only where all ranks agree: 0 / spread is 0 then
     apart = torch.stack([((means - mean).abs() / spread.sqrt()).max(), ((variances - variance).abs() / spread).max()])
-    dist.all_reduce(apart, op=dist.ReduceOp.MAX)
+    dist.all_reduce(apart, op=dist.ReduceOp.MAX, group=group)
     _scatter(norms, "running_mean", mean)
     _scatter(norms, "running_var", variance)
     return Divergence(*apart.tolist())
 
 
-def _average(values: Tensor) -> Tensor:
+def _average(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     total = values.clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
+    dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)
 
 
 def _scatter(norms: list[_BatchNorm], name: str, values: Tensor) -> None:

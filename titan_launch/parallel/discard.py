@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from titan_launch.fsdp_state import parameter_groups
+from titan_launch.fsdp_state import parameter_groups, roots
 from titan_launch.parallel.fsdp import fsdp_modules
 
 
@@ -22,7 +22,6 @@ def discard_pending(model: nn.Module) -> None:
 
     Not collective, but of use only where every rank abandons the same step. Waits for nothing.
     """
-    assert isinstance(model, FSDPModule), "the model is wrapped by parallel.apply before it is trained"
     reset_iteration(model)
     for group in parameter_groups(model):
         group._partial_reduce_output = None
@@ -32,8 +31,10 @@ def discard_pending(model: nn.Module) -> None:
                 parameter._unsharded_param.grad = None
     for sharded in model.parameters():
         sharded.grad = None
-    model.set_requires_gradient_sync(True)
-    model.set_reshard_after_backward(True)
+    for root in roots(model):
+        assert isinstance(root, FSDPModule), "the model is wrapped by parallel.apply before it is trained"
+        root.set_requires_gradient_sync(True)
+        root.set_reshard_after_backward(True)
 
 
 def reset_iteration(model: nn.Module) -> None:
@@ -42,6 +43,11 @@ def reset_iteration(model: nn.Module) -> None:
     After forwards without a backward, too: their parameters would stay gathered, and the next backward would gather
     what ran last in them.
     """
+    for root in roots(model):
+        _reset_root(root)
+
+
+def _reset_root(model: nn.Module) -> None:
     if not isinstance(model, FSDPModule) or not hasattr(model._get_fsdp_state()._comm_ctx, "all_gather_stream"):
         return  # nothing is sharded, or no forward has begun yet
     if hasattr(model, "reset_iter_state"):

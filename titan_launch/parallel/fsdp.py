@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.utils import _apply_to_tensors
 
 from titan_launch.plan.prefetch import plan_backward_prefetch
@@ -17,11 +17,13 @@ from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.policy import mixed_precision_policy, torch_dtype
 
 
-def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> None:
+def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, offloads: bool = False) -> None:
     """Wrap a model in place: one `fully_shard` per unit, in the planned order (inner first, root last).
 
     The mesh is passed always: FSDP2's default one would take the accelerator of the host, whatever `job.device` says.
+    `offloads`: sharded parameters and gradients are kept in host memory, which is pinned where there is a GPU.
     """
+    policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offloads else OffloadPolicy()
     for unit in plan.units:
         modules = [model.get_submodule(path) for path in unit.modules]
         is_shared = len(modules) > 1
@@ -30,6 +32,7 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh) -> None:
             mesh=mesh,
             mp_policy=mixed_precision_policy(replace(unit.policy, output_dtype=None) if is_shared else unit.policy),
             reshard_after_forward=unit.reshard_after_forward,
+            offload_policy=policy,
         )
         if not unit.unshard_in_backward:
             _fsdp_module(model, unit.modules[0]).set_unshard_in_backward(False)

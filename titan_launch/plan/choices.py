@@ -34,9 +34,12 @@ class Choice:
 
     @property
     def recomputation_label(self) -> str:
-        """For tables: `none`, `full`, `selective op`, `selective 2`."""
-        option = f" {self.recomputation.selective_ac_option}" if self.recomputation.mode == "selective" else ""
-        return f"{self.recomputation.mode}{option}"
+        """For tables: `none`, `full`, `selective op`, `selective 2`, `full of modules`, `memory_budget 0.5`."""
+        chosen = self.recomputation
+        if chosen.mode == "memory_budget":
+            return f"memory_budget {chosen.memory_budget:g}"
+        option = f" {chosen.selective_ac_option}" if chosen.mode == "selective" else ""
+        return f"{chosen.mode}{option}{' of modules' if chosen.modules else ''}"
 
 
 def own_choice(config: JobConfig) -> Choice:

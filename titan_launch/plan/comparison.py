@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
-from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules import ACCUMULATION_RULES
-from titan_launch.errors import Problem, format_key
+from titan_launch.plan.candidates import is_own_choice, possible_choices
 from titan_launch.plan.choices import Choice
 from titan_launch.plan.flops import ModelFlops
 from titan_launch.plan.footprint import Footprint
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.job import plan_kept
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.recomputation import chosen_blocks
-from titan_launch.plan.step_time import StepTime, estimate_step_time
-from titan_launch.plan.traffic import Traffic, Wire, traffic_of_step, wire_bytes
+from titan_launch.plan.step_time import StepTime, bubble_share, estimate_step_time
+from titan_launch.plan.traffic import Traffic, traffic_of_step
 from titan_launch.plan.types import Inventory, ModelPlan
+from titan_launch.plan.wire import Wire, wire_bytes
 
 Engine = Callable[[Choice], Footprint]
 """Predicts the memory of a step under a choice."""
@@ -38,7 +35,7 @@ class Row:
     traffic: Traffic
     wire: Wire
     flops_per_rank: int | None
-    """Of a step, recomputation included."""
+    """Of a step, recomputation included; the mean of the ranks that work on the same samples."""
 
     time: StepTime
 
@@ -78,25 +75,35 @@ def compare(
     `counted` gives the traffic that a trace has seen. Without it, every unit is taken to run once in a forward, and
     every parameter to have a gradient.
 
-    Raises ConfigError where the precision rules, or a recomputation that the job asks for, do not go with the model.
+    Raises ConfigError where the precision rules, compilation, or a recomputation that the job asks for do not go with
+    the model.
     """
-    choices, notes = _choices(config, layout, inventory)
-    rows = []
 
     @cache
     def plan(kept: bool) -> ModelPlan:
         return plan_kept(config, inventory, kept)
 
+    plan(False)  # for its errors
+    choices, notes = possible_choices(config, layout, inventory)
+    bubble = bubble_share(config.parallelism, layout)
+    if layout.model_parallel > 1:
+        notes.append(_SHARED)
+    if layout.pipeline > 1:
+        notes.append(_OF_ONE_STAGE)
+    rows = []
     for choice in choices:
-        is_own = _admits(config, choice)
+        is_own = is_own_choice(config, choice)
         if only_own and not is_own:
             continue
         footprint = engine(choice)
-        planned = traffic_of_step(plan(bool(choice.accumulation.keep_params_unsharded)), layout, choice.accumulation)
-        traffic = planned if counted is None else counted(choice)
-        if traffic != planned and _COUNTED not in notes:
-            notes.append(_COUNTED)
-        rows.append(_predict(choice, is_own, footprint, traffic, layout, flops, hardware))
+        traffic = counted(choice) if counted is not None else None
+        if traffic is None or not layout.divides_model:
+            kept = bool(choice.accumulation.keep_params_unsharded)
+            planned = traffic_of_step(plan(kept), layout, choice.accumulation)
+            traffic = traffic or planned
+            if replace(traffic, context=planned.context) != planned and _COUNTED not in notes:
+                notes.append(_COUNTED)
+        rows.append(_predict(choice, is_own, footprint, traffic, layout, flops, hardware, bubble))
     return Comparison(config, tuple(rows), tuple(notes))
 
 
@@ -106,89 +113,14 @@ _COUNTED = (
 )
 
 
-def _choices(config: JobConfig, layout: Layout, inventory: Inventory) -> tuple[list[Choice], list[str]]:
-    """Every mode of accumulation that is allowed and differs from the others here, with every recomputation."""
-    accumulations, notes = _accumulations(config, layout)
-    recomputations = list(_recomputations(config))
-    if not inventory.blocks:
-        own = config.activation_checkpoint
-        if own.mode not in ("none", "auto"):
-            chosen_blocks(inventory.blocks, own)  # for its error
-        notes.append("recomputation is left out: it works on blocks, and none of the model's are known (model.blocks)")
-        recomputations = [ActivationCheckpointConfig()]
-    else:
-        chosen_blocks(inventory.blocks, next(r for r in recomputations if is_own_recomputation(config, r)))
-    return [Choice(a, r) for r in recomputations for a in accumulations], notes
-
-
-def _accumulations(config: JobConfig, layout: Layout) -> tuple[list[GradientAccumulationConfig], list[str]]:
-    own = config.gradient_accumulation
-    found: dict[tuple[bool, bool, bool], GradientAccumulationConfig] = {}
-    notes = []
-    for candidate in sorted(_candidates(layout), key=lambda it: not _is_own_accumulation(config, it)):
-        problem = _refusal(config, candidate)
-        if problem is None:
-            found.setdefault(_effect(candidate, layout), candidate)
-        elif not candidate.keep_params_unsharded or own.keep_params_unsharded:
-            notes.append(_left_out(candidate, problem))
-    order = [_effect(candidate, layout) for candidate in _candidates(layout)]
-    return sorted(found.values(), key=lambda it: order.index(_effect(it, layout))), list(dict.fromkeys(notes))
-
-
-def _candidates(layout: Layout) -> Iterator[GradientAccumulationConfig]:
-    modes: list[Literal["immediate", "deferred_all_reduce", "deferred"]] = ["immediate", "deferred"]
-    if layout.replicate > 1:
-        modes.insert(1, "deferred_all_reduce")
-    for kept in (False, True):
-        for mode in modes:
-            yield GradientAccumulationConfig(mode=mode, keep_params_unsharded=kept)
-
-
-def _effect(accumulation: GradientAccumulationConfig, layout: Layout) -> tuple[bool, bool, bool]:
-    """What a mode does here: with one microbatch nothing is deferred, and where nothing is sharded nothing is kept."""
-    defers = layout.num_microbatches > 1 and layout.world_size > 1
-    mode = accumulation.mode
-    return (
-        defers and mode == "deferred",
-        defers and mode != "immediate",
-        bool(accumulation.keep_params_unsharded) and layout.shard > 1,
-    )
-
-
-def _recomputations(config: JobConfig) -> Iterator[ActivationCheckpointConfig]:
-    own = config.activation_checkpoint
-    yield ActivationCheckpointConfig(mode="none")
-    yield ActivationCheckpointConfig(mode="selective")
-    if own.mode == "selective" and own.selective_ac_option != "op":
-        yield own
-    yield ActivationCheckpointConfig(mode="full")
-
-
-def _refusal(config: JobConfig, accumulation: GradientAccumulationConfig) -> Problem | None:
-    """Why the job file could not ask for it, if so."""
-    asking = config.model_copy(update={"gradient_accumulation": accumulation})
-    return next((problem for rule in ACCUMULATION_RULES for problem in rule(asking)), None)
-
-
-def _left_out(accumulation: GradientAccumulationConfig, problem: Problem) -> str:
-    label = Choice(accumulation, ActivationCheckpointConfig()).accumulation_label
-    return f"{label} is left out: {format_key(problem.key)} = {problem.value}: {problem.reason.partition(';')[0]}"
-
-
-def _admits(config: JobConfig, choice: Choice) -> bool:
-    return _is_own_accumulation(config, choice.accumulation) and is_own_recomputation(config, choice.recomputation)
-
-
-def _is_own_accumulation(config: JobConfig, accumulation: GradientAccumulationConfig) -> bool:
-    own = config.gradient_accumulation
-    if own.mode == "auto":
-        return own.keep_params_unsharded in (None, accumulation.keep_params_unsharded)
-    return (own.mode, bool(own.keep_params_unsharded)) == (accumulation.mode, accumulation.keep_params_unsharded)
-
-
-def is_own_recomputation(config: JobConfig, recomputation: ActivationCheckpointConfig) -> bool:
-    """Whether a job asks for a recomputation, or leaves it open by `auto`."""
-    return config.activation_checkpoint.mode == "auto" or config.activation_checkpoint == recomputation
+_SHARED = (
+    "TP, CP, PP: what a rank exchanges with those that work on the same samples (calls, and GiB that it sends), "
+    "counted in a trace; FLOPs and compute seconds are the mean of these ranks"
+)
+_OF_ONE_STAGE = (
+    "memory and traffic are those of the rank along the pipeline (pp rank) that holds the most, of the first, the last "
+    "and the one with the most parameters; compute seconds have the bubble in them, all stages taken as equal"
+)
 
 
 def _predict(
@@ -199,17 +131,19 @@ def _predict(
     layout: Layout,
     flops: ModelFlops,
     hardware: Hardware,
+    bubble: float,
 ) -> Row:
     wire = wire_bytes(traffic, layout, hardware.gpus_per_node)
     per_sample = flops.total_per_sample(choice.recomputation)
+    per_rank = None if per_sample is None else per_sample * layout.samples_per_rank // layout.model_parallel
     reserved = estimate_reserved(footprint, hardware)
     return Row(
         choice=choice,
         footprint=footprint,
         traffic=traffic,
         wire=wire,
-        flops_per_rank=None if per_sample is None else per_sample * layout.samples_per_rank,
-        time=estimate_step_time(per_sample, wire, layout, hardware),
+        flops_per_rank=per_rank,
+        time=estimate_step_time(per_rank, wire, hardware, bubble),
         reserved_bytes=reserved,
         verdict=judge(footprint, reserved, hardware),
         is_own=is_own,

@@ -33,15 +33,20 @@ class Shortcut:
 def find_shortcut(signatures: Sequence[Hashable], blocks: Sequence[str], again: Collection[str]) -> Shortcut | None:
     """A shortcut through equal blocks; None where none repeats often enough.
 
-    `signatures`: of each of `blocks`, as `block_signatures` makes them. `again`: the blocks that backward computes
+    `signatures`: of each of `blocks`, as `block_signatures` makes them. `again`: the modules that backward computes
     again.
     """
-    repeat = longest_repeat([(block in again, signature) for block, signature in zip(blocks, signatures, strict=True)])
+    repeat = longest_repeat([(_inside(block, again), s) for block, s in zip(blocks, signatures, strict=True)])
     if repeat.times <= _DEPTHS[1]:
         return None
     kept = [set(shorten(len(blocks), repeat, times)) for times in _DEPTHS]
     shorter, longer, check = (tuple(path for i, path in enumerate(blocks) if i not in indices) for indices in kept)
     return Shortcut(shorter, longer, repeat.times - _DEPTHS[0], check)
+
+
+def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:
+    """Those of the modules that are the block or lie in it, relative to it."""
+    return tuple(path.removeprefix(block) for path in paths if is_within(path, block))
 
 
 def block_signatures(plan: ModelPlan) -> list[Hashable]:
@@ -96,7 +101,15 @@ def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
         raise ValueError("blocks share modules or parameters")
     units = (replace(unit, modules=tuple(filter(stays, unit.modules))) for unit in plan.units)
     return ModelPlan(
-        replace(inventory, modules=modules, blocks=tuple(filter(stays, inventory.blocks))),
+        replace(
+            inventory,
+            modules=modules,
+            blocks=tuple(filter(stays, inventory.blocks)),
+            chain=tuple(filter(stays, inventory.chain)),
+        ),
         tuple(unit for unit in units if unit.modules),
         {name: dtype for name, dtype in plan.buffer_dtypes.items() if stays(name)},
+        recomputed=tuple(filter(stays, plan.recomputed)),
+        compiled=tuple(filter(stays, plan.compiled)),
+        stages=tuple(replace(stage, modules=tuple(filter(stays, stage.modules))) for stage in plan.stages),
     )

@@ -8,7 +8,8 @@ from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.architectures import resolve_args
 from titan_launch.config.architectures.llama3 import Llama3Args, flops_per_token, recomputed_flops_per_token
 from titan_launch.config.model import ModelConfig
-from titan_launch.plan.recomputation import chosen_blocks, selection
+from titan_launch.plan.recomputation import recomputed_modules, recomputes_modules, selection
+from titan_launch.plan.types import Inventory
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,18 @@ class ModelFlops:
         """What `recomputation` adds for one sample; None where unknown."""
         if recomputation.mode == "none":
             return 0
+        if recomputation.modules or not recomputes_modules(recomputation):
+            return None
         keeps_costly_ops = selection(recomputation) == "op"
-        num_blocks = len(chosen_blocks(self.blocks, recomputation))
+        num_blocks = self._num_blocks(recomputation)
         if self.llama is not None:
             return num_blocks * self.seq_len * recomputed_flops_per_token(self.llama, self.seq_len, keeps_costly_ops)
         if self.per_sample is None or keeps_costly_ops:
             return None
-        return self.per_sample * num_blocks // (3 * len(chosen_blocks(self.blocks, _FULL)))
+        return self.per_sample * num_blocks // (3 * self._num_blocks(_FULL))
+
+    def _num_blocks(self, recomputation: ActivationCheckpointConfig) -> int:
+        return len(recomputed_modules(Inventory((), self.blocks), recomputation))
 
     def total_per_sample(self, recomputation: ActivationCheckpointConfig) -> int | None:
         """Everything that is computed for one sample; None where unknown."""

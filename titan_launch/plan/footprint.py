@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -104,7 +104,9 @@ class Ledger:
     footprint = ledger.footprint()
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_host: Collection[Category] = ()) -> None:
+        """`on_host`: what is not in the memory that is counted (see `titan_launch.plan.offload`)."""
+        self.on_host = frozenset(on_host)
         self.live = [0] * len(Category)
         self.total = 0
         self._streams = [0, 0, 0]
@@ -116,6 +118,8 @@ class Ledger:
 
     def allocate(self, num_bytes: int, category: Category) -> None:
         """So many bytes are there from now on."""
+        if category in self.on_host:
+            return
         self.live[category] += num_bytes
         self.total += num_bytes
         stream = _STREAM_OF[category]
@@ -127,6 +131,8 @@ class Ledger:
 
     def free(self, num_bytes: int, category: Category) -> None:
         """So many bytes are gone from now on."""
+        if category in self.on_host:
+            return
         if self._is_rising:
             self._look()
         self.live[category] -= num_bytes
@@ -136,7 +142,11 @@ class Ledger:
     def move(self, num_bytes: int, old: Category, new: Category) -> None:
         """So many bytes are held for something else from now on. (They stay in the memory of their first stream, which
         only the categories tell apart here.)"""
-        if old != new:
+        if new in self.on_host:
+            self.free(num_bytes, old)
+        elif old in self.on_host:
+            self.allocate(num_bytes, new)
+        elif old != new:
             self._streams[_STREAM_OF[old]] -= num_bytes
             self.live[old] -= num_bytes
             self.total -= num_bytes
@@ -174,6 +184,8 @@ class Footprint:
     """Active memory of one rank over a step: its peak at every place. Reserved memory is more (see the plan)."""
 
     peaks: Mapping[Place, Peak]
+    pipeline_rank: int | None = None
+    """The rank's place along the pipeline; None without one."""
 
     @property
     def place(self) -> Place:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.plan.choices import Choice, with_choice
-from titan_launch.plan.recomputation import chosen_blocks
+from titan_launch.plan.compilation import compiled_modules
+from titan_launch.plan.pipeline import plan_stages
+from titan_launch.plan.recomputation import recomputed_modules
 from titan_launch.plan.torch_version import CAN_SHARE_UNITS
 from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.plan.units import plan_model, plan_resharding
@@ -22,10 +26,17 @@ def plan_kept(config: JobConfig, inventory: Inventory, kept: bool) -> ModelPlan:
 
 
 def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
-    """The units and dtypes of a job's model; neither of its modes is `auto` any more.
+    """The units and dtypes of a job's model, what of it is computed again and compiled, and its stages; neither of its
+    modes is `auto` any more.
 
-    Raises ConfigError for precision rules or recomputation that the model does not go with.
+    Raises ConfigError for precision rules, recomputation, compilation or stages that the model does not go with.
     """
-    chosen_blocks(inventory.blocks, config.activation_checkpoint)
+    recomputed = recomputed_modules(inventory, config.activation_checkpoint)
     resharding = plan_resharding(config.parallelism, config.gradient_accumulation)
-    return plan_model(inventory, config.precision, resharding, CAN_SHARE_UNITS)
+    plan = plan_model(inventory, config.precision, resharding, CAN_SHARE_UNITS)
+    return replace(
+        plan,
+        recomputed=recomputed,
+        compiled=compiled_modules(config, inventory, plan.units, recomputed),
+        stages=plan_stages(inventory, config.parallelism),
+    )

@@ -3,34 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from titan_launch.config.parallelism import ParallelismConfig
+from titan_launch.config.pipeline_rules import misfit_of_microbatches
 from titan_launch.config.training import TrainingConfig
-from titan_launch.errors import config_error
+from titan_launch.errors import KeyPath, config_error
 
-_REPLICATE = ("parallelism", "data_parallel_replicate_degree")
-_SHARD = ("parallelism", "data_parallel_shard_degree")
+_SHARD = "data_parallel_shard_degree"
+_DEGREES = (
+    "pipeline_parallel_degree",
+    "data_parallel_replicate_degree",
+    _SHARD,
+    "context_parallel_degree",
+    "tensor_parallel_degree",
+)
+"""The axes of the grid of ranks, outermost first."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """The division of ranks and of the batch.
 
-    The ranks form a grid (replicate, shard), the shard axis innermost, so that neighbours, which share a node, shard
-    together. A step's `global_batch_size` sequences are `num_microbatches` rounds of `local_batch_size` on every rank.
+    The ranks form a grid (pipeline, replicate, shard, context, tensor), the tensor axis innermost: neighbours, which
+    share a node, exchange most. A step's `global_batch_size` samples are `num_microbatches` rounds of
+    `local_batch_size` on every data-parallel rank; the ranks along the other axes work on the same samples together.
     """
 
     replicate: int
-    """Replicas of the model (HSDP when both degrees exceed 1)."""
+    """Replicas of the model (HSDP when both data-parallel degrees exceed 1)."""
 
     shard: int
-    """Ranks that share one replica's parameters."""
+    """Data-parallel ranks that share one replica's parameters."""
 
     local_batch_size: int
-    """Samples in a microbatch of one rank."""
+    """Samples in a microbatch of one data-parallel rank."""
 
     num_microbatches: int
     """Microbatches per optimizer step on every rank."""
+
+    context: int = 1
+    """Ranks that share every sequence. They share the parameters too."""
+
+    tensor: int = 1
+    """Ranks that share every matrix."""
+
+    pipeline: int = 1
+    """Ranks that share the layers."""
 
     @property
     def data_parallel(self) -> int:
@@ -38,13 +57,28 @@ class Layout:
         return self.replicate * self.shard
 
     @property
+    def parameter_shards(self) -> int:
+        """Ranks that FSDP2 shards a parameter over."""
+        return self.shard * self.context
+
+    @property
+    def model_parallel(self) -> int:
+        """Ranks that work on the same samples: context, tensor and pipeline together."""
+        return self.context * self.tensor * self.pipeline
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether a rank has a part of the matrices, or of the layers, only."""
+        return self.tensor > 1 or self.pipeline > 1
+
+    @property
     def world_size(self) -> int:
         """All ranks."""
-        return self.data_parallel
+        return self.data_parallel * self.model_parallel
 
     @property
     def samples_per_rank(self) -> int:
-        """Samples per optimizer step on every rank."""
+        """Samples per optimizer step on every data-parallel rank."""
         return self.local_batch_size * self.num_microbatches
 
     @property
@@ -52,11 +86,19 @@ class Layout:
         """Samples per optimizer step, over all ranks."""
         return self.samples_per_rank * self.data_parallel
 
+    def data_rank(self, rank: int) -> int:
+        """Which data-parallel rank a rank is, or works with: it has that one's samples."""
+        return rank // (self.context * self.tensor) % self.data_parallel
+
+    def pipeline_rank(self, rank: int) -> int:
+        """The place of a rank along the pipeline."""
+        return rank // (self.world_size // self.pipeline)
+
 
 def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_size: int) -> Layout:
     """Divide `world_size` ranks and the global batch. Raises ConfigError where a division leaves a rest."""
-    replicate, shard = _mesh_degrees(parallelism, world_size)
-    ranks = replicate * shard
+    shard = _shard_degree(parallelism, world_size)
+    ranks = parallelism.data_parallel_replicate_degree * shard
     per_round = training.local_batch_size * ranks
     batch = training.global_batch_size if training.global_batch_size is not None else per_round
     if batch % per_round:
@@ -65,31 +107,61 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
             f"not a multiple of {per_round} = training.local_batch_size ({training.local_batch_size}) x {ranks} "
             f"data-parallel {'rank' if ranks == 1 else 'ranks'}; nearest: {_nearest_multiples(batch, per_round)}",
             batch,
-            also=(("training", "local_batch_size"), _REPLICATE, _SHARD),
+            also=(("training", "local_batch_size"), *map(_key, _DEGREES)),
         )
-    return Layout(replicate, shard, training.local_batch_size, batch // per_round)
+    misfit = misfit_of_microbatches(parallelism, batch // per_round)
+    if misfit is not None:
+        raise config_error(("training", "global_batch_size"), misfit, batch, also=tuple(map(_key, _DEGREES)))
+    return Layout(
+        replicate=parallelism.data_parallel_replicate_degree,
+        shard=shard,
+        local_batch_size=training.local_batch_size,
+        num_microbatches=batch // per_round,
+        context=parallelism.context_parallel_degree,
+        tensor=parallelism.tensor_parallel_degree,
+        pipeline=parallelism.pipeline_parallel_degree,
+    )
 
 
-def _mesh_degrees(parallelism: ParallelismConfig, world_size: int) -> tuple[int, int]:
-    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
-    if shard == -1:
-        if world_size % replicate:
-            raise config_error(
-                _REPLICATE,
-                f"does not divide the number of ranks of this run, {world_size}; set a divisor of it",
-                replicate,
-                also=(_SHARD,),
-            )
-        return replicate, world_size // replicate
-    if replicate * shard != world_size:
+def _shard_degree(parallelism: ParallelismConfig, world_size: int) -> int:
+    """The data-parallel ranks of one replica: what is asked for, or the rest."""
+    others = {name: getattr(parallelism, name) for name in _DEGREES if name != _SHARD}
+    product, shard = prod(others.values()), parallelism.data_parallel_shard_degree
+    if shard != -1 and shard * product == world_size:
+        return shard
+    if shard != -1:
         raise config_error(
-            _SHARD,
-            f"times data_parallel_replicate_degree ({replicate}) makes {replicate * shard} ranks, but this run has "
-            f"{world_size}; start {replicate * shard} processes, or set -1 to take the rest",
+            _key(_SHARD),
+            f"times {_in_words(others) or 'no other degree'} makes {shard * product} ranks, but this run has "
+            f"{world_size}; start {shard * product} processes, or set -1 to take the rest",
             shard,
-            also=(_REPLICATE,),
+            also=tuple(map(_key, others)),
         )
-    return replicate, shard
+    if world_size % product:
+        largest = max(others, key=lambda name: others[name])
+        raise config_error(
+            _key(largest),
+            f"{_does_not_divide(others)} the number of ranks of this run, {world_size}; set a divisor of it",
+            others[largest],
+            also=tuple(map(_key, _DEGREES)),
+        )
+    return world_size // product
+
+
+def _does_not_divide(degrees: dict[str, int]) -> str:
+    """What the product of several degrees does, in words."""
+    above_one = [degree for degree in degrees.values() if degree > 1]
+    if len(above_one) == 1:
+        return "does not divide"
+    return f"and the other degrees make {' x '.join(map(str, above_one))} = {prod(above_one)}, which does not divide"
+
+
+def _in_words(degrees: dict[str, int]) -> str:
+    return " and ".join(f"{name} ({degree})" for name, degree in degrees.items() if degree > 1)
+
+
+def _key(name: str) -> KeyPath:
+    return ("parallelism", name)
 
 
 def _nearest_multiples(batch: int, of: int) -> str:

@@ -1,11 +1,13 @@
-"""Which parameters the optimizer updates together: by their paths, and by whether they decay. No torch."""
+"""Which parameters the optimizer updates together, by what algorithm, and what it keeps for them. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from titan_launch.config.optimizer import OptimizerConfig, ParamGroup
+from titan_launch.config.optimizer import Algorithm, OptimizerConfig, ParamGroup
 from titan_launch.globs import matches
+from titan_launch.plan.types import is_within
 
 _EMBEDDINGS = {"Embedding", "EmbeddingBag"}
 
@@ -30,16 +32,63 @@ def is_undecayed(name: str, num_axes: int, classes: Iterable[str]) -> bool:
     return num_axes < 2 or name.endswith("bias") or is_norm_or_embedding
 
 
-def settings_of(config: OptimizerConfig, index: int | None, undecayed: bool) -> dict[str, float]:
-    """Learning-rate factor and weight decay of the parameters with the same first match and the same default decay."""
-    default_decay = 0.0 if undecayed else config.weight_decay
-    if index is None:
-        return {"lr_factor": 1.0, "weight_decay": default_decay}
-    group = config.param_groups[index]
-    decay = default_decay if group.weight_decay is None else group.weight_decay
-    return {"lr_factor": group.lr_factor, "weight_decay": decay}
+def is_inner_matrix(name: str, num_axes: int, classes: Iterable[str], path: str, head: Iterable[str]) -> bool:
+    """Whether Muon updates a parameter by default: a matrix within the model, neither of a norm nor of an embedding,
+    nor of the output layer. `path`: of its module; `head`: of the modules that run last."""
+    in_head = any(is_within(path, module) for module in head)
+    return num_axes == 2 and not is_undecayed(name, num_axes, classes) and not in_head
 
 
-def group_name(index: int | None, settings: dict[str, float]) -> str:
-    """What a group is called: `default, weight decay 0.1`."""
-    return f"{'default' if index is None else f'param_groups.{index}'}, weight decay {settings['weight_decay']:g}"
+class GroupSettings(NamedTuple):
+    """What is the same for all parameters of a group."""
+
+    algorithm: Algorithm
+    lr_factor: float
+    weight_decay: float
+
+
+def settings_of(config: OptimizerConfig, index: int | None, undecayed: bool, inner_matrix: bool) -> GroupSettings:
+    """The settings of a parameter whose first match is `index`.
+
+    `undecayed`: as `is_undecayed` says, of any module that has it; `inner_matrix`: as `is_inner_matrix` says, of all.
+    """
+    algorithm: Algorithm = "Muon" if config.name == "Muon" and inner_matrix else "AdamW"
+    lr_factor, decay = 1.0, 0.0 if undecayed else config.weight_decay
+    if index is not None:
+        group = config.param_groups[index]
+        algorithm = group.algorithm or algorithm
+        lr_factor = group.lr_factor
+        decay = decay if group.weight_decay is None else group.weight_decay
+    return GroupSettings(algorithm, lr_factor * (config.muon.lr_factor if algorithm == "Muon" else 1.0), decay)
+
+
+def group_name(index: int | None, settings: GroupSettings) -> str:
+    """What a group is called: `default, weight decay 0.1`, or `default, Muon, weight decay 0.1`."""
+    first = "default" if index is None else f"param_groups.{index}"
+    algorithm = "" if settings.algorithm == "AdamW" else f", {settings.algorithm}"
+    return f"{first}{algorithm}, weight decay {settings.weight_decay:g}"
+
+
+def is_mixed(config: OptimizerConfig, storage_dtypes: Iterable[str]) -> bool:
+    """Whether AdamW's moments and parameters, stored in these dtypes, are updated by this package: PyTorch's knows one
+    dtype, one rounding and no masters."""
+    dtypes = set(storage_dtypes)
+    in_other_dtype = config.state_dtype is not None and dtypes != {config.state_dtype}
+    return in_other_dtype or config.rounding == "stochastic" or has_master(config, *dtypes)
+
+
+def has_master(config: OptimizerConfig, *storage_dtypes: str) -> bool:
+    """Whether any parameter among those that are stored in these dtypes is kept in float32 too."""
+    return config.master_weights and "bfloat16" in storage_dtypes
+
+
+def batches(sizes: Sequence[int]) -> list[range]:
+    """Consecutive parameters that are updated together, by index: as many as have no more elements than the largest."""
+    limit, start, total = max(sizes, default=0), 0, 0
+    found = []
+    for index, size in enumerate(sizes):
+        if total + size > limit and index > start:
+            found.append(range(start, index))
+            start, total = index, 0
+        total += size
+    return [*found, range(start, len(sizes))] if sizes else []

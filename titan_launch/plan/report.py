@@ -12,13 +12,14 @@ from titan_launch.config.job import JobConfig
 from titan_launch.errors import KeyPath, format_key
 from titan_launch.plan.claims import BATCH_NORM_DEFAULT, is_batch_norm
 from titan_launch.plan.layout import Layout
+from titan_launch.plan.pipeline import stage_part
 from titan_launch.plan.traffic import (
     Collectives,
     collectives_of_microbatch,
     collectives_of_step,
     collectives_of_unit,
 )
-from titan_launch.plan.types import ModelPlan, Unit, full_name
+from titan_launch.plan.types import ModelPlan, Unit, enclosing, full_name
 
 Place = Callable[[KeyPath], str]
 """Where a key of the job file was given: `configs/job.toml:33`."""
@@ -45,8 +46,16 @@ def _describe(unit: Unit, plan: ModelPlan, layout: Layout, place: Place) -> dict
         "unshard_in_backward": unit.unshard_in_backward,
         "collectives_per_microbatch": asdict(collectives_of_unit(unit, layout)),
         "reason": unit.reason,
+        **({"stages": _stages_of(unit, plan)} if plan.stages else {}),
         "place": None if unit.key is None else place(unit.key),
     }
+
+
+def _stages_of(unit: Unit, plan: ModelPlan) -> list[int]:
+    """The pipeline stages that have parameters of a unit."""
+    stage_of = {path: stage.index for stage in plan.stages for path in stage.modules}
+    owned = [m.path for m in plan.inventory.modules if m.parameters and plan.unit_of[m.path] is unit]
+    return sorted({stage_of[enclosing(path, stage_of)] for path in owned})
 
 
 def _buffer_dtypes(unit: Unit, plan: ModelPlan) -> list[str]:
@@ -119,10 +128,10 @@ def format_plan(config: JobConfig, plan: ModelPlan, layout: Layout, place: Place
     lines = [
         f"model: {config.model.name}, {plan.inventory.num_parameters:,} parameters",
         format_units(plan, layout, place),
-        format_collectives(plan, layout, config.gradient_accumulation),
+        *(_stage_lines(config, plan, layout) or [format_collectives(plan, layout, config.gradient_accumulation)]),
     ]
     num_norms = sum(is_batch_norm(module) and module.same_as is None for module in plan.inventory.modules)
-    if num_norms and config.batchnorm.statistics == "synchronized" and layout.data_parallel > 1:
+    if num_norms and config.batchnorm.statistics == "synchronized" and layout.data_parallel * layout.context > 1:
         more = Collectives(all_gathers=num_norms, all_reduces=num_norms)
         lines.append(f"synchronized BatchNorm: {more} more in a microbatch, of a few numbers per channel")
     if any(unit.reason == BATCH_NORM_DEFAULT for unit in plan.units):
@@ -130,10 +139,38 @@ def format_plan(config: JobConfig, plan: ModelPlan, layout: Layout, place: Place
     return "\n".join(lines)
 
 
+def _stage_lines(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[str]:
+    """What each pipeline stage holds and communicates, and on which ranks it is; nothing without stages."""
+    if not plan.stages:
+        return []
+    schedule, ranks = config.parallelism.pipeline_parallel_schedule, layout.world_size // layout.pipeline
+    lines = [f"pipeline: {schedule}, {len(plan.stages)} stages on {layout.pipeline} x {ranks} ranks"]
+    for stage in plan.stages:
+        first, last = stage.rank * ranks, (stage.rank + 1) * ranks - 1
+        where = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        what = " .. ".join(dict.fromkeys([stage.modules[0], stage.modules[-1]]))
+        collectives = format_collectives(stage_part(plan, stage), layout, config.gradient_accumulation)
+        lines.append(f"stage {stage.index} ({where}): {what}, {stage.num_parameters:,} parameters; {collectives}")
+    return lines
+
+
 def format_batches(config: JobConfig, layout: Layout) -> str:
     """How ranks and batch divide."""
     return (
-        f"ranks: {layout.world_size} ({layout.replicate} replicas x {layout.shard} shards)\n"
+        f"ranks: {layout.world_size} ({_degrees(layout)})\n"
         f"batch: {layout.global_batch_size} samples a step = {layout.local_batch_size} on each of "
         f"{layout.data_parallel} ranks x {layout.num_microbatches} microbatches ({config.gradient_accumulation.mode})"
     )
+
+
+def _degrees(layout: Layout) -> str:
+    axes = [
+        f"{degree} {what}"
+        for degree, what in (
+            (layout.pipeline, "pipeline"),
+            (layout.context, "context"),
+            (layout.tensor, "tensor"),
+        )
+        if degree > 1
+    ]
+    return " x ".join([f"{layout.replicate} replicas", f"{layout.shard} shards", *axes])

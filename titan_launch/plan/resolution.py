@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from titan_launch.config.job import JobConfig
 from titan_launch.errors import ConfigError, Problem
+from titan_launch.plan.candidates import is_own_recomputation
 from titan_launch.plan.choices import is_auto, with_choice
-from titan_launch.plan.comparison import Comparison, Engine, Row, compare, is_own_recomputation
+from titan_launch.plan.comparison import Comparison, Engine, Row, compare
 from titan_launch.plan.flops import ModelFlops
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.layout import Layout

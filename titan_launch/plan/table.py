@@ -6,18 +6,29 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from titan_launch.config.job import JobConfig
 from titan_launch.plan.choices import is_auto
 from titan_launch.plan.comparison import Comparison, Row
 from titan_launch.plan.flops import ModelFlops
 from titan_launch.plan.hardware import GIB, Hardware
 
 
-def honesty(flops: ModelFlops) -> str:
-    """What of a plan is exact, what is predicted, and what is estimated."""
+def honesty(flops: ModelFlops, config: JobConfig) -> str:
+    """What of a plan is exact, what is predicted, what is estimated, and what is none of these."""
     exact = "collectives, the bytes of their buffers and FLOPs" if flops.is_exact else "collectives and their buffers"
     return (
         f"{exact} are exact; active memory is a prediction, and a lower bound; what has a ~, reserved memory, wire and "
-        "seconds, is an estimate that rests on the assumptions above"
+        f"seconds, is an estimate that rests on the assumptions above{_of_compiled(config)}"
+    )
+
+
+def _of_compiled(config: JobConfig) -> str:
+    if not config.compile.enable:
+        return ""
+    of_budget = "; the row of memory_budget has the memory of none, which it is to stay below, and no FLOPs"
+    return (
+        "\nthe job is compiled: memory and seconds are those without that, since what a compiler fuses and keeps is "
+        f"its own choice{of_budget if config.activation_checkpoint.mode == 'memory_budget' else ''}"
     )
 
 
@@ -45,12 +56,17 @@ def _columns(rows: Sequence[Row], hardware: Hardware) -> list[list[str]]:
         ["reserved GiB", *(f"~{format_gib(row.reserved_bytes)}" for row in rows)],
         ["verdict", *(row.verdict or "" for row in rows)],
         ["peak at", *(str(row.footprint.place) for row in rows)],
+        ["pp rank", *(_number(row.footprint.pipeline_rank) for row in rows)],
         ["AG (GiB)", *(_calls(r.traffic.collectives.all_gathers, r.traffic.all_gather_bytes) for r in rows)],
         ["RS (GiB)", *(_calls(r.traffic.collectives.reduce_scatters, r.traffic.reduce_scatter_bytes) for r in rows)],
         ["AR (GiB)", *(_calls(r.traffic.collectives.all_reduces, r.traffic.all_reduce_bytes) for r in rows)],
+        ["TP (GiB)", *(_calls(r.traffic.tensor.calls, r.traffic.tensor.sent_bytes) for r in rows)],
+        ["CP (GiB)", *(_calls(r.traffic.context.calls, r.traffic.context.sent_bytes) for r in rows)],
+        ["PP (GiB)", *(_calls(r.traffic.pipeline.calls, r.traffic.pipeline.sent_bytes) for r in rows)],
         ["wire GiB within", *(f"~{format_gib(row.wire.within)}" if row.wire.within else "" for row in rows)],
         ["across nodes", *(f"~{format_gib(row.wire.across)}" if row.wire.across else "" for row in rows)],
         ["compute s", *(_seconds(row.time.compute) for row in rows)],
+        ["bubble s", *(_seconds(row.time.bubble or None) for row in rows)],
         ["comm s", *(_seconds(row.time.communication) if row.wire.total else "" for row in rows)],
         ["step s", *(_interval(row.time.interval) for row in rows)],
     ]
@@ -64,6 +80,10 @@ def format_gib(num_bytes: float) -> str:
 
 def _calls(count: int, num_bytes: int) -> str:
     return f"{count} ({format_gib(num_bytes)})" if count else ""
+
+
+def _number(number: int | None) -> str:
+    return "" if number is None else str(number)
 
 
 def _seconds(seconds: float | None) -> str:
@@ -140,12 +160,14 @@ def _describe(row: Row, is_chosen: bool) -> dict[str, Any]:
         "reserved_bytes_estimated": round(row.reserved_bytes),
         "verdict": row.verdict,
         "peak": dict(row.footprint.place._asdict(), text=str(row.footprint.place)),
+        "pipeline_rank": row.footprint.pipeline_rank,
         "active_bytes_by_category": {category.label: size for category, size in row.footprint.by_category.items()},
         "active_bytes_by_phase": row.footprint.by_phase(),
         "traffic_per_step": asdict(row.traffic),
         "wire_bytes_per_rank": {"within_node": round(row.wire.within), "across_nodes": round(row.wire.across)},
         "flops_per_rank": row.flops_per_rank,
         "compute_seconds_estimated": row.time.compute,
+        "bubble_seconds_estimated": row.time.bubble,
         "communication_seconds_estimated": row.time.communication,
         "step_seconds_estimated": row.time.interval,
     }

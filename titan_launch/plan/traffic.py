@@ -1,4 +1,7 @@
-"""What FSDP2 communicates: collectives, bytes, and what of these goes over which links. Exact, and no torch.
+"""What a rank communicates in a step: collectives and bytes. No torch.
+
+What FSDP2 communicates follows from the units, as computed here; what ranks exchange that work on the same samples is
+counted in a trace.
 
 Exact where every unit runs in every forward, as those of this package's models do, and every trained parameter gets a
 gradient. Only the collectives of units count; BatchNorm's statistics, the count of targets, clipping and metrics have
@@ -7,9 +10,9 @@ their own, of a few numbers each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from fractions import Fraction
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.plan.layout import Layout
@@ -45,6 +48,19 @@ class Collectives:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """What the ranks along an axis exchange that share the work on the same samples, as one of them sends it."""
+
+    calls: int = 0
+
+    sent_bytes: int = 0
+    """What the rank sends, if collectives go round in rings."""
+
+    def __add__(self, other: Exchange) -> Exchange:
+        return Exchange(self.calls + other.calls, self.sent_bytes + other.sent_bytes)
+
+
+@dataclass(frozen=True)
 class Traffic:
     """Calls, and the bytes of their buffers as one rank sees them."""
 
@@ -59,29 +75,36 @@ class Traffic:
     all_reduce_bytes: int = 0
     """Of what is reduced in place: sharded gradients in the reduce dtype, padded (HSDP)."""
 
+    tensor: Exchange = field(default_factory=Exchange)
+    """Along the tensor axis: activations that are gathered, summed and scattered."""
+
+    context: Exchange = field(default_factory=Exchange)
+    """Along the context axis: keys and values, and their gradients."""
+
+    pipeline: Exchange = field(default_factory=Exchange)
+    """Along the pipeline axis: activations to the next stage, gradients to the one before."""
+
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
             self.collectives + other.collectives,
             self.all_gather_bytes + other.all_gather_bytes,
             self.reduce_scatter_bytes + other.reduce_scatter_bytes,
             self.all_reduce_bytes + other.all_reduce_bytes,
+            self.tensor + other.tensor,
+            self.context + other.context,
+            self.pipeline + other.pipeline,
         )
 
 
-@dataclass(frozen=True)
-class Wire:
-    """Bytes that one rank sends (and receives as many)."""
+def on_line(a: Traffic, b: Traffic, factor: float) -> Traffic:
+    """`a + factor * (b - a)`, in whole calls and bytes."""
+    return Traffic(*(_on_line(getattr(a, f.name), getattr(b, f.name), factor) for f in fields(Traffic)))
 
-    within: float
-    """To ranks on its own node."""
 
-    across: float
-    """To ranks on other nodes."""
-
-    @property
-    def total(self) -> float:
-        """Both."""
-        return self.within + self.across
+def _on_line(a: Any, b: Any, factor: float) -> Any:
+    if isinstance(a, int):
+        return round(a + factor * (b - a))
+    return type(a)(*(_on_line(getattr(a, f.name), getattr(b, f.name), factor) for f in fields(a)))
 
 
 def collectives_of_unit(unit: Unit, layout: Layout) -> Collectives:
@@ -93,7 +116,7 @@ def collectives_of_unit(unit: Unit, layout: Layout) -> Collectives:
     """
     if not unit.num_parameters:
         return Collectives()
-    is_sharded, is_replicated = layout.shard > 1, layout.replicate > 1
+    is_sharded, is_replicated = layout.parameter_shards > 1, layout.replicate > 1
     return Collectives(
         all_gathers=unit.num_gathers * is_sharded,
         reduce_scatters=int(unit.is_trained and is_sharded),
@@ -128,68 +151,18 @@ def padded_numel(parameter: TensorInfo, shard: int) -> int:
     return parameter.numel // rows * (-(-rows // shard) * shard) if parameter.numel else 0
 
 
-def wire_bytes(traffic: Traffic, layout: Layout, gpus_per_node: int) -> Wire:
-    """What one rank sends in a step, if collectives go round in rings.
-
-    In a ring of n ranks each sends B (n-1)/n of an all-gather's or reduce-scatter's buffer of B bytes, and twice that
-    of an all-reduce's. The ring follows the order of ranks, the shard axis innermost, with `gpus_per_node` neighbours
-    on a node. Of the n hops k lead to another node, and every rank's share of the bytes is taken as k/n: there are as
-    many rings as ranks on a node, and each leaves it through another's link, as NCCL lays them. Where groups lie
-    differently on nodes, the one with the most such hops counts.
-    """
-    shards = _Ring(layout.shard, _most_crossings(_shard_groups(layout), gpus_per_node))
-    replicas = _Ring(layout.replicate, _most_crossings(_replicate_groups(layout), gpus_per_node))
-    once, twice = traffic.all_gather_bytes + traffic.reduce_scatter_bytes, 2 * traffic.all_reduce_bytes
-    across = once * shards.sent * shards.across + twice * replicas.sent * replicas.across
-    total = once * shards.sent + twice * replicas.sent
-    return Wire(within=float(total - across), across=float(across))
-
-
-@dataclass(frozen=True)
-class _Ring:
-    size: int
-    crossings: int
-
-    @property
-    def sent(self) -> Fraction:
-        """The share of a buffer that a rank sends."""
-        return Fraction(self.size - 1, self.size)
-
-    @property
-    def across(self) -> Fraction:
-        """The share of what is sent that goes to other nodes."""
-        return Fraction(self.crossings, self.size)
-
-
-def _shard_groups(layout: Layout) -> Iterator[range]:
-    return (range(r * layout.shard, (r + 1) * layout.shard) for r in range(layout.replicate))
-
-
-def _replicate_groups(layout: Layout) -> Iterator[range]:
-    return (range(s, layout.world_size, layout.shard) for s in range(layout.shard))
-
-
-def _most_crossings(groups: Iterable[Sequence[int]], gpus_per_node: int) -> int:
-    return max(_crossings([rank // gpus_per_node for rank in group]) for group in groups)
-
-
-def _crossings(nodes: Sequence[int]) -> int:
-    """Hops of a ring, the one that closes it included, that lead to another node."""
-    return sum(here != there for here, there in zip(nodes, [*nodes[1:], nodes[0]], strict=True))
-
-
 def _traffic_of_unit(
     unit: Unit, parameters: Sequence[TensorInfo], layout: Layout, accumulation: GradientAccumulationConfig
 ) -> Traffic:
     calls = _times(collectives_of_unit(unit, layout), layout, accumulation)
-    whole = sum(padded_numel(p, layout.shard) for p in parameters)
-    trained = sum(padded_numel(p, layout.shard) for p in parameters if p.requires_grad)
+    whole = sum(padded_numel(p, layout.parameter_shards) for p in parameters)
+    trained = sum(padded_numel(p, layout.parameter_shards) for p in parameters if p.requires_grad)
     gradients = trained * DTYPE_BYTES[unit.reduce_dtype]
     return Traffic(
         calls,
         all_gather_bytes=calls.all_gathers * whole * DTYPE_BYTES[unit.compute_dtype],
         reduce_scatter_bytes=calls.reduce_scatters * gradients,
-        all_reduce_bytes=calls.all_reduces * gradients // layout.shard,
+        all_reduce_bytes=calls.all_reduces * gradients // layout.parameter_shards,
     )
 
 

@@ -74,6 +74,10 @@ class Inventory:
     embeddings: tuple[str, ...] = ()
     """Paths of the modules that run first and whose weights only their own forward reads: not even backward does."""
 
+    chain: tuple[str, ...] = ()
+    """Paths of the modules that run one after another, in order, each on what the one before it returns; all parameters
+    are in them. Empty where nothing is known about that."""
+
     @cached_property
     def by_path(self) -> dict[str, ModuleInfo]:
         """The modules by path."""
@@ -177,6 +181,23 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A part of the model that pipeline parallelism runs as a whole."""
+
+    index: int
+    """Its place among the stages, in the order in which they run."""
+
+    rank: int
+    """Which of the ranks along the pipeline holds it."""
+
+    modules: tuple[str, ...]
+    """Paths of the modules of the model's chain that it has, in order."""
+
+    num_parameters: int
+    """Elements of their parameters."""
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """What becomes of a model's modules, parameters and buffers: what wrapping, audit and planner all read."""
 
@@ -186,6 +207,15 @@ class ModelPlan:
 
     buffer_dtypes: Mapping[str, str]
     """Dtypes of all floating buffers, by full name: those the model gave them, or those that `[precision]` asks for."""
+
+    recomputed: tuple[str, ...] = ()
+    """Paths of the modules whose activations are computed again in backward."""
+
+    compiled: tuple[str, ...] = ()
+    """Paths of the modules that are compiled, each into a graph of its own."""
+
+    stages: tuple[Stage, ...] = ()
+    """The parts that pipeline parallelism divides the model into, in order; empty without it."""
 
     @cached_property
     def unit_of(self) -> dict[str, Unit]:

@@ -96,6 +96,14 @@ def compare(plan: ModelPlan, layout: Layout, observed: Observations) -> Audit:
     )
 
 
+def together(audits: Sequence[Audit]) -> Audit:
+    """The audits of a pipeline's stages as one."""
+    return Audit(
+        modules=tuple(row for audit in audits for row in audit.modules),
+        units=tuple(row for audit in audits for row in audit.units),
+    )
+
+
 def _audit_module(plan: ModelPlan, info: ModuleInfo, seen: Seen) -> Audited:
     unit = plan.unit_of[info.path]
     findings = tuple(_findings(dict(_planned_of_module(plan, info, unit)), seen))

@@ -1,12 +1,89 @@
-"""A model without some of its blocks."""
+"""A rank's step at its model's depth, from traces of two shallower models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from titan_launch.plan.types import parent
+from titan_launch.config.job import JobConfig
+from titan_launch.models.build import build_model
+from titan_launch.plan.depth import Shortcut, block_signatures, find_shortcut, without_blocks
+from titan_launch.plan.footprint import extrapolate
+from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.pipeline import parts_on_rank
+from titan_launch.plan.traffic import on_line
+from titan_launch.plan.types import ModelPlan, outermost, parent
+from titan_launch.trace.failure import failures_explained
+from titan_launch.trace.step import TracedStep, trace_step
+
+_log = logging.getLogger(__name__)
+
+_ON_THE_LINE = 1e-4
+"""How far the peak of a third depth may be off, relatively. (Where memory is affine in depth it is off by no byte.)"""
+
+
+def trace_rank(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int) -> TracedStep:
+    """The step of one rank. `plan`: of the whole model.
+
+    At two depths where one block repeats often, and extrapolated; else whole. Raises ConfigError as `trace_step` does,
+    and for a model that cannot be traced.
+    """
+    shortcut = _find_shortcut(plan, layout.pipeline_rank(rank))
+    if shortcut is not None:
+        short = _trace_short(config, plan, layout, kernels, rank, shortcut)
+        if short is not None:
+            return short
+    with failures_explained(config.model):
+        return _trace_without(config, plan, layout, kernels, rank, ())
+
+
+def _find_shortcut(plan: ModelPlan, pipeline_rank: int) -> Shortcut | None:
+    """Through the blocks of the stage that the rank holds. (Several stages hold several numbers of microbatches.)"""
+    parts = parts_on_rank(plan, pipeline_rank)
+    if len(parts) > 1:
+        return None
+    signatures = block_signatures(parts[0])
+    return find_shortcut(signatures, outermost(parts[0].inventory.blocks), parts[0].recomputed)
+
+
+def _trace_short(
+    config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int, shortcut: Shortcut
+) -> TracedStep | None:
+    """Two depths, extrapolated; None where the model does not run without some of its blocks, or where a third depth is
+    not on the line (blocks that read what all blocks before them made). The models of this package are."""
+    try:
+        shorter = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_from_shorter)
+        longer = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_from_longer)
+        if ":" in config.model.name:
+            seen = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_for_check)
+            if not _are_alike(_extrapolated(shorter, longer, 2), seen):
+                _log.warning("traced whole, which takes longer: the model's memory does not grow evenly with its depth")
+                return None
+    except Exception as error:  # whatever a model raises that counts its blocks; if it cannot run at all, we will see
+        _log.warning("traced whole, which takes longer: without some of its blocks the model does not run (%s)", error)
+        return None
+    return _extrapolated(shorter, longer, shortcut.factor)
+
+
+def _are_alike(a: TracedStep, b: TracedStep) -> bool:
+    return a.traffic == b.traffic and abs(a.footprint.peak_bytes / b.footprint.peak_bytes - 1) < _ON_THE_LINE
+
+
+def _trace_without(
+    config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int, removed: Sequence[str]
+) -> TracedStep:
+    built = build_model(config.model, config.training.seq_len)
+    remove_blocks(built.module, removed)
+    return trace_step(config, built, without_blocks(plan, removed), layout, kernels, rank)
+
+
+def _extrapolated(shorter: TracedStep, longer: TracedStep, factor: float) -> TracedStep:
+    footprint = extrapolate(shorter.footprint, longer.footprint, factor)
+    return TracedStep(footprint, on_line(shorter.traffic, longer.traffic, factor))
+
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

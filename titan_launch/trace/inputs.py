@@ -3,12 +3,40 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan_launch.config.architectures import images_taken
 from titan_launch.config.data import ImageData
 from titan_launch.config.job import JobConfig
+from titan_launch.data.sequence_part import SequencePart
 from titan_launch.data.sources.images import build_images
+from titan_launch.parallel.pipeline import pipeline_of
+from titan_launch.plan.layout import Layout
+
+
+class Batches:
+    """The microbatches of a rank: all alike."""
+
+    def __init__(self, config: JobConfig, layout: Layout, part: SequencePart | None):
+        """`part`: of every sequence, what the rank has. Raises ConfigError as `sample_shape` does."""
+        self._config = config
+        self._batch_size = layout.local_batch_size
+        self._shape = sample_shape(config)
+        self._part = part
+
+    def make(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, on the default device."""
+        inputs, targets = make_microbatch(self._config, self._shape, self._batch_size)
+        if self._part is None:
+            return inputs, targets
+        return self._part.of(inputs, axis=1), self._part.of(targets, axis=1)
+
+    def announce(self, model: nn.Module) -> None:
+        """Let the stages of a pipeline find what travels between them, before tensors are fake ones."""
+        pipeline = pipeline_of(model)
+        if pipeline is not None:
+            with torch.device("meta"):
+                pipeline.boundaries.of(self.make()[0])
 
 
 def sample_shape(config: JobConfig) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from titan_launch.models.layers import attention
 from titan_launch.patches import replaced
@@ -46,8 +47,20 @@ def kernels_in_place(kernels: Kernels) -> Iterator[None]:
             for owner in (F, torch):
                 stack.enter_context(replaced(owner, "rms_norm", _rms_norm))
                 stack.enter_context(replaced(owner, "layer_norm", _layer_norm))
-            stack.enter_context(replaced(F, "scaled_dot_product_attention", _attention))
+            stack.enter_context(replaced(F, "scaled_dot_product_attention", scaled_dot_product_attention))
             stack.enter_context(replaced(attention, "takes_equal_heads_only", lambda q: q.dtype == torch.float32))
+        yield
+
+
+@contextmanager
+def copies_from_host() -> Iterator[None]:
+    """Let FSDP2 copy shards of parameters that are on the host to the device: in a trace there is only one device."""
+
+    def all_gather_inputs(parameter: FSDPParam) -> list[Tensor]:
+        copy = parameter._sharded_param_data.clone()
+        return [copy if parameter.param_dtype is None else copy.to(parameter.param_dtype)]
+
+    with replaced(FSDPParam, "all_gather_inputs", property(all_gather_inputs)):
         yield
 
 
@@ -95,7 +108,7 @@ def _layer_norm(
     return output
 
 
-def _attention(
+def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -105,6 +118,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """The stand-in, of the same name: context parallelism replaces the function by what it is called."""
     is_plain = query.dim() == key.dim() == value.dim() == 4
     has_equal_heads = is_plain and query.shape[1] == key.shape[1]
     if is_plain and query.dtype in _REDUCED and attn_mask is None:

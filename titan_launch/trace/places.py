@@ -22,27 +22,38 @@ class Places:
 
     def __init__(self, ledger: Ledger):
         self._ledger = ledger
-        self._microbatch = 0
+        self._counts: dict[nn.Module, int] = {}
         self._inside: str | None = None
+        self.microbatch = 0
+        """The one that is gone through."""
 
     def begin_microbatch(self, index: int) -> None:
         """What comes now belongs to this microbatch."""
-        self._microbatch = index
+        self.microbatch = index
         self._enter("forward", "")
 
     @contextmanager
-    def watch(self, model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
-        """Follow the modules at `paths`, and the model, until the end of the block."""
+    def watch(self, model: nn.Module, paths: Sequence[str], has_loss: bool = True) -> Iterator[None]:
+        """Follow the modules at `paths`, and the model, until the end of the block. `has_loss`: whether a loss follows
+        its forward."""
         with ExitStack() as hooks:
+            hooks.callback(model.register_forward_pre_hook(self._begin_next, prepend=True).remove)
             for path in paths:
                 module = model.get_submodule(path)
                 hooks.callback(module.register_forward_pre_hook(partial(self._begin, path), prepend=True).remove)
                 hooks.callback(module.register_forward_hook(partial(self._end, path), prepend=True).remove)
-            hooks.callback(model.register_forward_hook(lambda *_: self._enter("loss", "")).remove)
+            if has_loss:
+                hooks.callback(model.register_forward_hook(lambda *_: self._enter("loss", "")).remove)
             yield
 
     def _enter(self, phase: str, unit: str) -> None:
-        self._ledger.enter(Place(self._microbatch, phase, unit))
+        self._ledger.enter(Place(self.microbatch, phase, unit))
+
+    def _begin_next(self, model: nn.Module, _: Any) -> None:
+        """A model, or a stage of a pipeline, goes through the microbatches one after the other."""
+        index = self._counts.get(model, 0)
+        self._counts[model] = index + 1
+        self.begin_microbatch(index)
 
     def _begin(self, path: str, *_: Any) -> None:
         """Not of what runs inside another, such as a rotary embedding that the model owns and its blocks call."""
@@ -56,19 +67,20 @@ class Places:
         self._inside = None
         for tensor in floating_tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._begin_backward, path))
+                tensor.register_hook(partial(self._begin_backward, path, self.microbatch))
 
-    def _begin_backward(self, path: str, gradient: Tensor) -> None:
+    def _begin_backward(self, path: str, microbatch: int, gradient: Tensor) -> None:
+        self.microbatch = microbatch
         self._enter("backward", path)
 
 
 def stations(model: nn.Module, inventory: Inventory) -> list[str]:
     """Paths of the modules that a forward goes through one after the other: the blocks, and beside them the outermost
-    modules that hold no block."""
+    modules that hold no block. What of the model is elsewhere (on other stages of a pipeline) is left out."""
     blocks = outermost(inventory.blocks)
     found: list[str] = []
     _collect(model, "", set(blocks), {around for block in blocks for around in _ancestors(block)}, found)
-    return found
+    return [path for path in found if path in inventory.by_path]
 
 
 def _collect(module: nn.Module, path: str, blocks: set[str], around: set[str], found: list[str]) -> None:

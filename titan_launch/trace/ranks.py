@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
+import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from titan_launch.patches import replaced
 
 
 @contextmanager
-def imagined_ranks(world_size: int) -> Iterator[None]:
-    """Be rank 0 of so many until the end of the block; collectives return at once and change nothing.
+def imagined_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Be a rank of so many until the end of the block; collectives return at once and change nothing.
 
-    Rank 0 holds the most: the first shard is never the smaller one. Raises RuntimeError in a process that has a process
-    group already, since FSDP2 and the mesh would take that one.
+    Of the ranks that share parameters the first holds the most: its shard is never the smaller one. Raises
+    RuntimeError in a process that has a process group already, since FSDP2 and the mesh would take that one.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend `fake`
 
     if dist.is_initialized():
         raise RuntimeError("a trace makes a process group of its own: run it in another process, or before this one's")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        yield
+        with ExitStack() as stack:
+            for name in (name for name in _WITHOUT_VOTE if hasattr(PipelineStage, name)):
+                stack.enter_context(replaced(PipelineStage, name, _WITHOUT_VOTE[name]))
+            yield
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it has groups of this one, and takes another mesh of the same ranks for the same
+
+
+_WITHOUT_VOTE = {
+    "_warmup_forward_vote": lambda *_, **__: torch.tensor([1], dtype=torch.int32),
+    "_warmup_backward_result": lambda *_, **__: torch.tensor([1], dtype=torch.int32),
+    "_get_init_p2p_neighbors_ops": lambda _: [],
+}
+"""What the stages of a pipeline do before their first step, and nobody answers: from torch 2.13 on they ask each other
+whether all know the shapes of what they send (the first two; all do), before that they open their connections."""

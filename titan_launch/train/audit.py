@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import chain
+from typing import NamedTuple
+
+from torch import nn
 
 from titan_launch.collective import on_all
 from titan_launch.errors import UserError
+from titan_launch.parallel.compile import eager
+from titan_launch.parallel.pipeline import parts
 from titan_launch.plan.claims import listed
-from titan_launch.precision.audit import Audit, compare
+from titan_launch.plan.types import ModelPlan
+from titan_launch.precision.audit import Audit, compare, together
 from titan_launch.precision.observation import Observations, look_at_storage, observe
 from titan_launch.train.build import Run
 from titan_launch.train.folder import AUDIT_FILE, record_audit
@@ -18,39 +26,67 @@ _log = logging.getLogger(__name__)
 
 
 def is_audited(run: Run) -> bool:
-    """Whether the step to come is the first of this process, and `debug.audit_precision` wants it watched."""
+    """Whether the step to come is the first of this process, and is watched."""
+    return run.progress.step + 1 == run.first_step and audits(run)
+
+
+def audits(run: Run) -> bool:
+    """Whether `debug.audit_precision` wants the first step of this process watched."""
     model = run.config.model
     by_default = ":" in model.name or model.flavor == "debug"
     wanted = run.config.debug.audit_precision
-    return run.progress.step + 1 == run.first_step and (by_default if wanted is None else wanted)
+    return by_default if wanted is None else wanted
 
 
 def audited_step(run: Run, microbatches: list[Microbatch]) -> StepResult:
-    """Train on one step's microbatches and watch; the numbers are those of any other step.
+    """Train on one step's microbatches and watch; the numbers are those of any other step. Nothing is compiled in it.
 
     Raises UserError, on all ranks and before the update, for what is not as planned.
     """
-    with observe(run.model, run.plan, is_replicated=run.layout.replicate > 1) as observed:
-        return run.step(microbatches, before_update=lambda: _settle(run, observed))
+    is_replicated = run.layout.replicate > 1
+    with ExitStack() as stack:
+        watched = [
+            _Watched(module, plan, stack.enter_context(observe(module, plan, is_replicated)))
+            for module, plan in parts(run.model, run.plan)
+        ]
+        stack.enter_context(eager(run.config.compile))
+        return run.step(microbatches, before_update=lambda: _settle(run, watched))
 
 
-def _settle(run: Run, observed: Observations) -> None:
-    look_at_storage(run.model, observed)
-    audit = compare(run.plan, run.layout, observed)
+class _Watched(NamedTuple):
+    """What runs as a whole (the model, or one of its pipeline stages), what was planned of it, and what was seen."""
+
+    module: nn.Module
+    plan: ModelPlan
+    observed: Observations
+
+
+def _settle(run: Run, watched: Sequence[_Watched]) -> None:
+    for module, _, observed in watched:
+        look_at_storage(module, observed)
+    audit = together([compare(plan, run.layout, observed) for _, plan, observed in watched])
+    if run.mesh.pipeline_group is not None:
+        audit = together(on_all(lambda: audit, run.mesh.pipeline_group))
     differences = _differences_of_all_ranks(audit.differences(run.place))
     if run.ranks.is_main:
         record_audit(run.folder, {"differences": differences, **audit.as_data()})
         for sink in run.sinks:
             sink.text("precision_audit", audit.as_markdown())
-    _name_views(run, observed)
+    _name_views(watched)
     if differences:
         raise UserError(_explain(run, differences))
     _log.info("precision audit: %s: as planned", _size(audit))
 
 
-def _name_views(run: Run, observed: Observations) -> None:
+def _name_views(watched: Sequence[_Watched]) -> None:
     """FSDP2 warns of views that leave a unit, by class; here are their paths. The model's own output harms nobody."""
-    paths = [path for unit in run.plan.units for path in unit.modules if path and observed.modules[path].returns_view]
+    paths = [
+        path
+        for _, plan, observed in watched
+        for unit in plan.units
+        for path in unit.modules
+        if path and observed.modules[path].returns_view
+    ]
     if paths:
         advice = "views come out of these modules; do not change them in place (x = x + y, not x += y)"
         _log.info("%s: %s", advice, listed(paths))

@@ -21,17 +21,23 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.load import dump_job
 from titan_launch.data.loader import Loader, build_train_loader, build_validation_loader
 from titan_launch.data.order import SampleOrder
+from titan_launch.data.sequence_part import SequencePart, part_of
 from titan_launch.data.sources import SampleSource, build_source
 from titan_launch.errors import format_key
+from titan_launch.loss import loss_in_chunks
 from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink
 from titan_launch.models.build import BuiltModel, build_model
-from titan_launch.models.init import initialize
-from titan_launch.optim.groups import build_param_groups
+from titan_launch.models.init import allocate, initialize
+from titan_launch.optim.groups import check_param_groups
 from titan_launch.optim.optimizer import build_optimizer
 from titan_launch.parallel.apply import parallelize
+from titan_launch.parallel.compile import compile_loss
+from titan_launch.parallel.context_parallel import divide_buffers, ring_attention, sequence_part
 from titan_launch.parallel.distributed import Ranks
-from titan_launch.parallel.mesh import build_mesh, fsdp_mesh, statistics_group
+from titan_launch.parallel.mesh import Mesh, build_mesh
+from titan_launch.parallel.pipeline import divide, pipeline_of
+from titan_launch.parallel.tensor_parallel import token_shards
 from titan_launch.parallel.timeouts import set_timeouts
 from titan_launch.plan.devices import find_device
 from titan_launch.plan.layout import Layout, plan_layout
@@ -54,6 +60,7 @@ from titan_launch.train.guard import StepGuard
 from titan_launch.train.logs import LogFile
 from titan_launch.train.measure import StepMeasurements, check_profiling
 from titan_launch.train.modes import hardware_of_run, settle_modes
+from titan_launch.train.pipeline import PipelinedStep
 from titan_launch.train.plan import plan_precision
 from titan_launch.train.prediction import MemoryCheck
 from titan_launch.train.resume import load_run, open_checkpoints, training_state
@@ -72,6 +79,7 @@ class Run:
     folder: Path
     ranks: Ranks
     layout: Layout
+    mesh: Mesh
     plan: ModelPlan
     model: nn.Module
     optimizer: Optimizer
@@ -130,34 +138,43 @@ def build_run(
     config = with_global_batch_size(config, layout)
     attempt = this_attempt()
     built = build_model(config.model, config.training.seq_len)
-    build_param_groups(built.module, config.optimizer)  # for its errors, before anything is allocated
+    check_param_groups(built.module, config.optimizer, built.head)
     check_profiling(config.comm, ranks.device)
     hardware = hardware_of_run(config, ranks)
     config, reason = settle_modes(config, layout, built, hardware, run_folder(config), attempt, ranks)
     plan = plan_precision(config, built)
     _log.info("%s", format_plan(config, plan, layout, place))
-    model = shard_model(config, built, plan, layout, ranks.device)
+    mesh = build_mesh(layout, ranks.device.type)
+    part = sequence_part(mesh.context, config.parallelism)
+    if mesh.context is not None:
+        stack.enter_context(ring_attention(mesh.context, config.parallelism, ranks.device))
+    model = shard_model(config, built, plan, mesh)
     set_timeouts(config.comm.init_timeout_seconds)
     tokenizer = build_tokenizer(config.tokenizer)
-    source = build_source(config.data, tokenizer, config.training.seq_len, ("data",), images_taken(config.model))
-    validation_batches = build_validation_batches(config, tokenizer, layout, ranks, stack)
+    source = part_of(
+        build_source(config.data, tokenizer, config.training.seq_len, ("data",), images_taken(config.model)), part
+    )
+    check_stages(model, source, layout)
+    validation_batches = build_validation_batches(config, tokenizer, layout, part, ranks, stack)
 
-    model.to_empty(device=ranks.device)
+    allocate(model, ranks.device, config.training.enable_cpu_offload)
     initialize(model, built.initializer, config.training.seed, ranks.device)
-    optimizer = build_optimizer(model, config.optimizer)
+    if part is not None:
+        divide_buffers(model, built.context_parallel or {}, part, config.training.seq_len)
+    optimizer = build_optimizer(model, config.optimizer, built.head, config.training.seed)
 
     folder = open_run_folder(config, attempt, ranks, log_file, stack)
     watchdog.write_to(folder)
     if ranks.device.type == "cuda":
         make_room_for_nccl(folder)
     progress, guard = Progress(), StepGuard(config.debug, ranks.device)
-    state = training_state(config, model, optimizer, progress, guard, ranks)
+    state = training_state(config, model, optimizer, progress, guard, mesh, ranks)
     checkpoints = open_checkpoints(config, folder, state, progress, ranks, stack)
     load_run(config, folder, on_main(lambda: effective_load(folder, config, attempt)), state)
     if ranks.is_main:
         record_run(folder, config, attempt, stack)
         record_units(folder, describe_units(plan, layout, place))
-    step = build_step(config, model, optimizer, guard, ranks)
+    step = build_step(config, model, optimizer, guard, mesh, ranks)
     first_step = progress.step + 1
     console = ConsoleSink(total_steps=config.training.steps) if ranks.is_main else None
     log_batches(config, layout, ranks, len(source), folder)
@@ -166,6 +183,7 @@ def build_run(
         folder=folder,
         ranks=ranks,
         layout=layout,
+        mesh=mesh,
         plan=plan,
         model=model,
         optimizer=optimizer,
@@ -180,7 +198,9 @@ def build_run(
         validation_batches=validation_batches,
         checkpoints=checkpoints,
         meter=build_meter(config, built, layout, ranks),
-        measurements=StepMeasurements(config.comm, model, optimizer, step, ranks.device, first_step, stack),
+        measurements=StepMeasurements(
+            config.comm, model, optimizer, step, ranks.device, first_step, config.compile.enable, stack
+        ),
         memory_check=MemoryCheck(config, layout, hardware, stack) if ranks.is_main else None,
         sinks=build_sinks(config, reason, folder, progress, console, stack),
         console=console,
@@ -196,16 +216,39 @@ def with_global_batch_size(config: JobConfig, layout: Layout) -> JobConfig:
     return config.model_copy(update={"training": training})
 
 
-def shard_model(
-    config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, device: torch.device
-) -> nn.Module:
-    """Wrap a model on the meta device as planned; nothing is allocated."""
-    mesh = fsdp_mesh(build_mesh(layout, device.type), layout)
-    group = (
-        statistics_group(config.comm.init_timeout_seconds) if config.batchnorm.statistics == "synchronized" else None
-    )
-    parallelize(built.module, plan, layout, mesh, config.batchnorm, group, config.activation_checkpoint)
+def shard_model(config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mesh) -> nn.Module:
+    """Wrap a model on the meta device as planned, of a pipeline this rank's stages; nothing is allocated."""
+    group = None
+    if config.batchnorm.statistics == "synchronized":
+        group = mesh.statistics_group(config.comm.init_timeout_seconds)
+
+    def wrap(module: nn.Module, plan: ModelPlan) -> None:
+        parallelize(
+            module,
+            built.tensor_parallel,
+            plan,
+            mesh,
+            config.parallelism,
+            config.batchnorm,
+            group,
+            config.activation_checkpoint,
+            config.compile,
+            config.training.enable_cpu_offload,
+        )
+
+    if plan.stages:
+        divide(built.module, plan, mesh, token_shards(config.parallelism), wrap)
+    else:
+        wrap(built.module, plan)
     return built.module
+
+
+def check_stages(model: nn.Module, source: SampleSource, layout: Layout) -> None:
+    """Raise ConfigError for a model whose pipeline stages do not run one after another; nothing is allocated."""
+    pipeline = pipeline_of(model)
+    if pipeline is not None:
+        sample, _ = source[0]
+        pipeline.boundaries.of(sample.to("meta").expand(layout.local_batch_size, *sample.shape))
 
 
 def build_train_batches(
@@ -218,7 +261,7 @@ def build_train_batches(
             source,
             sample_order(config, len(source)),
             layout,
-            ranks.rank,
+            layout.data_rank(ranks.rank),
             start=start,
             num_workers=config.data.num_workers,
             pin_memory=ranks.device.type == "cuda",
@@ -235,17 +278,18 @@ def sample_order(config: JobConfig, epoch_size: int) -> SampleOrder:
 
 
 def build_validation_batches(
-    config: JobConfig, tokenizer: Tokenizer, layout: Layout, ranks: Ranks, stack: ExitStack
+    config: JobConfig, tokenizer: Tokenizer, layout: Layout, part: SequencePart | None, ranks: Ranks, stack: ExitStack
 ) -> Iterable[Microbatch] | None:
-    """This rank's validation batches, or None where there is no validation."""
+    """This rank's validation batches, or None where there is no validation. `part`: the tokens that it has."""
     validation = config.validation
     if not validation.freq or validation.data is None:
         return None
     key = ("validation", "data")
+    source = build_source(validation.data, tokenizer, config.training.seq_len, key, images_taken(config.model))
     loader = build_validation_loader(
-        build_source(validation.data, tokenizer, config.training.seq_len, key, images_taken(config.model)),
+        part_of(source, part),
         local_batch_size=validation.local_batch_size,
-        dp_rank=ranks.rank,
+        dp_rank=layout.data_rank(ranks.rank),
         dp_size=layout.data_parallel,
         max_samples=validation.max_samples,
         num_workers=validation.data.num_workers,
@@ -276,11 +320,24 @@ def open_run_folder(
     return folder
 
 
-def build_step(config: JobConfig, model: nn.Module, optimizer: Optimizer, guard: StepGuard, ranks: Ranks) -> TrainStep:
+def build_step(
+    config: JobConfig, model: nn.Module, optimizer: Optimizer, guard: StepGuard, mesh: Mesh, ranks: Ranks
+) -> TrainStep:
     """What trains on a step's microbatches."""
     accumulation = build_strategy(config.gradient_accumulation)
     training = config.training
-    return TrainStep(model, optimizer, accumulation, guard, training.max_norm, ranks.device, training.loss_chunks)
+    pipeline = pipeline_of(model)
+    return TrainStep(
+        model,
+        optimizer,
+        accumulation,
+        guard,
+        training.max_norm,
+        mesh,
+        ranks.device,
+        compile_loss(loss_in_chunks(training.loss_chunks), config.compile),
+        pipelined=None if pipeline is None else PipelinedStep(pipeline, config.parallelism, accumulation, ranks.device),
+    )
 
 
 def build_meter(config: JobConfig, built: BuiltModel, layout: Layout, ranks: Ranks) -> Meter:

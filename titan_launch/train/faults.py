@@ -164,7 +164,7 @@ def _as_data(run: Run, fault: Fault, shares: list[float]) -> dict[str, Any]:
         "grad_norm_limit": json_number(fault.grad_norm_limit),
         "data_position": position,
         "ranks": [
-            {"rank": rank, "loss": json_number(share), "samples": microbatches}
-            for rank, (share, microbatches) in enumerate(zip(shares, samples, strict=True))
+            {"rank": rank, "loss": json_number(share), "samples": samples[run.layout.data_rank(rank)]}
+            for rank, share in enumerate(shares)
         ],
     }

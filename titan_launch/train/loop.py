@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
+from titan_launch.collective import on_all
 from titan_launch.errors import Stopped
 from titan_launch.optim.schedule import lr_factor, set_lr
-from titan_launch.parallel.batchnorm import pool_running_statistics
+from titan_launch.parallel.batchnorm import largest_divergence, pool_running_statistics
+from titan_launch.parallel.pipeline import parts
 from titan_launch.parallel.timeouts import set_timeouts
 from titan_launch.precision.explanations import dtype_failures_explained
 from titan_launch.signals import RESTART_SIGNAL, RESTART_STATUS, signal_name
-from titan_launch.train.audit import audited_step, is_audited
+from titan_launch.train.audit import audited_step, audits, is_audited
 from titan_launch.train.build import Run
 from titan_launch.train.faults import settle_guard
 from titan_launch.train.garbage import scheduled_garbage_collection
@@ -41,7 +45,7 @@ def fit(run: Run) -> None:
                 save(run, scalars.get("validation/loss"))
             elif run.checkpoints is not None:
                 run.checkpoints.poll()
-            if run.progress.step == run.first_step:
+            if run.progress.step == last_warm_up_step(run):
                 end_warm_up(run)
             collect_garbage(run.progress.step)
     run.watchdog.enter("ending", run.progress.step, patient=True)
@@ -77,7 +81,7 @@ def train_one_step(run: Run) -> StepResult:
     run.watchdog.enter("forward, backward and update", step)
     set_lr(run.optimizer, run.config.optimizer.lr, current_lr_factor(run, step))
     with (
-        dtype_failures_explained(run.model, run.plan, run.config.precision),
+        failures_explained(run),
         run.measurements.watching(step, microbatches),
     ):
         result = audited_step(run, microbatches) if is_audited(run) else run.step(microbatches)
@@ -89,8 +93,22 @@ def train_one_step(run: Run) -> StepResult:
     return result
 
 
+def last_warm_up_step(run: Run) -> int:
+    """The first step of this process, or the one after it where that compiles what an audited step has not."""
+    return run.first_step + (run.config.compile.enable and audits(run))
+
+
+@contextmanager
+def failures_explained(run: Run) -> Iterator[None]:
+    """Run forwards and backwards: errors that dtypes explain are raised as ConfigError."""
+    with ExitStack() as stack:
+        for module, plan in parts(run.model, run.plan):
+            stack.enter_context(dtype_failures_explained(module, plan, run.config.precision))
+        yield
+
+
 def end_warm_up(run: Run) -> None:
-    """The first step of this process is done on all ranks and reported, and with it what takes longer than later."""
+    """The first steps of this process are done on all ranks, and with them what takes longer than later."""
     set_timeouts(run.config.comm.timeout_seconds)
     run.watchdog.end_warm_up()
 
@@ -189,7 +207,9 @@ def pool_statistics(run: Run) -> dict[str, float]:
     """Give all ranks the same running statistics, once a step; how far they were apart. The time does not count as
     training time."""
     with run.meter.paused():
-        divergence = pool_running_statistics(run.model)
+        divergence = pool_running_statistics(run.model, run.mesh.data_group)
+        if run.mesh.pipeline_group is not None:
+            divergence = largest_divergence(on_all(lambda: divergence, run.mesh.pipeline_group))
     if divergence is None:
         return {}
     return {
@@ -202,8 +222,8 @@ def validation_scalars(run: Run) -> dict[str, float]:
     """Validate, with running statistics that are pooled; the time does not count as training time."""
     assert run.validation_batches is not None, "config.rules demands validation.data with validation.freq"
     batches = run.watchdog.entering_each(run.validation_batches, "validating", run.progress.step)
-    with run.meter.paused(), dtype_failures_explained(run.model, run.plan, run.config.precision):
-        return validate(run.model, batches, run.ranks.device, run.config.training.loss_chunks)
+    with run.meter.paused(), failures_explained(run):
+        return validate(run.model, batches, run.ranks.device, run.step.loss)
 
 
 def save(run: Run, validation_loss: float | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from titan_launch.train.flight_recorder import configure_flight_recorder
 from titan_launch.train.logs import console_log, rank_log
 from titan_launch.train.loop import fit
 from titan_launch.train.resume import how_to_resume
-from titan_launch.train.seed import seed_everything
+from titan_launch.train.seed import random_stream, seed_everything
 from titan_launch.train.signals import StopRequest
 from titan_launch.train.watchdog import Watchdog
 
@@ -31,7 +32,9 @@ def train(config: JobConfig, provenance: Provenance, stop: StopRequest) -> None:
         ranks = stack.enter_context(process_group(config.job.device, timeout, lambda: stop.signal))
         stack.enter_context(console_log(ranks.is_main))
         _leave_out_warnings()
-        seed_everything(config.training.seed + ranks.rank, config.debug.deterministic)
+        seed_everything(
+            config.training.seed + random_stream(ranks.rank, config.parallelism), config.debug.deterministic
+        )
         watchdog = stack.enter_context(Watchdog(config.comm, ranks))
         with watchdog.explaining():
             fit(build_run(config, ranks, stack, provenance.place, stop, log_file, watchdog))
@@ -56,5 +59,12 @@ def _leave_out_warnings() -> None:
     for message in (
         r"FSDP2-wrapped module .* returned a view tensor",  # train.audit names them by path
         r"Mismatch dtype between input and weight",  # a rule for fp32 norm weights asks for it
+        r"Slicing a flattened dim from root mesh",  # parallel.mesh: there is no other way to HSDP with a flattened axis
     ):
         warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_no_hint)
+
+
+def _is_no_hint(record: logging.LogRecord) -> bool:
+    """All but DTensor's advice about two all-reduces in a row: the gradient's norm is one number over two axes."""
+    return not record.msg.startswith("While redistributing from")

@@ -46,15 +46,18 @@ class StepMeasurements:
         train_step: TrainStep,
         device: torch.device,
         first_step: int,
+        is_compiled: bool,
         stack: ExitStack,
     ):
-        """`stack` takes what is left on the model for the whole run away again."""
+        """`is_compiled`: whether graphs run, whose memory on a CPU no one sees from outside. `stack` takes what is left
+        on the model for the whole run away again."""
         self._profile_freq = config.profile_freq
         self._model = model
         self._optimizer = optimizer
         self._train_step = train_step
         self._device = device
         self._first_step = first_step
+        self._tracks_memory = device.type == "cpu" and not is_compiled
         self._traffic: TrafficCount | None = None
         if config.count_traffic:
             self._traffic = stack.enter_context(count_collectives(model))
@@ -65,7 +68,7 @@ class StepMeasurements:
     def watching(self, step: int, microbatches: Sequence[Microbatch]) -> Iterator[None]:
         """Around a training step, the `step`-th of the run."""
         with ExitStack() as stack:
-            if self._device.type == "cpu" and step == self._first_step + STEADY_STEP - 1:
+            if self._tracks_memory and step == self._first_step + STEADY_STEP - 1:
                 stack.enter_context(self._tracked(microbatches))
             if self._profile_freq and step % self._profile_freq == 0:
                 stack.enter_context(self._profiled())

@@ -19,7 +19,7 @@ from titan_launch.config.rules import ACCUMULATION_RULES
 from titan_launch.errors import ConfigError, RunError, UserError, format_key
 from titan_launch.models.build import BuiltModel
 from titan_launch.parallel.distributed import Ranks
-from titan_launch.plan.analytic.engine import analytic_engine, knows
+from titan_launch.plan.analytic.engine import analytic_engine, unknown_part
 from titan_launch.plan.choices import Choice, is_auto, own_choice, with_choice
 from titan_launch.plan.flops import flops_of_model
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
@@ -109,7 +109,7 @@ def _obstacles(config: JobConfig, choice: Choice) -> Iterator[str]:
 
 
 def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware) -> Decision:
-    if not knows(config.model):
+    if unknown_part(config) is not None:
         return _resolved_by_trace(config, layout, hardware)
     inventory = inspect_model(config, built)
     flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks, built.flops_per_sample)
@@ -119,7 +119,7 @@ def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Ha
 
 
 def _resolved_by_trace(config: JobConfig, layout: Layout, hardware: Hardware) -> Decision:
-    _log.info("auto: %s is traced to find what it needs", config.model.name)
+    _log.info("auto: the job is traced to find what it needs (%s)", unknown_part(config))
     with ExitStack() as stack:
         resolved = Tracing(config, layout.world_size, hardware, stack).result()["resolved"]
     accumulation = GradientAccumulationConfig.model_validate(resolved["gradient_accumulation"])

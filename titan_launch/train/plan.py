@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from titan_launch.config.job import JobConfig
 from titan_launch.models.build import BuiltModel
+from titan_launch.models.context_plan import check_context_plan
 from titan_launch.models.inventory import take_inventory
+from titan_launch.models.tensor_plan import check_tensor_plan
 from titan_launch.parallel.batchnorm import check_batch_norms
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.types import Inventory, ModelPlan
@@ -13,10 +15,14 @@ from titan_launch.plan.types import Inventory, ModelPlan
 def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
     """The table of a model's modules.
 
-    Raises ConfigError for BatchNorm statistics that the model does not go with: only its classes can tell.
+    Raises ConfigError for BatchNorm statistics, and tensor or context parallelism, that the model does not go with:
+    only its classes can tell.
     """
     check_batch_norms(built.module, config.batchnorm)
-    return take_inventory(built.module, built.blocks, built.head, built.embeddings)
+    check_tensor_plan(built.module, built.tensor_parallel, config.parallelism)
+    context, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len
+    check_context_plan(built.module, built.context_parallel, context, seq_len, config.batchnorm)
+    return take_inventory(built.module, built.blocks, built.head, built.embeddings, built.chain)
 
 
 def plan_precision(config: JobConfig, built: BuiltModel) -> ModelPlan:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from titan_launch.config.job import JobConfig
 from titan_launch.errors import RunError, UserError
-from titan_launch.plan.analytic.engine import analytic_engine, knows
+from titan_launch.plan.analytic.engine import analytic_engine, unknown_part
 from titan_launch.plan.choices import own_choice
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.layout import Layout
@@ -34,15 +34,22 @@ class MemoryCheck:
     """Reports what the planner predicts for a run, and compares it once with what is measured."""
 
     def __init__(self, config: JobConfig, layout: Layout, hardware: Hardware, stack: ExitStack):
-        """A model that the analytic engine does not know is traced by another process, while the run goes on; `stack`
-        ends it."""
+        """A job that the analytic engine does not know is traced by another process, while the run goes on; `stack`
+        ends it. Not where it would be the memory of another rank (of a pipeline), or take more than the run (on CPUs,
+        with matrices or sequences divided)."""
         self._prediction: Prediction | None = None
         self._tracing: Tracing | None = None
         self._measured_gib: float | None = None
         self._is_compared = False
-        if knows(config.model):
+        if config.compile.enable:
+            _log.info("memory is not predicted: the compiler decides what is kept; `plan` shows it without one")
+            return
+        if unknown_part(config) is None:
             footprint = analytic_engine(config, layout, hardware.kernels)(own_choice(config))
             self._prediction = Prediction(footprint.peak_bytes / GIB, str(footprint.place))
+            return
+        if layout.pipeline > 1 or (layout.model_parallel > 1 and hardware.kernels == "cpu"):
+            _log.info("memory is not predicted beside a run with %s: see `plan`", unknown_part(config))
             return
         try:
             self._tracing = Tracing(config, layout.world_size, hardware, stack)

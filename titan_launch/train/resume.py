@@ -20,7 +20,9 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.load import dump_job
 from titan_launch.errors import config_error
 from titan_launch.parallel.distributed import Ranks
+from titan_launch.parallel.mesh import Mesh
 from titan_launch.train.folder import Load, checkpoint_folder, supersede_later_checkpoints
+from titan_launch.train.seed import random_stream
 
 _log = logging.getLogger(__name__)
 
@@ -65,11 +67,19 @@ def open_checkpoints(
 
 
 def training_state(
-    config: JobConfig, model: nn.Module, optimizer: Optimizer, progress: Progress, guard: Part, ranks: Ranks
+    config: JobConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    progress: Progress,
+    guard: Part,
+    mesh: Mesh,
+    ranks: Ranks,
 ) -> TrainingState:
     """All that the run goes on with, by the names that a checkpoint has for it."""
     parts: dict[str, Part] = {"progress": progress, "guard": guard}
-    return TrainingState(model, optimizer, parts, ranks.device, config.training.seed)
+    stream = random_stream(ranks.rank, config.parallelism)
+    seed, pipeline = config.training.seed, mesh.pipeline_group
+    return TrainingState(model, optimizer, parts, ranks.device, seed, stream, pipeline)
 
 
 def how_to_resume(config: JobConfig) -> str:

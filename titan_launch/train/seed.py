@@ -8,10 +8,18 @@ import random
 import numpy as np
 import torch
 
+from titan_launch.config.parallelism import ParallelismConfig
+
+
+def random_stream(rank: int, parallelism: ParallelismConfig) -> int:
+    """Which stream of random numbers a rank draws from while it trains: its own, but for the ranks that share matrices
+    (tensor parallelism). These draw the same, so that a mask over activations that all of them hold is one mask."""
+    return rank // parallelism.tensor_parallel_degree
+
 
 def seed_everything(seed: int, deterministic: bool) -> None:
-    """Seed what draws during training (dropout, say), per rank; parameters and data have seeds of their own. Generators
-    are torch's, Python's and NumPy's, all of which a checkpoint holds.
+    """Seed what draws during training (dropout, say), per stream; parameters and data have seeds of their own. The
+    generators are torch's, Python's and NumPy's, all of which a checkpoint holds.
 
     `deterministic` forbids kernels whose result depends on timing, and makes torch fail where there is no other.
     """

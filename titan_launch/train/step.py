@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,14 @@ from torch.optim import Optimizer
 
 from titan_launch.accumulation.strategies import AccumulationStrategy
 from titan_launch.errors import config_error
-from titan_launch.loss import count_valid, cross_entropy_sum
+from titan_launch.loss import Loss, count_valid, cross_entropy_sum
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.skip import step_unless
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.discard import discard_pending
+from titan_launch.parallel.mesh import Mesh
 from titan_launch.train.guard import StepGuard
+from titan_launch.train.pipeline import PipelinedStep
 
 Microbatch = tuple[Tensor, Tensor]
 """Inputs and targets of one rank; the first axis is the sample."""
@@ -29,10 +32,11 @@ class StepResult:
     """What a step leaves behind, on the device: scalars that nothing has waited for yet."""
 
     loss_sum: Tensor
-    """This rank's part of the step's loss; the sum over ranks is the mean over all valid targets."""
+    """This rank's part of the step's loss; the sum over all ranks is the mean over all valid targets. Ranks that
+    compute the same loss together (tensor parallelism) have equal parts of it."""
 
     valid_local: Tensor
-    """Valid (not ignored) targets of this rank."""
+    """Valid (not ignored) targets that `loss_sum` is of: this rank's, divided among those that share the loss."""
 
     valid_global: Tensor
     """Valid targets of all ranks: the one denominator of the step's loss."""
@@ -51,16 +55,23 @@ class TrainStep:
         accumulation: AccumulationStrategy,
         guard: StepGuard,
         max_norm: float,
+        mesh: Mesh,
         device: torch.device,
-        loss_chunks: int = 1,
+        loss: Loss = cross_entropy_sum,
+        pipelined: PipelinedStep | None = None,
     ):
+        """`pipelined`: goes through the microbatches where the model is divided into pipeline stages."""
         self._model = model
         self._optimizer = optimizer
         self._accumulation = accumulation
         self._guard = guard
         self._max_norm = max_norm
+        self._mesh = mesh
         self._device = device
-        self._loss_chunks = loss_chunks
+        self.loss = loss
+        """The sum of the loss over the valid targets of a microbatch."""
+
+        self._pipelined = pipelined
         self._statistics = RunningStatistics(model)
 
     def __call__(self, microbatches: list[Microbatch], before_update: Callable[[], None] | None = None) -> StepResult:
@@ -76,17 +87,20 @@ class TrainStep:
         self._statistics.save()
         with self._abandoned_on_error():
             valid_local, valid_global = self._count(targets for _, targets in microbatches)
-            loss_sum = self._accumulate(microbatches, valid_global)
+            loss_sum = self._accumulate(microbatches, valid_global) / self._mesh.layout.tensor
             if before_update is not None:
                 before_update()
-            grad_norm = clip_grad_norm(self._model.parameters(), self._max_norm)
+            grad_norm = clip_grad_norm(self._model.parameters(), self._max_norm, self._mesh.pipeline_group)
+            grad_norm = grad_norm.to(self._device, non_blocking=True)  # from the host, where gradients are offloaded
             left_out = self._guard.check(loss_sum, grad_norm)
         try:
             step_unless(self._optimizer, left_out)
             self._statistics.restore_if(left_out)
         finally:  # after an interrupt the next step must not add to these gradients
             self._optimizer.zero_grad()
-        return StepResult(loss_sum, valid_local, valid_global, grad_norm)
+        if self._pipelined is not None and not self._pipelined.computes_loss:
+            valid_local = torch.zeros_like(valid_local)
+        return StepResult(loss_sum, valid_local / self._mesh.layout.tensor, valid_global, grad_norm)
 
     @property
     def kept_statistics(self) -> list[Tensor]:
@@ -106,31 +120,40 @@ class TrainStep:
         local = sum((count_valid(t) for t in targets), start=torch.zeros((), dtype=torch.int64))
         local = local.to(self._device, non_blocking=True)
         total = local.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self._mesh.data_group)
         return local, total
 
     def _accumulate(self, microbatches: list[Microbatch], valid_global: Tensor) -> Tensor:
         """The gradients of all microbatches, complete after the last one. Returns this rank's part of the loss."""
+        if self._pipelined is not None:
+            return self._pipelined(microbatches, partial(self._loss, valid_global))
         loss_sum = torch.zeros((), device=self._device)
         for index, microbatch in enumerate(microbatches):
             self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
             loss_sum += self._backward(microbatch, valid_global)
         return loss_sum
 
+    def _loss(self, valid_global: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
+        return loss_of(logits, targets, valid_global, self.loss)
+
     def _backward(self, microbatch: Microbatch, valid_global: Tensor) -> Tensor:
         inputs, targets = (tensor.to(self._device, non_blocking=True) for tensor in microbatch)
-        return backward(self._model, inputs, targets, valid_global, self._loss_chunks)
+        return backward(self._model, inputs, targets, valid_global, self.loss)
 
 
-def backward(model: nn.Module, inputs: Tensor, targets: Tensor, valid_global: Tensor, loss_chunks: int) -> Tensor:
+def backward(model: nn.Module, inputs: Tensor, targets: Tensor, valid_global: Tensor, loss_sum: Loss) -> Tensor:
     """Forward and backward over one microbatch. Returns its part of the step's loss, detached.
 
-    `valid_global`: the step's valid targets over all ranks, which divide the loss. `loss_chunks`: see `[training]`.
+    `valid_global`: the step's valid targets over all ranks, which divide the sum that `loss_sum` gives.
     """
-    loss = cross_entropy_sum(logits_of(model, inputs), targets, loss_chunks)
-    loss = loss / valid_global.clamp(min=1)
+    loss = loss_of(logits_of(model, inputs), targets, valid_global, loss_sum)
     loss.backward()
     return loss.detach()
+
+
+def loss_of(logits: Tensor, targets: Tensor, valid_global: Tensor, loss_sum: Loss) -> Tensor:
+    """A microbatch's part of the step's loss; arguments as those of `backward`."""
+    return loss_sum(logits, targets) / valid_global.clamp(min=1)
 
 
 def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:

@@ -9,26 +9,35 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_launch.loss import count_correct, count_valid, cross_entropy_sum
+from titan_launch.fsdp_state import roots
+from titan_launch.loss import Loss, count_correct, count_valid, cross_entropy_sum
 from titan_launch.parallel.discard import reset_iteration
+from titan_launch.parallel.pipeline import pipeline_of, run_forward
 from titan_launch.train.step import Microbatch, logits_of
 
 
 @torch.no_grad()
 def validate(
-    model: nn.Module, batches: Iterable[Microbatch], device: torch.device, loss_chunks: int = 1
+    model: nn.Module, batches: Iterable[Microbatch], device: torch.device, loss_sum: Loss = cross_entropy_sum
 ) -> dict[str, float]:
     """The `validation/*` metrics over all valid targets of all ranks' batches, in evaluation mode; collective.
 
     Every rank must have the same number of batches, since each forward gathers parameters. NaN without a valid target.
+    Of a pipeline's ranks, the one with the last stage counts.
     """
     totals = torch.zeros(3, dtype=torch.float64, device=device)
-    was_training = {module: module.training for module in model.modules()}  # a frozen BatchNorm stays frozen
-    model.eval()
+    was_training = {  # a frozen BatchNorm stays frozen
+        module: module.training for root in roots(model) for module in root.modules()
+    }
+    for root in roots(model):
+        root.eval()
+    pipeline = pipeline_of(model)
     for batch in batches:
         inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
-        logits = logits_of(model, inputs)
-        totals[0] += cross_entropy_sum(logits, targets, loss_chunks)
+        logits = logits_of(model, inputs) if pipeline is None else run_forward(pipeline, inputs, device)
+        if logits is None:
+            continue
+        totals[0] += loss_sum(logits, targets)
         totals[1] += count_correct(logits, targets)
         totals[2] += count_valid(targets)
     for module, flag in was_training.items():

@@ -8,7 +8,7 @@ from functools import cache
 from titan_launch.config.architectures import resolve_args
 from titan_launch.config.architectures.llama3 import Llama3Args
 from titan_launch.config.job import JobConfig
-from titan_launch.config.model import ModelConfig
+from titan_launch.globs import matches
 from titan_launch.plan.analytic.llama3 import llama3_inventory
 from titan_launch.plan.analytic.replay import Replay
 from titan_launch.plan.choices import Choice, with_choice
@@ -17,13 +17,27 @@ from titan_launch.plan.footprint import Footprint, extrapolate
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import plan_kept
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.recomputation import chosen_blocks
+from titan_launch.plan.recomputation import recomputed_modules
 from titan_launch.plan.types import Inventory, ModelPlan
 
 
-def knows(model: ModelConfig) -> bool:
-    """Whether this engine has the model. (Other blocks than the Llama's own make other units, which a trace finds.)"""
-    return model.name == "llama3" and model.blocks is None
+def unknown_part(config: JobConfig) -> str | None:
+    """What of a job this engine does not know, in words; None where it knows all of it. (Other blocks than the Llama's
+    own make other units, which a trace finds.)"""
+    if config.model.name != "llama3":
+        return config.model.name
+    if config.model.blocks is not None:
+        return f"{config.model.name} with model.blocks"
+    if any(matches(glob, path) for glob in config.activation_checkpoint.modules for path in ("rope", _ROPE)):
+        return "activation_checkpoint.modules with the rotary embedding, which all layers share"
+    for name in ("pipeline_parallel_degree", "tensor_parallel_degree", "context_parallel_degree"):
+        degree = getattr(config.parallelism, name)
+        if degree > 1:
+            return f"parallelism.{name} = {degree}"
+    return None
+
+
+_ROPE = "layers.0.attention.rope"
 
 
 def model_inventory(config: JobConfig) -> Inventory:
@@ -49,7 +63,7 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
 
     def footprint(choice: Choice) -> Footprint:
         kept = bool(choice.accumulation.keep_params_unsharded)
-        again = chosen_blocks(inventory.blocks, choice.recomputation)
+        again = recomputed_modules(inventory, choice.recomputation)
 
         def replay(removed: tuple[str, ...] = ()) -> Footprint:
             return Replay(with_choice(config, choice), args, plan(kept, removed), layout, kernels, again).step()

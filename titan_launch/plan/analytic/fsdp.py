@@ -35,6 +35,8 @@ class Context:
     def __init__(self, autograd: Autograd, layout: Layout):
         self.autograd = autograd
         self.layout = layout
+        self.offloads = Category.GRADIENTS in autograd.ledger.on_host
+        """Whether shards of parameters and gradients are in the host's memory."""
         self.units: list[ShardedUnit] = []
         """In the order in which the modules of the model are met first, parents before children."""
         self.all_gather: Tensor | None = None
@@ -108,10 +110,23 @@ class ShardedUnit:
         if world == 1:
             self._pending = Tensor(None, 0, dtype)
             return
-        is_cast = dtype != self.unit.storage_dtype
-        shard = self.autograd.new(self.padded // world, dtype, Category.ALL_GATHER) if is_cast else None
+        shards = self._shards_to_send()
         self._pending = self.autograd.new(self.padded, dtype, Category.ALL_GATHER)
-        del shard
+        del shards
+
+    def _shards_to_send(self) -> list[Tensor]:
+        """What goes into an all-gather beside the shards themselves: casts of them, or copies from the host."""
+        world, stored, sent = self.context.layout.shard, self.unit.storage_dtype, self.unit.compute_dtype
+        if not self.context.offloads:
+            is_cast = sent != stored
+            return [self.autograd.new(self.padded // world, sent, Category.ALL_GATHER)] if is_cast else []
+        shards = []
+        for parameter in self.parameters:
+            shard = self.autograd.new(parameter.padded // world, stored, Category.ALL_GATHER)
+            if sent != stored:
+                shard = self.autograd.new(parameter.padded // world, sent, Category.ALL_GATHER)
+            shards.append(shard)
+        return shards
 
     def wait_for_unshard(self) -> None:
         """Copy what was gathered into the parameters."""
@@ -134,6 +149,8 @@ class ShardedUnit:
         """With one shard there is nothing to gather, and every parameter is copied from its cast."""
         copy = None
         for parameter in self.parameters:
+            if self.context.offloads:
+                copy = self.autograd.new(parameter.padded, self.unit.storage_dtype, Category.ALL_GATHER)
             if self.unit.compute_dtype != self.unit.storage_dtype:
                 copy = self.autograd.new(parameter.padded, self.unit.compute_dtype, Category.ALL_GATHER)
             self._count_unsharded(parameter.padded)
@@ -296,7 +313,8 @@ class ShardedUnit:
         if is_hsdp and not self.all_reduce_grads:
             if self._partial_reduce_output is None:
                 assert output.storage is not None
-                output.storage.relabel(Category.GRADIENTS)
+                if not self.context.offloads:  # else it waits for the all-reduce on the device
+                    output.storage.relabel(Category.GRADIENTS)
                 self._partial_reduce_output = output
             return
         if is_hsdp:

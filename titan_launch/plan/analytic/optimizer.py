@@ -1,44 +1,45 @@
-"""What AdamW's update allocates beside its results. No torch."""
+"""The parameters as the optimizer groups them, from the table of a model's modules. No torch."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import pairwise
 
 from titan_launch.config.optimizer import OptimizerConfig
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.param_groups import first_match, group_name, is_undecayed, settings_of
-from titan_launch.plan.traffic import DTYPE_BYTES, padded_numel
+from titan_launch.plan.optimizer_memory import GroupSizes, ShardSize
+from titan_launch.plan.param_groups import (
+    GroupSettings,
+    first_match,
+    group_name,
+    is_inner_matrix,
+    is_undecayed,
+    settings_of,
+)
+from titan_launch.plan.traffic import padded_numel
 from titan_launch.plan.types import ModelPlan, full_name
 
 
-def temporary_bytes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> int:
-    """Of the largest parameter group: fused it works in place; foreach makes the roots of all second moments, the loop
-    those of one parameter, twice, while the result of the one before is still there."""
-    groups = _shards_by_group(plan, config, layout)
-    if config.implementation == "fused" or not groups:
-        return 0
-    if config.implementation == "foreach":
-        return max(map(sum, groups.values()))
-    return max(2 * size + before for shards in groups.values() for before, size in pairwise([0, *shards]))
-
-
-def _shards_by_group(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> dict[str, list[int]]:
-    """Bytes of the trained parameters' shards, by the optimizer's group. A shared parameter has several paths."""
+def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> list[GroupSizes]:
+    """The trained parameters' shards, by the optimizer's group. A shared parameter has several paths."""
     paths: defaultdict[str, list[str]] = defaultdict(list)
     undecayed: defaultdict[str, bool] = defaultdict(bool)
-    sizes: dict[str, int] = {}
+    inner: defaultdict[str, bool] = defaultdict(lambda: True)
+    shards: dict[str, ShardSize] = {}
     for module in plan.inventory.modules:
         classes = [name.rpartition(".")[2] for name in module.classes]
         for parameter in module.parameters if module.same_as is None else ():
             name = parameter.tied_to or full_name(module.path, parameter.name)
+            num_axes = len(parameter.shape)
             paths[name].append(full_name(module.path, parameter.name))
-            undecayed[name] |= is_undecayed(parameter.name, len(parameter.shape), classes)
+            undecayed[name] |= is_undecayed(parameter.name, num_axes, classes)
+            inner[name] &= is_inner_matrix(parameter.name, num_axes, classes, module.path, plan.inventory.head)
             if parameter.requires_grad:
-                size = DTYPE_BYTES[plan.unit_of[module.path].storage_dtype]
-                sizes.setdefault(name, padded_numel(parameter, layout.shard) // layout.shard * size)
-    groups: defaultdict[str, list[int]] = defaultdict(list)
-    for name, size in sizes.items():
+                num_elements = padded_numel(parameter, layout.parameter_shards) // layout.parameter_shards
+                dtype = plan.unit_of[module.path].storage_dtype
+                shards.setdefault(name, ShardSize(parameter.shape, num_elements, dtype))
+    groups: dict[str, tuple[GroupSettings, list[ShardSize]]] = {}
+    for name, shard in shards.items():
         index = first_match(config.param_groups, paths[name])
-        groups[group_name(index, settings_of(config, index, undecayed[name]))].append(size)
-    return groups
+        settings = settings_of(config, index, undecayed[name], inner[name])
+        groups.setdefault(group_name(index, settings), (settings, []))[1].append(shard)
+    return [GroupSizes(settings.algorithm, group) for settings, group in groups.values()]

@@ -10,12 +10,14 @@ from titan_launch.plan.analytic import ops
 from titan_launch.plan.analytic.autograd import Autograd
 from titan_launch.plan.analytic.fsdp import Context, ShardedUnit
 from titan_launch.plan.analytic.llama3 import Compute, Llama3
-from titan_launch.plan.analytic.optimizer import temporary_bytes
+from titan_launch.plan.analytic.optimizer import group_sizes
 from titan_launch.plan.analytic.tensors import Storage, Tensor
 from titan_launch.plan.claims import is_batch_norm
 from titan_launch.plan.footprint import MICROBATCHES, Category, Footprint, Ledger, Place
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout
+from titan_launch.plan.offload import on_host
+from titan_launch.plan.optimizer_memory import state_bytes, temporary_bytes
 from titan_launch.plan.prefetch import plan_backward_prefetch
 from titan_launch.plan.recomputation import selection
 from titan_launch.plan.traffic import DTYPE_BYTES
@@ -39,9 +41,10 @@ class Replay:
         self._args = args
         self._plan = plan
         self._layout = layout
-        self._ledger = Ledger()
+        self._ledger = Ledger(on_host(config.training, kernels))
         self._autograd = Autograd(self._ledger)
         self._context = Context(self._autograd, layout)
+        self._groups = group_sizes(plan, config.optimizer, layout)
         self._unit_of_module = self._make_units()
         self._again = again
         self._keeps = _every_second_product if selection(config.activation_checkpoint) == "op" else None
@@ -60,7 +63,7 @@ class Replay:
             self._begin_microbatch(is_last=self._microbatch == count - 1)
             self._forward_and_backward()
         self._ledger.enter(Place(self._microbatch, "optimizer", ""))
-        temporaries = temporary_bytes(self._plan, self._config.optimizer, self._layout)
+        temporaries = temporary_bytes(self._config.optimizer, self._groups, self._layout.parameter_shards)
         self._ledger.allocate(temporaries, Category.OPTIMIZER_TEMPORARIES)
         return self._ledger.footprint()
 
@@ -90,17 +93,11 @@ class Replay:
 
     def _allocate_state(self) -> None:
         """What is there before the step: shards of the parameters, the optimizer's state, buffers."""
-        for unit, num_elements in self._trained_shards():
-            size = DTYPE_BYTES[unit.unit.storage_dtype]
-            all_elements = unit.padded // self._layout.shard
-            self._ledger.allocate(all_elements * size, Category.PARAMETERS)
-            self._ledger.allocate(2 * num_elements * size, Category.OPTIMIZER)  # AdamW's moments
-        self._ledger.allocate(sum(self._buffer_bytes()), Category.BUFFERS)
-
-    def _trained_shards(self) -> Iterator[tuple[ShardedUnit, int]]:
         for unit in self._context.units:
-            trained = (parameter for parameter in unit.parameters if parameter.whole.node is not None)
-            yield unit, sum(parameter.padded for parameter in trained) // self._layout.shard
+            size = unit.padded // self._layout.shard * DTYPE_BYTES[unit.unit.storage_dtype]
+            self._ledger.allocate(size, Category.PARAMETERS)
+        self._ledger.allocate(state_bytes(self._config.optimizer, self._groups), Category.OPTIMIZER)
+        self._ledger.allocate(sum(self._buffer_bytes()), Category.BUFFERS)
 
     def _buffer_bytes(self) -> Iterator[int]:
         """BatchNorm's are there twice: a step that is left out goes back to what they were."""

@@ -1,0 +1,164 @@
+"""Which layout of the large Llamas fits on how many H100, what it communicates, and which one is the quickest.
+
+    python benchmarks/parallelism_tables.py [--write docs/parallelism.md] [--models 8B 70B 405B] [--ranks 8 64 512]
+        [--layouts FSDP ...]
+
+Every row is what `plan` predicts. Of each layout the quicker accumulation mode that fits counts, of the two extremes:
+the one with the least memory, and the one with the least traffic. FSDP2 and HSDP are replayed, in milliseconds; other
+layouts are traced, in seconds each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from publishing import publish
+
+from titan_launch.config.job import JobConfig
+from titan_launch.models.build import build_model
+from titan_launch.plan.analytic.engine import analytic_engine, unknown_part
+from titan_launch.plan.comparison import Row, compare
+from titan_launch.plan.flops import flops_of_model
+from titan_launch.plan.hardware import GIB, hardware_of
+from titan_launch.plan.layout import Layout, plan_layout
+from titan_launch.trace.engine import trace_engine
+from titan_launch.train.plan import inspect_model
+
+SAMPLES = 512
+_RECOMPUTATION = {"8B": "selective", "70B": "full", "405B": "full"}
+_STAGES = {"70B": 4, "405B": 8}
+_ACCUMULATION = (
+    {"mode": "immediate"},
+    {"mode": "deferred", "keep_params_unsharded": True},
+)
+_COLUMNS = (
+    *("model", "GPUs", "layout", "accumulation", "active GiB", "reserved GiB", "verdict"),
+    *("GiB sent within a node", "across nodes", "waiting s", "step s"),
+)
+
+
+@dataclass(frozen=True)
+class Named:
+    """A way to divide the ranks."""
+
+    name: str
+    keys: dict[str, int]
+
+
+def layouts(model: str, ranks: int) -> Iterator[Named]:
+    """What is compared."""
+    yield Named("FSDP", {})
+    if ranks > 8:
+        replicas = 2 if ranks == 64 else 8
+        yield Named(f"HSDP, {replicas} replicas", {"data_parallel_replicate_degree": replicas})
+    yield Named("TP 8" if ranks == 8 else f"FSDP {ranks // 8} x TP 8", {"tensor_parallel_degree": 8})
+    stages = _STAGES.get(model, 0)
+    if stages and ranks >= 8 * stages:
+        keys = {"tensor_parallel_degree": 8, "pipeline_parallel_degree": stages}
+        shard = ranks // (8 * stages)
+        yield Named(f"{f'FSDP {shard} x ' if shard > 1 else ''}TP 8 x PP {stages}", keys)
+
+
+def predict(model: str, ranks: int, layout: Named) -> Row:
+    """What is best in a layout."""
+    rows = [_predict(model, ranks, layout, accumulation) for accumulation in _ACCUMULATION]
+    fitting = [row for row in rows if row.verdict == "fits"]
+    return min(fitting, key=_shortest) if fitting else min(rows, key=lambda row: row.reserved_bytes)
+
+
+def _predict(model: str, ranks: int, layout: Named, accumulation: dict[str, Any]) -> Row:
+    config = JobConfig.model_validate(
+        {
+            "model": {"name": "llama3", "flavor": model},
+            "training": {"seq_len": 8192, "local_batch_size": 1, "global_batch_size": SAMPLES, "loss_chunks": 8},
+            "parallelism": layout.keys,
+            "gradient_accumulation": accumulation,
+            "activation_checkpoint": {"mode": _RECOMPUTATION[model]},
+            "optimizer": {"implementation": "fused"},
+            "planner": {"device": "h100-80gb"},
+        }
+    )
+    divided = plan_layout(config.parallelism, config.training, ranks)
+    return _row(config, divided)
+
+
+def _row(config: JobConfig, layout: Layout) -> Row:
+    built = build_model(config.model, config.training.seq_len)
+    hardware = hardware_of(config, ranks_on_machine=8)
+    inventory = inspect_model(config, built)
+    flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks)
+    if unknown_part(config) is None:
+        engine = analytic_engine(config, layout, hardware.kernels)
+        comparison = compare(config, layout, inventory, flops, hardware, engine, only_own=True)
+    else:
+        traced = trace_engine(config, layout, hardware.kernels)
+        comparison = compare(config, layout, inventory, flops, hardware, traced, only_own=True, counted=traced.traffic)
+    return comparison.rows[0]
+
+
+def _shortest(row: Row) -> tuple[float, float]:
+    assert row.time.interval is not None
+    return row.time.interval
+
+
+def table(models: Sequence[str], ranks: Sequence[int], names: Sequence[str] | None = None) -> str:
+    """All layouts, or those with these names; the quickest for each model and number of ranks is in bold."""
+    lines: list[Sequence[str]] = [_COLUMNS, ["---"] * len(_COLUMNS)]
+    for model in models:
+        for number in ranks:
+            rows = {
+                layout.name: predict(model, number, layout)
+                for layout in layouts(model, number)
+                if names is None or layout.name in names
+            }
+            fitting = {name: row for name, row in rows.items() if row.verdict == "fits"}
+            best = min(fitting, key=lambda name: _shortest(fitting[name]), default=None)
+            lines += [_cells(model, number, name, row, name == best) for name, row in rows.items()]
+    recomputed = ", ".join(f"{mode} for {model}" for model, mode in _RECOMPUTATION.items() if model in models)
+    tokens = SAMPLES * 8192 // 2**20
+    notes = (
+        f"{SAMPLES} sequences of 8,192 tokens a step ({tokens} Mi tokens), one in a microbatch; fp32 parameters and "
+        f"AdamW, bf16 compute, fp32 reduction; recomputation: {recomputed}; 8 loss chunks; pipelines by 1F1B. Memory "
+        "is that of the rank that needs most. In bold: of those that fit, the one with the lowest lower bound of the "
+        "step's time, then the lowest upper one (see [planning.md](planning.md) for what the bounds rest on)."
+    )
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", notes])
+
+
+def _cells(model: str, ranks: int, name: str, row: Row, is_best: bool) -> list[str]:
+    interval, bubble = row.time.interval, row.time.bubble
+    assert interval is not None
+    return [
+        model,
+        str(ranks),
+        f"**{name}**" if is_best else name,
+        row.choice.accumulation_label,
+        f"{row.footprint.peak_bytes / GIB:.1f}",
+        f"~{row.reserved_bytes / GIB:.1f}",
+        str(row.verdict),
+        f"~{row.wire.within / GIB:.1f}",
+        f"~{row.wire.across / GIB:.1f}",
+        f"~{bubble:.2g}" if bubble else "",
+        f"~{interval[0]:.3g} .. {interval[1]:.3g}",
+    ]
+
+
+def main() -> int:
+    """Predict all, or some."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--write", type=Path, help="Markdown file with the markers")
+    parser.add_argument("--models", nargs="+", default=list(_RECOMPUTATION), choices=list(_RECOMPUTATION))
+    parser.add_argument("--layouts", nargs="+", help="only these, such as FSDP")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 512], choices=[8, 64, 512])
+    options = parser.parse_args()
+    publish(table(options.models, options.ranks, options.layouts), "parallelism_tables", options.write)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

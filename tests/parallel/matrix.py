@@ -1,0 +1,241 @@
+"""Every way to divide a model over ranks, beside one process: what `test_matrix.py` and docs/parallelism.md are about.
+
+python -m tests.parallel.matrix --write docs/parallelism.md      # the whole product, some minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from benchmarks.publishing import publish
+from tests.distributed import run_ranks
+from tests.parallel.ring_on_cpu import ring_attention_on_cpu
+from tests.train.jobs import TINY_ARGS, this_rank, tiny_job
+from titan_launch.config.job import JobConfig
+from titan_launch.train.build import build_run
+from titan_launch.train.loop import report, train_one_step
+
+STEPS = 3
+TOLERANCE = 1e-5
+"""Relative, of the loss and of the gradient's norm."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """One way to divide the ranks."""
+
+    name: str
+    ranks: int
+    parallelism: dict[str, Any] = field(hash=False)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether there is an all-reduce to defer."""
+        return self.parallelism.get("data_parallel_replicate_degree", 1) > 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule computes gradients of weights apart, which only goes with deferred sync and parameters
+        that are kept, and not with selective recomputation by operation."""
+        return "ZeroBubble" in self.parallelism.get("pipeline_parallel_schedule", "")
+
+
+def _division(name: str, ranks: int, **parallelism: Any) -> Division:
+    return Division(name, ranks, parallelism)
+
+
+TP, CP, PP, REPLICAS = (
+    {f"{axis}_degree": 2}
+    for axis in ("tensor_parallel", "context_parallel", "pipeline_parallel", "data_parallel_replicate")
+)
+UNBALANCED = {"context_parallel_load_balance": False, "context_parallel_rotate_method": "alltoall"}
+DIVISIONS = (
+    _division("FSDP", 2),
+    _division("replicas", 2, **REPLICAS),
+    _division("TP", 2, **TP),
+    _division("TP, no sequence parallelism", 2, **TP, sequence_parallel=False),
+    _division("TP, no loss parallelism", 2, **TP, loss_parallel=False),
+    _division("CP", 2, **CP),
+    _division("CP, unbalanced, alltoall", 2, **CP, **UNBALANCED),
+    *(
+        _division(f"PP, {schedule}", 2, **PP, pipeline_parallel_schedule=schedule)
+        for schedule in ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
+    ),
+    _division("FSDP", 4),
+    _division("HSDP", 4, **REPLICAS),
+    _division("FSDP x TP", 4, **TP),
+    _division("replicas x TP", 4, **REPLICAS, **TP),
+    _division("FSDP x CP", 4, **CP),
+    _division("TP x CP", 4, **TP, **CP),
+    _division("FSDP x PP, 1F1B", 4, **PP),
+    _division("FSDP x PP, ZBVZeroBubble", 4, **PP, pipeline_parallel_schedule="ZBVZeroBubble"),
+    _division("replicas x PP, Interleaved1F1B", 4, **REPLICAS, **PP, pipeline_parallel_schedule="Interleaved1F1B"),
+    _division("TP x PP, 1F1B", 4, **TP, **PP),
+    _division("CP x PP, 1F1B", 4, **CP, **PP),
+)
+"""What is proven; a degree that is not named is 1, and FSDP2 shards over the rest."""
+
+RULES: dict[str, list[dict[str, Any]]] = {
+    "no rules": [],
+    "rules": [{"type": "RMSNorm", "param_dtype": "float32"}, {"match": "output", "param_dtype": "float32"}],
+}
+RECOMPUTATIONS: dict[str, dict[str, Any]] = {
+    "none": {"mode": "none"},
+    "full": {"mode": "full"},
+    "selective": {"mode": "selective"},
+    "every second": {"mode": "selective", "selective_ac_option": 2},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job to compare with one process."""
+
+    division: Division
+    rules: str
+    mode: str
+    recomputation: str
+
+    @property
+    def local(self) -> int:
+        """Samples in a microbatch, so that a step has at most 4."""
+        shared = [value for name, value in self.division.parallelism.items() if name in (*TP, *CP, *PP)]
+        return 2 if prod(shared) == self.division.ranks else 1
+
+    def job(self, folder: Path) -> dict[str, Any]:
+        """As a job file would have it; fp32 throughout, so that what differs is only the order of sums."""
+        return tiny_job(
+            folder,
+            model={"args": {**TINY_ARGS, "n_layers": 4, "vocab_size": 64}},
+            data={"vocab_size": 64},
+            training={"global_batch_size": 8, "local_batch_size": self.local, "steps": STEPS, "seq_len": 16},
+            precision={"rules": RULES[self.rules]},
+            gradient_accumulation={
+                "mode": self.mode,
+                "keep_params_unsharded": self.division.splits_backward or None,
+            },
+            activation_checkpoint=RECOMPUTATIONS[self.recomputation],
+            parallelism=self.division.parallelism,
+            # Where a gradient is almost 0 the sign of its rounding error decides about Adam's update.
+            optimizer={"eps": 1e-5},
+            checkpoint={"enable": False},
+        )
+
+
+ALONE = Case(Division("one process", 1, {}), "no rules", "immediate", "none")
+
+
+def cases(divisions: Iterable[Division] = DIVISIONS) -> list[Case]:
+    """The whole product."""
+    return [
+        Case(division, *choice)
+        for division in divisions
+        for choice in itertools.product(RULES, _modes(division), _recomputations(division))
+    ]
+
+
+def sample(divisions: Iterable[Division] = DIVISIONS) -> list[Case]:
+    """A part of the product in which every division meets every mode and every recomputation, with and without rules.
+    Which of them come together changes from one division to the next."""
+    return [
+        Case(division, list(RULES)[(index + offset) % 2], modes[index % len(modes)], recomputation)
+        for offset, division in enumerate(divisions)
+        for modes in [_modes(division)]
+        for index, recomputation in enumerate(_recomputations(division))
+    ]
+
+
+def _modes(division: Division) -> tuple[str, ...]:
+    if division.splits_backward:
+        return ("deferred",)
+    return ("immediate", "deferred", *(["deferred_all_reduce"] if division.has_replicas else []))
+
+
+def _recomputations(division: Division) -> tuple[str, ...]:
+    return ("none", "full", "every second") if division.splits_backward else ("none", "full", "selective")
+
+
+Measured = list[tuple[float, float]]
+"""Loss and gradient norm of every step."""
+
+
+def train(cases: Sequence[Case], folder: Path) -> list[Measured]:
+    """Train the jobs, one after the other, on this rank."""
+    return [_train(case, folder / str(index)) for index, case in enumerate(cases)]
+
+
+def _train(case: Case, folder: Path) -> Measured:
+    steps = []
+    with ExitStack() as stack:
+        if "context_parallel_degree" in case.division.parallelism:
+            stack.enter_context(ring_attention_on_cpu())
+        run = build_run(JobConfig.model_validate(case.job(folder)), this_rank(), stack)
+        for _ in range(STEPS):
+            scalars = report(run, train_one_step(run))
+            steps.append((scalars["train/loss"], scalars["train/grad_norm"]))
+    return steps
+
+
+def differences(cases: Sequence[Case], folder: Path) -> dict[Case, tuple[float, float]]:
+    """For cases on equally many ranks: the largest relative difference from one process of the loss, and of the
+    gradient norm, over steps and ranks."""
+    (ranks,) = {case.division.ranks for case in cases}
+    ((alone,),) = run_ranks(train, 1, [ALONE], folder / "alone")
+    by_rank = run_ranks(train, ranks, cases, folder / f"{ranks}_ranks", timeout=20 + 20 * len(cases))
+    return {
+        case: (
+            max(_apart(measured, alone, 0) for measured in of_ranks),
+            max(_apart(measured, alone, 1) for measured in of_ranks),
+        )
+        for case, of_ranks in zip(cases, zip(*by_rank, strict=True), strict=True)
+    }
+
+
+def _apart(measured: Measured, alone: Measured, index: int) -> float:
+    return max(abs(own[index] - one[index]) / one[index] for own, one in zip(measured, alone, strict=True))
+
+
+def table(measured: dict[Case, tuple[float, float]]) -> str:
+    """One row for each division."""
+    rows: dict[Division, list[tuple[Case, tuple[float, float]]]] = defaultdict(list)
+    for case, difference in measured.items():
+        rows[case.division].append((case, difference))
+    lines = [
+        "| division | CPU ranks (gloo) | runs | accumulation | loss | gradient norm | one GPU |",
+        "|---|---:|---:|---|---:|---:|---|",
+    ]
+    for division, found in rows.items():
+        loss, norm = (max(difference[index] for _, difference in found) for index in (0, 1))
+        modes = ", ".join(dict.fromkeys(case.mode for case, _ in found))
+        lines.append(
+            f"| {division.name} | {division.ranks} | {len(found)} | {modes} | {loss:.1e} | {norm:.1e} | not run |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the whole product and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="the Markdown file with the table's markers")
+    arguments = parser.parse_args()
+    measured: dict[Case, tuple[float, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for division in DIVISIONS:
+            measured |= differences(cases([division]), Path(folder, f"{division.name}-{division.ranks}"))
+            print(
+                division.name, division.ranks, max(map(max, (measured[case] for case in cases([division])))), flush=True
+            )
+    publish(table(measured), "parallel_matrix", arguments.write)
+
+
+if __name__ == "__main__":
+    main()

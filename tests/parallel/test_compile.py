@@ -1,0 +1,155 @@
+"""Compiled blocks: the graphs they make, and the same numbers as without; what does not become a graph is explained."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.distributed import run_ranks
+from tests.tensors import assert_equal
+from tests.train.jobs import TINY_ARGS, planned_and_sharded
+from titan_launch.config.compile import CompileConfig
+from titan_launch.config.job import JobConfig
+from titan_launch.errors import ConfigError
+from titan_launch.loss import cross_entropy_sum
+from titan_launch.parallel.compile import compile_loss, describe_pieces, eager
+
+COMPILE = {"enable": True, "backend": "aot_eager"}
+FULL, OPS = {"mode": "full"}, {"mode": "selective"}
+BUDGET = {"mode": "memory_budget", "memory_budget": 0.3}
+CONV = {"name": "tests.parallel.conv_model:ConvNet"}
+SYNCHRONIZED = {"statistics": "synchronized"}
+FP32_NORMS = {"param_dtype": "bfloat16", "rules": [{"type": "RMSNorm", "param_dtype": "float32"}]}
+
+
+def llama(**args: Any) -> dict[str, Any]:
+    return {"args": {**TINY_ARGS, "n_layers": 3, **args}}
+
+
+class Breaking(nn.Module):
+    """Its blocks cannot be graphs: one looks at values, the others print."""
+
+    def __init__(self, looks: bool):
+        super().__init__()
+        self.embedding = nn.Embedding(61, 8)
+        self.blocks = nn.ModuleList([Looking() if looks else Printing()])
+        self.output = nn.Linear(8, 61)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.output(self.blocks[0](self.embedding(tokens)))
+
+
+class Printing(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        print("hello")
+        return super().forward(x)
+
+
+class Looking(Printing):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.Linear.forward(self, x) if x.sum().item() > 0 else x
+
+
+def train(sections: dict[str, Any]) -> tuple[dict[str, Tensor], tuple[int, int]]:
+    """Losses, gradients of this rank's shards and buffers of two microbatches; the bytes that the first kept for
+    backward, and the number of graphs."""
+    job: dict[str, Any] = {"training": {"seq_len": 16}, "precision": {"param_dtype": "float32"}, **sections}
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, _, _ = planned_and_sharded(JobConfig.model_validate(job), 16)
+    generator = torch.Generator().manual_seed(0 if "parallelism" in sections else dist.get_rank())
+    found, kept = {}, 0
+
+    def keep(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.nbytes
+        return tensor
+
+    for index in range(2):
+        tokens = torch.randint(0, 61, (2, 16), generator=generator)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = cross_entropy_sum(model(tokens), tokens)
+        loss.backward()
+        found[f"loss {index}"] = loss.detach()
+    found |= {name: parameter.grad.to_local() for name, parameter in model.named_parameters()}
+    found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert not torch._dynamo.utils.counters["graph_break"]
+    return found, (kept, torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def compiled_and_not() -> list[tuple[int, int]]:
+    """Of each case, the bytes kept and the graphs."""
+    found = []
+    for sections in (
+        {"model": llama()},
+        {"model": llama(), "activation_checkpoint": BUDGET},
+        {"model": llama(), "activation_checkpoint": FULL, "precision": FP32_NORMS},
+        {"model": llama(norm="batchnorm"), "activation_checkpoint": OPS, "batchnorm": SYNCHRONIZED},
+        {"model": llama(vocab_size=64), "activation_checkpoint": FULL, "parallelism": {"tensor_parallel_degree": 2}},
+        {"model": CONV, "activation_checkpoint": {**FULL, "modules": ["blocks.*.bn"]}},
+    ):
+        compiled, counts = train({**sections, "compile": COMPILE})
+        is_budget = sections.get("activation_checkpoint") is BUDGET
+        expected, _ = train({**sections, **({"activation_checkpoint": {}} if is_budget else {})})
+        assert_equal(compiled, expected)
+        found.append(counts)
+    _explain()
+    _check_stance()
+    _check_loss()
+    return found
+
+
+def _explain() -> None:
+    for args, reason in (
+        ({"looks": False}, r"graph of blocks.0 \(test_compile.py:\d+\): .*print.*; change that line, or set false"),
+        ({"looks": True}, r"graph of blocks.0 \(test_compile.py:\d+\): .*data-dependent"),
+    ):
+        model = {"name": "tests.parallel.test_compile:Breaking", "args": args}
+        try:
+            train({"model": model, "compile": COMPILE})
+        except ConfigError as error:
+            assert error.problems[0].key == ("compile", "enable")
+            assert re.search(reason, error.problems[0].reason), error
+        else:
+            raise AssertionError("no error")
+
+
+def _check_stance() -> None:
+    config = JobConfig.model_validate({"model": llama(), "precision": FP32_NORMS, "compile": COMPILE})
+    model, plan, _ = planned_and_sharded(config, 16)
+    torch._dynamo.utils.counters.clear()
+    with eager(config.compile):
+        model(torch.zeros(1, 16, dtype=torch.int64))
+    assert not torch._dynamo.utils.counters["stats"], "hooks inside of blocks would not see this"
+    assert describe_pieces(plan, config.compile) == (
+        "compiled by aot_eager, in one graph each: 3 x layers.*.attention, 3 x layers.*.feed_forward; "
+        "not the units of precision.rules.0"
+    )
+
+
+def _check_loss() -> None:
+    config = CompileConfig(enable=True, backend="aot_eager", components=("loss",))
+    compiled = compile_loss(cross_entropy_sum, config)
+    targets = torch.tensor([3, -100, 0])
+    results = []
+    for loss in (compiled, cross_entropy_sum):
+        logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+        total = loss(logits, targets)
+        total.backward()
+        results.append({"total": total.detach(), "gradient": logits.grad})
+    assert_equal(*results)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_compiled_blocks_compute_the_same_in_few_graphs() -> None:
+    whole, budget, *others = run_ranks(compiled_and_not, 2)[0]
+    parts, batchnorm, divided, conv = others
+    assert [graphs for _, graphs in (whole, budget, parts, batchnorm, divided, conv)] == [1, 1, 2, 1, 1, 2]
+    assert budget[0] < 0.8 * whole[0]

@@ -1,0 +1,18 @@
+"""Every way to divide a model over ranks trains like one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.matrix import DIVISIONS, TOLERANCE, differences, sample
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_division_equals_one_process(ranks: int, tmp_path: Path) -> None:
+    cases = sample(division for division in DIVISIONS if division.ranks == ranks)
+    apart = {
+        case: difference for case, difference in differences(cases, tmp_path).items() if max(difference) > TOLERANCE
+    }
+    assert not apart

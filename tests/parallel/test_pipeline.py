@@ -1,0 +1,258 @@
+"""Pipeline stages, on their own and under FSDP2, beside one process."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed import run_ranks
+from tests.tensors import assert_equal, whole_state
+from tests.train.jobs import TINY_ARGS, run_job, run_job_until, this_rank, tiny_job
+from titan_launch.config.job import JobConfig
+from titan_launch.errors import ConfigError, RunError
+from titan_launch.models.build import build_model
+from titan_launch.models.stages import cut
+from titan_launch.parallel.discard import parameter_groups
+from titan_launch.parallel.pipeline import Boundaries, parts
+from titan_launch.plan.traffic import collectives_of_step
+from titan_launch.train.build import Run, build_run
+from titan_launch.train.loop import fit, report, train_one_step
+from titan_launch.train.plan import plan_precision
+
+STEPS = 3
+Trained = tuple[list[dict[str, float]], dict[str, Tensor]]
+"""The scalars of every step, and the parameters and buffers that a rank has at the end, whole."""
+
+
+def job(folder: Path, norm: str = "rmsnorm", mode: str = "immediate", kept: bool = False, **parallelism: Any) -> Any:
+    """Five layers and unequal validation batches; audited, so that dtypes and units are as planned too. With BatchNorm
+    in bfloat16."""
+    local = 2 if norm == "batchnorm" else 1
+    held_out = {"kind": "synthetic", "vocab_size": 61, "num_samples": 8}
+    return tiny_job(
+        folder,
+        model={"args": {**TINY_ARGS, "n_layers": 5, "norm": norm}},
+        training={"global_batch_size": 8 * local, "local_batch_size": local, "steps": STEPS},
+        precision={"param_dtype": "bfloat16" if norm == "batchnorm" else "float32"},
+        parallelism=parallelism,
+        gradient_accumulation={"mode": mode, "keep_params_unsharded": kept},
+        optimizer={"eps": 1e-5},
+        validation={"freq": STEPS, "local_batch_size": 3, "max_samples": 8, "data": held_out},
+        checkpoint={"enable": False},
+        comm={"count_traffic": True},
+        debug={"audit_precision": True},
+    )
+
+
+def train(jobs: list[Any]) -> list[Trained]:
+    """Train jobs on this rank, one after the other."""
+    results = []
+    for each in jobs:
+        with ExitStack() as stack:
+            run = build_run(JobConfig.model_validate(each), this_rank(), stack)
+            scalars = [report(run, train_one_step(run)) for _ in range(STEPS)]
+            results.append((scalars, whole_state(run.model)))
+            _check_traffic(run, scalars[-1])
+    return results
+
+
+def _check_traffic(run: Run, scalars: dict[str, float]) -> None:
+    """A rank's stages communicate what the tables of their units say, whatever the order of forwards and backwards."""
+    own = [part for _, part in parts(run.model, run.plan)]
+    planned = sum(collectives_of_step(p.units, run.layout, run.config.gradient_accumulation).total for p in own)
+    assert scalars["comm/collectives"] == planned
+
+
+def compare(jobs: dict[str, Any], ranks: int, alone: Any) -> None:
+    """The jobs give what one process gives: losses and norms to 1e-5, and every parameter and buffer, on some rank."""
+    ((expected, whole),) = run_ranks(train, 1, [alone])[0]
+    by_rank = run_ranks(train, ranks, list(jobs.values()), timeout=60 + 10 * len(jobs))
+    for index, name in enumerate(jobs):
+        state: dict[str, Tensor] = {}
+        for results in by_rank:
+            scalars, own = results[index]
+            state |= own
+            for step, reference in zip(scalars, expected, strict=True):
+                for tag in {
+                    "train/loss",
+                    "train/grad_norm",
+                    "validation/loss",
+                    "validation/accuracy",
+                } & reference.keys():
+                    assert step[tag] == pytest.approx(reference[tag], rel=1e-5), (name, tag)
+        assert state.keys() == whole.keys(), name
+        apart = [key for key, value in whole.items() if not torch.allclose(state[key], value, rtol=1e-5, atol=1e-6)]
+        assert not apart, name
+
+
+def test_every_schedule_equals_one_process(tmp_path: Path) -> None:
+    """With BatchNorm, whose statistics tell whether anything runs twice, and in bfloat16, in which sums of gradients
+    tell whether they are widened."""
+    modes = {
+        "1F1B": ("immediate", False),
+        "GPipe": ("deferred", False),
+        "Interleaved1F1B": ("immediate", True),
+        "LoopedBFS": ("deferred", False),
+        "InterleavedZeroBubble": ("deferred", True),
+        "ZBVZeroBubble": ("deferred", True),
+    }
+    jobs = {
+        schedule: job(
+            tmp_path / schedule,
+            "batchnorm",
+            *mode,
+            pipeline_parallel_degree=2,
+            pipeline_parallel_schedule=schedule,
+        )
+        for schedule, mode in modes.items()
+    }
+    compare(jobs, 2, job(tmp_path / "alone", "batchnorm"))
+
+
+def test_fsdp_within_stages_equals_one_process(tmp_path: Path) -> None:
+    def divided(name: str, schedule: str, mode: str, kept: bool = False, replicas: int = 1) -> Any:
+        return job(
+            tmp_path / name,
+            "rmsnorm",
+            mode,
+            kept,
+            pipeline_parallel_degree=2,
+            pipeline_parallel_schedule=schedule,
+            data_parallel_replicate_degree=replicas,
+        )
+
+    jobs = {
+        "1F1B": divided("1F1B", "1F1B", "immediate"),
+        "replicas": divided("replicas", "Interleaved1F1B", "deferred_all_reduce", replicas=2),
+        "ZBV": divided("ZBV", "ZBVZeroBubble", "deferred", kept=True),
+    }
+    compare(jobs, 4, job(tmp_path / "alone"))
+
+
+def fail_in_both_stages(folder: Path) -> None:
+    """The second stage fails at its first forward, and the first one at its second, so that nobody waits."""
+    with ExitStack() as stack:
+        config = JobConfig.model_validate(job(folder, pipeline_parallel_degree=2))
+        run = build_run(config, this_rank(), stack)
+        block = run.model.get_submodule("layers.2" if this_rank().rank == 0 else "layers.4")
+        forwards = iter([None, "the model's own"] if this_rank().rank == 0 else ["the model's own"])
+
+        def fail(*_: Any) -> None:
+            text = next(forwards)
+            if text:
+                raise ValueError(text)
+
+        hook = block.register_forward_hook(fail)
+        with pytest.raises(ValueError, match="the model's own"):
+            train_one_step(run)
+        hook.remove()
+        assert all(parameter.grad is None for parameter in run.model.parameters())
+        assert all(group.is_sharded for group in parameter_groups(run.model))
+        with pytest.raises(RunError, match="messages may be under way"):
+            train_one_step(run)
+
+
+def test_what_a_stage_raises_comes_out_as_it_was_raised(tmp_path: Path) -> None:
+    run_ranks(fail_in_both_stages, 2, tmp_path)
+
+
+def resume_elsewhere(folder: Path) -> list[dict[str, Tensor]]:
+    """Begin in one division and end in another one."""
+    divisions: dict[str, dict[str, Any]] = {
+        "stages": {"pipeline_parallel_degree": 2},
+        "turns": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"},
+        "shards": {},
+    }
+
+    def saving(name: str, division: str) -> Any:
+        saved = job(folder / name, **divisions[division])
+        return {**saved, "checkpoint": {"enable": True, "interval": 2, "load": "latest", "async_mode": "disabled"}}
+
+    states = [run_job(saving("never", "shards"))]
+    for name, first, second in (("a", "stages", "shards"), ("b", "shards", "turns")):
+        run_job_until(saving(name, first), 2)
+        with ExitStack() as stack:
+            run = build_run(JobConfig.model_validate(saving(name, second)), this_rank(), stack)
+            assert run.first_step == 3
+            fit(run)
+            states.append(whole_state(run.model))
+    return states
+
+
+def test_a_checkpoint_is_resumed_in_another_division(tmp_path: Path) -> None:
+    (never, *first), (_, *second) = run_ranks(resume_elsewhere, 2, tmp_path)
+    for ours, theirs in zip(first, second, strict=True):
+        state = ours | theirs
+        assert state.keys() == never.keys()
+        for name, value in never.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
+class Pooled(nn.Module):
+    """Its forward does something between the modules of what it calls its chain."""
+
+    pipeline_chain = ("layers.*",)
+
+    def __init__(self, pools: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.pools = pools
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean(1) if self.pools else x
+
+
+def boundaries(model: str, **sections: Any) -> Boundaries:
+    config = JobConfig.model_validate(
+        {
+            "model": {"name": model},
+            "gradient_accumulation": {"keep_params_unsharded": False},
+            "parallelism": {"pipeline_parallel_degree": 2},
+            **sections,
+        }
+    )
+    built = build_model(config.model, 16)
+    return Boundaries(built.module, plan_precision(config, built))
+
+
+def test_what_travels_has_the_dtypes_that_the_units_compute_in() -> None:
+    fp32 = {"precision": {"rules": [{"match": "layers.2", "param_dtype": "float32", "output_dtype": "float32"}]}}
+    tokens = torch.zeros(3, 16, dtype=torch.int64)
+    for sections, dtype in ({}, torch.bfloat16), (fp32, torch.float32):
+        _, between, logits = boundaries("llama3", **sections).of(tokens)
+        assert (tuple(between.shape), between.dtype) == ((3, 16, 256), dtype)
+        assert logits.shape[:2] == (3, 16)
+
+
+def test_a_model_that_is_no_chain_is_refused() -> None:
+    assert len(boundaries("tests.parallel.test_pipeline:chain").of(torch.zeros(2, 3, 4))) == 3
+    with pytest.raises(ConfigError, match="is no chain: one stage after another gives outputs of the shape"):
+        boundaries("tests.parallel.test_pipeline:Pooled").of(torch.zeros(2, 3, 4))
+    with pytest.raises(ConfigError, match="stage 0 fails there: RuntimeError"):
+        boundaries("tests.parallel.test_pipeline:chain").of(torch.zeros(2, 3, 5))
+
+
+def chain() -> Pooled:
+    return Pooled(pools=False)
+
+
+def test_stages_share_what_a_rank_holds() -> None:
+    """Beside the cut model, which has everything under its own name, each stage runs its own part."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    expected = [model[0].weight, model[2].weight]
+    x = torch.randn(2, 4)
+    alone = model(x)
+    middle = model[1]
+    first, last = cut(model, [("0",), ("2",)], ["1"])
+    assert isinstance(first, nn.Sequential)
+    assert isinstance(last, nn.Sequential)
+    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert [first[0].weight, last[2].weight] == expected
+    assert_equal({"": last(middle(first(x)))}, {"": alone})

@@ -1,0 +1,188 @@
+"""Tensor parallelism trains like one process, whatever is combined; plans that do not go with a model are refused."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import run_ranks
+from tests.parallel.divided_model import PLAN, Model
+from tests.tensors import assert_equal, whole, whole_state
+from tests.train.jobs import TINY_ARGS, this_rank, tiny_job
+from titan_launch.config.job import JobConfig
+from titan_launch.config.parallelism import ParallelismConfig
+from titan_launch.errors import ConfigError
+from titan_launch.models.tensor_plan import check_tensor_plan
+from titan_launch.patches import replaced
+from titan_launch.train import build
+from titan_launch.train.build import Run, build_run
+from titan_launch.train.loop import fit, report, train_one_step
+from titan_launch.train.seed import random_stream
+
+TWO = {"tensor_parallel_degree": 2}
+OWN = "tests.parallel.divided_model:Model"
+FP32 = {"param_dtype": "float32"}
+BF16_WITH_RULES = {
+    "param_dtype": "bfloat16",
+    "rules": [{"type": "RMSNorm", **FP32}, {"match": "output", **FP32}],
+}
+
+VALIDATION = {"freq": 3, "max_samples": 5, "data": {"kind": "synthetic", "vocab_size": 64, "num_samples": 7, "seed": 9}}
+
+Trained = dict[str, Tensor]
+"""Loss and gradient norm of every step, and all parameters and buffers."""
+
+
+def llama(**sections: dict[str, Any]) -> dict[str, Any]:
+    """A Llama that 2 ranks can divide; what is not said is fp32."""
+    args = {**TINY_ARGS, "vocab_size": 64, **sections.pop("args", {})}
+    return {"model": {"args": args}, **sections}
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    "tied, chunks": llama(args={"norm": "layernorm", "tie_embeddings": True}, training={"loss_chunks": 3}),
+    "BatchNorm": llama(args={"norm": "batchnorm"}),
+    "bf16, rules": llama(precision=BF16_WITH_RULES),
+    "own": {"model": {"name": OWN}, "validation": VALIDATION},
+    "own, BatchNorm": {"model": {"name": OWN, "args": {"norm": "TokenBatchNorm"}}, "validation": VALIDATION},
+}
+"""What is trained, by name."""
+
+
+def train(jobs: list[dict[str, Any]], folder: Path) -> list[Trained]:
+    """Train jobs for 3 steps, one after the other, on the ranks of the test."""
+    return [train_one(job, folder / str(index)) for index, job in enumerate(jobs)]
+
+
+def train_one(job: dict[str, Any], folder: Path) -> Trained:
+    training = {"global_batch_size": 8, "local_batch_size": 2, "steps": 3, **job.get("training", {})}
+    sections = {"data": {"vocab_size": 64}, "optimizer": {"eps": 1e-3}, **job, "training": training}
+    job = {**tiny_job(folder, **sections), "model": job["model"]}
+    with ExitStack() as stack:
+        # Another process would trace what models of somebody's own need.
+        stack.enter_context(replaced(build, "MemoryCheck", lambda *_: None))
+        run = build_run(JobConfig.model_validate(job), this_rank(), stack)
+        reports = [report(run, train_one_step(run)) for _ in range(3)]
+        names = ("train/loss", "train/grad_norm", "validation/loss", "validation/accuracy")
+        seen = {name: torch.tensor([scalars[name] for scalars in reports if name in scalars]) for name in names}
+        seen = {name: values for name, values in seen.items() if len(values)}
+        return {**seen, **whole_state(run.model)}
+
+
+def test_trains_like_one_process(tmp_path: Path) -> None:
+    cases = [
+        ("tied, chunks", TWO),
+        ("tied, chunks", {**TWO, "loss_parallel": False}),
+        ("BatchNorm", {**TWO, "sequence_parallel": False}),
+        ("bf16, rules", TWO),
+        ("own", TWO),
+        ("own, BatchNorm", {**TWO, "sequence_parallel": False}),
+    ]
+    alone = dict(zip(JOBS, run_ranks(train, 1, list(JOBS.values()), tmp_path / "1")[0], strict=True))
+    by_rank = run_ranks(train, 2, [{**JOBS[n], "parallelism": p} for n, p in cases], tmp_path / "2")
+    for index, (name, _) in enumerate(cases):
+        tolerance = 2e-2 if name.startswith("bf16") else 1e-5
+        for trained in (results[index] for results in by_rank):
+            assert_close(name, trained, alone[name], tolerance)
+
+
+def assert_close(case: str, trained: Trained, expected: Trained, tolerance: float) -> None:
+    """Relative to the largest element, or to 1e-2 where that is smaller: of some biases the gradient is almost 0."""
+    assert trained.keys() == expected.keys()
+    apart = {
+        name: float((trained[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-2))
+        for name, tensor in expected.items()
+    }
+    assert {name: value for name, value in apart.items() if not value <= tolerance} == {}, case
+
+
+def everything(run: Run) -> dict[str, Tensor]:
+    """Parameters, buffers and optimizer state, gathered."""
+    found = whole_state(run.model)
+    for name, parameter in run.model.named_parameters():
+        for key, value in run.optimizer.state.get(parameter, {}).items():
+            found[f"{name}/{key}"] = whole(value)
+    return found
+
+
+Ends = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+def go_on(*jobs: dict[str, Any]) -> list[Ends]:
+    """Everything that runs begin with, and have at their ends, where they save."""
+    ends = []
+    for job in jobs:
+        with ExitStack() as stack:
+            run = build_run(JobConfig.model_validate(job), this_rank(), stack)
+            before = everything(run)
+            fit(run)
+            ends.append((before, everything(run)))
+    return ends
+
+
+def test_checkpoints_move_between_layouts(tmp_path: Path) -> None:
+    def job(name: str, steps: int, parallelism: dict[str, Any]) -> dict[str, Any]:
+        return tiny_job(
+            tmp_path,
+            **llama(args={"hidden_dim": 50}),  # 25 rows of w1 on each of 2 ranks: FSDP2 makes 13 and 12 of them
+            job={"name": name},
+            training={"steps": steps},
+            data={"vocab_size": 64},
+            optimizer={"eps": 1e-3},
+            lr_scheduler={"kind": "warmup_stable_decay", "decay_ratio": 0.0},
+            checkpoint={"enable": True, "interval": 100},
+            parallelism=parallelism,
+        )
+
+    ((begun, saved),), *_ = run_ranks(go_on, 2, job("moved", 2, {}))
+    by_rank = run_ranks(go_on, 4, job("moved", 4, TWO), job("anew", 1, TWO))
+    for (loaded, _), (begun_divided, _) in by_rank:
+        assert_equal(begun_divided, begun)
+        assert_equal(loaded, saved)
+    (_, at_end), _ = by_rank[0]
+    ((loaded, _), (_, uninterrupted)), *_ = run_ranks(go_on, 2, job("moved", 5, {}), job("straight", 4, {}))
+    assert_equal(loaded, at_end)
+    assert_close("moved", at_end, uninterrupted, 1e-5)
+
+
+def refusal(plan: dict[str, Any] | None, norm: str = "LayerNorm", degree: int = 2, **options: Any) -> str:
+    with torch.device("meta"):
+        model = Model(norm, plan)
+    with pytest.raises(ConfigError) as caught:
+        check_tensor_plan(model, plan, ParallelismConfig(tensor_parallel_degree=degree, **options))
+    return str(caught.value)
+
+
+def test_plans_that_do_not_go_with_the_model_are_refused() -> None:
+    check_tensor_plan(Model(), PLAN, ParallelismConfig(tensor_parallel_degree=2))
+    without = {key: {k: v for k, v in PLAN.items() if k != key} for key in PLAN}
+    for plan, expected in (
+        (None, "the model declares no plan for tensor parallelism"),
+        ({**PLAN, "output": "heads"}, 'has no module of the style "head"'),
+        ({**PLAN, "output": "row"}, "'row' is no style; did you mean \"rowwise\"?"),
+        (
+            {**PLAN, "outputs": "head"},
+            'tensor_parallel["outputs"] matches no module of the model; did you mean "output"?',
+        ),
+        ({"norm": "colwise", **PLAN}, "norm is a LayerNorm"),
+        (without["attention.*_norm"], "leaves out attention.q_norm, and 1 others, which have parameters"),
+        (without["embedding"], "leaves out embedding, which has parameters"),
+        ({**PLAN, "embedding": "sequence"}, "share the parameter weight"),
+    ):
+        assert expected in refusal(plan)
+    assert 'no module of the style "embedding"' in refusal({**PLAN, "embedding": "sequence"})
+    assert '("colwise") has 24 output features, not a multiple of 5' in refusal(PLAN, degree=5)
+    assert "norm is a BatchNorm" in refusal(PLAN, "TokenBatchNorm")
+    check_tensor_plan(
+        Model("TokenBatchNorm"), PLAN, ParallelismConfig(tensor_parallel_degree=2, sequence_parallel=False)
+    )
+
+
+def test_ranks_that_share_matrices_draw_the_same_random_numbers() -> None:
+    parallelism = ParallelismConfig(tensor_parallel_degree=2, context_parallel_degree=2)
+    assert [random_stream(rank, parallelism) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -1,0 +1,216 @@
+"""Where a model is cut into pipeline stages, and what of its plan each has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from titan_launch.config.job import JobConfig
+from titan_launch.config.model import ModelConfig
+from titan_launch.config.parallelism import ParallelismConfig
+from titan_launch.config.training import TrainingConfig
+from titan_launch.errors import ConfigError
+from titan_launch.models.build import build_model, find_chain
+from titan_launch.models.inventory import take_inventory
+from titan_launch.plan.balance import balance
+from titan_launch.plan.job import plan_job
+from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.pipeline import parts_on_rank, plan_stages
+from titan_launch.plan.report import describe_units, format_plan
+from titan_launch.plan.types import Inventory, ModelPlan
+from titan_launch.train.plan import inspect_model
+
+
+def job(layers: int = 5, rules: tuple[dict[str, Any], ...] = (), **parallelism: Any) -> JobConfig:
+    args = {"dim": 32, "n_layers": layers, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
+    return JobConfig.model_validate(
+        {
+            "model": {"args": args},
+            "precision": {"rules": list(rules)},
+            "gradient_accumulation": {"keep_params_unsharded": False},
+            "parallelism": {"pipeline_parallel_degree": 2, **parallelism},
+        }
+    )
+
+
+def plan(config: JobConfig) -> ModelPlan:
+    return plan_job(config, inspect_model(config, build_model(config.model, 16)))
+
+
+@cache
+def llama(layers: int, **args: Any) -> Inventory:
+    config = job(layers)
+    return inspect_model(config, build_model(ModelConfig(args={**config.model.args, **args}), 16))
+
+
+def cuts(inventory: Inventory, **parallelism: Any) -> list[tuple[str, ...]]:
+    return [stage.modules for stage in plan_stages(inventory, ParallelismConfig.model_validate(parallelism))]
+
+
+def test_the_largest_part_is_as_small_as_it_can_be() -> None:
+    assert balance([1, 1, 1, 1], 2) == (2,)
+    assert balance([1, 1, 1, 4], 2) == (3,)
+    assert balance([5, 1, 1, 1, 1], 3) == (1, 3)
+    assert balance([1, 1, 1, 1, 1], 2) in ((2,), (3,))
+    assert balance([9, 1, 1, 1, 1, 1, 1], 3) == (1, 4)  # of all with the largest part 9, the most even
+    assert balance([3, 1, 2], 3) == (1, 2)
+
+
+def test_stages_are_as_equal_as_whole_layers_allow() -> None:
+    """The output matrix counts, the embedding does not; norms go with the layer before them."""
+    first, last = cuts(llama(5), pipeline_parallel_degree=2)
+    assert first == ("tok_embeddings", "layers.0", "layers.1", "layers.2")
+    assert last == ("layers.3", "layers.4", "norm", "output")
+    large_output = cuts(llama(6, vocab_size=4000), pipeline_parallel_degree=3)
+    assert [len(part) for part in large_output] == [3, 3, 3]  # 2 layers, 3, and 1 with the output
+
+
+def test_a_stage_begins_where_the_job_says() -> None:
+    parts = cuts(
+        llama(3),
+        pipeline_parallel_degree=2,
+        pipeline_parallel_schedule="Interleaved1F1B",
+        pipeline_parallel_split_points=["layers.0", "layers.2", "norm"],
+    )
+    assert parts == [("tok_embeddings",), ("layers.0", "layers.1"), ("layers.2",), ("norm", "output")]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [("1F1B", [0, 1, 2]), ("Interleaved1F1B", [0, 1, 2, 0, 1, 2]), ("ZBVZeroBubble", [0, 1, 2, 2, 1, 0])],
+)
+def test_stages_go_round_or_there_and_back(schedule: str, ranks: list[int]) -> None:
+    parallelism = ParallelismConfig.model_validate(
+        {"pipeline_parallel_degree": 3, "pipeline_parallel_schedule": schedule}
+    )
+    assert [stage.rank for stage in plan_stages(llama(6), parallelism)] == ranks
+
+
+@pytest.mark.parametrize(
+    ("inventory", "parallelism", "problem"),
+    [
+        (llama(2), {"pipeline_parallel_degree": 3}, "makes 3 stages, and the model has 2 layers; set at most 2"),
+        (
+            llama(3),
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
+            "times 2 stages on each rank makes 4 stages, and the model has 3 layers; set at most 1",
+        ),
+        (
+            llama(3),
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_split_points": ["layer.1"]},
+            'split_points.0: is no module of the model\'s chain; did you mean "layers.1"?',
+        ),
+        (
+            llama(3),
+            {"pipeline_parallel_degree": 3, "pipeline_parallel_split_points": ["layers.2", "layers.1"]},
+            "split_points.1: a stage begins behind the one before it",
+        ),
+        (
+            llama(3),
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_split_points": ["tok_embeddings"]},
+            "split_points.0: the first stage begins there anyway",
+        ),
+        (
+            llama(3, tie_embeddings=True),
+            {"pipeline_parallel_degree": 2},
+            "output and tok_embeddings share a parameter (tied), and would be on the stages 1 and 0",
+        ),
+        (replace(llama(3), chain=()), {"pipeline_parallel_degree": 2}, "the model does not say which of its modules"),
+        (
+            replace(llama(3), chain=llama(3).chain[:-1]),
+            {"pipeline_parallel_degree": 2},
+            "would leave out output.weight, in no module of the model's pipeline_chain",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_said(inventory: Inventory, parallelism: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_stages(inventory, ParallelismConfig.model_validate(parallelism))
+    assert problem in str(caught.value)
+
+
+def test_a_chain_names_modules_that_run() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(2, 2)])
+    assert find_chain(model, ("layers.*",)) == ("layers.0",)
+    for chain, problem in ((("layers",), "a container"), (("layers.1",), "no module"), (("layers.*",) * 2, "twice")):
+        with pytest.raises(ConfigError, match=problem):
+            find_chain(model, chain)
+
+
+def test_the_parts_of_a_plan_are_those_of_the_model() -> None:
+    """Each module and parameter on one stage; a unit over several stages has a part on each, with its own dtype."""
+    rules = ({"type": "RMSNorm", "param_dtype": "float32"},)
+    whole = plan(job(rules=rules, pipeline_parallel_schedule="Interleaved1F1B"))
+    parts = [part for rank in range(2) for part in parts_on_rank(whole, rank)]
+    assert len(parts) == 4
+    owned = [m.path for part in parts for m in part.inventory.modules if m.parameters]
+    assert sorted(owned) == sorted(m.path for m in whole.inventory.modules if m.parameters)
+    assert sum(unit.num_parameters for part in parts for unit in part.units) == whole.inventory.num_parameters
+    for part in parts:
+        assert {path: unit.compute_dtype for path, unit in part.unit_of.items()} == {
+            path: whole.unit_of[path].compute_dtype for path in part.unit_of
+        }
+    shared = next(unit for unit in whole.units if unit.reason == "precision.rules.0")
+    assert len([unit for part in parts for unit in part.units if unit.reason == shared.reason]) == 4
+    assert [part.units[-1].policy.cast_forward_inputs for part in parts] == [True, False, False, False]
+    (row,) = [row for row in describe_units(whole, layout(job()), str) if row["reason"] == shared.reason]
+    assert row["stages"] == [0, 1, 2, 3]
+
+
+class Shared(nn.Module):
+    """Its layers share a module with a buffer, which is first met in the first of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        scale = nn.BatchNorm1d(4, affine=False)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), scale) for _ in range(2))
+
+
+def test_a_module_that_layers_share_is_first_met_elsewhere_on_a_later_stage() -> None:
+    with torch.device("meta"):
+        model = Shared()
+    chain = ("layers.0", "layers.1")
+    whole = plan_job(job(), take_inventory(model, chain, chain=chain))
+    (last,) = parts_on_rank(whole, 1)
+    assert last.inventory.by_path["layers.1.1"].same_as is None
+    assert {"layers.1.1.running_mean", "layers.1.1.running_var"} == last.buffer_dtypes.keys()
+
+
+def layout(config: JobConfig) -> Any:
+    return plan_layout(config.parallelism, TrainingConfig(local_batch_size=1, global_batch_size=8), 4)
+
+
+def test_the_plan_says_what_is_where() -> None:
+    text = format_plan(job(), plan(job()), layout(job()), str)
+    assert "pipeline: 1F1B, 2 stages on 2 x 2 ranks" in text
+    assert "stage 1 (ranks 2 to 3): layers.3 .. output, " in text
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "fits"),
+    [
+        ("1F1B", 2, False),
+        ("1F1B", 3, True),
+        ("GPipe", 1, True),
+        ("Interleaved1F1B", 7, False),
+        ("Interleaved1F1B", 2, True),
+        ("InterleavedZeroBubble", 6, True),
+        ("ZBVZeroBubble", 1, True),
+    ],
+)
+def test_microbatches_suit_the_schedule(schedule: str, microbatches: int, fits: bool) -> None:
+    parallelism = ParallelismConfig.model_validate(
+        {"pipeline_parallel_degree": 3, "pipeline_parallel_schedule": schedule}
+    )
+    training = TrainingConfig(local_batch_size=2, global_batch_size=2 * microbatches)
+    if fits:
+        assert plan_layout(parallelism, training, 3).num_microbatches == microbatches
+    else:
+        with pytest.raises(ConfigError, match="global_batch_size: makes"):
+            plan_layout(parallelism, training, 3)

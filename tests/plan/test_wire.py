@@ -1,0 +1,59 @@
+"""Bytes on the wire."""
+
+from __future__ import annotations
+
+import pytest
+
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.traffic import Collectives, Exchange, Traffic
+from titan_launch.plan.wire import Wire, wire_bytes
+
+
+def layout(replicate: int, shard: int) -> Layout:
+    return Layout(replicate, shard, local_batch_size=1, num_microbatches=1)
+
+
+GATHERED = Traffic(Collectives(all_gathers=1), all_gather_bytes=1024)
+REDUCED = Traffic(Collectives(all_reduces=1), all_reduce_bytes=1024)
+
+
+@pytest.mark.parametrize(
+    ("traffic", "replicate", "shard", "gpus_per_node", "expected"),
+    [
+        (GATHERED, 1, 1, 8, Wire(0, 0)),
+        (GATHERED, 1, 8, 8, Wire(896, 0)),
+        (GATHERED, 1, 16, 8, Wire(840, 120)),  # 960 sent; 2 of the ring's 16 hops leave a node
+        (GATHERED, 1, 4, 1, Wire(0, 768)),
+        (GATHERED, 2, 6, 8, Wire(1024 * 5 / 6 * 4 / 6, 1024 * 5 / 6 * 2 / 6)),  # ranks 6..11 lie on two nodes
+        (REDUCED, 4, 8, 8, Wire(0, 1536)),  # replicas on nodes of their own: twice 3/4, all of it across
+        (REDUCED, 4, 2, 8, Wire(1536, 0)),
+        (REDUCED, 4, 4, 8, Wire(768, 768)),  # ranks 0, 4, 8, 12: 2 hops of 4
+    ],
+)
+def test_rings_lie_on_nodes_as_ranks_do(
+    traffic: Traffic, replicate: int, shard: int, gpus_per_node: int, expected: Wire
+) -> None:
+    wire = wire_bytes(traffic, layout(replicate, shard), gpus_per_node)
+    assert (wire.within, wire.across) == pytest.approx((expected.within, expected.across))
+
+
+def test_reduce_scatters_go_round_like_all_gathers_and_add_up() -> None:
+    scattered = Traffic(Collectives(reduce_scatters=1), reduce_scatter_bytes=1024)
+    assert wire_bytes(scattered, layout(1, 4), 8) == wire_bytes(GATHERED, layout(1, 4), 8)
+    both = wire_bytes(GATHERED + scattered, layout(1, 4), 8)
+    assert (both.total, str((GATHERED + scattered).collectives)) == (1536, "1 AG + 1 RS")
+
+
+def test_groups_lie_on_nodes_as_the_mesh_lays_them() -> None:
+    """2 stages of 2 replicas x 2 shards x 2 context x 4 tensor ranks: 64 on nodes of 8."""
+    grid = Layout(2, 2, local_batch_size=1, num_microbatches=1, context=2, tensor=4, pipeline=2)
+
+    def sent(traffic: Traffic) -> tuple[float, float]:
+        wire = wire_bytes(traffic, grid, gpus_per_node=8)
+        return wire.within, wire.across
+
+    assert sent(Traffic(tensor=Exchange(1, 1000))) == (1000, 0)  # ranks 0..3
+    assert sent(Traffic(context=Exchange(1, 1000))) == (1000, 0)  # ranks 0, 4
+    assert sent(Traffic(pipeline=Exchange(1, 1000))) == (0, 1000)  # ranks 0, 32
+    assert sent(GATHERED) == (384, 384)  # ranks 0, 4, 8, 12: 2 hops of 4
+    assert sent(REDUCED) == (0, 1024)  # ranks 0, 16

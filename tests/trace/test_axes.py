@@ -1,0 +1,83 @@
+"""Traces of ranks that share the work on the same samples: what they exchange, and how a pipeline's step goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.trace.traces import a_job
+from titan_launch.models.build import build_model
+from titan_launch.plan.traffic import Exchange, traffic_of_step
+from titan_launch.trace import step
+from titan_launch.trace.engine import telling_ranks
+from titan_launch.trace.step import TracedStep, trace_step
+from titan_launch.train.plan import plan_precision
+
+BF16 = {"param_dtype": "bfloat16"}
+TOKENS, DIM = 32, 32
+STREAM = 2 * TOKENS * DIM
+"""Bytes of what goes from layer to layer, in bf16."""
+
+
+def trace(ranks: int, rank: int = 0, n_layers: int = 2, **sections: Any) -> TracedStep:
+    sections.setdefault("model", {"args": {"vocab_size": 64, "n_layers": n_layers}})
+    config, layout, _ = a_job(ranks, precision=BF16, **sections)
+    built = build_model(config.model, config.training.seq_len)
+    return trace_step(config, built, plan_precision(config, built), layout, "cuda", rank)
+
+
+def test_a_block_gathers_and_scatters_the_stream_twice_forth_and_twice_back() -> None:
+    """And sums up the gradients of its two norms' weights."""
+    sections: dict[str, Any] = {
+        "training": {"global_batch_size": 2},
+        "parallelism": {"tensor_parallel_degree": 2},
+    }
+    two, three = (trace(4, n_layers=n, **sections).traffic for n in (2, 3))
+    assert three.tensor.calls - two.tensor.calls == 8 + 2
+    assert three.tensor.sent_bytes - two.tensor.sent_bytes == 8 * STREAM // 2 + 2 * (2 * DIM)  # half is another rank's
+    assert three.context == three.pipeline == Exchange()
+
+
+def test_a_sequence_shared_by_ranks_leaves_the_units_what_they_were() -> None:
+    parallelism = {"context_parallel_degree": 2}
+    config, layout, _ = a_job(4, precision=BF16, parallelism=parallelism)
+    plan = plan_precision(config, build_model(config.model, config.training.seq_len))
+    traced = trace(4, parallelism=parallelism, model={}).traffic
+    planned = traffic_of_step(plan, layout, config.gradient_accumulation)
+    assert (traced.collectives, traced.all_gather_bytes) == (planned.collectives, planned.all_gather_bytes)
+    assert traced.context.calls > 0 and traced.tensor == Exchange()
+
+
+@pytest.mark.parametrize("rank", (0, 2))
+def test_stages_send_what_is_between_them(rank: int) -> None:
+    """Of 4 stages: the first sends to one other, those between to two."""
+    parallelism = {"pipeline_parallel_degree": 4}
+    sent = trace(4, rank, n_layers=4, parallelism=parallelism, training={"global_batch_size": 6}).traffic.pipeline
+    assert sent == Exchange(calls=6 * (1 + (rank == 2)), sent_bytes=6 * STREAM * (1 + (rank == 2)))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mode", "num_microbatches", "rank"),
+    [("1F1B", "deferred", 5, 2), ("Interleaved1F1B", "immediate", 8, 0)],
+)
+def test_a_full_pipeline_tells_of_a_longer_step(
+    schedule: str, mode: str, num_microbatches: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections: dict[str, Any] = {
+        "parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule},
+        "gradient_accumulation": {"mode": mode},
+        "training": {"global_batch_size": 2 * num_microbatches},
+    }
+    short = trace(4, rank, n_layers=4, **sections)
+    with monkeypatch.context() as whole:
+        whole.setattr(step, "sufficient_microbatches", lambda parallelism, layout: layout.num_microbatches)
+        long = trace(4, rank, n_layers=4, **sections)
+    assert short.traffic == long.traffic
+    assert short.footprint.peak_bytes == pytest.approx(long.footprint.peak_bytes, abs=64)  # a loss for each microbatch
+
+
+def test_the_first_and_the_last_rank_tell_what_a_pipeline_needs() -> None:
+    config, _, _ = a_job(4, parallelism={"pipeline_parallel_degree": 4}, model={"args": {"n_layers": 4}})
+    plan = plan_precision(config, build_model(config.model, config.training.seq_len))
+    assert telling_ranks(plan) == [0, 3]

@@ -1,0 +1,82 @@
+"""What a dry run says, and refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trace.traces import a_job
+from titan_launch.cli import main
+from titan_launch.errors import ConfigError
+from titan_launch.plan.hardware import hardware_of
+from titan_launch.trace.dry_run import dry_run
+
+MODEL = {"args": {"vocab_size": 64, "n_layers": 4}}
+ALL_AXES = {
+    "pipeline_parallel_degree": 2,
+    "data_parallel_replicate_degree": 2,
+    "tensor_parallel_degree": 2,
+}
+
+
+def say(ranks: int, rank: int = 0, **sections: Any) -> str:
+    config, layout, _ = a_job(ranks, model=sections.pop("model", MODEL), **sections)
+    return dry_run(config, layout, hardware_of(config, ranks), rank)
+
+
+def test_a_rank_says_where_it_is_and_what_it_holds() -> None:
+    """The last of 16: of the second stage, of a replica's second shard, half of each matrix."""
+    said = say(16, rank=15, parallelism=ALL_AXES, training={"global_batch_size": 24})
+    assert "ranks: 16 (2 replicas x 2 shards x 2 pipeline x 2 tensor)" in said
+    assert "rank 15: pp 1 of 2, dp_replicate 1 of 2, dp_shard 1 of 2, tp 1 of 2" in said
+    assert "stage 1 of 2: layers.2 .. output" in said
+    block = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
+    held = (2 * block // 2 + 2 * 2 * 32 + 32 + 64 * 32 // 2) // 2  # norms are whole on every rank of the tensor axis
+    assert f"4 units and {held:,} elements of parameters" in said
+    assert "nothing was trained, read or written" in said
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sections", "reason"),
+    [
+        (4, {"model": {"args": {"vocab_size": 61}}, "parallelism": {"tensor_parallel_degree": 2}}, "61"),
+        (4, {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_split_points": ["layer.2"]}}, "chain"),
+        (2, {"precision": {"rules": [{"match": "layer.*", "param_dtype": "float32"}]}}, "matches no"),
+        (2, {"optimizer": {"param_groups": [{"match": "head.*", "lr_factor": 2.0}]}}, "matches no trainable"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused(ranks: int, sections: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        say(ranks, **sections)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--fake-rank=3"], "--fake-rank is for a dry run"),
+        (["--fake-world-size=4", "--fake-rank=4"], "from 0 to 3"),
+        (["--fake-world-size=0"], "at least 1"),
+    ],
+)
+def test_ranks_that_are_none(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", "configs/llama_debug.toml", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_processes_of_another_number_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    launch = ["launch", "--config", "configs/llama_debug.toml", "--nnodes=2", "--nproc-per-node=8"]
+    assert main([*launch, "--fake-world-size=8"]) == 2
+    assert "16" in capsys.readouterr().err
+
+
+def test_a_shipped_job_starts_dry_and_leaves_nothing(tmp_path: Path) -> None:
+    job = Path("configs/parallel/pipeline.toml").resolve()
+    command = [sys.executable, "-m", "titan_launch", f"--config={job}", "--fake-world-size=2", "--fake-rank=1"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "stage 1 of 4: layers.2 .. layers.3\nstage 3 of 4: layers.5 .. output\n" in result.stdout
+    assert not list(tmp_path.iterdir())

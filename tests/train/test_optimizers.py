@@ -1,0 +1,46 @@
+"""Runs with other optimizers than AdamW in float32: they resume with the same bits, under another division too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_ranks
+from tests.train.jobs import run_job, run_job_until, tiny_job
+from titan_launch.errors import UserError
+
+STORED_IN_BF16 = {"param_dtype": "float32", "storage_dtype": "bfloat16"}
+JOBS: dict[str, dict[str, Any]] = {
+    "muon": {"optimizer": {"name": "Muon"}},
+    "stochastic": {"optimizer": {"name": "Muon", "rounding": "stochastic"}, "precision": STORED_IN_BF16},
+    "masters": {"optimizer": {"master_weights": True, "state_dtype": "float32"}, "precision": STORED_IN_BF16},
+}
+REPLICATED = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
+
+
+def _job(folder: Path, name: str, case: str, **sections: Any) -> dict[str, Any]:
+    checkpoint = {"enable": True, "interval": 2, "load": "latest", "accept_changes": True}
+    return tiny_job(folder, job={"name": name}, checkpoint=checkpoint, **JOBS[case], **sections)
+
+
+def _train(folder: Path) -> None:
+    for case in ("stochastic", "masters"):
+        whole = run_job(_job(folder, f"{case}-whole", case))
+        run_job_until(_job(folder, f"{case}-resumed", case), 3)
+        resumed = run_job(_job(folder, f"{case}-resumed", case))
+        for name, tensor in whole.items():
+            assert torch.equal(tensor, resumed[name]), (case, name)
+    run_job_until(_job(folder, "moved", "muon"), 3)
+    moved = run_job(_job(folder, "moved", "muon", parallelism=REPLICATED))
+    alone = run_job(_job(folder, "alone", "muon"))
+    for name, tensor in alone.items():
+        torch.testing.assert_close(moved[name], tensor, rtol=0, atol=2e-4, msg=name)  # sums in another order, in bf16
+    with pytest.raises(UserError, match=r"is of another optimizer: of .* keeps momentum_buffer, step, and this"):
+        run_job(_job(folder, "alone", "masters", training={"steps": 5}))
+
+
+def test_runs_resume_with_the_same_bits(tmp_path: Path) -> None:
+    run_ranks(_train, 2, tmp_path)

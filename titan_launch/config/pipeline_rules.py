@@ -1,0 +1,194 @@
+"""Rules across sections for pipeline parallelism, and what its keys mean. Part of `titan_launch.config.rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from titan_launch.config.architectures import resolve_args
+from titan_launch.config.job import JobConfig
+from titan_launch.config.parallelism import ParallelismConfig
+from titan_launch.errors import KeyPath, Problem
+
+_PIPELINE: KeyPath = ("parallelism", "pipeline_parallel_degree")
+_SCHEDULE: KeyPath = ("parallelism", "pipeline_parallel_schedule")
+_PER_RANK: KeyPath = ("parallelism", "pipeline_parallel_stages_per_rank")
+_SPLIT: KeyPath = ("parallelism", "pipeline_parallel_split_points")
+_BATCH: KeyPath = ("training", "global_batch_size")
+
+ONE_STAGE_SCHEDULES = ("1F1B", "GPipe")
+"""Schedules for one stage on each rank."""
+
+SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble")
+"""Schedules that compute the gradients of weights apart from those of activations, to fill the time in which a rank
+would wait."""
+
+
+def stages_per_rank(parallelism: ParallelismConfig) -> int:
+    """Pipeline stages that each rank holds."""
+    if parallelism.pipeline_parallel_stages_per_rank is not None:
+        return parallelism.pipeline_parallel_stages_per_rank
+    return 1 if parallelism.pipeline_parallel_schedule in ONE_STAGE_SCHEDULES else 2
+
+
+def num_stages(parallelism: ParallelismConfig) -> int:
+    """Pipeline stages of the whole model."""
+    return parallelism.pipeline_parallel_degree * stages_per_rank(parallelism)
+
+
+def too_few_layers(parallelism: ParallelismConfig, layers: int) -> str:
+    """Why a model with so many layers cannot be divided into the stages."""
+    per_rank, wanted = stages_per_rank(parallelism), num_stages(parallelism)
+    times = f"times {per_rank} stages on each rank " if per_rank > 1 else ""
+    return f"{times}makes {wanted} stages, and the model has {layers} layers; set at most {layers // per_rank}"
+
+
+def misfit_of_microbatches(parallelism: ParallelismConfig, num_microbatches: int) -> str | None:
+    """Why the schedule does not go with so many microbatches in a step, or None."""
+    schedule, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    if degree == 1:
+        return None
+    has = f"makes {num_microbatches} {'microbatch' if num_microbatches == 1 else 'microbatches'} a step"
+    if schedule == "1F1B" and num_microbatches < degree:
+        return f"{has}, and 1F1B needs one for each of the {degree} stages; set a larger one, or take GPipe"
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        rounds = max(1, num_microbatches // degree)
+        if num_microbatches % rounds:
+            below, above = num_microbatches // degree * degree, (num_microbatches // degree + 1) * degree
+            return f"{has}, and {schedule} on {degree} ranks needs a multiple of {rounds}, such as {below} or {above}"
+    return None
+
+
+def pipeline_options_have_a_pipeline(config: JobConfig) -> Iterator[Problem]:
+    """Without a pipeline there is nothing to schedule or split. (Defaults are let pass: a record has them.)"""
+    if config.parallelism.pipeline_parallel_degree > 1:
+        return
+    for key in (_SCHEDULE, _PER_RANK, _SPLIT):
+        name = str(key[-1])
+        value = getattr(config.parallelism, name)
+        if value != ParallelismConfig.model_fields[name].default:
+            reason = (
+                "is for pipeline parallelism, and parallelism.pipeline_parallel_degree is 1; set that, or drop this"
+            )
+            yield Problem(key, f"{reason} key", list(value) if isinstance(value, tuple) else value, also=(_PIPELINE,))
+
+
+def stages_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
+    """Some schedules are for one stage on each rank, one for two."""
+    parallelism = config.parallelism
+    schedule, per_rank = parallelism.pipeline_parallel_schedule, stages_per_rank(parallelism)
+    wanted = 1 if schedule in ONE_STAGE_SCHEDULES else 2 if schedule == "ZBVZeroBubble" else per_rank
+    if parallelism.pipeline_parallel_degree > 1 and per_rank != wanted:
+        others = '"Interleaved1F1B", "LoopedBFS" and "InterleavedZeroBubble" take any number'
+        reason = f"{schedule} is for {wanted} on each rank; {others}"
+        yield Problem(_PER_RANK, reason, per_rank, also=(_SCHEDULE,))
+
+
+def split_points_make_the_stages(config: JobConfig) -> Iterator[Problem]:
+    """Between so many stages there is one split point fewer."""
+    parallelism = config.parallelism
+    points, stages = parallelism.pipeline_parallel_split_points, num_stages(parallelism)
+    if parallelism.pipeline_parallel_degree > 1 and points and len(points) != stages - 1:
+        reason = (
+            f"divides into {len(points) + 1} stages, and there are {stages} "
+            f"({parallelism.pipeline_parallel_degree} ranks x {stages_per_rank(parallelism)} on each); "
+            f"name {stages - 1}, or none for an even division"
+        )
+        yield Problem(_SPLIT, reason, list(points), also=(_PIPELINE, _PER_RANK, _SCHEDULE))
+
+
+def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
+    """Every stage of a Llama has a layer of its own, unless the job says where to cut; tied embeddings cannot be cut
+    apart."""
+    if config.parallelism.pipeline_parallel_degree == 1 or config.model.name != "llama3":
+        return
+    try:
+        args = resolve_args(config.model.name, config.model.flavor, config.model.args)
+    except (KeyError, ValueError):  # what is wrong with them is said elsewhere
+        return
+    degree, layers = config.parallelism.pipeline_parallel_degree, int(getattr(args, "n_layers"))  # noqa: B009
+    also: tuple[KeyPath, ...] = (_SCHEDULE, _PER_RANK, ("model", "flavor"), ("model", "args"))
+    if layers < num_stages(config.parallelism) and not config.parallelism.pipeline_parallel_split_points:
+        yield Problem(_PIPELINE, too_few_layers(config.parallelism, layers), degree, also=also)
+    if getattr(args, "tie_embeddings"):  # noqa: B009
+        reason = (
+            "puts the embeddings and the output layer, which share one weight (tie_embeddings), on different stages; "
+            "set model.args.tie_embeddings = false, or 1 (FSDP2 and tensor parallelism take tied weights)"
+        )
+        yield Problem(_PIPELINE, reason, degree, also=also)
+
+
+def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
+    """Where the number of microbatches is known without the number of ranks."""
+    parallelism, training = config.parallelism, config.training
+    shard = parallelism.data_parallel_shard_degree
+    if training.global_batch_size is None:
+        microbatches, also = 1, (_SCHEDULE, _PIPELINE)
+    elif shard == -1:
+        return
+    else:
+        per_round = training.local_batch_size * prod((shard, parallelism.data_parallel_replicate_degree))
+        if training.global_batch_size % per_round:
+            return  # said where ranks and batches are divided
+        microbatches, also = training.global_batch_size // per_round, (_SCHEDULE, _PIPELINE)
+    reason = misfit_of_microbatches(parallelism, microbatches)
+    if reason is not None:
+        yield Problem(_BATCH, reason, training.global_batch_size, also=also)
+
+
+def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
+    """FSDP2 reduces gradients where a backward ends, and a backward in two parts has no such place."""
+    accumulation, schedule = config.gradient_accumulation, config.parallelism.pipeline_parallel_schedule
+    if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES:
+        return
+    why = f"{schedule} computes the gradients of weights apart, when others are under way"
+    if accumulation.mode not in ("deferred", "auto"):
+        reason = f'{why}, so that they can only be reduced once a step; set "deferred", or take Interleaved1F1B'
+        yield Problem(("gradient_accumulation", "mode"), reason, accumulation.mode, also=(_SCHEDULE,))
+    elif accumulation.mode == "deferred" and not accumulation.keep_params_unsharded:
+        reason = f"{why}, for which the parameters must stay gathered; set true, or take Interleaved1F1B"
+        key: KeyPath = ("gradient_accumulation", "keep_params_unsharded")
+        value = bool(accumulation.keep_params_unsharded)
+        yield Problem(key, reason, value, also=(_SCHEDULE, ("gradient_accumulation", "mode")))
+
+
+def split_backward_recomputes_whole_modules(config: JobConfig) -> Iterator[Problem]:
+    """What selective recomputation keeps by operation, it gives out once."""
+    recomputation, schedule = config.activation_checkpoint, config.parallelism.pipeline_parallel_schedule
+    if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES:
+        return
+    mode: KeyPath = ("activation_checkpoint", "mode")
+    why = f"keeps results for one backward, and {schedule} goes through a module twice"
+    if recomputation.mode == "selective" and recomputation.selective_ac_option == "op":
+        key: KeyPath = ("activation_checkpoint", "selective_ac_option")
+        yield Problem(key, f'{why}; set a number, mode = "full", or take Interleaved1F1B', "op", also=(_SCHEDULE, mode))
+    elif recomputation.mode == "auto":
+        reason = f'may choose selective op, which {why}; name a mode, such as "none" or "full"'
+        yield Problem(mode, reason, "auto", also=(_SCHEDULE,))
+
+
+def split_backward_is_not_compiled(config: JobConfig) -> Iterator[Problem]:
+    """The backward of a graph is one operation."""
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel_degree == 1 or not config.compile.enable:
+        return
+    if parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES:
+        reason = (
+            "computes the gradients of weights apart, and the backward of a compiled block is one graph; set "
+            '"Interleaved1F1B" or "1F1B", or compile.enable = false'
+        )
+        yield Problem(_SCHEDULE, reason, parallelism.pipeline_parallel_schedule, also=(("compile", "enable"),))
+
+
+SPLIT_BACKWARD_RULES = (split_backward_is_reduced_once, split_backward_recomputes_whole_modules)
+"""What these schedules ask of the modes."""
+
+PIPELINE_RULES = (
+    pipeline_options_have_a_pipeline,
+    stages_suit_the_schedule,
+    split_points_make_the_stages,
+    layers_suffice_for_the_stages,
+    microbatches_suit_the_schedule,
+    split_backward_is_not_compiled,
+)
+"""All others."""

@@ -1,0 +1,156 @@
+"""What a model's plan for tensor parallelism means for its modules, and whether it goes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import get_args
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from titan_launch.config.parallelism import ParallelismConfig
+from titan_launch.errors import ConfigError, KeyPath, Problem, did_you_mean
+from titan_launch.globs import matches
+from titan_launch.models.spec import TensorStyle
+from titan_launch.models.stages import PassThrough
+
+_DEGREE: KeyPath = ("parallelism", "tensor_parallel_degree")
+_SEQUENCE: KeyPath = ("parallelism", "sequence_parallel")
+_NAME: KeyPath = ("model", "name")
+
+_CLASSES: dict[str, type[nn.Module]] = {
+    "embedding": nn.Embedding,
+    "colwise": nn.Linear,
+    "rowwise": nn.Linear,
+    "head": nn.Linear,
+}
+"""What a style is for; others are for any module."""
+
+_DIVIDED_AXIS = {"embedding": 0, "colwise": 0, "rowwise": 1, "head": 0}
+"""The axis of the weight that a style divides."""
+
+
+def style_by_module(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
+    """The style of every module that a glob matches, by path; the first glob that matches wins. Of a pipeline stage:
+    of the modules that are there."""
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, PassThrough):
+            continue
+        style = next((style for pattern, style in styles.items() if matches(pattern, path)), None)
+        if style is not None:
+            found[path] = style
+    return found
+
+
+def check_tensor_plan(
+    model: nn.Module, styles: Mapping[str, TensorStyle] | None, parallelism: ParallelismConfig
+) -> None:
+    """Raise ConfigError for everything that keeps a whole model on the meta device from being divided by its plan."""
+    if parallelism.tensor_parallel_degree == 1:
+        return
+    problems = list(_problems(model, styles, parallelism))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _problems(
+    model: nn.Module, styles: Mapping[str, TensorStyle] | None, parallelism: ParallelismConfig
+) -> Iterator[Problem]:
+    degree = parallelism.tensor_parallel_degree
+    if not styles:
+        reason = (
+            "the model declares no plan for tensor parallelism (an attribute tensor_parallel of the module: globs of "
+            "its modules, and how each is divided; see docs/parallelism.md); declare one, or set 1"
+        )
+        yield Problem(_DEGREE, reason, degree)
+        return
+    unusable = [*_unknown_styles(styles), *_unmatched(model, styles)]
+    if unusable:
+        yield from unusable
+        return
+    found = style_by_module(model, styles)
+    for path, style in found.items():
+        yield from _misfits(path, model.get_submodule(path), style, degree)
+    yield from _left_out(model, found)
+    yield from _divided_ties(model, found)
+    if "head" not in found.values():
+        yield Problem(_NAME, 'its plan for tensor parallelism has no module of the style "head": the one of the logits')
+    if parallelism.sequence_parallel:
+        yield from _not_by_sequence(model, found)
+
+
+def _unknown_styles(styles: Mapping[str, TensorStyle]) -> Iterator[Problem]:
+    known = get_args(TensorStyle)
+    for pattern, style in styles.items():
+        if style not in known:
+            reason = f'tensor_parallel["{pattern}"] = {style!r} is no style{did_you_mean(str(style), known)}'
+            yield Problem(_NAME, f"{reason} ({', '.join(known)})")
+
+
+def _unmatched(model: nn.Module, styles: Mapping[str, TensorStyle]) -> Iterator[Problem]:
+    paths = [path for path, _ in model.named_modules()]
+    for pattern in styles:
+        if not any(matches(pattern, path) for path in paths):
+            yield Problem(
+                _NAME, f'tensor_parallel["{pattern}"] matches no module of the model{did_you_mean(pattern, paths)}'
+            )
+
+
+def _misfits(path: str, module: nn.Module, style: TensorStyle, degree: int) -> Iterator[Problem]:
+    wanted = _CLASSES.get(style)
+    if wanted is None:
+        return
+    if not isinstance(module, wanted):
+        reason = f'{path} is a {type(module).__name__}, and its style for tensor parallelism, "{style}", is for an '
+        yield Problem(_NAME, f"{reason}nn.{wanted.__name__}")
+        return
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    size = weight.shape[_DIVIDED_AXIS[style]]
+    if size % degree:
+        reason = f'{path} ("{style}") has {size} {_what_is_divided(style)}, not a multiple of {degree}'
+        yield Problem(_DEGREE, f"{reason}; set a divisor", degree, also=(("model", "args"),))
+
+
+def _what_is_divided(style: TensorStyle) -> str:
+    return {"embedding": "rows", "rowwise": "input features"}.get(style, "output features")
+
+
+def _left_out(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
+    """Modules with parameters and without a style: whether ranks see the same activations there is not known."""
+    owners = (
+        path for path, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None
+    )
+    paths = [path for path in owners if found.get(path) in (None, "input")]
+    if paths:
+        more = f", and {len(paths) - 1} others, which have" if len(paths) > 1 else ", which has"
+        reason = (
+            f"its plan for tensor parallelism leaves out {paths[0] or 'the model itself'}{more} parameters; "
+            'add it ("sequence" is for what works on each token by itself)'
+        )
+        yield Problem(_NAME, reason)
+
+
+def _divided_ties(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
+    """A tied parameter is one tensor, divided in one way."""
+    first: dict[int, str] = {}
+    for path, style in found.items():
+        for name, parameter in model.get_submodule(path)._parameters.items():
+            if parameter is None:
+                continue
+            other = first.setdefault(id(parameter), path)
+            if _DIVIDED_AXIS.get(found[other]) != _DIVIDED_AXIS.get(style):
+                reason = f'{other} ("{found[other]}") and {path} ("{style}") share the parameter {name}, which their '
+                yield Problem(_NAME, f"{reason}styles for tensor parallelism divide in different ways")
+
+
+def _not_by_sequence(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
+    """Sequence parallelism begins at an embedding, and a rank sees a part of the tokens."""
+    if "embedding" not in found.values():
+        reason = 'the plan has no module of the style "embedding", at which the tokens are divided; set false'
+        yield Problem(_SEQUENCE, reason, True)
+    norms = [path for path, style in found.items() if isinstance(model.get_submodule(path), _BatchNorm)]
+    if norms:
+        reason = f"{norms[0]} is a BatchNorm, whose statistics would be those of a part of the tokens; set false"
+        yield Problem(_SEQUENCE, reason, True, also=(("model", "args"),))

@@ -1,0 +1,133 @@
+"""One optimizer of several algorithms, and of several dtypes: AdamW and Muon, over the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from titan_launch.config.optimizer import OptimizerConfig
+from titan_launch.optim.adamw import update_adamw
+from titan_launch.optim.groups import Group
+from titan_launch.optim.muon import Matrix, update_muon
+from titan_launch.optim.shards import Shard, mask_gradients, shard_of, share_kept
+
+
+class MixedOptimizer(Optimizer):
+    """AdamW for some groups, Muon for others. AdamW is PyTorch's, but where `is_mixed` says so: then moments,
+    parameters and masters have dtypes of their own.
+
+    The state of a parameter: `step`; `exp_avg` and `exp_avg_sq` (AdamW) or `momentum_buffer` (Muon); `master` where it
+    has one. But for the step they are DTensors like the parameter. Whether a step is left out is read from `found_inf`,
+    as PyTorch's fused optimizers do: see `titan_launch.optim.skip`.
+    """
+
+    def __init__(self, groups: Sequence[Group], config: OptimizerConfig, *, is_mixed: bool, seed: int):
+        """`seed`: of stochastic rounding."""
+        self._config = config
+        self._is_mixed = is_mixed
+        self._seed = seed if config.rounding == "stochastic" else None
+        self._names = {p: name for group in groups for name, p in group.parameters.items()}
+        super().__init__([as_param_group(group) for group in groups], {"lr": config.lr})
+
+    @property
+    def reads_found_inf(self) -> bool:
+        """Whether it is decided on the device that a step is left out."""
+        has_adamw = any(group["algorithm"] == "AdamW" for group in self.param_groups)
+        return self._is_mixed or not has_adamw or self._config.implementation == "fused"
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step of every parameter that has a gradient. Collective where there are matrices for Muon."""
+        assert closure is None, "nothing here evaluates the model"
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        left_out = None if found_inf is None else found_inf != 0
+        matrices = []
+        for group in self.param_groups:
+            if group["algorithm"] == "Muon":
+                matrices += [Matrix(shard, group["lr"], group["weight_decay"]) for shard in self._shards(group)]
+            elif self._is_mixed:
+                self._step_mixed(group, left_out)
+            else:
+                self._step_plain(group, found_inf)
+        if matrices:
+            left_out = _on_device(left_out, matrices[0].shard)
+            mask_gradients([matrix.shard for matrix in matrices], left_out)
+            update_muon(matrices, self._config.muon, share_kept(left_out, matrices[0].shard.parameter.device))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state as it is. (PyTorch's casts all of it to the dtypes of the parameters.)"""
+        super().load_state_dict({**state_dict, "state": {}})
+        given, own = (
+            list(chain.from_iterable(group["params"] for group in groups))
+            for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        for key, parameter in zip(given, own, strict=True):
+            if key in state_dict["state"]:
+                self.state[parameter] = dict(state_dict["state"][key])
+
+    def _step_mixed(self, group: dict[str, Any], left_out: Tensor | None) -> None:
+        shards = list(self._shards(group))
+        if shards:
+            left_out = _on_device(left_out, shards[0])
+            mask_gradients(shards, left_out)
+            kept = share_kept(left_out, shards[0].parameter.device)
+            betas = (self._config.beta1, self._config.beta2)
+            update_adamw(shards, group["lr"], group["weight_decay"], betas, self._config.eps, kept)
+
+    def _step_plain(self, group: dict[str, Any], found_inf: Tensor | None) -> None:
+        shards = list(self._shards(group))
+        implementation = self._config.implementation
+        adamw(
+            [shard.parameter for shard in shards],
+            [shard.gradient for shard in shards],
+            [shard.state["exp_avg"] for shard in shards],
+            [shard.state["exp_avg_sq"] for shard in shards],
+            [],
+            [shard.state["step"] for shard in shards],
+            foreach=implementation == "foreach",
+            fused=implementation == "fused",
+            found_inf=found_inf,
+            amsgrad=False,
+            beta1=self._config.beta1,
+            beta2=self._config.beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=self._config.eps,
+            maximize=False,
+        )
+
+    def _shards(self, group: Mapping[str, Any]) -> Iterator[Shard]:
+        """Of the parameters with a gradient; their state is made where it is not there yet."""
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                if not state:
+                    state.update(self._initial_state(parameter, group["algorithm"]))
+                yield shard_of(self._names[parameter], parameter, state, self._seed)
+
+    def _initial_state(self, parameter: nn.Parameter, algorithm: str) -> dict[str, Tensor]:
+        config = self._config
+        on_host = algorithm == "AdamW" and not self._is_mixed and config.implementation != "fused"
+        state = {"step": torch.zeros((), device="cpu" if on_host else parameter.device)}
+        dtype = parameter.dtype if config.state_dtype is None else getattr(torch, config.state_dtype)
+        names = ("momentum_buffer",) if algorithm == "Muon" else ("exp_avg", "exp_avg_sq")
+        state |= {name: torch.zeros_like(parameter, dtype=dtype) for name in names}
+        if config.master_weights and parameter.dtype == torch.bfloat16:
+            state["master"] = parameter.detach().float()
+        return state
+
+
+def as_param_group(group: Group) -> dict[str, Any]:
+    """A group as PyTorch's optimizers take it."""
+    return {"name": group.name, "params": list(group.parameters.values()), **group.settings._asdict()}
+
+
+def _on_device(left_out: Tensor | None, shard: Shard) -> Tensor | None:
+    """Where the shards are: with offloaded parameters, the host, which then waits."""
+    return None if left_out is None else left_out.to(shard.parameter.device)

@@ -1,0 +1,106 @@
+"""Muon (K. Jordan, 2024; arXiv:2502.16982) over sharded matrices: each is put together on one rank, once a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_launch.config.optimizer import MuonConfig
+from titan_launch.optim.exchange import Division, division_of
+from titan_launch.optim.shards import Shard
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic polynomial: chosen for its slope at 0, so that small singular values grow fast."""
+
+_EPS = 1e-7
+
+
+class Matrix(NamedTuple):
+    """A parameter to be updated, with the settings of its group."""
+
+    shard: Shard
+    lr: float
+    weight_decay: float
+
+
+def update_muon(matrices: Sequence[Matrix], config: MuonConfig, kept: Tensor) -> None:
+    """One step. Collective over the ranks that share the matrices, all of which have the same ones in the same order.
+
+    `kept`: 1, or 0 where nothing is to change, in which case the gradients must be 0. Nothing waits for the device.
+    """
+    for division, batch in _batches(matrices):
+        _update(division, batch, config, kept)
+
+
+def _update(division: Division, batch: Sequence[Matrix], config: MuonConfig, kept: Tensor) -> None:
+    shapes = [matrix.shard.whole.shape for matrix in batch]
+    whole = division.gather([_direction(matrix.shard, config, kept) for matrix in batch], shapes)
+    if whole is not None:
+        whole = orthogonalized(whole, config.ns_steps).mul_(kept)
+    updates = division.scatter(whole, shapes)
+    del whole
+    for matrix, update in zip(batch, updates, strict=True):
+        _apply(matrix, update, config, kept)
+
+
+def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
+    """The matrix with singular values near 1, in bfloat16: `steps` Newton-Schulz iterations of a quintic.
+
+    They run on the smaller of the two products with the transpose, after division by the Frobenius norm. `matrix` is
+    used up.
+    """
+    a, b, c = _COEFFICIENTS
+    x = matrix.bfloat16()
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.T if is_tall else x
+    x.div_(x.norm().clamp(min=_EPS))
+    result, gram = torch.empty_like(x), x.new_empty(len(x), len(x))
+    polynomial = torch.empty_like(gram)
+    for _ in range(steps):  # into the same four buffers
+        torch.mm(x, x.T, out=gram)
+        torch.addmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        torch.addmm(x, polynomial, x, beta=a, out=result)
+        x, result = result, x
+    return x.T if is_tall else x
+
+
+def scale_of_update(config: MuonConfig, rows: int, columns: int) -> float:
+    """What the learning rate of a matrix is multiplied by: see `optimizer.muon.adjust_lr_fn`."""
+    if config.adjust_lr_fn == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+def _batches(matrices: Sequence[Matrix]) -> Iterator[tuple[Division, list[Matrix]]]:
+    """As many matrices as ranks share them, one for each to put together; those of one size together, since the ranks
+    wait for each other."""
+    divided_alike: dict[Division, list[Matrix]] = {}
+    for matrix in sorted(matrices, key=lambda matrix: matrix.shard.whole.numel(), reverse=True):
+        divided_alike.setdefault(division_of(matrix.shard.whole), []).append(matrix)
+    for division, group in divided_alike.items():
+        for start in range(0, len(group), division.size):
+            yield division, group[start : start + division.size]
+
+
+def _direction(shard: Shard, config: MuonConfig, kept: Tensor) -> Tensor:
+    """The momentum after this step's gradient, in bfloat16; the state has it too."""
+    shard.state["step"].add_(kept)
+    gradient, momentum = shard.gradient.float(), shard.state["momentum_buffer"].float()
+    momentum.lerp_(gradient, ((1 - config.momentum) * kept).float())
+    direction = gradient.lerp(momentum, config.momentum) if config.nesterov else momentum
+    direction = direction.to(torch.bfloat16, copy=True)
+    shard.write(momentum_buffer=momentum)
+    return direction
+
+
+def _apply(matrix: Matrix, update: Tensor, config: MuonConfig, kept: Tensor) -> None:
+    shard = matrix.shard
+    rows, columns = shard.whole.shape
+    parameter = shard.master
+    parameter.mul_(1 - matrix.lr * matrix.weight_decay * kept)
+    parameter.add_(update.to(parameter.device), alpha=-matrix.lr * scale_of_update(config, rows, columns))
+    shard.write(parameter=parameter)

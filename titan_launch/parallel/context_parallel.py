@@ -1,0 +1,81 @@
+"""Context parallelism: every sequence divided over ranks, and PyTorch's ring attention (arXiv:2310.01889) over them.
+
+Samples, and the buffers along the sequence, are divided once, so that whatever works token by token needs nothing else.
+Only attention sees more than a rank's tokens: keys and values of the other ranks come to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._context_parallel import _attention
+
+from titan_launch.config.parallelism import ParallelismConfig
+from titan_launch.data.sequence_part import SequencePart
+from titan_launch.errors import config_error
+from titan_launch.models.context_plan import buffers_along_sequence
+from titan_launch.patches import replaced
+
+
+def sequence_part(mesh: DeviceMesh | None, parallelism: ParallelismConfig) -> SequencePart | None:
+    """The part of every sequence that this rank has, of the ranks of `mesh`; None where each has whole ones."""
+    if mesh is None:
+        return None
+    return SequencePart(mesh.get_local_rank(), mesh.size(), parallelism.context_parallel_load_balance)
+
+
+def divide_buffers(model: nn.Module, axes: Mapping[str, int], part: SequencePart, seq_len: int) -> None:
+    """Leave of the buffers along the sequence the rows of this rank's tokens, in place: positions are right then.
+
+    `axes`: what the model declares (`ModelSpec.context_parallel`), which `check_context_plan` has let pass.
+    """
+    for module, name, axis in buffers_along_sequence(model, axes).values():
+        whole = module._buffers[name]
+        assert isinstance(whole, Tensor)
+        module._buffers[name] = part.of(whole.narrow(axis, 0, seq_len), axis).clone()
+
+
+@contextmanager
+def ring_attention(mesh: DeviceMesh, parallelism: ParallelismConfig, device: torch.device) -> Iterator[None]:
+    """Let `F.scaled_dot_product_attention` with `is_causal=True` attend to the whole sequences that the ranks of `mesh`
+    share, in forward and backward, until the end of the block; it and DTensor's dispatcher are PyTorch's to replace.
+
+    Raises ConfigError where PyTorch has no ring attention for the device.
+    """
+    _check_device(device, mesh.size())
+    # PyTorch decides by a setting of its own, and by the length of a buffer that it divides: any will do.
+    options = _attention._cp_options
+    before = options.enable_load_balance, options.rotate_method
+    options.enable_load_balance = parallelism.context_parallel_load_balance
+    options.rotate_method = _ROTATION[parallelism.context_parallel_rotate_method]
+    divided = torch.empty(2 * mesh.size(), device=device)
+    ring = context_parallel(mesh, buffers=[divided], buffer_seq_dims=[0], no_restore_buffers={divided})
+    on_meta = F.scaled_dot_product_attention
+    ring.__enter__()
+    try:
+        with replaced(F, "scaled_dot_product_attention", _by_device(F.scaled_dot_product_attention, on_meta)):
+            yield
+    finally:
+        ring.__exit__(None, None, None)  # before torch 2.13 it ends nothing when it is told of an exception
+        options.enable_load_balance, options.rotate_method = before
+
+
+def _by_device(attention: Callable[..., Tensor], on_meta: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`attention`, but for tensors without numbers: of these only a rank's own shapes are wanted."""
+    return lambda q, *args, **kwargs: (on_meta if q.is_meta else attention)(q, *args, **kwargs)
+
+
+def _check_device(device: torch.device, degree: int) -> None:
+    if device.type == "cpu" and _CPU_KERNEL not in _attention.custom_ops:
+        reason = "PyTorch's ring attention has no kernels for the CPU; train on GPUs, or set 1"
+        raise config_error(("parallelism", "context_parallel_degree"), reason, degree, also=(("job", "device"),))
+
+
+_ROTATION = {"allgather": _attention._RotateMethod.ALL_GATHER, "alltoall": _attention._RotateMethod.ALL_TO_ALL}
+_CPU_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

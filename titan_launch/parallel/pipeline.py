@@ -1,0 +1,204 @@
+"""Pipeline stages: a model cut apart and wrapped, and what travels between the stages.
+
+A rank may hold several stages (interleaved and zero-bubble schedules). Each is wrapped by FSDP2 as a model of its own,
+and run as one. What is done to all that a rank holds (initial values, the optimizer, checkpoints) is done to the model
+that they share, which has everything under its full name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan_launch.errors import ConfigError, config_error
+from titan_launch.fsdp_state import roots, set_roots
+from titan_launch.models.stages import cut
+from titan_launch.parallel.fsdp import cast_inputs, cast_outputs
+from titan_launch.parallel.mesh import Mesh
+from titan_launch.plan.pipeline import parts_on_rank, stage_part
+from titan_launch.plan.types import ModelPlan, Stage, Unit
+from titan_launch.precision.policy import torch_dtype
+
+
+@dataclass(frozen=True)
+class LocalStage:
+    """A stage that this rank holds."""
+
+    stage: Stage
+    module: nn.Module
+    """What is run: the model with nothing in the place of the other stages' modules."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of a model, those of this rank among them, and what travels between them."""
+
+    plan: ModelPlan
+    """Of the whole model."""
+
+    local: tuple[LocalStage, ...]
+    """In order."""
+
+    boundaries: Boundaries
+    group: dist.ProcessGroup
+    """The ranks along the pipeline."""
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank holds the last stage, and so computes the loss."""
+        return self.local[-1].stage.index == len(self.plan.stages) - 1
+
+
+def divide(
+    model: nn.Module, plan: ModelPlan, mesh: Mesh, token_shards: int, wrap: Callable[[nn.Module, ModelPlan], None]
+) -> None:
+    """Leave of a whole model on the meta device what this rank holds, in place, and let `wrap` prepare each stage.
+
+    `token_shards`: ranks that divide the tokens of the stream between layers (sequence parallelism).
+    """
+    assert mesh.pipeline is not None
+    rank = mesh.pipeline.get_local_rank()
+    boundaries = Boundaries(copy.deepcopy(model), plan, token_shards)
+    own = [stage for stage in plan.stages if stage.rank == rank]
+    others = [path for stage in plan.stages if stage.rank != rank for path in stage.modules]
+    modules = cut(model, [stage.modules for stage in own], others)
+    for stage, module in zip(own, modules, strict=True):
+        wrap(module, stage_part(plan, stage))
+    set_roots(model, modules)
+    local = tuple(LocalStage(stage, module) for stage, module in zip(own, modules, strict=True))
+    vars(model)[_PIPELINE] = Pipeline(plan, local, boundaries, mesh.pipeline.get_group())
+
+
+_PIPELINE = "_titan_launch_pipeline"
+
+
+def pipeline_of(model: nn.Module) -> Pipeline | None:
+    """The pipeline that a model was divided for; None where it is whole."""
+    return vars(model).get(_PIPELINE)
+
+
+def parts(model: nn.Module, plan: ModelPlan) -> list[tuple[nn.Module, ModelPlan]]:
+    """What this rank runs, each with what of the whole model's plan is for it: one for each stage, or the model."""
+    pipeline = pipeline_of(model)
+    rank = 0 if pipeline is None else pipeline.local[0].stage.rank
+    return list(zip(roots(model), parts_on_rank(plan, rank), strict=True))
+
+
+class Boundaries:
+    """What travels from stage to stage: shapes and dtypes, found by going through a copy of the model without numbers.
+
+    Every rank finds the same for itself, so that nobody has to ask the others.
+    """
+
+    def __init__(self, model: nn.Module, plan: ModelPlan, token_shards: int = 1):
+        """`model`: a copy on the meta device, not wrapped, which is given the dtypes that FSDP2 will compute in."""
+        _compute_as_planned(model, plan)
+        first = plan.units[-1].policy.input_dtype  # the root's
+        self._first_dtype = None if first is None else torch_dtype(first)
+        self._whole = model
+        self._stages = cut(model, [stage.modules for stage in plan.stages], ())
+        self._token_shards = token_shards
+        self._known: dict[tuple[torch.Size, torch.dtype], tuple[Tensor, ...]] = {}
+
+    def of(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        """The input of every stage, and the output of the last one, as tensors on the meta device.
+
+        `inputs`: of the model, a microbatch on one rank; only shape and dtype count. Raises ConfigError for a model
+        that is no chain.
+        """
+        key = (inputs.shape, inputs.dtype)
+        if key not in self._known:
+            self._known[key] = self._find(inputs)
+        return self._known[key]
+
+    @torch.no_grad()
+    def _find(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        x = torch.empty_like(inputs, device="meta")
+        if self._first_dtype is not None and x.is_floating_point():
+            x = x.to(self._first_dtype)
+        found = [x]
+        for index, stage in enumerate(self._stages):
+            found.append(self._run(stage, found[-1], f"stage {index}"))
+        if not self._known:
+            self._check_chain(self._run(self._whole, x, "the model"), found[-1])
+        return (found[0], *(self._on_one_rank(tensor) for tensor in found[1:-1]), found[-1])
+
+    def _check_chain(self, whole: Tensor, chained: Tensor) -> None:
+        """Raise ConfigError where one stage after another does not give what the model gives, as far as shapes tell."""
+        if whole.shape != chained.shape:
+            reason = (
+                "its pipeline_chain is no chain: one stage after another gives outputs of the shape "
+                f"{tuple(chained.shape)}, and the whole model {tuple(whole.shape)}; modules around those of the chain "
+                "must do nothing to what these hand on"
+            )
+            raise config_error(("model", "name"), reason)
+
+    def _run(self, module: nn.Module, x: Tensor, what: str) -> Tensor:
+        try:
+            y = module(x)
+        except ConfigError:
+            raise
+        except Exception as error:
+            reason = (
+                f"pipeline parallelism goes through the model on the meta device, and {what} fails there: "
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; see pipeline_chain in "
+                "docs/parallelism.md"
+            )
+            raise config_error(("model", "name"), reason) from error
+        if not isinstance(y, Tensor):
+            reason = f"{what} must return one tensor to go through a pipeline; it returns a {type(y).__name__}"
+            raise config_error(("model", "name"), reason)
+        return y
+
+    def _on_one_rank(self, tensor: Tensor) -> Tensor:
+        """What a rank has of what is between two stages, `(batch, tokens, features)` under sequence parallelism."""
+        return tensor if self._token_shards == 1 else tensor.chunk(self._token_shards, dim=1)[0]
+
+
+def _compute_as_planned(model: nn.Module, plan: ModelPlan) -> None:
+    """Give a model the dtypes that FSDP2 gathers parameters in, and its casts at the boundaries of units."""
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                cast = parameter.detach().to(torch_dtype(plan.unit_of[path].compute_dtype))
+                module._parameters[name] = nn.Parameter(cast, parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                dtype = plan.buffer_dtypes.get(f"{path}.{name}" if path else name)
+                module._buffers[name] = buffer if dtype is None else buffer.to(torch_dtype(dtype))
+    for unit in plan.units[:-1]:
+        _cast_at_boundaries(model, unit)
+
+
+def _cast_at_boundaries(model: nn.Module, unit: Unit) -> None:
+    for path in unit.modules:
+        module = model.get_submodule(path)
+        if unit.policy.input_dtype is not None:
+            cast_inputs(module, torch_dtype(unit.policy.input_dtype))
+        if unit.policy.output_dtype is not None:
+            cast_outputs(module, torch_dtype(unit.policy.output_dtype))
+
+
+def run_forward(pipeline: Pipeline, inputs: Tensor, device: torch.device) -> Tensor | None:
+    """A forward through all stages without a backward, microbatch by microbatch; collective over the pipeline.
+
+    `inputs`: a microbatch of the model, the same on the ranks along the pipeline. Returns the last stage's output on
+    the rank that holds it, and None on the others, which go on as soon as theirs is taken.
+    """
+    rank_of = {stage.index: stage.rank for stage in pipeline.plan.stages}
+    boundaries = pipeline.boundaries.of(inputs)
+    x, last = inputs, len(rank_of) - 1
+    for local in pipeline.local:
+        index = local.stage.index
+        if index and rank_of[index - 1] != local.stage.rank:
+            x = torch.empty_like(boundaries[index], device=device)
+            dist.recv(x, group=pipeline.group, group_src=rank_of[index - 1])
+        x = local.module(x)
+        if index < last and rank_of[index + 1] != local.stage.rank:
+            dist.send(x.contiguous(), group=pipeline.group, group_dst=rank_of[index + 1])
+    return x if pipeline.has_last else None

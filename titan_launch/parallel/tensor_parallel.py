@@ -1,0 +1,128 @@
+"""Tensor parallelism (arXiv:1909.08053): the matrices of a model divided over ranks, by the plan that it declares.
+
+Between the divided matrices runs the stream: activations (batch, tokens, features) that every rank holds whole or, with
+sequence parallelism (arXiv:2205.05198), for its part of the tokens. All parameters become DTensors on the mesh, also
+those that every rank holds whole: plain tensors beside DTensors can be neither clipped nor updated together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from titan_launch.config.parallelism import ParallelismConfig
+from titan_launch.models.spec import TensorStyle
+from titan_launch.models.tensor_plan import style_by_module
+
+TOKENS, FEATURES = 1, -1
+"""The axes of activations and logits that are divided."""
+
+
+def apply_tensor_parallel(
+    model: nn.Module, styles: Mapping[str, TensorStyle], mesh: DeviceMesh, parallelism: ParallelismConfig
+) -> None:
+    """Divide a model on the meta device over the ranks of `mesh`, in place; nothing is allocated or communicated.
+
+    `styles`: the model's plan (`ModelSpec.tensor_parallel`), which `check_tensor_plan` has let pass. Tied parameters
+    stay tied. With `loss_parallel` the model returns a DTensor, which `titan_launch.loss` takes.
+    """
+    ties = _ties(model)
+    appliers = _appliers(mesh, parallelism)
+    for path, style in style_by_module(model, styles).items():
+        appliers[style](model.get_submodule(path))
+    for (owner, name), others in ties:
+        for module, other in others:
+            module.register_parameter(other, owner._parameters[name])
+
+
+def token_shards(parallelism: ParallelismConfig) -> int:
+    """Ranks that divide the tokens of the stream between layers."""
+    return parallelism.tensor_parallel_degree if parallelism.sequence_parallel else 1
+
+
+def _appliers(mesh: DeviceMesh, parallelism: ParallelismConfig) -> dict[TensorStyle, Callable[[nn.Module], object]]:
+    """What is done to a module, by its style."""
+    stream: Placement = Shard(TOKENS) if parallelism.sequence_parallel else Replicate()
+    whole, part = Replicate(), Shard(FEATURES)
+
+    def apply(style: ParallelStyle) -> Callable[[nn.Module], object]:
+        return lambda module: parallelize_module(module, mesh, style, src_data_rank=None)
+
+    return {
+        "embedding": apply(RowwiseParallel(input_layouts=whole, output_layouts=stream)),
+        "sequence": lambda module: _keep_whole(module, mesh, Partial() if parallelism.sequence_parallel else whole),
+        "input": lambda module: _gather_input(module, mesh, stream),
+        "colwise": apply(ColwiseParallel()),
+        "heads": lambda module: _keep_whole(module, mesh, Partial()),
+        "rowwise": apply(RowwiseParallel(output_layouts=stream)),
+        "head": apply(
+            ColwiseParallel(
+                input_layouts=stream,
+                output_layouts=part if parallelism.loss_parallel else whole,
+                use_local_output=not parallelism.loss_parallel,
+            )
+        ),
+    }
+
+
+def _gather_input(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
+    """Give a module the whole stream as its first input: a DTensor, so that the gradients which several matrices leave
+    on it are added up before they are communicated, once."""
+
+    def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *rest = args
+        return DTensor.from_local(x, mesh, [stream], run_check=False).redistribute(placements=[Replicate()]), *rest
+
+    module.register_forward_pre_hook(gather)
+
+
+def _keep_whole(module: nn.Module, mesh: DeviceMesh, gradient: Placement) -> None:
+    """Keep a module's own parameters whole on every rank, and let it compute with plain tensors as it always does.
+
+    `gradient`: `Partial` where ranks see different activations, so that their gradients are summed; `Replicate` where
+    they see the same.
+    """
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            whole = distribute_tensor(parameter.data, mesh, [Replicate()], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))
+
+    def forward(*args: Any, **kwargs: Any) -> Any:  # no `partial`: the compiler would make a graph for each module
+        with _local_parameters(module, gradient):
+            return type(module).forward(module, *args, **kwargs)  # the class may be another by then: BatchNorm's is
+
+    module.forward = forward
+
+
+@contextmanager
+def _local_parameters(module: nn.Module, gradient: Placement) -> Iterator[None]:
+    parameters = dict(module._parameters)
+    try:
+        module._parameters.update({name: _local(p, gradient) for name, p in parameters.items()})
+        yield
+    finally:
+        module._parameters.update(parameters)
+
+
+def _local(parameter: Tensor | None, gradient: Placement) -> Any:
+    return parameter.to_local(grad_placements=[gradient]) if isinstance(parameter, DTensor) else parameter
+
+
+Owner = tuple[nn.Module, str]
+"""A module, and the name of one of its parameters."""
+
+
+def _ties(model: nn.Module) -> list[tuple[Owner, list[Owner]]]:
+    """Parameters with several owners: the first of them, and the others."""
+    owners: dict[int, list[Owner]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module, name))
+    return [(first, others) for first, *others in owners.values() if others]

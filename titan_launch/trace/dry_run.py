@@ -1,0 +1,111 @@
+"""A start of a run without the run: what one rank of many would build, in a process of its own, without values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from titan_launch.config.compile import CompileConfig
+from titan_launch.config.job import JobConfig
+from titan_launch.models.build import build_model
+from titan_launch.models.init import allocate
+from titan_launch.optim.clip import clip_grad_norm
+from titan_launch.optim.groups import check_param_groups
+from titan_launch.optim.optimizer import build_optimizer
+from titan_launch.parallel.mesh import Mesh, build_mesh
+from titan_launch.parallel.pipeline import parts
+from titan_launch.plan.comparison import estimate_reserved, judge
+from titan_launch.plan.hardware import Hardware
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.report import format_batches
+from titan_launch.plan.table import format_gib
+from titan_launch.plan.types import ModelPlan
+from titan_launch.plan.wire import wire_bytes
+from titan_launch.trace.depth import trace_rank
+from titan_launch.trace.ranks import imagined_ranks
+from titan_launch.trace.silence import silence
+from titan_launch.trace.step import TracedStep
+from titan_launch.train.build import shard_model
+from titan_launch.train.plan import plan_precision
+
+
+def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) -> str:
+    """Build what a rank of a job builds, go through a step of it, and say what the rank holds.
+
+    The mesh, the units, the stages of a pipeline, the optimizer and its update are real, and whole; forward and
+    backward are those of a trace, in which equal blocks stand for each other. Data are not read, and nothing is
+    written. The job's modes are not `auto` any more. Raises ConfigError as a run would, before it allocates anything.
+    """
+    built = build_model(config.model, config.training.seq_len)
+    check_param_groups(built.module, config.optimizer, built.head)
+    plan = plan_precision(config, built)
+    with ExitStack() as stack:
+        stack.enter_context(silence())
+        stack.enter_context(imagined_ranks(layout.world_size, rank))
+        mesh = build_mesh(layout, "cpu")
+        model = shard_model(config, built, plan, mesh)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        allocate(model, torch.device("cpu"))
+        optimizer = build_optimizer(model, config.optimizer, built.head, config.training.seed)
+        _update(model, optimizer, mesh)
+        held = list(_what_it_holds(model, optimizer, plan, mesh))
+    eager = config.model_copy(update={"compile": CompileConfig()})  # compiling takes long, and tells nothing here
+    traced = trace_rank(eager, replace(plan, compiled=()), layout, hardware.kernels, rank)
+    lines = [format_batches(config, layout), *held, *_what_a_step_takes(traced, layout, hardware)]
+    return "\n".join([*lines, "nothing was trained, read or written"])
+
+
+def _update(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> None:
+    """Clip gradients, and update: of all parameters together, which is where those of a kind that does not go with the
+    others are found."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+    clip_grad_norm(model.parameters(), 1.0, mesh.pipeline_group)
+    optimizer.step()
+
+
+def _what_it_holds(model: nn.Module, optimizer: Optimizer, plan: ModelPlan, mesh: Mesh) -> Iterator[str]:
+    names, place = mesh.ranks.mesh_dim_names, mesh.ranks.get_coordinate()
+    assert names is not None and place is not None
+    degrees = zip(names, place, mesh.ranks.mesh.shape, strict=True)
+    where = ", ".join(f"{name} {index} of {degree}" for name, index, degree in degrees)
+    yield f"rank {torch.distributed.get_rank()}: {where}"
+    for stage in plan.stages:
+        if stage.rank == place[0]:
+            what = " .. ".join(dict.fromkeys((stage.modules[0], stage.modules[-1])))
+            yield f"stage {stage.index} of {len(plan.stages)}: {what}"
+    parameters = list(model.parameters())
+    num_units = sum(len(part.units) for _, part in parts(model, plan))
+    yield (
+        f"model: {plan.inventory.num_parameters:,} parameters; here {num_units} units and "
+        f"{sum(_local(p).numel() for p in parameters):,} elements of parameters, {_gib(parameters)}"
+    )
+    values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    yield f"optimizer: {len(optimizer.param_groups)} parameter groups, {_gib(values)} of state"
+
+
+def _what_a_step_takes(traced: TracedStep, layout: Layout, hardware: Hardware) -> Iterator[str]:
+    footprint, wire = traced.footprint, wire_bytes(traced.traffic, layout, hardware.gpus_per_node)
+    yield f"a step: {format_gib(footprint.peak_bytes)} GiB in use at its peak ({footprint.place})"
+    reserved = estimate_reserved(footprint, hardware)
+    verdict = judge(footprint, reserved, hardware)
+    if verdict is not None:
+        limit = f"{hardware.memory_gib:.4g} GiB ({hardware.memory_source})"
+        yield f"memory: about {format_gib(reserved)} GiB of {limit}: {verdict}"
+    yield f"sends: about {format_gib(wire.within)} GiB within a node and {format_gib(wire.across)} GiB across nodes"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _gib(tensors: Iterable[Tensor]) -> str:
+    return f"{format_gib(sum(_local(tensor).nbytes for tensor in tensors))} GiB"
