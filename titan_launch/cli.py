@@ -94,12 +94,17 @@ def _import_and_train(loaded: LoadedJob, stop: StopRequest) -> None:
 FAKE_OPTIONS = ("fake-world-size", "fake-rank")
 """Options for a dry run."""
 
+MOST_FAKE_RANKS = 16384
+"""The mesh lists every group of ranks, which takes minutes for more."""
+
 
 def _dry_run(arguments: _Arguments) -> int:
     """Start as one of many ranks that do not exist."""
     if "fake-world-size" not in arguments.options:
         raise UserError("error: --fake-rank is for a dry run; add --fake-world-size")
     world_size = _positive("--fake-world-size", arguments.options["fake-world-size"])
+    if world_size > MOST_FAKE_RANKS:
+        raise UserError(f"error: --fake-world-size {world_size}: at most {MOST_FAKE_RANKS} ranks can be imagined here")
     rank = arguments.options.get("fake-rank", "0")
     if not rank.isdecimal() or int(rank) >= world_size:
         raise UserError(f"error: --fake-rank {rank}: must be a whole number from 0 to {world_size - 1}")

@@ -194,32 +194,32 @@ def test_a_checkpoint_is_resumed_in_another_division(tmp_path: Path) -> None:
 
 
 class Pooled(nn.Module):
-    """Its forward does something between the modules of what it calls its chain."""
+    """Its forward is a chain, or not quite."""
 
     pipeline_chain = ("layers.*",)
 
-    def __init__(self, pools: bool = True) -> None:
+    def __init__(self, kind: str = "pooled") -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.pools = pools
+        self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.mean(1) if self.pools else x
+        for layer in self.layers if self.kind != "backwards" else reversed(self.layers):
+            x = layer(x) * 2 if self.kind == "doubled" else layer(x)
+        return x.mean(1) if self.kind == "pooled" else x
 
 
-def boundaries(model: str, **sections: Any) -> Boundaries:
+def boundaries(model: str, token_shards: int = 1, args: dict[str, Any] | None = None, **sections: Any) -> Boundaries:
     config = JobConfig.model_validate(
         {
-            "model": {"name": model},
+            "model": {"name": model, "args": args or {}},
             "gradient_accumulation": {"keep_params_unsharded": False},
             "parallelism": {"pipeline_parallel_degree": 2},
             **sections,
         }
     )
     built = build_model(config.model, 16)
-    return Boundaries(built.module, plan_precision(config, built))
+    return Boundaries(built.module, plan_precision(config, built), token_shards)
 
 
 def test_what_travels_has_the_dtypes_that_the_units_compute_in() -> None:
@@ -231,16 +231,27 @@ def test_what_travels_has_the_dtypes_that_the_units_compute_in() -> None:
         assert logits.shape[:2] == (3, 16)
 
 
+def test_what_is_received_has_no_gaps_where_tokens_are_divided() -> None:
+    _, between, _ = boundaries("llama3", token_shards=2).of(torch.zeros(3, 16, dtype=torch.int64))
+    assert tuple(between.shape) == (3, 8, 256)
+    assert between.is_contiguous()  # nothing else can be received into
+
+
 def test_a_model_that_is_no_chain_is_refused() -> None:
     assert len(boundaries("tests.parallel.test_pipeline:chain").of(torch.zeros(2, 3, 4))) == 3
-    with pytest.raises(ConfigError, match="is no chain: one stage after another gives outputs of the shape"):
-        boundaries("tests.parallel.test_pipeline:Pooled").of(torch.zeros(2, 3, 4))
+    for kind, message in {
+        "pooled": "the model returns something else than the output of layers.1 as it is",
+        "doubled": "layers.1 is given something else than the output of layers.0 as it is",
+        "backwards": "the model runs layers.1 where layers.0 comes next",
+    }.items():
+        with pytest.raises(ConfigError, match=f"is no chain: {message}"):
+            boundaries("tests.parallel.test_pipeline:Pooled", args={"kind": kind}).of(torch.zeros(2, 3, 4))
     with pytest.raises(ConfigError, match="stage 0 fails there: RuntimeError"):
         boundaries("tests.parallel.test_pipeline:chain").of(torch.zeros(2, 3, 5))
 
 
 def chain() -> Pooled:
-    return Pooled(pools=False)
+    return Pooled("chain")
 
 
 def test_stages_share_what_a_rank_holds() -> None:

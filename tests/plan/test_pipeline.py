@@ -108,12 +108,12 @@ def test_stages_go_round_or_there_and_back(schedule: str, ranks: list[int]) -> N
         (
             llama(3),
             {"pipeline_parallel_degree": 3, "pipeline_parallel_split_points": ["layers.2", "layers.1"]},
-            "split_points.1: a stage begins behind the one before it",
+            "split_points.1: does not come after",
         ),
         (
             llama(3),
             {"pipeline_parallel_degree": 2, "pipeline_parallel_split_points": ["tok_embeddings"]},
-            "split_points.0: the first stage begins there anyway",
+            "split_points.0: is where the first stage begins anyway",
         ),
         (
             llama(3, tie_embeddings=True),

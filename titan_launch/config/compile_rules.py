@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
+from titan_launch.config.compile import CompileConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.errors import KeyPath, Problem
 
@@ -15,6 +16,16 @@ _ENABLE: KeyPath = ("compile", "enable")
 _BACKEND: KeyPath = ("compile", "backend")
 _COMPONENTS: KeyPath = ("compile", "components")
 _TENSOR: KeyPath = ("parallelism", "tensor_parallel_degree")
+
+
+def compile_options_are_for_compile(config: JobConfig) -> Iterator[Problem]:
+    """How to compile is said only where it is done. (Defaults are let pass: a record has them.)"""
+    for key in (_BACKEND, _COMPONENTS):
+        name = str(key[-1])
+        value = getattr(config.compile, name)
+        if not config.compile.enable and value != CompileConfig.model_fields[name].default:
+            reason = "is for compile.enable = true; set that, or drop this key"
+            yield Problem(key, reason, list(value) if isinstance(value, tuple) else value, also=(_ENABLE,))
 
 
 def selective_option_is_for_selective(config: JobConfig) -> Iterator[Problem]:
@@ -101,6 +112,7 @@ def compiled_loss_is_computed_alone(config: JobConfig) -> Iterator[Problem]:
 
 
 COMPILE_RULES = (
+    compile_options_are_for_compile,
     selective_option_is_for_selective,
     modules_are_recomputed,
     budget_is_for_memory_budget,

@@ -87,6 +87,7 @@ def _build_users_own(config: ModelConfig, seq_len: int) -> BuiltModel:
     module = _call_factory(config, import_factory(config.name))
     _check_no_scalars(module)
     check_reset_parameters(module)
+    _check_declarations(module)
     count_flops = getattr(module, "flops_per_sample", None)
     return BuiltModel(
         module=module,
@@ -135,6 +136,26 @@ def _check_no_scalars(module: nn.Module) -> None:
     scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
     if scalars:
         raise ConfigError(Problem(("model", "name"), f"the parameter {name} {reason}") for name in scalars)
+
+
+def _check_declarations(module: nn.Module) -> None:
+    """Raise ConfigError for what a model says of itself in another form than it is read in."""
+    chain = getattr(module, "pipeline_chain", ())
+    problems = []
+    if not isinstance(chain, (tuple, list)) or not all(isinstance(pattern, str) for pattern in chain):
+        problems.append(f"pipeline_chain must be a tuple of globs; it is {chain!r}")
+    for name, kind in (("tensor_parallel", str), ("context_parallel", int)):
+        declared = getattr(module, name, None)
+        if declared is not None and not _is_table(declared, kind):
+            problems.append(f"{name} must be a dict of globs with a {kind.__name__} for each; it is {declared!r}")
+    if problems:
+        raise ConfigError(Problem(("model", "name"), f"its attribute {reason}") for reason in problems)
+
+
+def _is_table(declared: Any, kind: type) -> bool:
+    return isinstance(declared, Mapping) and all(
+        isinstance(key, str) and isinstance(value, kind) for key, value in declared.items()
+    )
 
 
 def find_blocks(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:

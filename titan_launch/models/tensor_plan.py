@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import get_args
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from titan_launch.config.model import ModelConfig
 from titan_launch.config.parallelism import ParallelismConfig
-from titan_launch.errors import ConfigError, KeyPath, Problem, did_you_mean
+from titan_launch.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean
 from titan_launch.globs import matches
 from titan_launch.models.spec import TensorStyle
 from titan_launch.models.stages import PassThrough
+from titan_launch.registry import user_traceback
 
 _DEGREE: KeyPath = ("parallelism", "tensor_parallel_degree")
 _SEQUENCE: KeyPath = ("parallelism", "sequence_parallel")
@@ -28,6 +32,26 @@ _CLASSES: dict[str, type[nn.Module]] = {
 
 _DIVIDED_AXIS = {"embedding": 0, "colwise": 0, "rowwise": 1, "head": 0}
 """The axis of the weight that a style divides."""
+
+
+_ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")
+
+
+@contextmanager
+def shapes_explained(model: ModelConfig, degree: int) -> Iterator[None]:
+    """Raise ConfigError where a forward of the user's own model fails because of shapes, which are others with tensor
+    parallelism; only the model can tell."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if degree == 1 or ":" not in model.name or not _ABOUT_SHAPES.search(str(error)):
+            raise
+        reason = (
+            f"fails with 1/{degree} of the heads and features on each rank: does its attribute tensor_parallel divide "
+            "what belongs together, are its shapes those of what arrives (-1, not the number of heads), and does the "
+            f"degree divide the heads? See docs/parallelism.md\n{user_traceback(error)}"
+        )
+        raise config_error(_NAME, reason, model.name, also=(_DEGREE,)) from error
 
 
 def style_by_module(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:

@@ -26,9 +26,10 @@ from titan_launch.precision.policy import cast_storage
 
 def parallelize(
     model: nn.Module,
-    styles: Mapping[str, TensorStyle] | None,
     plan: ModelPlan,
     mesh: Mesh,
+    *,
+    styles: Mapping[str, TensorStyle] | None,
     parallelism: ParallelismConfig,
     batchnorm: BatchNormConfig,
     statistics_group: dist.ProcessGroup | None,

@@ -24,7 +24,7 @@ class Mesh:
         dp_replicate  replicas of the model (HSDP)    gradients are all-reduced
         dp_shard      the parameters are sharded      all-gathered and reduce-scattered, unit by unit
         cp            the sequence is divided         keys and values travel, in every attention
-        tp            the matrices are divided        activations are gathered and summed, twice in every block
+        tp            the matrices are divided        activations are gathered and summed, four times a block
 
     The further in, the more is exchanged, and neighbouring ranks share a node. What is done over which axes:
 

@@ -8,8 +8,11 @@ that they share, which has everything under its full name.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,6 +104,7 @@ class Boundaries:
         first = plan.units[-1].policy.input_dtype  # the root's
         self._first_dtype = None if first is None else torch_dtype(first)
         self._whole = model
+        self._chain = [path for stage in plan.stages for path in stage.modules]
         self._stages = cut(model, [stage.modules for stage in plan.stages], ())
         self._token_shards = token_shards
         self._known: dict[tuple[torch.Size, torch.dtype], tuple[Tensor, ...]] = {}
@@ -125,18 +129,16 @@ class Boundaries:
         for index, stage in enumerate(self._stages):
             found.append(self._run(stage, found[-1], f"stage {index}"))
         if not self._known:
-            self._check_chain(self._run(self._whole, x, "the model"), found[-1])
+            self._check_chain(x)
         return (found[0], *(self._on_one_rank(tensor) for tensor in found[1:-1]), found[-1])
 
-    def _check_chain(self, whole: Tensor, chained: Tensor) -> None:
-        """Raise ConfigError where one stage after another does not give what the model gives, as far as shapes tell."""
-        if whole.shape != chained.shape:
-            reason = (
-                "its pipeline_chain is no chain: one stage after another gives outputs of the shape "
-                f"{tuple(chained.shape)}, and the whole model {tuple(whole.shape)}; modules around those of the chain "
-                "must do nothing to what these hand on"
-            )
-            raise config_error(("model", "name"), reason)
+    def _check_chain(self, x: Tensor) -> None:
+        """Raise ConfigError unless the whole model runs the modules of its chain in order, each on what the one before
+        has returned and nothing else, and returns what the last one does."""
+        links = _Links(self._chain, x)
+        with links.watched(self._whole):
+            y = self._run(self._whole, x, "the model")
+        links.end(y)
 
     def _run(self, module: nn.Module, x: Tensor, what: str) -> Tensor:
         try:
@@ -157,7 +159,51 @@ class Boundaries:
 
     def _on_one_rank(self, tensor: Tensor) -> Tensor:
         """What a rank has of what is between two stages, `(batch, tokens, features)` under sequence parallelism."""
-        return tensor if self._token_shards == 1 else tensor.chunk(self._token_shards, dim=1)[0]
+        part = tensor if self._token_shards == 1 else tensor.chunk(self._token_shards, dim=1)[0]
+        return part.contiguous()  # PyTorch receives into a tensor with the same strides, and takes no others
+
+
+class _Links:
+    """What the modules of a chain hand on, one after the other."""
+
+    def __init__(self, chain: Sequence[str], inputs: Tensor):
+        self._next = list(chain)
+        self._before = "the model's input"
+        self._handed_on: Any = inputs
+
+    @contextmanager
+    def watched(self, model: nn.Module) -> Iterator[None]:
+        """Follow a forward of a model, around the hooks that it has."""
+        handles = []
+        for path in self._next:
+            module = model.get_submodule(path)
+            handles.append(module.register_forward_pre_hook(partial(self._take, path), prepend=True))
+            handles.append(module.register_forward_hook(partial(self._give, path)))
+        yield
+        for handle in handles:
+            handle.remove()
+
+    def _take(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        expected = self._next.pop(0) if self._next else "the end"
+        if path != expected:
+            raise _no_chain(f"the model runs {path} where {expected} comes next")
+        if not args or args[0] is not self._handed_on:
+            raise _no_chain(f"{path} is given something else than {self._before} as it is")
+
+    def _give(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._handed_on, self._before = output, f"the output of {path}"
+
+    def end(self, output: Tensor) -> None:
+        """The forward is over, and returned this."""
+        if self._next:
+            raise _no_chain(f"the model does not run {self._next[0]}")
+        if output is not self._handed_on:
+            raise _no_chain(f"the model returns something else than {self._before} as it is")
+
+
+def _no_chain(reason: str) -> ConfigError:
+    advice = "each module must take what the one before it returns, and nothing may be done to it on the way"
+    return config_error(("model", "name"), f"its pipeline_chain is no chain: {reason}; {advice}")
 
 
 def _compute_as_planned(model: nn.Module, plan: ModelPlan) -> None:

@@ -96,8 +96,9 @@ def _given_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tuple
     starts = tuple(map(chain.index, points))
     for index, (before, start) in enumerate(pairwise((0, *starts))):
         if start <= before:
-            reason = "a stage begins behind the one before it" if index else "the first stage begins there anyway"
-            raise config_error((*_SPLIT, index), f"{reason}; the chain is {listed(chain, most=8)}", points[index])
+            reason = f"does not come after {points[index - 1]}" if index else "is where the first stage begins anyway"
+            advice = f"name modules in the order of the chain, each once ({listed(chain, most=8)})"
+            raise config_error((*_SPLIT, index), f"{reason}; {advice}", points[index])
     return starts
 
 

@@ -225,15 +225,15 @@ def shard_model(config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mes
     def wrap(module: nn.Module, plan: ModelPlan) -> None:
         parallelize(
             module,
-            built.tensor_parallel,
             plan,
             mesh,
-            config.parallelism,
-            config.batchnorm,
-            group,
-            config.activation_checkpoint,
-            config.compile,
-            config.training.enable_cpu_offload,
+            styles=built.tensor_parallel,
+            parallelism=config.parallelism,
+            batchnorm=config.batchnorm,
+            statistics_group=group,
+            recomputation=config.activation_checkpoint,
+            compilation=config.compile,
+            offloads=config.training.enable_cpu_offload,
         )
 
     if plan.stages:

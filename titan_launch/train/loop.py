@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from titan_launch.collective import on_all
 from titan_launch.errors import Stopped
+from titan_launch.models.tensor_plan import shapes_explained
 from titan_launch.optim.schedule import lr_factor, set_lr
 from titan_launch.parallel.batchnorm import largest_divergence, pool_running_statistics
 from titan_launch.parallel.pipeline import parts
@@ -100,8 +101,9 @@ def last_warm_up_step(run: Run) -> int:
 
 @contextmanager
 def failures_explained(run: Run) -> Iterator[None]:
-    """Run forwards and backwards: errors that dtypes explain are raised as ConfigError."""
+    """Run forwards and backwards: errors that dtypes, or divided matrices, explain are raised as ConfigError."""
     with ExitStack() as stack:
+        stack.enter_context(shapes_explained(run.config.model, run.layout.tensor))
         for module, plan in parts(run.model, run.plan):
             stack.enter_context(dtype_failures_explained(module, plan, run.config.precision))
         yield

@@ -183,7 +183,7 @@ class _Hidden(nn.Module):
         self.module = module
 
     def forward(self, *args: Any) -> Any:
-        return self.module(*args)
+        return self.module(*args).contiguous()  # what is sent must be
 
 
 def _with_gradient(tensor: Tensor) -> Tensor:
