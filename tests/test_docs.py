@@ -76,6 +76,8 @@ def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.Capture
             check_script(script, arguments)
         case ["tensorboard", "--logdir", "outputs"]:
             pass
+        case ["python", "-m", "tests.parallel.matrix", *arguments]:
+            check_benchmark("-m tests.parallel.matrix", arguments)
         case ["python", "-m", "titan_launch.config.reference"]:
             pass  # tests/config/test_schema.py runs what it does
         case _:
@@ -108,7 +110,7 @@ def plan(arguments: list[str]) -> str:
 
 def check_benchmark(script: str, arguments: list[str]) -> None:
     """The script exists, imports what it needs, and knows its options."""
-    command = [sys.executable, script, *arguments, "--help"]
+    command = [sys.executable, *script.split(), *arguments, "--help"]
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     usage = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     assert all(argument in usage for argument in arguments if argument.startswith("--"))

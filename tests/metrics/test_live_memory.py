@@ -13,6 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from tests.distributed import run_ranks
 from tests.train.jobs import sharded_model, tiny_job
 from titan_launch.config.job import JobConfig
+from titan_launch.loss import cross_entropy_sum
 from titan_launch.metrics.live_memory import track
 from titan_launch.optim.optimizer import build_optimizer
 from titan_launch.plan.footprint import Category, Ledger, Place
@@ -70,7 +71,7 @@ def train(mode: str) -> list[dict[str, int]]:
     for _ in range(2):
         ledger = a_ledger()
         with track(model, ledger, optimizer):
-            backward(model, tokens, tokens, valid, 1)
+            backward(model, tokens, tokens, valid, cross_entropy_sum)
             seen.append(named(ledger))
             optimizer.step()
             seen.append(named(ledger))

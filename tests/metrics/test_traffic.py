@@ -13,6 +13,7 @@ from tests.distributed import run_ranks
 from tests.train.jobs import planned_and_sharded, tiny_job
 from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.job import JobConfig
+from titan_launch.loss import cross_entropy_sum
 from titan_launch.metrics.traffic import count_collectives
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.parallel.fsdp import fsdp_modules
@@ -40,7 +41,7 @@ def count(mode: str, replicate: int) -> tuple[Traffic, Traffic, Traffic, bool]:
         dist.all_reduce(valid)
         for index in range(layout.num_microbatches):
             strategy.begin_microbatch(model, is_last=index == layout.num_microbatches - 1)
-            backward(model, tokens, tokens, valid, 1)
+            backward(model, tokens, tokens, valid, cross_entropy_sum)
         clip_grad_norm(model.parameters(), 1.0)
 
     with count_collectives(model) as counted:
