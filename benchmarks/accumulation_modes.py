@@ -39,7 +39,7 @@ from titan_launch.plan.footprint import Category, Ledger, Place
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.traffic import Traffic, traffic_of_step
 from titan_launch.process import leave
-from titan_launch.train.build import shard_model
+from titan_launch.train.model import shard_model
 from titan_launch.train.plan import plan_precision
 from titan_launch.train.step import Microbatch, backward
 
@@ -139,7 +139,7 @@ def run_step(
     valid = torch.tensor(sum(targets.numel() for _, targets in batches) * torch.distributed.get_world_size() / share)
     for index, (inputs, targets) in enumerate(batches):
         strategy.begin_microbatch(model, is_last=index == len(batches) - 1)
-        backward(model, inputs, targets, valid.to(inputs.device), cross_entropy_sum)
+        backward(model, inputs, targets, lambda: valid.to(inputs.device), cross_entropy_sum)
         if index == 0 and after_first is not None:
             after_first()
 

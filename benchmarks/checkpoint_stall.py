@@ -30,8 +30,9 @@ from titan_launch.config.checkpoint import AsyncMode
 from titan_launch.config.job import JobConfig
 from titan_launch.parallel.distributed import Ranks, process_group
 from titan_launch.process import leave
-from titan_launch.train.build import Run, build_run
+from titan_launch.train.build import build_run
 from titan_launch.train.loop import train_one_step
+from titan_launch.train.run import Run
 
 ROUNDS, STEPS_ALONE = 4, 6
 

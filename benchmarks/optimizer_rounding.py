@@ -27,8 +27,9 @@ from titan_launch.config.job import JobConfig
 from titan_launch.parallel.distributed import Ranks, process_group
 from titan_launch.plan.optimizer_memory import GroupSizes, ShardSize, state_bytes
 from titan_launch.process import leave
-from titan_launch.train.build import Run, build_run
+from titan_launch.train.build import build_run
 from titan_launch.train.loop import train_one_step, validation_scalars
+from titan_launch.train.run import Run
 from titan_launch.train.seed import seed_everything
 
 LAST_STEPS = 20

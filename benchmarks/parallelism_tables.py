@@ -144,8 +144,13 @@ def _cells(model: str, ranks: int, name: str, row: Row, is_best: bool) -> list[s
         f"~{row.wire.within / GIB:.1f}",
         f"~{row.wire.across / GIB:.1f}",
         f"~{bubble:.2g}" if bubble else "",
-        f"~{interval[0]:.3g} .. {interval[1]:.3g}",
+        f"~{_plain(interval[0])} .. {_plain(interval[1])}",
     ]
+
+
+def _plain(seconds: float) -> str:
+    """To three digits, without an exponent."""
+    return f"{float(f'{seconds:.3g}'):g}"
 
 
 def main() -> int:

@@ -31,8 +31,9 @@ from titan_launch.loss import cross_entropy_sum
 from titan_launch.parallel.distributed import Ranks, process_group
 from titan_launch.plan.traffic import Collectives, collectives_of_microbatch
 from titan_launch.process import leave
-from titan_launch.train.build import Run, build_run
+from titan_launch.train.build import build_run
 from titan_launch.train.loop import pool_statistics, train_one_step, validation_scalars
+from titan_launch.train.run import Run
 from titan_launch.train.seed import seed_everything
 
 LAST_STEPS = 10

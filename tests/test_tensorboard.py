@@ -45,7 +45,8 @@ def events(folder: Path) -> EventAccumulator:
 CUDA_ONLY = {"memory/max_reserved_gib", "memory/alloc_retries", "memory/ooms", "comm/exposed_s"}
 OF_THE_THIRD_STEP = {"memory/max_active_gib"}  # of a process, on a CPU; these two processes have two steps each
 OF_IMAGES = {"throughput/images_per_second", "throughput/images_per_second_per_device"}
-ON_CPU = [tag.name for tag in TAGS if tag.name not in CUDA_ONLY | OF_IMAGES | OF_THE_THIRD_STEP]
+OF_COMPILED = {"time/compile_s"}
+ON_CPU = [tag.name for tag in TAGS if tag.name not in CUDA_ONLY | OF_IMAGES | OF_THE_THIRD_STEP | OF_COMPILED]
 
 
 @pytest.mark.parametrize("tag", ON_CPU)

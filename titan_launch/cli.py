@@ -12,6 +12,7 @@ from titan_launch import __version__
 from titan_launch.config.job import JobConfig
 from titan_launch.config.load import LoadedJob, load_job
 from titan_launch.errors import ConfigError, Problem, UserError, did_you_mean
+from titan_launch.imports import without_garbage_collection
 from titan_launch.process import BAD_INPUT, OK, announce_once, run_and_leave
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ def _train(args: list[str]) -> int:
 
 
 def _import_and_train(loaded: LoadedJob, stop: StopRequest) -> None:
-    from titan_launch.train.main import train
+    with without_garbage_collection():
+        from titan_launch.train.main import train
 
     train(loaded.config, loaded.provenance, stop)
 
@@ -211,6 +213,8 @@ def parse_arguments(args: list[str], options: Sequence[str]) -> _Arguments:
     rest = iter(args)
     for arg in rest:
         name, has_value, value = arg.removeprefix("--").partition("=")
+        if arg.startswith("--") and name.replace("_", "-") in FAKE_OPTIONS and FAKE_OPTIONS[0] not in options:
+            raise UserError(f"error: --{name} is for a dry run, by train or launch; this command takes --world-size N")
         name = name.replace("_", "-") if name.replace("_", "-") in options else name  # torchrun takes both
         if not arg.startswith("--") or name not in ("config", *options):
             overrides.append(arg)

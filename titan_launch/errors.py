@@ -80,6 +80,12 @@ def _format_key_part(part: str) -> str:
     return part if is_bare else f'"{part}"'
 
 
+def nearest_multiples(number: int, of: int) -> str:
+    """The multiples of `of` on both sides of a number, in words; of a small number the one above, since 0 is none."""
+    below, above = number // of * of, (number // of + 1) * of
+    return f"{below} or {above}" if below else str(above)
+
+
 def nearest(word: str, candidates: Iterable[str], similarity: float = 0.6) -> str | None:
     """The candidate that a misspelt word most likely means, if any is near. Case is ignored."""
     import difflib  # only errors need it, and importing it takes a millisecond of every start

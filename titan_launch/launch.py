@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from titan_launch.errors import UserError
+from titan_launch.imports import without_garbage_collection
 from titan_launch.patches import replaced
 from titan_launch.signals import heard, signal_name
 
@@ -130,14 +131,15 @@ def _run_torchrun(
         # Agents keep the address of the store that they share, also when the host that has it is gone. Each start's
         # rank 0 has one of its own instead.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    _import_torch_quietly()
-    from torch.distributed import launcher
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    with without_garbage_collection():
+        _import_torch_quietly()
+        from torch.distributed import launcher
+        from torch.distributed import run as torchrun
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from titan_launch.agent import Agent
+        from titan_launch.agent import Agent
 
     logging.disable(logging.CRITICAL)  # torchrun's own account of a failure would bury the worker's
     signals = f"--signals-to-handle={','.join(_torchruns_signals())}"

@@ -17,7 +17,7 @@ from titan_launch.plan.choices import Choice, is_auto
 from titan_launch.plan.comparison import Comparison, Engine, compare
 from titan_launch.plan.flops import ModelFlops, flops_of_model
 from titan_launch.plan.hardware import Hardware, hardware_of
-from titan_launch.plan.job import plan_job
+from titan_launch.plan.job import plan_job, with_whole_parameters
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.plot import plot_comparison
 from titan_launch.plan.report import Place, describe_units, format_batches, format_plan
@@ -104,6 +104,7 @@ def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
     Raises ConfigError as a run would at its start, and where `auto` finds nothing that fits.
     """
     layout, hardware = _divide(config, world_size)
+    config = with_whole_parameters(config, layout)
     if is_auto(config):
         resolution = _plan(config, world_size, PlanOptions(only_own=True)).resolution
         config = resolution.config
@@ -120,6 +121,7 @@ def _divide(config: JobConfig, world_size: int) -> tuple[Layout, Hardware]:
 
 def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
     layout, hardware = _divide(config, world_size)
+    config = with_whole_parameters(config, layout)
     subject = _subject(config, layout, hardware, options.engine)
     model = (subject.inventory, subject.flops)
     comparison = compare(config, layout, *model, hardware, subject.engine, options.only_own, subject.counted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 import traceback
@@ -45,6 +46,18 @@ def user_traceback(error: BaseException) -> str:
         del frames[0]
     trace.stack = traceback.StackSummary.from_list(frames)
     return "".join(trace.format()).rstrip()
+
+
+def user_place(error: BaseException, or_own: bool = False) -> str | None:
+    """`file:line` of the innermost frame of an error that is neither PyTorch's nor ours; None where there is none. With
+    `or_own` then of the innermost one that is ours."""
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None and torch.origin is not None
+    pytorchs = os.path.dirname(torch.origin) + os.sep
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(pytorchs)]
+    users = [frame for frame in frames if not frame.filename.startswith(_OWN_FOLDER)]
+    named = users or (frames if or_own else [])
+    return f"{named[-1].filename}:{named[-1].lineno}" if named else None
 
 
 def _import_module(module_name: str, name: str, key: KeyPath) -> Any:

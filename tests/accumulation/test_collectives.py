@@ -28,7 +28,7 @@ from titan_launch.plan.traffic import (
     collectives_of_step,
     traffic_of_step,
 )
-from titan_launch.train.build import shard_model
+from titan_launch.train.model import shard_model
 from titan_launch.train.plan import plan_precision
 
 LAYERS, MICROBATCHES = TINY_ARGS["n_layers"], 4

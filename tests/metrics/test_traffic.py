@@ -41,7 +41,7 @@ def count(mode: str, replicate: int) -> tuple[Traffic, Traffic, Traffic, bool]:
         dist.all_reduce(valid)
         for index in range(layout.num_microbatches):
             strategy.begin_microbatch(model, is_last=index == layout.num_microbatches - 1)
-            backward(model, tokens, tokens, valid, cross_entropy_sum)
+            backward(model, tokens, tokens, lambda: valid, cross_entropy_sum)
         clip_grad_norm(model.parameters(), 1.0)
 
     with count_collectives(model) as counted:

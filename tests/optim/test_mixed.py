@@ -27,7 +27,14 @@ from titan_launch.optim.skip import step_unless
 
 Values = dict[str, Tensor]
 
-MUON = {"name": "Muon", "lr": 0.02, "param_groups": [{"match": "2.weight", "lr_factor": 0.5, "weight_decay": 0.3}]}
+MUON = {
+    "name": "Muon",
+    "lr": 0.02,
+    "param_groups": [
+        {"match": "2.weight", "lr_factor": 0.5, "weight_decay": 0.3},
+        {"match": "3.weight", "algorithm": "AdamW"},
+    ],
+}
 STOCHASTIC = {"rounding": "stochastic", "lr": 0.02}
 CASES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "muon": (MUON, torch.float32),
@@ -186,6 +193,15 @@ def test_small_updates_are_lost_to_the_nearest_only() -> None:
     assert means["nearest"] == 0
     assert means["stochastic"] == pytest.approx(0.01, rel=0.1)
     assert means["masters"] == pytest.approx(0.01, rel=0.25)  # the nearest to 0.99
+
+
+def test_only_what_is_stored_in_bfloat16_has_a_master() -> None:
+    model = small_model(torch.bfloat16)
+    model[1].float()
+    optimizer = optimizer_of(model, "masters")
+    train(model, optimizer, range(1))
+    assert {p.dtype for p in model.parameters() if "master" in optimizer.state[p]} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters() if "master" not in optimizer.state[p]} == {torch.float32}
 
 
 TENSOR_PARALLEL = ("shard", "tp")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from titan_launch.optim.rounding import Draw, round_to
+from titan_launch.optim.rounding import Draw, _mix, round_to
 
 
 def rounded(values: Tensor, name: str = "w", step: int = 1, seed: int = 0, offsets: tuple[int, ...] = (0, 0)) -> Tensor:
@@ -45,6 +45,30 @@ def test_every_name_step_seed_and_element_has_its_own_numbers() -> None:
     neighbours = torch.stack([bits[0].view(shape)[:-1].flatten(), bits[0].view(shape)[1:].flatten()])
     assert torch.corrcoef(neighbours)[0, 1].abs() < 0.06
     assert abs(bits.mean() / 2**16 - 0.5) < 0.005
+
+
+def test_words_are_mixed_as_published() -> None:
+    """In integers of Python, which do not overflow."""
+    words = [0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x9E3779B9, 0x12345678, 0xDEADBEEF]
+    expected = []
+    for word in words:
+        word = (word ^ word >> 16) * 0x21F0AAAD % 2**32
+        word = (word ^ word >> 15) * 0x735A2D97 % 2**32
+        expected.append(word ^ word >> 15)
+    mixed = _mix(torch.tensor(words).to(torch.int32))  # the same 32 bits, with a sign
+    assert [word % 2**32 for word in mixed.tolist()] == expected
+
+
+def test_every_bit_of_step_and_index_changes_every_bit() -> None:
+    """Half of the times."""
+    draws = torch.stack([Draw(0, "w", torch.tensor(step), (0, 0)).bits((32, 32)) for step in range(64)])
+    bits = torch.stack([draws >> bit & 1 for bit in range(16)]).bool()
+    for axis, size in enumerate(draws.shape, start=1):
+        for flipped in (1 << bit for bit in range(size.bit_length() - 1)):
+            changed = bits ^ bits.index_select(axis, torch.arange(size) ^ flipped)
+            shares = changed.sum((1, 2, 3)) / draws.numel()
+            assert (shares - 0.5).abs().max() < 0.02, (axis, flipped, shares)
+    assert (bits[:, 1:, :-1] ^ bits[:, :-1, 1:]).double().mean() > 0.49  # the next step is no shift by an index
 
 
 def test_a_part_draws_what_the_whole_draws_there() -> None:

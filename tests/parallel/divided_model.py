@@ -14,8 +14,10 @@ DIM, HEADS, WIDTH, CLASSES, MAX_TOKENS = 24, 4, 6, 64, 32
 class Attention(nn.Module):
     """Causal, with biases, queries and keys normalized in every head, and positions added to both."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int, dropout: float) -> None:
         super().__init__()
+        self.heads = heads
+        self.dropout = nn.Dropout(dropout)
         self.qkv = nn.ModuleList(nn.Linear(DIM, HEADS * WIDTH) for _ in range(3))
         self.q_norm = nn.LayerNorm(WIDTH)
         self.k_norm = nn.LayerNorm(WIDTH)
@@ -23,24 +25,28 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """(batch, tokens, features) to the same."""
-        q, k, v = (project(x).unflatten(-1, (-1, WIDTH)) for project in self.qkv)
+        q, k, v = (project(x).unflatten(-1, (self.heads, WIDTH)) for project in self.qkv)
         own = positions[: q.shape[1], None]
         q, k = self.q_norm(q) + own, self.k_norm(k) + own
         y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(-2))
+        return self.out(self.dropout(y.transpose(1, 2).flatten(-2)))
 
 
 class Model(nn.Module):
-    """One block, a table of positions, and an output that is tied to the embedding."""
+    """One block, a table of positions, and an output that is tied to the embedding. `heads`: of a rank, -1 for what
+    there is."""
 
     positions: Tensor
 
-    def __init__(self, norm: str = "LayerNorm", plan: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, norm: str = "LayerNorm", plan: dict[str, Any] | None = None, heads: int = -1, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         kind = {"LayerNorm": nn.LayerNorm, "TokenBatchNorm": TokenBatchNorm}[norm]
         self.embedding = nn.Embedding(CLASSES, DIM)
         self.norm = kind(DIM)
-        self.attention = Attention()
+        self.attention = Attention(heads, dropout)
+        self.dropout = nn.Dropout(dropout)
         self.last_norm = nn.LayerNorm(DIM)
         self.output = nn.Linear(DIM, CLASSES, bias=False)
         self.output.weight = self.embedding.weight
@@ -54,7 +60,7 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids to logits."""
-        x = self.embedding(tokens)
+        x = self.dropout(self.embedding(tokens))
         y = self.attention(self.norm(x), self.positions)
         return self.output(self.last_norm(x + y))
 

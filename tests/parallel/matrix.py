@@ -43,12 +43,6 @@ class Division:
         return self.parallelism.get("data_parallel_replicate_degree", 1) > 1
 
     @property
-    def shares_sequences_and_more(self) -> bool:
-        """Whether there are context-parallel and tensor- or pipeline-parallel ranks. With the kernel that the tests
-        lend to PyTorch's ring, a second job of these in the same processes hangs now and then."""
-        return {*CP} < {*self.parallelism} - {*UNBALANCED}
-
-    @property
     def splits_backward(self) -> bool:
         """Whether the schedule computes gradients of weights apart, which only goes with deferred sync and parameters
         that are kept, and not with selective recomputation by operation."""
@@ -158,7 +152,7 @@ def sample(divisions: Iterable[Division] = DIVISIONS) -> list[Case]:
         recomputations = (none, others[offset % 2], others[(offset + 1) % 2])
         picked += [
             Case(division, list(RULES)[(index + offset) % 2], modes[index % len(modes)], recomputations[index])
-            for index in range(1 if division.shares_sequences_and_more else max(2, len(modes)))
+            for index in range(max(2, len(modes)))
         ]
     return picked
 
@@ -177,39 +171,35 @@ Measured = list[tuple[float, float]]
 """Loss and gradient norm of every step."""
 
 
-def train(cases: Sequence[Case], folder: Path) -> list[Measured]:
+def train(cases: Sequence[Case], folder: Path, num_steps: int = STEPS) -> list[Measured]:
     """Train the jobs, one after the other, on this rank."""
-    return [_train(case, folder / str(index)) for index, case in enumerate(cases)]
+    return [_train(case, folder / str(index), num_steps) for index, case in enumerate(cases)]
 
 
-def _train(case: Case, folder: Path) -> Measured:
+def _train(case: Case, folder: Path, num_steps: int) -> Measured:
     steps = []
     with ExitStack() as stack:
         if "context_parallel_degree" in case.division.parallelism:
             stack.enter_context(ring_attention_on_cpu())
         run = build_run(JobConfig.model_validate(case.job(folder)), this_rank(), stack)
-        for _ in range(STEPS):
+        for _ in range(num_steps):
             scalars = report(run, train_one_step(run))
             steps.append((scalars["train/loss"], scalars["train/grad_norm"]))
     return steps
 
 
-def differences(cases: Sequence[Case], folder: Path) -> dict[Case, tuple[float, float]]:
+def differences(cases: Sequence[Case], folder: Path, num_steps: int = STEPS) -> dict[Case, tuple[float, float]]:
     """For cases on equally many ranks: the largest relative difference from one process of the loss, and of the
     gradient norm, over steps and ranks."""
     (ranks,) = {case.division.ranks for case in cases}
-    ((alone,),) = run_ranks(train, 1, [ALONE], folder / "alone")
-    together = [case for case in cases if not case.division.shares_sequences_and_more]
-    measured: dict[Case, tuple[Measured, ...]] = {}
-    for number, jobs in enumerate([together, *([case] for case in cases if case not in together)]):
-        by_rank = run_ranks(train, ranks, jobs, folder / f"{ranks}_ranks" / str(number), timeout=20 + 20 * len(jobs))
-        measured |= dict(zip(jobs, zip(*by_rank, strict=True), strict=True))
+    ((alone,),) = run_ranks(train, 1, [ALONE], folder / "alone", num_steps)
+    by_rank = run_ranks(train, ranks, cases, folder / f"{ranks}_ranks", num_steps, timeout=20 + 20 * len(cases))
     return {
         case: (
             max(_apart(measured, alone, 0) for measured in of_ranks),
             max(_apart(measured, alone, 1) for measured in of_ranks),
         )
-        for case, of_ranks in measured.items()
+        for case, of_ranks in zip(cases, zip(*by_rank, strict=True), strict=True)
     }
 
 

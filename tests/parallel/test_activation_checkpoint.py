@@ -76,9 +76,10 @@ def precisions(norm: str) -> list[dict[str, Any]]:
 
 
 def recomputed_and_not(norm: str, statistics: str) -> int:
-    """The number of comparisons made."""
+    """The number of comparisons made: in all precisions with running statistics, which are what recomputation could
+    spoil, and otherwise in the one that gathers again what it recomputes with."""
     compared = 0
-    for sections in precisions(norm):
+    for sections in precisions(norm) if (norm, statistics) == ("batchnorm", "local") else precisions(norm)[-1:]:
         sections = {**sections, "batchnorm": {"statistics": statistics}}
         expected = train(sharded_model(make_job(norm, {}, **sections), 16))
         for recomputation in (FULL, OPS, EVERY_SECOND, CONV_PARTS if norm == "conv" else PARTS):
@@ -94,7 +95,8 @@ def recomputed_and_not(norm: str, statistics: str) -> int:
     [(norm, "local") for norm in NORM_CLASSES] + [("batchnorm", "synchronized"), ("conv", "synchronized")],
 )
 def test_recomputation_changes_no_bit(norm: str, statistics: str) -> None:
-    assert run_ranks(recomputed_and_not, 2, norm, statistics) == [12, 12]
+    compared = 12 if (norm, statistics) == ("batchnorm", "local") else 4
+    assert run_ranks(recomputed_and_not, 2, norm, statistics) == [compared] * 2
 
 
 def interrupted_and_not(folder: Path) -> None:

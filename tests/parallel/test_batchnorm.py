@@ -134,12 +134,8 @@ MODELS = {
     "llama": {"args": {**TINY_ARGS, "norm": "batchnorm"}},
     "conv": {"name": "tests.parallel.conv_model:ConvNet"},
 }
-RECOMPUTATIONS: list[dict[str, Any]] = [
-    {"mode": "none"},
-    {"mode": "full"},
-    {"mode": "selective", "selective_ac_option": "op"},
-    {"mode": "selective", "selective_ac_option": 2},
-]
+RECOMPUTATIONS: list[dict[str, Any]] = [{"mode": "none"}, {"mode": "full"}]
+"""That the other kinds are bitwise equal is shown in test_activation_checkpoint.py."""
 
 
 def synchronized_job(model: str, replicate: int, recomputation: dict[str, Any]) -> JobConfig:
@@ -193,7 +189,7 @@ def errors_against_one_process(replicate: int) -> dict[str, float]:
 @pytest.mark.parametrize(("ranks", "replicate"), [(1, 1), (2, 1), (4, 1), (4, 2)])
 def test_ranks_with_synchronized_statistics_train_as_one_process_on_the_whole_batch(ranks: int, replicate: int) -> None:
     for errors in run_ranks(errors_against_one_process, ranks, replicate):
-        assert len(errors) == 8 and max(errors.values()) < 1e-5, errors
+        assert len(errors) == 4 and max(errors.values()) < 1e-5, errors
 
 
 # Running statistics

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._inductor.runtime import cache_dir_utils
 
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
@@ -17,8 +19,10 @@ from titan_launch.config.job import JobConfig
 from titan_launch.errors import ConfigError
 from titan_launch.loss import cross_entropy_sum
 from titan_launch.parallel.compile import compile_loss, describe_pieces, eager
+from titan_launch.parallel.compile_cache import compile_time, use_cache_folder
 
 COMPILE = {"enable": True, "backend": "aot_eager"}
+SHAPES = 9
 FULL, OPS = {"mode": "full"}, {"mode": "selective"}
 BUDGET = {"mode": "memory_budget", "memory_budget": 0.3}
 CONV = {"name": "tests.parallel.conv_model:ConvNet"}
@@ -55,6 +59,30 @@ class Printing(nn.Linear):
 class Looking(Printing):
     def forward(self, x: Tensor) -> Tensor:
         return nn.Linear.forward(self, x) if x.sum().item() > 0 else x
+
+
+class Widening(nn.Module):
+    """More shapes of one block than PyTorch compiles one function for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 8)
+        self.blocks = nn.ModuleList(Wider(size) for size in range(8, 8 + SHAPES))
+        self.output = nn.Linear(8 + SHAPES, 61)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.output(x)
+
+
+class Wider(nn.Linear):
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
 
 
 def train(sections: dict[str, Any]) -> tuple[dict[str, Tensor], tuple[int, int]]:
@@ -100,9 +128,12 @@ def compiled_and_not() -> list[tuple[int, int]]:
         expected, _ = train({**sections, **({"activation_checkpoint": {}} if is_budget else {})})
         assert_equal(compiled, expected)
         found.append(counts)
+    _, (_, graphs) = train({"model": {"name": f"{__name__}:Widening"}, "compile": {**COMPILE, "backend": "eager"}})
+    assert graphs == SHAPES
     _explain()
     _check_stance()
     _check_loss()
+    _check_cost()
     return found
 
 
@@ -146,6 +177,23 @@ def _check_loss() -> None:
         results.append({"total": total.detach(), "gradient": logits.grad})
     assert_equal(*results)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def _check_cost() -> None:
+    """Seconds are those of compiling, backward's too; nothing is left behind."""
+    with TemporaryDirectory() as folder:
+        use_cache_folder(CompileConfig(enable=True, cache_folder=folder))
+        assert cache_dir_utils.cache_dir() == folder
+    torch._dynamo.reset()
+    double = torch.compile(lambda x: 2 * x, backend="aot_eager")
+    with compile_time() as cost:
+        double(torch.ones(2))
+        assert cost.take() > 0
+        double(torch.ones(2))
+        assert cost.take() == 0
+    torch._dynamo.reset()
+    double(torch.ones(2))
+    assert cost.take() == 0
 
 
 def test_compiled_blocks_compute_the_same_in_few_graphs() -> None:

@@ -35,7 +35,7 @@ TABLES = ("rope.cos", "rope.sin", "positions")
 
 
 def train(jobs: list[dict[str, Any]], folder: Path) -> list[dict[str, Tensor]]:
-    """Train jobs for 3 steps, one after the other, on the ranks of the test."""
+    """Train jobs for 2 steps, one after the other, on the ranks of the test."""
     with ring_attention_on_cpu():
         results = [train_one(job, folder / str(index)) for index, job in enumerate(jobs)]
     # Each rank has a part of the tables of positions, which is right if all else is.

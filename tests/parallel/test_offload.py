@@ -19,7 +19,7 @@ BATCHNORM: dict[str, Any] = {
     "precision": {"param_dtype": "bfloat16"},
     "gradient_accumulation": {"mode": "deferred", "keep_params_unsharded": True},
 }
-CHECKPOINTS = {"enable": True, "interval": 2}
+CHECKPOINTS = {"enable": True, "interval": 2, "async_mode": "thread"}
 
 
 def offloaded_and_not(folder: Path) -> None:

@@ -15,7 +15,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.models.build import build_model
 from titan_launch.parallel.mesh import build_mesh
 from titan_launch.plan.layout import plan_layout
-from titan_launch.train.build import shard_model
+from titan_launch.train.model import shard_model
 from titan_launch.train.plan import plan_precision
 
 SMALL = 2000

@@ -11,18 +11,20 @@ import torch
 from torch import Tensor
 
 from tests.distributed import run_ranks
-from tests.parallel.divided_model import PLAN, Model
+from tests.parallel.divided_model import HEADS, PLAN, Model
 from tests.tensors import assert_equal, whole, whole_state
 from tests.train.jobs import TINY_ARGS, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
+from titan_launch.config.model import ModelConfig
 from titan_launch.config.parallelism import ParallelismConfig
 from titan_launch.errors import ConfigError
-from titan_launch.models.tensor_plan import check_tensor_plan
+from titan_launch.models.tensor_plan import check_tensor_plan, shapes_explained
 from titan_launch.patches import replaced
 from titan_launch.train import build
-from titan_launch.train.build import Run, build_run
+from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit, report, train_one_step
-from titan_launch.train.seed import random_stream
+from titan_launch.train.run import Run
+from titan_launch.train.seed import random_stream, seed_everything
 
 TWO = {"tensor_parallel_degree": 2}
 OWN = "tests.parallel.divided_model:Model"
@@ -32,7 +34,7 @@ BF16_WITH_RULES = {
     "rules": [{"type": "RMSNorm", **FP32}, {"match": "output", **FP32}],
 }
 
-VALIDATION = {"freq": 3, "max_samples": 5, "data": {"kind": "synthetic", "vocab_size": 64, "num_samples": 7, "seed": 9}}
+VALIDATION = {"freq": 2, "max_samples": 5, "data": {"kind": "synthetic", "vocab_size": 64, "num_samples": 7, "seed": 9}}
 
 Trained = dict[str, Tensor]
 """Loss and gradient norm of every step, and all parameters and buffers."""
@@ -55,7 +57,7 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 def train(jobs: list[dict[str, Any]], folder: Path) -> list[Trained]:
-    """Train jobs for 3 steps, one after the other, on the ranks of the test."""
+    """Train jobs for 2 steps, one after the other, on the ranks of the test."""
     return [train_one(job, folder / str(index)) for index, job in enumerate(jobs)]
 
 
@@ -67,7 +69,7 @@ def train_one(job: dict[str, Any], folder: Path) -> Trained:
         # Another process would trace what models of somebody's own need.
         stack.enter_context(replaced(build, "MemoryCheck", lambda *_: None))
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
-        reports = [report(run, train_one_step(run)) for _ in range(3)]
+        reports = [report(run, train_one_step(run)) for _ in range(2)]
         names = ("train/loss", "train/grad_norm", "validation/loss", "validation/accuracy")
         seen = {name: torch.tensor([scalars[name] for scalars in reports if name in scalars]) for name in names}
         seen = {name: values for name, values in seen.items() if len(values)}
@@ -99,6 +101,50 @@ def assert_close(case: str, trained: Trained, expected: Trained, tolerance: floa
         for name, tensor in expected.items()
     }
     assert {name: value for name, value in apart.items() if not value <= tolerance} == {}, case
+
+
+def drop(folder: Path) -> list[Trained]:
+    """A model with dropout and deterministic kernels, without and with recomputation of what has been dropped."""
+    job: dict[str, Any] = {"model": {"name": OWN, "args": {"dropout": 0.3}}, "parallelism": TWO}
+    results = []
+    for recomputation in ({"mode": "none"}, {"mode": "full", "modules": ["attention"]}):
+        seed_everything(0, deterministic=True)
+        results.append(train_one({**job, "activation_checkpoint": recomputation}, folder / recomputation["mode"]))
+    return results
+
+
+def test_what_is_dropped_is_dropped_again_where_it_is_recomputed(tmp_path: Path) -> None:
+    (kept, recomputed), (others, _) = run_ranks(drop, 2, tmp_path)
+    assert_equal(recomputed, kept)
+    assert_equal(others, kept)
+
+
+def fail_for_shapes(folder: Path) -> str:
+    """The error of a model that expects all heads on every rank."""
+    with pytest.raises(ConfigError) as caught:
+        train_one({"model": {"name": OWN, "args": {"heads": HEADS}}, "parallelism": TWO}, folder)
+    return str(caught.value)
+
+
+def test_shapes_that_do_not_go_with_the_plan_are_explained(tmp_path: Path) -> None:
+    for said in run_ranks(fail_for_shapes, 2, tmp_path):
+        assert said.startswith("model.name: fails ") and "divided_model.py" in said and "unflatten" in said
+        assert "with 1/2 of the heads and features on each rank: does its attribute" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "degree", "error"),
+    [
+        (OWN, 1, RuntimeError("the sizes do not match")),
+        ("llama3", 2, RuntimeError("the sizes do not match")),
+        (OWN, 2, RuntimeError("out of memory")),
+        (OWN, 2, KeyError("shape")),
+    ],
+)
+def test_other_errors_are_raised_as_they_are(name: str, degree: int, error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, shapes_explained(ModelConfig(name=name), degree):
+        raise error
+    assert caught.value is error
 
 
 def everything(run: Run) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.config.model import ModelConfig
 from titan_launch.config.parallelism import ParallelismConfig
@@ -18,10 +19,12 @@ from titan_launch.errors import ConfigError
 from titan_launch.models.build import build_model, find_chain
 from titan_launch.models.inventory import take_inventory
 from titan_launch.plan.balance import balance
+from titan_launch.plan.in_flight import scaled_to_step
 from titan_launch.plan.job import plan_job
-from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.pipeline import parts_on_rank, plan_stages
 from titan_launch.plan.report import describe_units, format_plan
+from titan_launch.plan.traffic import Collectives, Exchange, Traffic
 from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.train.plan import inspect_model
 
@@ -190,6 +193,33 @@ def test_the_plan_says_what_is_where() -> None:
     text = format_plan(job(), plan(job()), layout(job()), str)
     assert "pipeline: 1F1B, 2 stages on 2 x 2 ranks" in text
     assert "stage 1 (ranks 2 to 3): layers.3 .. output, " in text
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "grow"),
+    [
+        ({"mode": "immediate"}, (3, 3, 3)),
+        ({"mode": "deferred_all_reduce"}, (3, 3, 1)),
+        ({"mode": "deferred"}, (3, 1, 1)),
+        ({"mode": "deferred", "keep_params_unsharded": True}, (1, 1, 1)),
+        ({"mode": "immediate", "keep_params_unsharded": True}, (1, 3, 3)),
+    ],
+)
+def test_a_longer_step_repeats_what_is_done_for_each_microbatch(
+    accumulation: dict[str, Any], grow: tuple[int, int, int]
+) -> None:
+    """Gathers, scatters and sums of a step of 12 microbatches, of which 4 were seen."""
+    seen = Traffic(Collectives(8, 4, 12), 80, 40, 120, *(Exchange(calls, 10 * calls) for calls in (16, 20, 24)))
+    layout = Layout(2, 1, local_batch_size=1, num_microbatches=12, pipeline=2)
+    long = scaled_to_step(seen, 4, layout, job().parallelism, GradientAccumulationConfig.model_validate(accumulation))
+    gathers, scatters, sums = grow
+    assert long == Traffic(
+        Collectives(8 * gathers, 4 * scatters, 12 * sums),
+        80 * gathers,
+        40 * scatters,
+        120 * sums,
+        *(Exchange(3 * calls, 30 * calls) for calls in (16, 20, 24)),
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from titan_launch.config.job import JobConfig
 from titan_launch.config.precision import PrecisionConfig, PrecisionRule
 from titan_launch.errors import ConfigError
 from titan_launch.models.inventory import take_inventory
 from titan_launch.plan.claims import BATCH_NORM_DEFAULT
+from titan_launch.plan.job import with_whole_parameters
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report import describe_units, format_units
 from titan_launch.plan.types import Inventory, Policy, Unit
@@ -454,3 +456,14 @@ def test_norms_of_a_model_without_blocks_keep_their_parameters_too() -> None:
     config = PrecisionConfig.model_validate({"rules": [{"type": "LayerNorm", "param_dtype": "float32"}]})
     units = list(plan_model(take_inventory(model, ()), config, RESHARDING).units)
     assert by_reason(units, "precision.rules.0").reshard_after_forward is False
+
+
+def test_parameters_stay_where_every_rank_has_them_whole() -> None:
+    def resharding(choice: str, *degrees: int) -> str:
+        config = JobConfig.model_validate({"parallelism": {"fsdp_reshard_after_forward": choice}})
+        layout = Layout(*degrees, local_batch_size=1, num_microbatches=1)
+        return with_whole_parameters(config, layout).parallelism.fsdp_reshard_after_forward
+
+    assert resharding("default", 1, 1) == resharding("default", 2, 1) == "never"
+    assert resharding("default", 1, 2) == resharding("default", 2, 2) == "default"
+    assert resharding("always", 1, 1) == "always"

@@ -23,7 +23,7 @@ from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.layout import Layout
 from titan_launch.trace.inputs import make_microbatch, sample_shape
 from titan_launch.trace.ranks import imagined_ranks
-from titan_launch.train.build import shard_model
+from titan_launch.train.model import shard_model
 from titan_launch.train.pipeline import PipelinedStep
 from titan_launch.train.plan import plan_precision
 from titan_launch.train.step import backward, loss_of
@@ -75,7 +75,7 @@ def _accumulate(config: JobConfig, model: nn.Module, layout: Layout) -> Pipeline
     for index in range(layout.num_microbatches):
         strategy.begin_microbatch(model, is_last=index == layout.num_microbatches - 1)
         inputs, targets = make_microbatch(config, shape, layout.local_batch_size)
-        backward(model, inputs, targets, valid, loss_sum)
+        backward(model, inputs, targets, lambda: valid, loss_sum)
         del inputs, targets
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.parallel import divided_model
+from tests.parallel.divided_model import PLAN
 from tests.trace.traces import a_job
 from titan_launch.cli import main
 from titan_launch.errors import ConfigError
@@ -54,12 +57,31 @@ def test_what_a_run_would_refuse_is_refused(ranks: int, sections: dict[str, Any]
         say(ranks, **sections)
 
 
+def test_a_plan_that_divides_what_belongs_together_is_told_in_a_line() -> None:
+    """As in training: with the user's own line, and without PyTorch's frames."""
+    swapped = {**PLAN, "attention.qkv.*": "rowwise", "attention.out": "colwise"}
+    model = {"name": "tests.parallel.divided_model:Model", "flavor": "debug", "args": {}}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as raised:
+        patch.setattr(divided_model, "PLAN", swapped)
+        say(2, model=model, precision={"param_dtype": "float32"}, parallelism={"tensor_parallel_degree": 2})
+    (problem,) = raised.value.problems
+    assert "tensor_parallel divide what belongs together" in problem.reason and "\n" not in problem.reason
+    assert re.search(r"fails at \S+divided_model\.py:\d+ with 1/2", problem.reason)
+
+
+@pytest.mark.parametrize("command", ["plan", "check"])
+def test_other_commands_have_an_option_of_another_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--config", "configs/llama_debug.toml", "--fake-world-size=8"]) == 2
+    assert "takes --world-size N" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--fake-rank=3"], "--fake-rank is for a dry run"),
         (["--fake-world-size=4", "--fake-rank=4"], "from 0 to 3"),
         (["--fake-world-size=0"], "at least 1"),
+        (["--fake-world-size=16385"], "at most 16384 ranks"),
     ],
 )
 def test_ranks_that_are_none(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

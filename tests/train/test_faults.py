@@ -18,9 +18,10 @@ from titan_launch.config.job import JobConfig
 from titan_launch.data.sources import build_source
 from titan_launch.errors import RunError
 from titan_launch.tokenizer import build_tokenizer
-from titan_launch.train.build import Run, build_run
+from titan_launch.train.build import build_run
 from titan_launch.train.faults import MAX_RECORDS
 from titan_launch.train.loop import fit, train_one_step
+from titan_launch.train.run import Run
 
 
 def job_with(folder: Path, steps: int, **debug: Any) -> dict[str, Any]:

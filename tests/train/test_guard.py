@@ -109,6 +109,41 @@ def test_a_spike_does_not_count_as_not_finite() -> None:
     assert len(limits) == 2 and state["skips"] == 0
 
 
+SHARED = ({"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2})
+"""Divisions in which ranks have the same samples: their losses and norms must not count twice."""
+
+
+def train_with_spikes(folder: Path) -> list[list[tuple[float, float]]]:
+    """Loss and norm of every step that was left out, of jobs whose learning rate is far too high."""
+    found = []
+    for index, parallelism in enumerate(SHARED if dist.get_world_size() == 2 else ({},)):
+        job = tiny_job(
+            folder / str(index),
+            model={"args": {"vocab_size": 64}},
+            data={"vocab_size": 64},
+            training={"local_batch_size": 2},
+            optimizer={"lr": 0.3, "eps": 1e-5},
+            parallelism=parallelism,
+            debug={"spike_sigma": 0.5, "spike_window": 2},
+        )
+        with ExitStack() as stack:
+            run = build_run(JobConfig.model_validate(job), this_rank(), stack)
+            for _ in range(4):
+                train_one_step(run)
+            faults = run.guard.settle(4).faults
+        assert [(fault.step, fault.reason) for fault in faults] == [(step, "spike") for step in (2, 3, 4)]
+        found.append([(fault.loss, fault.grad_norm) for fault in faults])
+    return found
+
+
+def test_spikes_are_the_same_however_ranks_share_the_work(tmp_path: Path) -> None:
+    ((alone,),) = run_ranks(train_with_spikes, 1, tmp_path / "1")
+    for of_rank in run_ranks(train_with_spikes, 2, tmp_path / "2"):
+        for spikes in of_rank:
+            for spike, expected in zip(spikes, alone, strict=True):
+                assert spike == pytest.approx(expected, rel=1e-5)
+
+
 def train_with_poison(job: dict[str, Any], bad_step: int, bad_rank: int) -> tuple[list[dict[str, Tensor]], str]:
     """Train while one rank's activations are infinite at one step; the state after every step, and the outcome."""
     states = []

@@ -16,7 +16,7 @@ from tests.tensors import assert_equal, whole_state
 from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.data.sources import build_source
-from titan_launch.train import build
+from titan_launch.train import batches
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import report, train_one_step, validation_scalars
 from titan_launch.train.validate import validate
@@ -116,7 +116,7 @@ def run_recorded_until(job: dict[str, Any], step: int) -> list[int]:
         return Recorded(build_source(*args), asked)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "build_source", build_recorded)
+        patch.setattr(batches, "build_source", build_recorded)
         run_job_until(job, step)
     return asked
 

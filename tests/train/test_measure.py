@@ -23,7 +23,7 @@ from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.traffic import traffic_of_step
 from titan_launch.train import measure
-from titan_launch.train.measure import check_profiling
+from titan_launch.train.measure import StepMeasurements, check_profiling
 from titan_launch.train.plan import plan_precision
 from titan_launch.train.prediction import MEASURED, PREDICTED, MemoryCheck
 
@@ -126,6 +126,28 @@ def test_kernels_are_not_profiled_on_a_cpu() -> None:
     check_profiling(CommConfig(), torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"comm\.profile_freq: profiles CUDA kernels, and this run is on .* cpu"):
         check_profiling(CommConfig(profile_freq=10), torch.device("cpu"))
+
+
+def test_windows_of_training_alone_are_steady_after_the_first() -> None:
+    """A first window has what the first step allocates; others may have a validation's or a checkpoint's memory."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with ExitStack() as stack:
+        measurements = StepMeasurements(
+            CommConfig(),
+            model,
+            optimizer,
+            None,  # type: ignore[arg-type]  # what only a CPU's memory is measured with
+            torch.device("cuda"),
+            first_step=5,
+            is_compiled=False,
+            stack=stack,
+        )
+        steady = [measurements.is_steady]
+        for last, only_training in ((6, True), (8, False), (10, True)):
+            measurements.end_window(last, only_training)
+            steady.append(measurements.is_steady)
+    assert steady == [False, True, False, True]
 
 
 def test_a_model_of_ones_own_is_traced_beside_the_run(tmp_path: Path) -> None:

@@ -49,17 +49,21 @@ def run_stopped(job: dict[str, Any], nth: int) -> str:
         return ending(run)
 
 
-def stop_and_go_on(folder: Path) -> None:
-    whole = run_job(tiny_job(folder, job={"name": "whole"}))
-    job = tiny_job(folder, checkpoint={"enable": True, "interval": 100}, validation=VALIDATION)
+def stop_and_go_on(folder: Path, parallelism: dict[str, Any]) -> None:
+    whole = run_job(tiny_job(folder, job={"name": "whole"}, parallelism=parallelism))
+    sections: dict[str, Any] = {"validation": VALIDATION, "parallelism": parallelism}
+    job = tiny_job(folder, checkpoint={"enable": True, "interval": 100}, **sections)
     assert run_stopped(job, nth=1) == "stopped by SIGTERM before step 1 of 4; to go on, run the same command again"
     text = run_stopped(job, nth=3)
     assert text == "stopped by SIGTERM after step 2 of 4, which is saved; to resume, run the same command again"
     assert_equal(run_job(job), whole)
 
 
-def test_all_ranks_stop_at_the_step_in_which_one_is_signalled_and_go_on_exactly(tmp_path: Path) -> None:
-    run_ranks(stop_and_go_on, 2, tmp_path)
+@pytest.mark.parametrize("parallelism", [{}, {"pipeline_parallel_degree": 2}], ids=["shards", "stages"])
+def test_all_ranks_stop_at_the_step_in_which_one_is_signalled_and_go_on_exactly(
+    tmp_path: Path, parallelism: dict[str, Any]
+) -> None:
+    run_ranks(stop_and_go_on, 2, tmp_path, parallelism)
     reports = read_metrics(tmp_path)
     assert [report["step"] for report in reports] == [1, 2, 3, 4]
     assert ["validation/loss" in report for report in reports] == [True, False, True, True]

@@ -22,8 +22,9 @@ from tests.distributed import run_ranks
 from tests.train.jobs import this_rank, tiny_job
 from titan_launch.config.comm import CommConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.train.build import Run, build_run
+from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
+from titan_launch.train.run import Run
 from titan_launch.train.step import Microbatch
 from titan_launch.train.watchdog import Watchdog
 

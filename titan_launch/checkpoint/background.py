@@ -20,8 +20,8 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from titan_launch.checkpoint.request import WriteRequest, Written
 from titan_launch.checkpoint.snapshot import Arena, State, in_memory, lay_out
-from titan_launch.checkpoint.writer import WriteRequest, Written, write_checkpoint
 from titan_launch.collective import on_all, on_main
 from titan_launch.config.checkpoint import AsyncMode
 from titan_launch.signals import leave_signals_to_parent, stop_with_parent
@@ -97,7 +97,7 @@ class Inline(Background):
     def _begin(self, request: WriteRequest, state: State) -> Future[Written]:
         future: Future[Written] = Future()
         try:
-            future.set_result(write_checkpoint(request, state, self._group))
+            future.set_result(_write(request, state, self._group))
         except Exception as error:
             future.set_exception(error)
         return future
@@ -117,7 +117,7 @@ class InThread(Background):
 
     def _begin(self, request: WriteRequest, state: State) -> Future[Written]:
         copy = in_memory(_copied(state, self._arena), self._arena.memory)
-        return self._executor.submit(write_checkpoint, request, copy, self._group)
+        return self._executor.submit(_write, request, copy, self._group)
 
     def close(self) -> None:
         """The thread ends with the process at the latest."""
@@ -175,6 +175,12 @@ class InProcess(Background):
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._process.kill()
         self._process.join()
+
+
+def _write(request: WriteRequest, state: State, group: dist.ProcessGroup | None) -> Written:
+    from titan_launch.checkpoint.writer import write_checkpoint  # imports DCP
+
+    return write_checkpoint(request, state, group)
 
 
 def _copied(state: State, arena: Arena) -> State:
@@ -261,7 +267,7 @@ def _serve(connection: Connection, place: _Place) -> None:
             try:
                 if not dist.is_initialized():
                     _join(place)
-                connection.send(write_checkpoint(order.request, in_memory(order.slots, memory), None))
+                connection.send(_write(order.request, in_memory(order.slots, memory), None))
             except OSError as error:
                 connection.send(_Failure(True, str(error)))
             except Exception as error:

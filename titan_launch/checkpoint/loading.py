@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from titan_launch.checkpoint.manifest import DamagedCheckpointError, check, checkpoint_name, checkpoint_steps
 from titan_launch.checkpoint.retention import set_aside
-from titan_launch.checkpoint.safe import SafeLoadPlanner, SafeReader, UnsafeCheckpointError
 from titan_launch.checkpoint.state import TrainingState, Values, rank_key
 from titan_launch.collective import on_all, on_main, warn
 from titan_launch.errors import KeyPath, UserError, config_error
@@ -117,13 +115,21 @@ def load_state(checkpoint: Path, state: TrainingState, selection: Selection) -> 
 
     Raises UserError, on all ranks, when its model is another, or it is not safe to load.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from titan_launch.checkpoint.safe import UnsafeCheckpointError
+
     try:
         _load(checkpoint, state, selection)
-    except (dcp.api.CheckpointException, UnsafeCheckpointError, DamagedCheckpointError, OSError) as error:
+    except (CheckpointException, UnsafeCheckpointError, DamagedCheckpointError, OSError) as error:
         raise UserError(f"the checkpoint {checkpoint} cannot be loaded: {_cause(error)}") from error
 
 
 def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from titan_launch.checkpoint.safe import SafeLoadPlanner, SafeReader
+
     reader = SafeReader(checkpoint)
     index = reader.read_metadata().state_dict_metadata
     saved = {key: tuple(entry.size) if hasattr(entry, "size") else None for key, entry in index.items()}
@@ -238,6 +244,10 @@ def _differences(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[i
 
 
 def _cause(error: BaseException) -> str:
-    cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.api.CheckpointException) else error
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from titan_launch.checkpoint.safe import UnsafeCheckpointError
+
+    cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
     known = isinstance(cause, UnsafeCheckpointError | DamagedCheckpointError)
     return str(cause) if known else f"{type(cause).__name__}: {cause}"

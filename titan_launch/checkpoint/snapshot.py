@@ -1,4 +1,8 @@
-"""A rank's part of the training state, as it is written: shards of tensors on the host, and numbers."""
+"""A rank's part of the training state, as it is written: shards of tensors on the host, and numbers.
+
+torch.distributed.checkpoint (DCP) is imported where something is written or read: that takes a tenth of a second, and a
+run's first step is not to wait for it.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,17 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_launch.plan.hardware import GIB
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import WriteItem
 
 _ALIGNMENT = 64  # bytes; more than any dtype needs
 _SHARED_MEMORY = Path("/dev/shm")  # of Linux; elsewhere there is no limit to look at
@@ -48,6 +49,9 @@ class Shard:
     def __create_write_items__(self, fqn: str, shard: Shard) -> list[WriteItem]:
         if not self.local.numel():  # a rank beyond the end of an unevenly divided tensor has nothing to write
             return []
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         offsets = torch.Size(self.offsets)
         data = TensorWriteData(
             chunk=ChunkStorageMetadata(offsets=offsets, sizes=self.local.size()),

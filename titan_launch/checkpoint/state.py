@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
@@ -78,6 +77,8 @@ class ModelAndOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """The model's tensors, and the optimizer's for each parameter that has been updated."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+
         if not self._optimizer.state:  # PyTorch would make one, as of a step that has not been done, and leave it there
             return {"model": get_model_state_dict(self._model), "optimizer": {}}
         model, optimizer = get_state_dict(self._model, self._optimizer)
@@ -88,6 +89,8 @@ class ModelAndOptimizer:
     def targets(self, tensors: Collection[str], updated: Collection[str]) -> dict[str, Any]:
         """Tensors for a checkpoint to be read into: those of the model named in `tensors`, and the optimizer's state of
         the parameters named in `updated`. What the optimizer has is given up."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
         self._optimizer.state.clear()  # of an empty one PyTorch makes a whole one, also for what was never updated
         model, optimizer = get_state_dict(self._model, self._optimizer)
         states = _states(optimizer)
@@ -98,12 +101,16 @@ class ModelAndOptimizer:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The whole shape of every parameter and buffer that this rank has a part of, by name."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
         model = get_model_state_dict(self._model)
         return {name: tuple(tensor.shape) for name, tensor in model.items() if isinstance(tensor, Tensor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what was read into `targets`; the optimizer keeps its own settings and groups, and loses the state
         of parameters that have none there."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
         own, current = get_state_dict(self._model, self._optimizer)
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         optimizer = {**current, "state": {**_states(current), **state["optimizer"]}}

@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from titan_launch.checkpoint.manifest import FileRecord, Manifest, checkpoint_name, record_of, write_manifest
-from titan_launch.checkpoint.retention import TEMPORARY, Retention, clean, set_aside, tidy
+from titan_launch.checkpoint.manifest import FileRecord, checkpoint_name, record_of, write_manifest
+from titan_launch.checkpoint.request import WriteRequest, Written
+from titan_launch.checkpoint.retention import TEMPORARY, clean, set_aside, tidy
 from titan_launch.checkpoint.snapshot import Shard, State, hash_of_names, total_bytes
 from titan_launch.collective import on_all, on_main
 from titan_launch.files import sync_folder
@@ -27,33 +28,6 @@ from titan_launch.plan.hardware import GIB
 
 _SPARE = 1.02
 """Room for headers and metadata, relative to the tensors."""
-
-
-@dataclass(frozen=True)
-class WriteRequest:
-    """What is to be written where; the same on all ranks."""
-
-    folder: Path
-    """Of all checkpoints of the run, on a file system that all ranks share."""
-
-    manifest: Manifest
-    """Without files: these are found while writing."""
-
-    retention: Retention
-
-
-@dataclass(frozen=True)
-class Written:
-    """A checkpoint that is complete."""
-
-    step: int
-    bytes: int
-    seconds: float
-    deleted: tuple[int, ...]
-    """Steps of older checkpoints that are gone now."""
-
-    warning: str = ""
-    """What went wrong after it was complete."""
 
 
 def write_checkpoint(request: WriteRequest, state: State, group: dist.ProcessGroup | None) -> Written:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,6 +18,16 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
+
+    def changed(self, *names: str) -> Iterator[tuple[str, Any]]:
+        """Of the named fields, or of all, those that are not at their defaults, with their values as TOML has them.
+
+        A recorded configuration has every key, so that a key is there does not tell that somebody chose it.
+        """
+        for name in names or type(self).model_fields:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                yield name, list(value) if isinstance(value, tuple) else value
 
 
 T = TypeVar("T")

@@ -24,3 +24,8 @@ class CompileConfig(Section):
     components: Array[Component] = ("model",)
     """What is compiled: `model` (its blocks), `loss`. The compiled loss makes no fp32 copies of the logits, as
     `training.loss_chunks` does without it."""
+
+    cache_folder: str | None = None
+    """Where inductor keeps the kernels that it makes, and looks for them: a folder that outlasts the job, on storage
+    that all hosts share, saves later starts most of the compilation. Unset: the compiler's own, which is in the host's
+    temporary files unless `TORCHINDUCTOR_CACHE_DIR` says otherwise."""

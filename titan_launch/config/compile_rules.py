@@ -4,36 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
-from titan_launch.config.compile import CompileConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.errors import KeyPath, Problem
 
 _MODE: KeyPath = ("activation_checkpoint", "mode")
 _MODULES: KeyPath = ("activation_checkpoint", "modules")
-_BUDGET: KeyPath = ("activation_checkpoint", "memory_budget")
 _ENABLE: KeyPath = ("compile", "enable")
 _BACKEND: KeyPath = ("compile", "backend")
 _COMPONENTS: KeyPath = ("compile", "components")
+_CACHE: KeyPath = ("compile", "cache_folder")
 _TENSOR: KeyPath = ("parallelism", "tensor_parallel_degree")
 
 
 def compile_options_are_for_compile(config: JobConfig) -> Iterator[Problem]:
     """How to compile is said only where it is done. (Defaults are let pass: a record has them.)"""
-    for key in (_BACKEND, _COMPONENTS):
-        name = str(key[-1])
-        value = getattr(config.compile, name)
-        if not config.compile.enable and value != CompileConfig.model_fields[name].default:
-            reason = "is for compile.enable = true; set that, or drop this key"
-            yield Problem(key, reason, list(value) if isinstance(value, tuple) else value, also=(_ENABLE,))
+    if not config.compile.enable:
+        reason = "is for compile.enable = true; set that, or drop this key"
+        for name, value in config.compile.changed("backend", "components", "cache_folder"):
+            yield Problem(("compile", name), reason, value, also=(_ENABLE,))
+
+
+def cache_is_for_kernels(config: JobConfig) -> Iterator[Problem]:
+    """Only inductor makes what can be kept."""
+    compiles = config.compile
+    if compiles.enable and compiles.cache_folder is not None and compiles.backend != "inductor":
+        reason = f'is for kernels, and compile.backend "{compiles.backend}" makes none; set "inductor", or drop this'
+        yield Problem(_CACHE, reason, compiles.cache_folder, also=(_BACKEND,))
 
 
 def selective_option_is_for_selective(config: JobConfig) -> Iterator[Problem]:
     """Without selective checkpointing there is nothing to select. (The default is let pass: a record has it.)"""
-    option, mode = config.activation_checkpoint.selective_ac_option, config.activation_checkpoint.mode
-    if mode != "selective" and option != _default("selective_ac_option"):
-        reason = f'is for mode = "selective", and activation_checkpoint.mode is "{mode}"; set that, or drop this key'
-        yield Problem(("activation_checkpoint", "selective_ac_option"), reason, option, also=(_MODE,))
+    yield from _option_of_another_mode(config, "selective_ac_option", "selective")
 
 
 def modules_are_recomputed(config: JobConfig) -> Iterator[Problem]:
@@ -49,10 +50,7 @@ def modules_are_recomputed(config: JobConfig) -> Iterator[Problem]:
 
 def budget_is_for_memory_budget(config: JobConfig) -> Iterator[Problem]:
     """Only the compiler goes by a budget. (The default is let pass: a record has it.)"""
-    budget, mode = config.activation_checkpoint.memory_budget, config.activation_checkpoint.mode
-    if mode != "memory_budget" and budget != _default("memory_budget"):
-        reason = f'is for mode = "memory_budget", and activation_checkpoint.mode is "{mode}"; set that, or drop this'
-        yield Problem(_BUDGET, reason, budget, also=(_MODE,))
+    yield from _option_of_another_mode(config, "memory_budget", "memory_budget")
 
 
 def budget_has_a_compiler(config: JobConfig) -> Iterator[Problem]:
@@ -94,10 +92,6 @@ def compiled_loss_is_in_one_part(config: JobConfig) -> Iterator[Problem]:
         yield Problem(("training", "loss_chunks"), reason, chunks, also=(_ENABLE, _COMPONENTS))
 
 
-def _default(name: str) -> object:
-    return ActivationCheckpointConfig.model_fields[name].default
-
-
 def compiled_loss_is_computed_alone(config: JobConfig) -> Iterator[Problem]:
     """What ranks compute together has collectives in the middle, and its own backward."""
     parallelism = config.parallelism
@@ -113,6 +107,7 @@ def compiled_loss_is_computed_alone(config: JobConfig) -> Iterator[Problem]:
 
 COMPILE_RULES = (
     compile_options_are_for_compile,
+    cache_is_for_kernels,
     selective_option_is_for_selective,
     modules_are_recomputed,
     budget_is_for_memory_budget,
@@ -122,3 +117,12 @@ COMPILE_RULES = (
     compiled_loss_is_computed_alone,
 )
 """All of them."""
+
+
+def _option_of_another_mode(config: JobConfig, option: str, wanted: str) -> Iterator[Problem]:
+    """An option that is chosen, of a mode of recomputation that is not."""
+    mode = config.activation_checkpoint.mode
+    if mode != wanted:
+        reason = f'is for mode = "{wanted}", and activation_checkpoint.mode is "{mode}"; set that, or drop this key'
+        for name, value in config.activation_checkpoint.changed(option):
+            yield Problem(("activation_checkpoint", name), reason, value, also=(_MODE,))

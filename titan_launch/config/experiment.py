@@ -57,6 +57,12 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
     "activation_checkpoint": "operation",
     "gradient_accumulation": "operation",
     "compile": "operation",
+    "kernels": {
+        "attention": "operation",
+        "float32_precision": "experiment",
+        "bf16_reduced_precision_reduction": "experiment",
+    },
+    "float8": "experiment",
     "parallelism": "operation",
     "optimizer": {
         "name": "experiment",

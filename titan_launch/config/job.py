@@ -12,8 +12,10 @@ from titan_launch.config.comm import CommConfig
 from titan_launch.config.compile import CompileConfig
 from titan_launch.config.data import DataConfig, TextData
 from titan_launch.config.debug import DebugConfig
+from titan_launch.config.float8 import Float8Config
 from titan_launch.config.general import GeneralConfig
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
+from titan_launch.config.kernels import KernelsConfig
 from titan_launch.config.lr_scheduler import SchedulerConfig, WarmupStableDecay
 from titan_launch.config.metrics import MetricsConfig
 from titan_launch.config.model import ModelConfig
@@ -39,6 +41,8 @@ class JobConfig(Section):
     activation_checkpoint: ActivationCheckpointConfig = Field(default_factory=ActivationCheckpointConfig)
     gradient_accumulation: GradientAccumulationConfig = Field(default_factory=GradientAccumulationConfig)
     compile: CompileConfig = Field(default_factory=CompileConfig)
+    kernels: KernelsConfig = Field(default_factory=KernelsConfig)
+    float8: Float8Config = Field(default_factory=Float8Config)
     parallelism: ParallelismConfig = Field(default_factory=ParallelismConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     lr_scheduler: SchedulerConfig = Field(default_factory=WarmupStableDecay)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.optimizer import MuonConfig, OptimizerConfig
 from titan_launch.errors import KeyPath, Problem
 
 _NAME: KeyPath = ("optimizer", "name")
@@ -22,14 +21,12 @@ def muon_is_used(config: JobConfig) -> Iterator[Problem]:
     optimizer = config.optimizer
     if optimizer.name == "Muon" or any(group.algorithm == "Muon" for group in optimizer.param_groups):
         return
-    for name, field in MuonConfig.model_fields.items():
-        value = getattr(optimizer.muon, name)
-        if value != field.default:
-            reason = (
-                f'is for Muon, and optimizer.name is "{optimizer.name}" for all parameters; set that to "Muon", give '
-                'a parameter group algorithm = "Muon", or drop this key'
-            )
-            yield Problem(("optimizer", "muon", name), reason, value, also=(_NAME, _GROUPS))
+    reason = (
+        f'is for Muon, and optimizer.name is "{optimizer.name}" for all parameters; set that to "Muon", give '
+        'a parameter group algorithm = "Muon", or drop this key'
+    )
+    for name, value in optimizer.muon.changed():
+        yield Problem(("optimizer", "muon", name), reason, value, also=(_NAME, _GROUPS))
 
 
 def masters_are_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
@@ -65,7 +62,7 @@ def stochastic_rounding_is_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
 def implementation_is_pytorchs(config: JobConfig) -> Iterator[Problem]:
     """PyTorch's implementations know neither masters nor other dtypes. (The default is let pass.)"""
     optimizer = config.optimizer
-    chosen = next((name for name in ("state_dtype", "rounding", "master_weights") if _is_set(optimizer, name)), None)
+    chosen, _ = next(optimizer.changed("state_dtype", "rounding", "master_weights"), (None, None))
     if optimizer.implementation != "fused" and chosen is not None:
         reason = f"is one of PyTorch's, which have no {chosen}; drop one of the two keys"
         yield Problem(("optimizer", "implementation"), reason, optimizer.implementation, also=(("optimizer", chosen),))
@@ -83,7 +80,3 @@ OPTIMIZER_RULES = (
 def _stores_bfloat16(config: JobConfig) -> bool:
     """Whether any parameter may be stored in bfloat16."""
     return "bfloat16" in (config.precision.storage_dtype, *(rule.storage_dtype for rule in config.precision.rules))
-
-
-def _is_set(optimizer: OptimizerConfig, name: str) -> bool:
-    return bool(getattr(optimizer, name) != OptimizerConfig.model_fields[name].default)

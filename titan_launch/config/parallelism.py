@@ -28,7 +28,8 @@ class ParallelismConfig(Section):
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether gathered parameters are freed after forward and gathered again for backward. `default`: those of the
-    blocks, not those of the head, which backward needs at once. `always`: the head's too. `never`: none."""
+    blocks, not those of the head, which backward needs at once; none where every rank has them whole (one shard), since
+    nothing is gathered there, and what is freed is copied once more. `always`: the head's too. `never`: none."""
 
     tensor_parallel_degree: Degree = 1
     """Ranks that share the matrices of every layer (tensor parallelism): each computes with a part of the heads and of

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from pydantic import ValidationError
-
-from titan_launch.config.architectures import ARCHITECTURES, resolve_args
+from titan_launch.config.architectures import ARCHITECTURES, known_args
 from titan_launch.config.architectures.llama3 import Llama3Args
 from titan_launch.config.job import JobConfig
-from titan_launch.config.parallelism import ParallelismConfig
-from titan_launch.errors import KeyPath, Problem
+from titan_launch.errors import KeyPath, Problem, nearest_multiples
 
 _TENSOR: KeyPath = ("parallelism", "tensor_parallel_degree")
 _SEQUENCE: KeyPath = ("parallelism", "sequence_parallel")
@@ -31,17 +28,17 @@ _OPTIONS = {
 
 def options_have_a_degree(config: JobConfig) -> Iterator[Problem]:
     """How a thing is divided is said only where it is. (Defaults are let pass: a record has them.)"""
-    for name, degree in _OPTIONS.items():
-        value = getattr(config.parallelism, name)
-        if getattr(config.parallelism, degree) == 1 and value != ParallelismConfig.model_fields[name].default:
+    for name, value in config.parallelism.changed(*_OPTIONS):
+        degree = _OPTIONS[name]
+        if getattr(config.parallelism, degree) == 1:
             reason = f"is for parallelism.{degree} above 1; set that, or drop this key"
             yield Problem(("parallelism", name), reason, value, also=(("parallelism", degree),))
 
 
 def matrices_can_be_divided(config: JobConfig) -> Iterator[Problem]:
     """Every rank has as many heads, and as much of the feed-forward and of the vocabulary, as any other."""
-    degree, args = config.parallelism.tensor_parallel_degree, _llama_args(config)
-    if degree == 1 or args is None:
+    degree, args = config.parallelism.tensor_parallel_degree, known_args(config.model)
+    if degree == 1 or not isinstance(args, Llama3Args):
         return
     names = ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
     sizes = {name: int(getattr(args, name)) for name in names}
@@ -82,20 +79,20 @@ def sequences_can_be_divided(config: JobConfig) -> Iterator[Problem]:
     if context > 1 and seq_len % parts:
         of = f"twice parallelism.context_parallel_degree ({context}), for its load balance" if parts > context else ""
         reason = f"must be a multiple of {parts}, {of or 'parallelism.context_parallel_degree'}"
-        yield Problem(_SEQ_LEN, f"{reason}; nearest: {_nearest(seq_len, parts)}", seq_len, also=also)
+        yield Problem(_SEQ_LEN, f"{reason}; nearest: {nearest_multiples(seq_len, parts)}", seq_len, also=also)
     elif tensor > 1 and parallelism.sequence_parallel and seq_len // context % tensor:
         product, of = context * tensor, f"parallelism.tensor_parallel_degree ({tensor})"
         if context > 1:
             of = f"{product} = parallelism.context_parallel_degree ({context}) x {of}"
         reason = f"must be a multiple of {of}, since parallelism.sequence_parallel divides the tokens"
-        reason = f"{reason}; nearest: {_nearest(seq_len, product)}"
+        reason = f"{reason}; nearest: {nearest_multiples(seq_len, product)}"
         yield Problem(_SEQ_LEN, reason, seq_len, also=also)
 
 
 def batch_norm_sees_whole_sequences(config: JobConfig) -> Iterator[Problem]:
     """Statistics of a part of the tokens are others."""
-    args, parallelism = _llama_args(config), config.parallelism
-    if args is None or args.norm != "batchnorm":
+    args, parallelism = known_args(config.model), config.parallelism
+    if not isinstance(args, Llama3Args) or args.norm != "batchnorm":
         return
     if parallelism.tensor_parallel_degree > 1 and parallelism.sequence_parallel:
         reason = 'model.args.norm = "batchnorm" would take its statistics from a part of the tokens; set false'
@@ -129,20 +126,6 @@ PARALLELISM_RULES = (
 """All of them."""
 
 
-def _llama_args(config: JobConfig) -> Llama3Args | None:
-    """The arguments of a Llama; None for other models, and for wrong arguments, of which others speak."""
-    try:
-        args = resolve_args(config.model.name, config.model.flavor, config.model.args)
-    except (KeyError, ValidationError):
-        return None
-    return args if isinstance(args, Llama3Args) else None
-
-
 def _divisors(number: int) -> str:
     found = [str(each) for each in range(1, number + 1) if number % each == 0]
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
-
-
-def _nearest(number: int, of: int) -> str:
-    below, above = number // of * of, (number // of + 1) * of
-    return f"{below} or {above}" if below else str(above)

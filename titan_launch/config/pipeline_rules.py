@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
+from itertools import count
 
-from titan_launch.config.architectures import resolve_args
+from titan_launch.config.architectures import known_args
+from titan_launch.config.architectures.llama3 import Llama3Args
 from titan_launch.config.job import JobConfig
 from titan_launch.config.parallelism import ParallelismConfig
 from titan_launch.errors import KeyPath, Problem
@@ -43,34 +44,46 @@ def too_few_layers(parallelism: ParallelismConfig, layers: int) -> str:
     return f"{times}makes {wanted} stages, and the model has {layers} layers; set at most {layers // per_rank}"
 
 
-def misfit_of_microbatches(parallelism: ParallelismConfig, num_microbatches: int) -> str | None:
-    """Why the schedule does not go with so many microbatches in a step, or None."""
+def misfit_of_microbatches(
+    parallelism: ParallelismConfig, num_microbatches: int, samples_each: int | None = None
+) -> str | None:
+    """Why the schedule does not go with so many microbatches in a step, and which batches it goes with, or None.
+
+    `samples_each`: of a microbatch, on all ranks, where they are known.
+    """
     schedule, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
     if degree == 1:
         return None
     has = f"makes {num_microbatches} {'microbatch' if num_microbatches == 1 else 'microbatches'} a step"
     if schedule == "1F1B" and num_microbatches < degree:
-        return f"{has}, and 1F1B needs one for each of the {degree} stages; set a larger one, or take GPipe"
-    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
-        rounds = max(1, num_microbatches // degree)
-        if num_microbatches % rounds:
-            below, above = num_microbatches // degree * degree, (num_microbatches // degree + 1) * degree
-            return f"{has}, and {schedule} on {degree} ranks needs a multiple of {rounds}, such as {below} or {above}"
+        larger = "a larger one" if samples_each is None else f"at least {degree * samples_each}"
+        return f"{has}, and 1F1B needs one for each of the {degree} stages; set {larger}, or take GPipe"
+    if schedule in _INTERLEAVED and not _makes_equal_rounds(num_microbatches, degree):
+        below = next(n for n in range(num_microbatches, 0, -1) if _makes_equal_rounds(n, degree))
+        above = next(n for n in count(num_microbatches) if _makes_equal_rounds(n, degree))
+        each, unit = (1, " microbatches") if samples_each is None else (samples_each, "")
+        return (
+            f"{has}, and {schedule} on {degree} ranks needs a multiple of {num_microbatches // degree} of them; "
+            f"nearest: {below * each} or {above * each}{unit}"
+        )
     return None
+
+
+_INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble")
+"""Schedules that go through the microbatches in rounds, of at least as many as there are ranks."""
+
+
+def _makes_equal_rounds(num_microbatches: int, ranks: int) -> bool:
+    return num_microbatches % max(1, num_microbatches // ranks) == 0
 
 
 def pipeline_options_have_a_pipeline(config: JobConfig) -> Iterator[Problem]:
     """Without a pipeline there is nothing to schedule or split. (Defaults are let pass: a record has them.)"""
     if config.parallelism.pipeline_parallel_degree > 1:
         return
-    for key in (_SCHEDULE, _PER_RANK, _SPLIT):
-        name = str(key[-1])
-        value = getattr(config.parallelism, name)
-        if value != ParallelismConfig.model_fields[name].default:
-            reason = (
-                "is for pipeline parallelism, and parallelism.pipeline_parallel_degree is 1; set that, or drop this"
-            )
-            yield Problem(key, f"{reason} key", list(value) if isinstance(value, tuple) else value, also=(_PIPELINE,))
+    reason = "is for pipeline parallelism, and parallelism.pipeline_parallel_degree is 1; set that, or drop this key"
+    for name, value in config.parallelism.changed(*(str(key[-1]) for key in (_SCHEDULE, _PER_RANK, _SPLIT))):
+        yield Problem(("parallelism", name), reason, value, also=(_PIPELINE,))
 
 
 def stages_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
@@ -100,17 +113,13 @@ def split_points_make_the_stages(config: JobConfig) -> Iterator[Problem]:
 def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
     """Every stage of a Llama has a layer of its own, unless the job says where to cut; tied embeddings cannot be cut
     apart."""
-    if config.parallelism.pipeline_parallel_degree == 1 or config.model.name != "llama3":
+    degree, args = config.parallelism.pipeline_parallel_degree, known_args(config.model)
+    if degree == 1 or not isinstance(args, Llama3Args):
         return
-    try:
-        args = resolve_args(config.model.name, config.model.flavor, config.model.args)
-    except (KeyError, ValueError):  # what is wrong with them is said elsewhere
-        return
-    degree, layers = config.parallelism.pipeline_parallel_degree, int(getattr(args, "n_layers"))  # noqa: B009
     also: tuple[KeyPath, ...] = (_SCHEDULE, _PER_RANK, ("model", "flavor"), ("model", "args"))
-    if layers < num_stages(config.parallelism) and not config.parallelism.pipeline_parallel_split_points:
-        yield Problem(_PIPELINE, too_few_layers(config.parallelism, layers), degree, also=also)
-    if getattr(args, "tie_embeddings"):  # noqa: B009
+    if args.n_layers < num_stages(config.parallelism) and not config.parallelism.pipeline_parallel_split_points:
+        yield Problem(_PIPELINE, too_few_layers(config.parallelism, args.n_layers), degree, also=also)
+    if args.tie_embeddings:
         reason = (
             "puts the embeddings and the output layer, which share one weight (tie_embeddings), on different stages; "
             "set model.args.tie_embeddings = false, or 1 (FSDP2 and tensor parallelism take tied weights)"
@@ -121,19 +130,18 @@ def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
 def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
     """Where the number of microbatches is known without the number of ranks."""
     parallelism, training = config.parallelism, config.training
-    shard = parallelism.data_parallel_shard_degree
-    if training.global_batch_size is None:
-        microbatches, also = 1, (_SCHEDULE, _PIPELINE)
-    elif shard == -1:
-        return
+    shard, batch = parallelism.data_parallel_shard_degree, training.global_batch_size
+    ranks = None if shard == -1 else shard * parallelism.data_parallel_replicate_degree
+    samples_each = None if ranks is None else ranks * training.local_batch_size
+    if batch is None:
+        num_microbatches = 1
+    elif samples_each is None or batch % samples_each:
+        return  # said where ranks and batches are divided
     else:
-        per_round = training.local_batch_size * prod((shard, parallelism.data_parallel_replicate_degree))
-        if training.global_batch_size % per_round:
-            return  # said where ranks and batches are divided
-        microbatches, also = training.global_batch_size // per_round, (_SCHEDULE, _PIPELINE)
-    reason = misfit_of_microbatches(parallelism, microbatches)
+        num_microbatches = batch // samples_each
+    reason = misfit_of_microbatches(parallelism, num_microbatches, samples_each)
     if reason is not None:
-        yield Problem(_BATCH, reason, training.global_batch_size, also=also)
+        yield Problem(_BATCH, reason, batch, also=(_SCHEDULE, _PIPELINE))
 
 
 def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
@@ -143,7 +151,8 @@ def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
         return
     why = f"{schedule} computes the gradients of weights apart, when others are under way"
     if accumulation.mode not in ("deferred", "auto"):
-        reason = f'{why}, so that they can only be reduced once a step; set "deferred", or take Interleaved1F1B'
+        kept = "" if accumulation.keep_params_unsharded else " and keep_params_unsharded = true"
+        reason = f'{why}, so that they can only be reduced once a step; set "deferred"{kept}, or take Interleaved1F1B'
         yield Problem(("gradient_accumulation", "mode"), reason, accumulation.mode, also=(_SCHEDULE,))
     elif accumulation.mode == "deferred" and not accumulation.keep_params_unsharded:
         reason = f"{why}, for which the parameters must stay gathered; set true, or take Interleaved1F1B"

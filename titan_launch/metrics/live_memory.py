@@ -24,6 +24,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_launch.dtensors import local_tensor
 from titan_launch.patches import replaced
 from titan_launch.plan.footprint import Category, Ledger
 
@@ -92,8 +93,7 @@ class LiveMemory(TorchDispatchMode):
         book = self.within(category, self.book)
         for tensor in tensors:
             if tensor is not None:
-                local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-                self._move(book(local.untyped_storage()), category)
+                self._move(book(local_tensor(tensor).untyped_storage()), category)
 
     def book(self, storage: UntypedStorage) -> _Held:
         """Take note of a storage, or of its new size."""

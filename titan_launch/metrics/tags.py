@@ -121,6 +121,11 @@ TAGS = (
         chart=("time", "seconds per step"),
     ),
     Tag(
+        "time/compile_s",
+        "max",
+        "Seconds of compiling since the last report, where something is compiled; the log has what the cache saved.",
+    ),
+    Tag(
         "time/checkpoint_stall_s",
         "max",
         "Seconds that training stood still for checkpoints since the last report: for the one before to be complete, "

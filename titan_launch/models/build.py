@@ -17,7 +17,8 @@ from titan_launch.globs import matches
 from titan_launch.models import llama3, resnet
 from titan_launch.models.initializers import Initializer, call_reset_parameters, check_reset_parameters
 from titan_launch.models.inventory import has_forward
-from titan_launch.models.spec import ModelSpec, TensorStyle
+from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
+from titan_launch.plan.patterns import nothing_matched
 from titan_launch.plan.types import enclosing, full_name, parent
 from titan_launch.registry import import_factory, user_traceback
 
@@ -56,6 +57,9 @@ class BuiltModel:
     context_parallel: Mapping[str, int] | None = None
     """The buffers along the sequence, and the axis of the tokens in each; None where it is not known."""
 
+    attention: AttentionHeads | None = None
+    """What attention is called with; None where it is not known."""
+
 
 def build_model(config: ModelConfig, seq_len: int) -> BuiltModel:
     """Build a model of this package by its name, or one of the user's own by its import string.
@@ -80,6 +84,7 @@ def build_model(config: ModelConfig, seq_len: int) -> BuiltModel:
         chain=find_chain(module, spec.chain),
         tensor_parallel=spec.tensor_parallel,
         context_parallel=spec.context_parallel,
+        attention=None if spec.attention is None else spec.attention(args),
     )
 
 
@@ -164,9 +169,9 @@ def find_blocks(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     Only what has a forward can be a block: not a ModuleList or ModuleDict. Raises ConfigError on `model.blocks` for
     every glob that matches nothing.
     """
-    paths = [path for path, child in module.named_modules() if path and has_forward(child)]
+    paths, containers = _paths(module)
     unused = [
-        Problem(("model", "blocks", index), _nothing_matched(module, pattern, paths), pattern)
+        Problem(("model", "blocks", index), nothing_matched(pattern, paths, containers), pattern)
         for index, pattern in enumerate(patterns)
         if not any(matches(pattern, path) for path in paths)
     ]
@@ -181,13 +186,13 @@ def find_chain(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     Raises ConfigError on `model.name` for a glob that matches nothing to be run, and for modules that are named twice,
     or lie in one another.
     """
-    paths = [path for path, child in module.named_modules() if path and has_forward(child)]
+    paths, containers = _paths(module)
     chain: list[str] = []
     problems = []
     for pattern in patterns:
         found = [path for path in paths if matches(pattern, path)]
         if not found:
-            problems.append(f'pipeline_chain has "{pattern}", which {_nothing_matched(module, pattern, paths)}')
+            problems.append(f'pipeline_chain has "{pattern}", which {nothing_matched(pattern, paths, containers)}')
         chain += found
     problems += [
         f"pipeline_chain has {path} twice, or has it and the module around it"
@@ -199,11 +204,14 @@ def find_chain(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(chain)
 
 
-def _nothing_matched(module: nn.Module, pattern: str, paths: Sequence[str]) -> str:
-    containers = [path for path, child in module.named_modules() if path and matches(pattern, path)]
-    if containers:
-        return f'matches only {containers[0]}, a container without a forward; did you mean "{containers[0]}.*"?'
-    return f"matches no module of the model{did_you_mean(pattern, paths)}"
+def _paths(module: nn.Module) -> tuple[list[str], list[str]]:
+    """Paths of the modules that can be run, and of the containers without a forward."""
+    runnable: list[str] = []
+    containers: list[str] = []
+    for path, child in module.named_modules():
+        if path:
+            (runnable if has_forward(child) else containers).append(path)
+    return runnable, containers
 
 
 def _list_entries(module: nn.Module, path: str = "") -> Iterator[str]:

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
+from titan_launch.dtensors import local_tensor, own_part
 from titan_launch.models.initializers import Initializer, own_tensors
 
 
@@ -93,23 +93,9 @@ def _uninitialised(like: Tensor, device: torch.device) -> Tensor:
 def _copy_shard(target: Tensor, whole: Tensor) -> None:
     """Copy into a tensor the part of `whole` that it holds, cast to its dtype."""
     if isinstance(target, DTensor):
-        target.to_local().copy_(_own_part(whole.detach(), target))
+        local_tensor(target).copy_(own_part(whole.detach(), target))
     else:
         target.copy_(whole)
-
-
-def _own_part(whole: Tensor, target: DTensor) -> Tensor:
-    """The part that this rank has of a tensor divided like `target`: the inner axes of the mesh divide first, and FSDP2
-    what tensor parallelism leaves. (Where both divide the same axis, FSDP2's placement is a `_StridedShard`, which
-    `distribute_tensor` does not take.)"""
-    part = whole
-    for dim in reversed(range(target.device_mesh.ndim)):
-        placement = target.placements[dim]
-        if isinstance(placement, Shard | _StridedShard):  # the second is a kind of the first in some releases only
-            chunks = part.chunk(target.device_mesh.size(dim), placement.dim)
-            own = target.device_mesh.get_local_rank(dim)
-            part = chunks[own] if own < len(chunks) else part.narrow(placement.dim, 0, 0)
-    return part
 
 
 def _module_seed(seed: int, path: str) -> int:
@@ -122,5 +108,8 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the default generators of the host and of `device`; afterwards they are where they were."""
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
-        torch.manual_seed(seed)
+        # Not torch.manual_seed, which also notes the seed, with a stack trace, for every kind of device not in use.
+        torch.default_generator.manual_seed(seed)
+        if device.type != "cpu":
+            torch.get_device_module(device).manual_seed(seed)
         yield

@@ -17,7 +17,7 @@ from titan_launch.models.layers.attention import Attention
 from titan_launch.models.layers.feed_forward import FeedForward
 from titan_launch.models.layers.norms import build_norm
 from titan_launch.models.layers.rope import RotaryEmbedding
-from titan_launch.models.spec import ModelSpec, TensorStyle
+from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
 
 
 class TransformerBlock(nn.Module):
@@ -119,4 +119,5 @@ SPEC = ModelSpec(
     chain=("tok_embeddings", "layers.*", "norm", "output"),
     tensor_parallel=TENSOR_PARALLEL,
     context_parallel={"**.rope.cos": 0, "**.rope.sin": 0},
+    attention=lambda args: AttentionHeads(args.n_heads, args.n_kv_heads, args.head_dim, "layers.*.attention.wq"),
 )

@@ -25,6 +25,21 @@ divided by token (sequence parallelism) or whole; of T ranks each has
 
 
 @dataclass(frozen=True)
+class AttentionHeads:
+    """What a model's attention is called with, in every block."""
+
+    queries: int
+    keys: int
+    """Heads of keys and values."""
+
+    width: int
+    """Of one head."""
+
+    queries_from: str
+    """Glob of the modules whose output becomes the queries: in what they compute, attention does."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One model: how it is built, divided, counted and initialised.
 
@@ -63,3 +78,6 @@ class ModelSpec:
     """Globs of the full names of the buffers along the sequence (tables of positions), which are divided as the tokens
     are, and the axis of the tokens in each. Declares that tokens meet only in `F.scaled_dot_product_attention` of
     (batch, heads, tokens, width) with `is_causal=True`. None: the model cannot be divided so."""
+
+    attention: Callable[[Any], AttentionHeads] | None = None
+    """args to the shape of its `F.scaled_dot_product_attention`, causal and without a mask. None: there is none."""

@@ -16,7 +16,8 @@ from titan_launch.errors import ConfigError, KeyPath, Problem, config_error, did
 from titan_launch.globs import matches
 from titan_launch.models.spec import TensorStyle
 from titan_launch.models.stages import PassThrough
-from titan_launch.registry import user_traceback
+from titan_launch.plan.patterns import nothing_matched
+from titan_launch.registry import user_place
 
 _DEGREE: KeyPath = ("parallelism", "tensor_parallel_degree")
 _SEQUENCE: KeyPath = ("parallelism", "sequence_parallel")
@@ -46,10 +47,11 @@ def shapes_explained(model: ModelConfig, degree: int) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         if degree == 1 or ":" not in model.name or not _ABOUT_SHAPES.search(str(error)):
             raise
+        place, text = user_place(error), str(error).partition("\n")[0]
         reason = (
-            f"fails with 1/{degree} of the heads and features on each rank: does its attribute tensor_parallel divide "
-            "what belongs together, are its shapes those of what arrives (-1, not the number of heads), and does the "
-            f"degree divide the heads? See docs/parallelism.md\n{user_traceback(error)}"
+            f"fails{f' at {place}' if place else ''} with 1/{degree} of the heads and features on each rank: does its "
+            "attribute tensor_parallel divide what belongs together, are its shapes those of what arrives (-1, not the "
+            f"number of heads), and does the degree divide the heads? See docs/parallelism.md (PyTorch: {text})"
         )
         raise config_error(_NAME, reason, model.name, also=(_DEGREE,)) from error
 
@@ -116,9 +118,7 @@ def _unmatched(model: nn.Module, styles: Mapping[str, TensorStyle]) -> Iterator[
     paths = [path for path, _ in model.named_modules()]
     for pattern in styles:
         if not any(matches(pattern, path) for path in paths):
-            yield Problem(
-                _NAME, f'tensor_parallel["{pattern}"] matches no module of the model{did_you_mean(pattern, paths)}'
-            )
+            yield Problem(_NAME, f'tensor_parallel["{pattern}"] {nothing_matched(pattern, paths)}')
 
 
 def _misfits(path: str, module: nn.Module, style: TensorStyle, degree: int) -> Iterator[Problem]:

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as Sharded
 from torch.nn.functional import pad
 
+from titan_launch.dtensors import chunk_sizes, own_box
+
 Shape = Sequence[int]
 """Of a whole matrix."""
 
@@ -63,17 +65,8 @@ class Division:
         return [part.view(size) for part, size in zip(flat, sizes, strict=True)]
 
     def offsets(self, shape: Shape) -> tuple[int, ...]:
-        """Where this rank's part of a tensor of any number of axes begins. Where two mesh axes divide the same one,
-        FSDP2's does it last."""
-        starts, lengths = [0] * len(shape), list(shape)
-        for axis, placement in reversed(list(enumerate(self.placements))):
-            if placement != Replicate():
-                assert self.mesh is not None
-                divided, own = placement.dim, self.mesh.get_local_rank(axis)  # type: ignore[attr-defined]
-                sizes = _chunks(lengths[divided], self.mesh.size(axis))
-                starts[divided] += sum(sizes[:own])
-                lengths[divided] = sizes[own]
-        return tuple(starts)
+        """Where this rank's part of a tensor of any number of axes begins."""
+        return own_box(shape, self.mesh, self.placements)[0]
 
     @property
     def _axis(self) -> int | None:
@@ -99,8 +92,8 @@ class Division:
         assert self.mesh is not None
         left = list(shape)
         for axis, divided in self._tensor_parallel:
-            left[divided] = _chunks(left[divided], self.mesh.size(axis))[self.mesh.get_local_rank(axis)]
-        return _chunks(left[0], self.size), left[1]
+            left[divided] = chunk_sizes(left[divided], self.mesh.size(axis))[self.mesh.get_local_rank(axis)]
+        return chunk_sizes(left[0], self.size), left[1]
 
     def _all_to_all(self, parts: Sequence[Tensor], received: Sequence[int]) -> Tensor:
         """`parts` go to the first ranks, in order; `received`: elements from the first ranks."""
@@ -122,7 +115,7 @@ class Division:
         """The whole matrix, from what FSDP2 has divided."""
         assert self.mesh is not None
         for axis, divided in self._tensor_parallel:
-            sizes = _chunks(shape[divided], self.mesh.size(axis))
+            sizes = chunk_sizes(shape[divided], self.mesh.size(axis))
             missing = sizes[0] - part.shape[divided]
             part = pad(part, (0, 0, 0, missing) if divided == 0 else (0, missing)).contiguous()
             gathered = [torch.empty_like(part) for _ in sizes]
@@ -133,7 +126,7 @@ class Division:
     def _tensor_parallel_part(self, whole: Tensor) -> Tensor:
         for axis, divided in self._tensor_parallel:
             assert self.mesh is not None
-            sizes = _chunks(whole.shape[divided], self.mesh.size(axis))
+            sizes = chunk_sizes(whole.shape[divided], self.mesh.size(axis))
             whole = whole.split(sizes, divided)[self.mesh.get_local_rank(axis)]
         return whole
 
@@ -143,9 +136,3 @@ def division_of(parameter: Tensor) -> Division:
     if isinstance(parameter, DTensor):
         return Division(parameter.device_mesh, tuple(parameter.placements))
     return Division(None, ())
-
-
-def _chunks(length: int, ranks: int) -> list[int]:
-    """Of an axis of a tensor, what each rank has: equal parts, but for the last ones."""
-    size = -(-length // ranks)
-    return [max(0, min(size, length - rank * size)) for rank in range(ranks)]

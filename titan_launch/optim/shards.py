@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from titan_launch.dtensors import local_tensor
 from titan_launch.optim.exchange import division_of
 from titan_launch.optim.rounding import Draw, round_to
 
@@ -55,13 +55,8 @@ class Shard:
 def shard_of(name: str, parameter: Tensor, state: dict[str, Any], seed: int | None) -> Shard:
     """The part of a parameter that has a gradient and state."""
     assert parameter.grad is not None
-    local_state = {key: local(value) for key, value in state.items()}
-    return Shard(name, parameter, local(parameter), local(parameter.grad), local_state, seed)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local_state = {key: local_tensor(value) for key, value in state.items()}
+    return Shard(name, parameter, local_tensor(parameter), local_tensor(parameter.grad), local_state, seed)
 
 
 def mask_gradients(shards: list[Shard], left_out: Tensor | None) -> None:

@@ -33,7 +33,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """What forward, and what its recomputation, run in."""
 
 _aten, _communication = torch.ops.aten, torch.ops._c10d_functional
-MATRIX_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
+MATRIX_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default})
 SAVED_OPS = MATRIX_PRODUCTS | {
     _aten.convolution.default,
     _aten._scaled_dot_product_attention_math.default,

@@ -10,11 +10,13 @@ from torch import nn
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.batchnorm import BatchNormConfig
 from titan_launch.config.compile import CompileConfig
+from titan_launch.config.float8 import Float8Config
 from titan_launch.config.parallelism import ParallelismConfig
 from titan_launch.models.spec import TensorStyle
 from titan_launch.parallel.activation_checkpoint import cast_in_recomputation, checkpoint_activations
 from titan_launch.parallel.batchnorm import prepare_batch_norms
 from titan_launch.parallel.compile import compile_pieces
+from titan_launch.parallel.float8 import convert_to_float8
 from titan_launch.parallel.fsdp import apply_fsdp
 from titan_launch.parallel.mesh import Mesh
 from titan_launch.parallel.tensor_parallel import apply_tensor_parallel
@@ -35,19 +37,22 @@ def parallelize(
     statistics_group: dist.ProcessGroup | None,
     recomputation: ActivationCheckpointConfig,
     compilation: CompileConfig,
+    float8: Float8Config,
     offloads: bool,
 ) -> None:
     """Prepare a model on the meta device for distributed training, in place; nothing is allocated.
 
     1. Storage dtypes, while parameters are plain and cost nothing to replace: FSDP2 takes over what it finds.
-    2. Tensor parallelism by the model's `styles`, whose DTensors FSDP2 shards further.
-    3. BatchNorm layers, whose class FSDP2 extends. `statistics_group`: the ranks they are synchronized over, if any.
-    4. Recomputation, inside of FSDP2's hooks: a block is then computed again from the inputs these have cast.
-    5. Compilation around it, so that a graph has its recomputation inside; under tensor parallelism, where it cannot,
+    2. Linear layers in float8, which keep their parameters. Never together with tensor parallelism.
+    3. Tensor parallelism by the model's `styles`, whose DTensors FSDP2 shards further.
+    4. BatchNorm layers, whose class FSDP2 extends. `statistics_group`: the ranks they are synchronized over, if any.
+    5. Recomputation, inside of FSDP2's hooks: a block is then computed again from the inputs these have cast.
+    6. Compilation around it, so that a graph has its recomputation inside; under tensor parallelism, where it cannot,
        the other way round. It, too, is inside of FSDP2's hooks, which cannot be in a graph.
-    6. FSDP2 last, around everything: it shards the parameters that are there then. `offloads`: they stay on the host.
+    7. FSDP2 last, around everything: it shards the parameters that are there then. `offloads`: they stay on the host.
     """
     cast_storage(model, plan)
+    convert_to_float8(model, plan, float8)
     if mesh.tensor is not None:
         assert styles is not None, "check_tensor_plan comes first"
         apply_tensor_parallel(model, styles, mesh.tensor, parallelism)

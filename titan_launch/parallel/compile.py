@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.compile import CompileConfig
+from titan_launch.dtensors import local_tensor
 from titan_launch.errors import ConfigError, config_error
 from titan_launch.loss import Loss
+from titan_launch.parallel.compile_cache import use_cache_folder
 from titan_launch.plan.compilation import alike
 from titan_launch.plan.types import ModelPlan, enclosing, parent
 
@@ -44,6 +45,7 @@ def compile_pieces(
     """
     if not plan.compiled:
         return
+    use_cache_folder(config)
     _prepare(len(plan.compiled), recomputation)
     for path in plan.compiled:
         module = model.get_submodule(path)
@@ -53,7 +55,10 @@ def compile_pieces(
 
 def compile_loss(loss: Loss, config: CompileConfig) -> Loss:
     """The loss, compiled if `[compile]` says so."""
-    return _compiled(loss, config, "the loss") if config.enable and "loss" in config.components else loss
+    if not config.enable or "loss" not in config.components:
+        return loss
+    use_cache_folder(config)
+    return _compiled(loss, config, "the loss")
 
 
 def eager(config: CompileConfig) -> AbstractContextManager[Any]:
@@ -113,8 +118,7 @@ def _materialized(value: Any) -> Any:
     """Arguments with the results of collectives that nobody has waited for (tensor parallelism hands them on) waited
     for: as inputs of a graph they would meet backward as tensors of another class."""
     if isinstance(value, Tensor):
-        local = value._local_tensor if isinstance(value, DTensor) else value
-        return value.clone() if isinstance(local, AsyncCollectiveTensor) else value
+        return value.clone() if isinstance(local_tensor(value), AsyncCollectiveTensor) else value
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)(map(_materialized, value))
     if type(value) is dict:

@@ -2,19 +2,19 @@
 
 Samples, and the buffers along the sequence, are divided once, so that whatever works token by token needs nothing else.
 Only attention sees more than a rank's tokens: keys and values of the other ranks come to it.
+
+PyTorch's implementation is imported where sequences are divided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.experimental import context_parallel
-from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from titan_launch.config.parallelism import ParallelismConfig
 from titan_launch.data.sequence_part import SequencePart
@@ -48,12 +48,15 @@ def ring_attention(mesh: DeviceMesh, parallelism: ParallelismConfig, device: tor
 
     Raises ConfigError where PyTorch has no ring attention for the device.
     """
-    _check_device(device, mesh.size())
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    _check_device(device, mesh.size(), _attention.custom_ops)
     # PyTorch decides by a setting of its own, and by the length of a buffer that it divides: any will do.
     options = _attention._cp_options
     before = options.enable_load_balance, options.rotate_method
     options.enable_load_balance = parallelism.context_parallel_load_balance
-    options.rotate_method = _ROTATION[parallelism.context_parallel_rotate_method]
+    options.rotate_method = _attention._RotateMethod[_ROTATION[parallelism.context_parallel_rotate_method]]
     divided = torch.empty(2 * mesh.size(), device=device)
     ring = context_parallel(mesh, buffers=[divided], buffer_seq_dims=[0], no_restore_buffers={divided})
     on_meta = F.scaled_dot_product_attention
@@ -71,11 +74,11 @@ def _by_device(attention: Callable[..., Tensor], on_meta: Callable[..., Tensor])
     return lambda q, *args, **kwargs: (on_meta if q.is_meta else attention)(q, *args, **kwargs)
 
 
-def _check_device(device: torch.device, degree: int) -> None:
-    if device.type == "cpu" and _CPU_KERNEL not in _attention.custom_ops:
+def _check_device(device: torch.device, degree: int, kernels: Container[object]) -> None:
+    if device.type == "cpu" and _CPU_KERNEL not in kernels:
         reason = "PyTorch's ring attention has no kernels for the CPU; train on GPUs, or set 1"
         raise config_error(("parallelism", "context_parallel_degree"), reason, degree, also=(("job", "device"),))
 
 
-_ROTATION = {"allgather": _attention._RotateMethod.ALL_GATHER, "alltoall": _attention._RotateMethod.ALL_TO_ALL}
+_ROTATION = {"allgather": "ALL_GATHER", "alltoall": "ALL_TO_ALL"}
 _CPU_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -41,7 +41,8 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, offloads: bo
         if is_shared and unit.policy.output_dtype is not None:
             for module in modules:
                 cast_outputs(module, torch_dtype(unit.policy.output_dtype))
-    _sum_gradients(model)
+    if mesh.size() > 1:
+        _sum_gradients(model)
     for path, ahead in plan_backward_prefetch(plan).items():
         _fsdp_module(model, path).set_modules_to_backward_prefetch([_fsdp_module(model, name) for name in ahead])
 
@@ -82,7 +83,8 @@ def _sum_gradients(model: nn.Module) -> None:
     """Let FSDP2 sum gradients, not average them: the loss is already divided by the step's global target count.
 
     Plain SUM is forced because factor 1 would otherwise be a PREMUL_SUM, which gloo does not have. Neither setter
-    recurses; a unit left out would silently average.
+    recurses; a unit left out would silently average. One rank has nothing to sum, and a factor of 1 would cost it a
+    division of all gradients, with a copy of them.
     """
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from titan_launch.plan.layout import Layout
 
@@ -86,8 +88,7 @@ class Mesh:
 
     def _data_ranks(self) -> list[list[int]]:
         """The ranks of every group that has this rank's `data_group`, or is another one's."""
-        layout, inner = self.layout, self.layout.tensor
-        outer = layout.world_size // layout.pipeline
+        layout, inner, outer = self.layout, self.layout.tensor, self.layout.ranks_per_stage
         return [
             [stage * outer + index * inner + part for index in range(outer // inner)]
             for stage in range(layout.pipeline)
@@ -97,6 +98,7 @@ class Mesh:
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """The grid of the ranks of the default process group; collective."""
+    _forget_earlier_meshes()
     axes = {
         PIPELINE: layout.pipeline,
         REPLICATE: layout.replicate,
@@ -106,6 +108,16 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     }
     axes = {name: degree for name, degree in axes.items() if degree > 1 or name == SHARD}
     return Mesh(layout, init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes)))
+
+
+def _forget_earlier_meshes() -> None:
+    """Empty the caches of DTensor's operations, which keep the mesh of each result and take an equal mesh for the same.
+
+    Where this process has trained another job, they bring back its groups, on some ranks and not on others, which then
+    wait for each other for ever. What PyTorch offers for it (torch.distributed.tensor.debug) is slow to import.
+    """
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _own_group(groups: list[list[int]], timeout: timedelta, description: str) -> dist.ProcessGroup:

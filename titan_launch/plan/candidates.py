@@ -8,7 +8,7 @@ from typing import Literal
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules import ACCUMULATION_RULES
+from titan_launch.config.precision_rules import ACCUMULATION_RULES
 from titan_launch.errors import ConfigError, Problem, format_key
 from titan_launch.plan.choices import Choice, with_choice
 from titan_launch.plan.job import plan_job

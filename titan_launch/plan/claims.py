@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from titan_launch.config.precision import PrecisionConfig, PrecisionRule
 from titan_launch.errors import ConfigError, KeyPath, Problem, did_you_mean
 from titan_launch.globs import matches
+from titan_launch.plan.patterns import nothing_matched
 from titan_launch.plan.types import Inventory, ModuleInfo, full_name, is_within, parent
 
 BATCH_NORM_DEFAULT = "BatchNorm default"
@@ -183,8 +184,8 @@ def _useless_patterns(claim: Claim, candidates: Sequence[ModuleInfo]) -> Iterato
     """Of several patterns in one rule, those that match nothing."""
     for index, pattern in enumerate([] if isinstance(claim.rule.match, str) else _patterns(claim.rule)):
         if not any(matches(pattern, module.path) for module in candidates):
-            hint = did_you_mean(pattern, [module.path for module in candidates])
-            yield Problem((*(claim.key or ()), "match", index), f"matches no module of the model{hint}", pattern)
+            reason = nothing_matched(pattern, [module.path for module in candidates])
+            yield Problem((*(claim.key or ()), "match", index), reason, pattern)
 
 
 def _nothing_matched(inventory: Inventory, claim: Claim, candidates: Sequence[ModuleInfo]) -> Problem:
@@ -205,8 +206,7 @@ def _nothing_matched(inventory: Inventory, claim: Claim, candidates: Sequence[Mo
     if found:
         others_class = f"{found[0].path} is a {found[0].class_name}"
         return _problem(claim, f"matches no module of class {rule.type}: {others_class}; drop type or match")
-    hint = did_you_mean(_patterns(rule)[0], [m.path for m in candidates])
-    return _problem(claim, f"matches no module of the model{hint}")
+    return _problem(claim, nothing_matched(_patterns(rule)[0], [m.path for m in candidates]))
 
 
 def _mixed_batch_norms(candidates: Sequence[ModuleInfo], claims: Claims) -> Iterator[Problem]:

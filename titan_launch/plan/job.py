@@ -9,11 +9,26 @@ from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.plan.choices import Choice, with_choice
 from titan_launch.plan.compilation import compiled_modules
+from titan_launch.plan.float8 import float8_modules
+from titan_launch.plan.layout import Layout
 from titan_launch.plan.pipeline import plan_stages
 from titan_launch.plan.recomputation import recomputed_modules
 from titan_launch.plan.torch_version import CAN_SHARE_UNITS
 from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.plan.units import plan_model, plan_resharding
+
+
+def with_whole_parameters(config: JobConfig, layout: Layout) -> JobConfig:
+    """The job, with parameters that stay where they are on ranks that share them with no other, if it leaves that open.
+
+    FSDP2 gathers nothing there, with its `replicate` as little as with one shard; what it frees after forward it copies
+    once more for backward.
+    """
+    parallelism = config.parallelism
+    if layout.parameter_shards > 1 or parallelism.fsdp_reshard_after_forward != "default":
+        return config
+    kept = parallelism.model_copy(update={"fsdp_reshard_after_forward": "never"})
+    return config.model_copy(update={"parallelism": kept})
 
 
 def plan_kept(config: JobConfig, inventory: Inventory, kept: bool) -> ModelPlan:
@@ -38,5 +53,6 @@ def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
         plan,
         recomputed=recomputed,
         compiled=compiled_modules(config, inventory, plan.units, recomputed),
+        float8=float8_modules(config.float8, plan),
         stages=plan_stages(inventory, config.parallelism),
     )

@@ -8,7 +8,7 @@ from math import prod
 from titan_launch.config.parallelism import ParallelismConfig
 from titan_launch.config.pipeline_rules import misfit_of_microbatches
 from titan_launch.config.training import TrainingConfig
-from titan_launch.errors import KeyPath, config_error
+from titan_launch.errors import KeyPath, config_error, nearest_multiples
 
 _SHARD = "data_parallel_shard_degree"
 _DEGREES = (
@@ -77,6 +77,11 @@ class Layout:
         return self.data_parallel * self.model_parallel
 
     @property
+    def ranks_per_stage(self) -> int:
+        """Ranks with the same layers. They are neighbours."""
+        return self.world_size // self.pipeline
+
+    @property
     def samples_per_rank(self) -> int:
         """Samples per optimizer step on every data-parallel rank."""
         return self.local_batch_size * self.num_microbatches
@@ -92,7 +97,7 @@ class Layout:
 
     def pipeline_rank(self, rank: int) -> int:
         """The place of a rank along the pipeline."""
-        return rank // (self.world_size // self.pipeline)
+        return rank // self.ranks_per_stage
 
 
 def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_size: int) -> Layout:
@@ -105,11 +110,11 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
         raise config_error(
             ("training", "global_batch_size"),
             f"not a multiple of {per_round} = training.local_batch_size ({training.local_batch_size}) x {ranks} "
-            f"data-parallel {'rank' if ranks == 1 else 'ranks'}; nearest: {_nearest_multiples(batch, per_round)}",
+            f"data-parallel {'rank' if ranks == 1 else 'ranks'}; nearest: {nearest_multiples(batch, per_round)}",
             batch,
             also=(("training", "local_batch_size"), *map(_key, _DEGREES)),
         )
-    misfit = misfit_of_microbatches(parallelism, batch // per_round)
+    misfit = misfit_of_microbatches(parallelism, batch // per_round, per_round)
     if misfit is not None:
         raise config_error(("training", "global_batch_size"), misfit, batch, also=tuple(map(_key, _DEGREES)))
     return Layout(
@@ -162,8 +167,3 @@ def _in_words(degrees: dict[str, int]) -> str:
 
 def _key(name: str) -> KeyPath:
     return ("parallelism", name)
-
-
-def _nearest_multiples(batch: int, of: int) -> str:
-    below, above = batch // of * of, (batch // of + 1) * of
-    return f"{below} or {above}" if below else str(above)

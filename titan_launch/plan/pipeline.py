@@ -204,6 +204,7 @@ def stage_part(plan: ModelPlan, stage: Stage) -> ModelPlan:
         },
         recomputed=_own(plan.recomputed, foreign),
         compiled=_own(plan.compiled, foreign),
+        float8=_own(plan.float8, foreign),
     )
 
 

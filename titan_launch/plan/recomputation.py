@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
-from titan_launch.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean
-from titan_launch.globs import matches
+from titan_launch.errors import KeyPath, config_error
+from titan_launch.plan.patterns import matched_modules
 from titan_launch.plan.types import Inventory, outermost
 
 _MODE: KeyPath = ("activation_checkpoint", "mode")
@@ -21,7 +20,11 @@ def recomputed_modules(inventory: Inventory, config: ActivationCheckpointConfig)
     """
     if not recomputes_modules(config):
         return ()
-    candidates = _matched(inventory, config.modules) if config.modules else _blocks(inventory, config)
+    candidates = (
+        outermost(matched_modules(inventory, config.modules, _MODULES))
+        if config.modules
+        else _blocks(inventory, config)
+    )
     option = selection(config)
     every = 1 if option is None or option == "op" else option
     if every > len(candidates):
@@ -52,30 +55,3 @@ def _blocks(inventory: Inventory, config: ActivationCheckpointConfig) -> tuple[s
         )
         raise config_error(_MODE, reason, config.mode, also=(("model", "blocks"), _MODULES))
     return outermost(inventory.blocks)
-
-
-def _matched(inventory: Inventory, patterns: Sequence[str]) -> tuple[str, ...]:
-    """A module with several parents, which is matched under any of its paths, stands under the first."""
-    problems = list(_unused(inventory, patterns))
-    if problems:
-        raise ConfigError(problems)
-    matched = {
-        module.same_as or module.path
-        for module in inventory.modules
-        if module.path and module.has_forward and any(matches(pattern, module.path) for pattern in patterns)
-    }
-    return outermost([module.path for module in inventory.modules if module.path in matched])
-
-
-def _unused(inventory: Inventory, patterns: Sequence[str]) -> Iterator[Problem]:
-    runnable = [module.path for module in inventory.modules if module.path and module.has_forward]
-    for index, pattern in enumerate(patterns):
-        if any(matches(pattern, path) for path in runnable):
-            continue
-        container = next((m.path for m in inventory.modules if m.path and matches(pattern, m.path)), None)
-        reason = (
-            f"matches no module of the model{did_you_mean(pattern, runnable)}"
-            if container is None
-            else f'matches only {container}, a container without a forward; did you mean "{container}.*"?'
-        )
-        yield Problem((*_MODULES, index), reason, pattern)

@@ -143,14 +143,15 @@ def _stage_lines(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[str
     """What each pipeline stage holds and communicates, and on which ranks it is; nothing without stages."""
     if not plan.stages:
         return []
-    schedule, ranks = config.parallelism.pipeline_parallel_schedule, layout.world_size // layout.pipeline
+    schedule, ranks = config.parallelism.pipeline_parallel_schedule, layout.ranks_per_stage
     lines = [f"pipeline: {schedule}, {len(plan.stages)} stages on {layout.pipeline} x {ranks} ranks"]
     for stage in plan.stages:
         first, last = stage.rank * ranks, (stage.rank + 1) * ranks - 1
         where = f"rank {first}" if first == last else f"ranks {first} to {last}"
-        what = " .. ".join(dict.fromkeys([stage.modules[0], stage.modules[-1]]))
         collectives = format_collectives(stage_part(plan, stage), layout, config.gradient_accumulation)
-        lines.append(f"stage {stage.index} ({where}): {what}, {stage.num_parameters:,} parameters; {collectives}")
+        lines.append(
+            f"stage {stage.index} ({where}): {stage.extent}, {stage.num_parameters:,} parameters; {collectives}"
+        )
     return lines
 
 

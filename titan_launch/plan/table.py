@@ -18,7 +18,7 @@ def honesty(flops: ModelFlops, config: JobConfig) -> str:
     exact = "collectives, the bytes of their buffers and FLOPs" if flops.is_exact else "collectives and their buffers"
     return (
         f"{exact} are exact; active memory is a prediction, and a lower bound; what has a ~, reserved memory, wire and "
-        f"seconds, is an estimate that rests on the assumptions above{_of_compiled(config)}"
+        f"seconds, is an estimate that rests on the assumptions above{_of_compiled(config)}{_of_float8(config)}"
     )
 
 
@@ -29,6 +29,15 @@ def _of_compiled(config: JobConfig) -> str:
     return (
         "\nthe job is compiled: memory and seconds are those without that, since what a compiler fuses and keeps is "
         f"its own choice{of_budget if config.activation_checkpoint.mode == 'memory_budget' else ''}"
+    )
+
+
+def _of_float8(config: JobConfig) -> str:
+    if not config.float8.enable:
+        return ""
+    return (
+        "\nfloat8 is not known to the planner: memory is that of bfloat16, without the copies in 8 bits, and seconds "
+        "rest on the peak for bfloat16; what is communicated is the same"
     )
 
 

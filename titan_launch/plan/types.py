@@ -196,6 +196,11 @@ class Stage:
     num_parameters: int
     """Elements of their parameters."""
 
+    @property
+    def extent(self) -> str:
+        """Its first and last module, in words."""
+        return " .. ".join(dict.fromkeys((self.modules[0], self.modules[-1])))
+
 
 @dataclass(frozen=True)
 class ModelPlan:
@@ -213,6 +218,9 @@ class ModelPlan:
 
     compiled: tuple[str, ...] = ()
     """Paths of the modules that are compiled, each into a graph of its own."""
+
+    float8: tuple[str, ...] = ()
+    """Paths of the linear layers whose products are in 8-bit floating point."""
 
     stages: tuple[Stage, ...] = ()
     """The parts that pipeline parallelism divides the model into, in order; empty without it."""

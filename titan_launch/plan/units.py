@@ -30,6 +30,7 @@ from titan_launch.plan.types import (
     enclosing,
     full_name,
     is_within,
+    outermost,
     parameters_by_unit,
     parent,
     unit_by_module,
@@ -47,7 +48,7 @@ class Resharding:
     """The blocks, and units inside a block."""
 
     late: bool
-    """Units that backward needs first: the head, and those that reach over several blocks."""
+    """Units that backward needs first: the last block, the head, and those that reach over several blocks."""
 
 
 def plan_resharding(parallelism: ParallelismConfig, accumulation: GradientAccumulationConfig) -> Resharding:
@@ -193,7 +194,7 @@ class _UnitPlanner:
         for path in self.inventory.blocks:
             claim = self.claims.governing(path)
             if claim is None:
-                units.append(self._unit(path, [path], self.resharding.blocks, "block"))
+                units.append(self._unit(path, [path], self._reshard_near([path]), "block"))
             else:
                 units.append(self._ruled_unit(path, [path], claim, self._policy(path, claim)))
         return units
@@ -221,11 +222,16 @@ class _UnitPlanner:
         with, keeps its parameters: gathering them again would cost a collective and save nothing."""
         if claim.rule.reshard_after_forward is not None:
             return claim.rule.reshard_after_forward
-        is_late = any(is_within(path, head) for path in modules for head in self.inventory.head)
         is_in_one_block = len({self._block_around(path) for path in modules} - {""}) == 1
-        return (
-            self.resharding.blocks if not is_late and (len(modules) == 1 or is_in_one_block) else self.resharding.late
-        )
+        if len(modules) > 1 and not is_in_one_block:
+            return self.resharding.late
+        return self._reshard_near(modules)
+
+    def _reshard_near(self, modules: Sequence[str]) -> bool:
+        """Of modules that lie close to each other: the last block, too, would be free only while the head computes."""
+        late = (*self.inventory.head, *outermost(self.inventory.blocks)[-1:])
+        is_late = any(is_within(path, last) for path in modules for last in late)
+        return self.resharding.late if is_late else self.resharding.blocks
 
     def _policy(self, path: str, claim: Claim) -> Policy:
         rule = claim.rule

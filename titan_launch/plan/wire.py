@@ -36,21 +36,20 @@ def wire_bytes(traffic: Traffic, layout: Layout, gpus_per_node: int) -> Wire:
     them. Where groups lie differently on nodes, the one with the most such hops counts. What goes from stage to stage
     of a pipeline counts by the same share.
     """
-    context = layout.tensor
-    replicas = context * layout.parameter_shards
-    stages = replicas * layout.replicate
+    shard_stride = layout.tensor
+    replica_stride = layout.tensor * layout.parameter_shards
 
     def ring(stride: int, size: int) -> _Ring:
         return _Ring(size, _most_crossings(layout.world_size, stride, size, gpus_per_node))
 
-    shards = ring(context, layout.parameter_shards)
-    between = ring(replicas, layout.replicate)
+    shards = ring(shard_stride, layout.parameter_shards)
+    between = ring(replica_stride, layout.replicate)
     sent = (
         ((traffic.all_gather_bytes + traffic.reduce_scatter_bytes) * shards.sent, shards),
         (2 * traffic.all_reduce_bytes * between.sent, between),
         (Fraction(traffic.tensor.sent_bytes), ring(1, layout.tensor)),
-        (Fraction(traffic.context.sent_bytes), ring(context, layout.context)),
-        (Fraction(traffic.pipeline.sent_bytes), ring(stages, layout.pipeline)),
+        (Fraction(traffic.context.sent_bytes), ring(shard_stride, layout.context)),
+        (Fraction(traffic.pipeline.sent_bytes), ring(layout.ranks_per_stage, layout.pipeline)),
     )
     across = sum(num_bytes * ring.across for num_bytes, ring in sent)
     total = sum(num_bytes for num_bytes, _ in sent)

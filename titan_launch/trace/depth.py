@@ -9,6 +9,7 @@ from torch import nn
 
 from titan_launch.config.job import JobConfig
 from titan_launch.models.build import build_model
+from titan_launch.models.tensor_plan import shapes_explained
 from titan_launch.plan.depth import Shortcut, block_signatures, find_shortcut, without_blocks
 from titan_launch.plan.footprint import extrapolate
 from titan_launch.plan.hardware import Kernels
@@ -36,7 +37,7 @@ def trace_rank(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kern
         short = _trace_short(config, plan, layout, kernels, rank, shortcut)
         if short is not None:
             return short
-    with failures_explained(config.model):
+    with failures_explained(config.model), shapes_explained(config.model, layout.tensor):
         return _trace_without(config, plan, layout, kernels, rank, ())
 
 

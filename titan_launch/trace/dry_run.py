@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from titan_launch.config.compile import CompileConfig
 from titan_launch.config.job import JobConfig
+from titan_launch.dtensors import local_tensor
 from titan_launch.models.build import build_model
 from titan_launch.models.init import allocate
 from titan_launch.optim.clip import clip_grad_norm
@@ -32,7 +32,7 @@ from titan_launch.trace.depth import trace_rank
 from titan_launch.trace.ranks import imagined_ranks
 from titan_launch.trace.silence import silence
 from titan_launch.trace.step import TracedStep
-from titan_launch.train.build import shard_model
+from titan_launch.train.model import shard_model
 from titan_launch.train.plan import plan_precision
 
 
@@ -50,7 +50,7 @@ def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) ->
         stack.enter_context(silence())
         stack.enter_context(imagined_ranks(layout.world_size, rank))
         mesh = build_mesh(layout, "cpu")
-        model = shard_model(config, built, plan, mesh)
+        model = shard_model(config, built, replace(plan, float8=()), mesh)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         allocate(model, torch.device("cpu"))
         optimizer = build_optimizer(model, config.optimizer, built.head, config.training.seed)
@@ -80,13 +80,12 @@ def _what_it_holds(model: nn.Module, optimizer: Optimizer, plan: ModelPlan, mesh
     yield f"rank {torch.distributed.get_rank()}: {where}"
     for stage in plan.stages:
         if stage.rank == place[0]:
-            what = " .. ".join(dict.fromkeys((stage.modules[0], stage.modules[-1])))
-            yield f"stage {stage.index} of {len(plan.stages)}: {what}"
+            yield f"stage {stage.index} of {len(plan.stages)}: {stage.extent}"
     parameters = list(model.parameters())
     num_units = sum(len(part.units) for _, part in parts(model, plan))
     yield (
         f"model: {plan.inventory.num_parameters:,} parameters; here {num_units} units and "
-        f"{sum(_local(p).numel() for p in parameters):,} elements of parameters, {_gib(parameters)}"
+        f"{sum(local_tensor(p).numel() for p in parameters):,} elements of parameters, {_gib(parameters)}"
     )
     values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     yield f"optimizer: {len(optimizer.param_groups)} parameter groups, {_gib(values)} of state"
@@ -103,9 +102,5 @@ def _what_a_step_takes(traced: TracedStep, layout: Layout, hardware: Hardware) -
     yield f"sends: about {format_gib(wire.within)} GiB within a node and {format_gib(wire.across)} GiB across nodes"
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _gib(tensors: Iterable[Tensor]) -> str:
-    return f"{format_gib(sum(_local(tensor).nbytes for tensor in tensors))} GiB"
+    return f"{format_gib(sum(local_tensor(tensor).nbytes for tensor in tensors))} GiB"

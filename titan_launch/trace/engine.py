@@ -57,7 +57,7 @@ class TraceEngine:
         return self._known[choice]
 
     def _trace(self, config: JobConfig, plan: ModelPlan, pipeline_rank: int) -> TracedStep:
-        rank = pipeline_rank * (self._layout.world_size // self._layout.pipeline)
+        rank = pipeline_rank * self._layout.ranks_per_stage
         traced = trace_rank(config, plan, self._layout, self._kernels, rank)
         if not plan.stages:
             return traced

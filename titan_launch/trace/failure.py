@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -17,10 +14,8 @@ from torch._subclasses.fake_tensor import (
 
 from titan_launch.config.model import ModelConfig
 from titan_launch.errors import ConfigError, config_error
-from titan_launch.registry import user_traceback
+from titan_launch.registry import user_place, user_traceback
 
-_TORCH = str(Path(torch.__file__).resolve().parent)
-_OWN = str(Path(__file__).resolve().parent.parent)
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _UNSUPPORTED = (UnsupportedOperatorException, UnsupportedFakeTensorException)
 _SAID_BY_RUNTIME_ERROR = {".numpy()": "tensor.numpy()", "Cannot access data pointer": "tensor.data_ptr()"}
@@ -37,7 +32,8 @@ def failures_explained(config: ModelConfig) -> Iterator[None]:
     except Exception as error:
         operation = _unfit_operation(error)
         if operation is not None:
-            raise config_error(("model", "name"), _unfit(operation, _place(error)), config.name) from error
+            reason = _unfit(operation, user_place(error, or_own=True))
+            raise config_error(("model", "name"), reason, config.name) from error
         if ":" not in config.name:
             raise
         reason = "failed while it was traced: run on tensors that have shapes but no values"
@@ -65,14 +61,3 @@ _READABLE = {
     "aten._local_scalar_dense.default": "aten._local_scalar_dense (tensor.item(), a tensor as a number or condition)",
     "aten.nonzero.default": "aten.nonzero (torch.nonzero, or a mask as an index)",
 }
-
-
-def _place(error: Exception) -> str | None:
-    """`file:line` of the innermost frame that is the user's own code, or else this package's model."""
-    frames = [(str(Path(f.filename).resolve()), f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-    own = [frame for frame in frames if not frame[0].startswith((_TORCH, _OWN))]
-    named = own or [frame for frame in frames if frame[0].startswith(_OWN)]
-    if not named:
-        return None
-    file, line = named[-1]
-    return f"{file}:{line}"

@@ -40,15 +40,19 @@ _REDUCED = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
-def kernels_in_place(kernels: Kernels) -> Iterator[None]:
-    """Let operations keep what those `kernels` do until the end of the block."""
+def kernels_in_place(kernels: Kernels, backend: str = "auto") -> Iterator[None]:
+    """Let operations keep what those `kernels` do until the end of the block. `backend`: the kernel for attention, if
+    the job asks for one."""
     with ExitStack() as stack:
         if kernels == "cuda":
             for owner in (F, torch):
                 stack.enter_context(replaced(owner, "rms_norm", _rms_norm))
                 stack.enter_context(replaced(owner, "layer_norm", _layer_norm))
-            stack.enter_context(replaced(F, "scaled_dot_product_attention", scaled_dot_product_attention))
+            if backend != "math":
+                stack.enter_context(replaced(F, "scaled_dot_product_attention", scaled_dot_product_attention))
             stack.enter_context(replaced(attention, "takes_equal_heads_only", lambda q: q.dtype == torch.float32))
+        if backend == "math":
+            stack.enter_context(replaced(F, "scaled_dot_product_attention", _attention_of_all_scores))
         yield
 
 
@@ -131,6 +135,19 @@ def scaled_dot_product_attention(
             query, key, value, bias, needs_gradient, dropout_p, is_causal, scale=scale
         )
         return _first(efficient)
+    return _attention_of_all_scores(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _attention_of_all_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     return _first(
         _aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 
 from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.job import JobConfig
-from titan_launch.loss import loss_in_chunks
+from titan_launch.dtensors import local_tensor
+from titan_launch.loss import Loss, loss_in_chunks
 from titan_launch.metrics.live_memory import LiveMemory, track
 from titan_launch.metrics.traffic import TrafficCount, count_collectives
 from titan_launch.models.build import BuiltModel
@@ -41,7 +42,7 @@ from titan_launch.trace.kernels import copies_from_host, kernels_in_place
 from titan_launch.trace.places import Places, stations
 from titan_launch.trace.ranks import imagined_ranks
 from titan_launch.trace.silence import silence
-from titan_launch.train.build import shard_model
+from titan_launch.train.model import shard_model
 from titan_launch.train.pipeline import PipelinedStep
 from titan_launch.train.step import backward, loss_of
 
@@ -69,11 +70,11 @@ def trace_step(
         stack.enter_context(imagined_ranks(layout.world_size, rank))
         mesh = build_mesh(layout, "cpu")
         part = sequence_part(mesh.context, config.parallelism)
-        model = shard_model(config, built, plan, mesh)
+        model = shard_model(config, built, replace(plan, float8=()), mesh)  # whose memory is not known
         batches = Batches(config, layout, part)
         batches.announce(model)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(kernels_in_place(kernels))
+        stack.enter_context(kernels_in_place(kernels, config.kernels.attention))
         if on_host(config.training, kernels):
             stack.enter_context(copies_from_host())
         if mesh.context is not None:
@@ -107,8 +108,7 @@ def _go_through(
         memory.scope(Category.BUFFERS)
         statistics = RunningStatistics(model)  # kept all the time
         memory.scope(None)
-        accumulate = _accumulate if pipeline_of(model) is None else _accumulate_in_pipeline
-        traffic = accumulate(config, model, layout, batches, places, memory, ledger, count)
+        traffic = _Accumulation(config, model, layout, batches, places, memory, ledger, count).run()
         ledger.enter(Place(places.microbatch, "optimizer", ""))
         _update(temporary_bytes(config.optimizer, groups, layout.parameter_shards), ledger)
         del statistics
@@ -121,61 +121,59 @@ def _makes_logits(model: nn.Module, module: nn.Module) -> bool:
     return pipeline is None or (pipeline.has_last and module is pipeline.local[-1].module)
 
 
-def _accumulate(
-    config: JobConfig,
-    model: nn.Module,
-    layout: Layout,
-    batches: Batches,
-    places: Places,
-    memory: LiveMemory,
-    ledger: Ledger,
-    count: TrafficCount,
-) -> Traffic:
-    """The gradients of all microbatches; of a long step, of as many as memory depends on."""
-    strategy = build_strategy(config.gradient_accumulation)
-    valid = torch.ones((), dtype=torch.int64)
-    num_microbatches = min(layout.num_microbatches, MICROBATCHES)
-    traffic = []
-    for index in range(num_microbatches):
-        places.begin_microbatch(index)
-        strategy.begin_microbatch(model, is_last=index == num_microbatches - 1)
-        inputs, targets = batches.make()
-        memory.hold((inputs, targets), Category.INPUTS)
-        backward(model, inputs, targets, valid, loss_in_chunks(config.training.loss_chunks))
-        del inputs, targets
-        traffic.append(count.take())
-    return _of_all(traffic, layout.num_microbatches)
+@dataclass(frozen=True)
+class _Accumulation:
+    """The microbatches of a step, of a long step as many as memory depends on; and what watches them."""
 
+    config: JobConfig
+    model: nn.Module
+    layout: Layout
+    batches: Batches
+    places: Places
+    memory: LiveMemory
+    ledger: Ledger
+    count: TrafficCount
 
-def _accumulate_in_pipeline(
-    config: JobConfig,
-    model: nn.Module,
-    layout: Layout,
-    batches: Batches,
-    places: Places,
-    memory: LiveMemory,
-    ledger: Ledger,
-    count: TrafficCount,
-) -> Traffic:
-    """The same through the stages of a pipeline, by its schedule."""
-    pipeline = pipeline_of(model)
-    assert pipeline is not None
-    strategy, device = build_strategy(config.gradient_accumulation), torch.device("cpu")
-    num_microbatches = sufficient_microbatches(config.parallelism, layout)
-    inputs, targets = memory.paused(batches.make)()  # on the host
-    num_others = layout.num_microbatches - num_microbatches
-    ledger.allocate(num_others * _received_bytes(pipeline, inputs), Category.ACTIVATIONS)
-    ledger.allocate(num_others * 2 * inputs.nbytes, Category.INPUTS)
-    microbatches = [(inputs, targets)] * num_microbatches
-    valid = torch.ones((), dtype=torch.int64)
+    def run(self) -> Traffic:
+        """Make the gradients of all microbatches. Returns the traffic of the whole step."""
+        pipeline, valid_global = pipeline_of(self.model), torch.ones((), dtype=torch.int64)
+        if pipeline is None:
+            return self._one_by_one(valid_global)
+        return self._through(pipeline, valid_global)
 
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return loss_of(logits, targets, valid, loss_in_chunks(config.training.loss_chunks))
+    def _one_by_one(self, valid_global: Tensor) -> Traffic:
+        strategy = build_strategy(self.config.gradient_accumulation)
+        num_microbatches = min(self.layout.num_microbatches, MICROBATCHES)
+        traffic = []
+        for index in range(num_microbatches):
+            self.places.begin_microbatch(index)
+            strategy.begin_microbatch(self.model, is_last=index == num_microbatches - 1)
+            inputs, targets = self.batches.make()
+            self.memory.hold((inputs, targets), Category.INPUTS)
+            backward(self.model, inputs, targets, lambda: valid_global, self._loss_sum)
+            del inputs, targets
+            traffic.append(self.count.take())
+        return _of_all(traffic, self.layout.num_microbatches)
 
-    step = PipelinedStep(pipeline, config.parallelism, strategy, device)
-    step(microbatches, loss)
-    ledger.free(num_others * 2 * inputs.nbytes, Category.INPUTS)
-    return scaled_to_step(count.take(), num_microbatches, layout, config.parallelism, config.gradient_accumulation)
+    def _through(self, pipeline: Pipeline, valid_global: Tensor) -> Traffic:
+        """Through the stages of a pipeline, by its schedule."""
+        config, layout = self.config, self.layout
+        num_microbatches = sufficient_microbatches(config.parallelism, layout)
+        inputs, targets = self.memory.paused(self.batches.make)()  # on the host
+        num_others = layout.num_microbatches - num_microbatches
+        self.ledger.allocate(num_others * _received_bytes(pipeline, inputs), Category.ACTIVATIONS)
+        self.ledger.allocate(num_others * 2 * inputs.nbytes, Category.INPUTS)
+        strategy = build_strategy(config.gradient_accumulation)
+        step = PipelinedStep(pipeline, config.parallelism, strategy, torch.device("cpu"))
+        loss = partial(loss_of, valid_global=valid_global, loss_sum=self._loss_sum)
+        step([(inputs, targets)] * num_microbatches, loss)
+        self.ledger.free(num_others * 2 * inputs.nbytes, Category.INPUTS)
+        traffic = self.count.take()
+        return scaled_to_step(traffic, num_microbatches, layout, config.parallelism, config.gradient_accumulation)
+
+    @property
+    def _loss_sum(self) -> Loss:
+        return loss_in_chunks(self.config.training.loss_chunks)
 
 
 def _received_bytes(pipeline: Pipeline, inputs: Tensor) -> int:
@@ -203,7 +201,7 @@ def _group_sizes(config: JobConfig, model: nn.Module, plan: ModelPlan) -> list[G
 
 
 def _shard_size(parameter: nn.Parameter) -> ShardSize:
-    shard = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    shard = local_tensor(parameter)
     return ShardSize(tuple(parameter.shape), shard.numel(), str(shard.dtype).removeprefix("torch."))
 
 

@@ -18,8 +18,8 @@ from titan_launch.plan.claims import listed
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.audit import Audit, compare, together
 from titan_launch.precision.observation import Observations, look_at_storage, observe
-from titan_launch.train.build import Run
 from titan_launch.train.folder import AUDIT_FILE, record_audit
+from titan_launch.train.run import Run
 from titan_launch.train.step import Microbatch, StepResult
 
 _log = logging.getLogger(__name__)

@@ -1,10 +1,19 @@
-"""The stream of microbatches that a run trains on."""
+"""The batches of a run: the stream that it trains on, and those it is validated on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 
-from titan_launch.data.loader import Loader
+from titan_launch.config.architectures import images_taken
+from titan_launch.config.job import JobConfig
+from titan_launch.data.loader import Loader, build_train_loader, build_validation_loader
+from titan_launch.data.order import SampleOrder
+from titan_launch.data.sequence_part import SequencePart, part_of
+from titan_launch.data.sources import SampleSource, build_source
+from titan_launch.parallel.distributed import Ranks
+from titan_launch.plan.layout import Layout
+from titan_launch.tokenizer import Tokenizer
 from titan_launch.train.step import Microbatch
 
 
@@ -38,3 +47,57 @@ class TrainBatches:
     def _begin(self, position: int) -> None:
         self._loader = self._build(position)
         self._batches = iter(self._loader)
+
+
+def build_train_source(config: JobConfig, tokenizer: Tokenizer, part: SequencePart | None) -> SampleSource:
+    """The samples to train on. `part`: the tokens of each that this rank has."""
+    source = build_source(config.data, tokenizer, config.training.seq_len, ("data",), images_taken(config.model))
+    return part_of(source, part)
+
+
+def build_train_batches(
+    config: JobConfig, source: SampleSource, layout: Layout, ranks: Ranks, position: int, stack: ExitStack
+) -> TrainBatches:
+    """This rank's microbatches, from a position in the data on."""
+
+    def build_loader(start: int) -> Loader:
+        return build_train_loader(
+            source,
+            sample_order(config, len(source)),
+            layout,
+            layout.data_rank(ranks.rank),
+            start=start,
+            num_workers=config.data.num_workers,
+            pin_memory=ranks.device.type == "cuda",
+        )
+
+    batches = TrainBatches(build_loader, position)
+    stack.callback(batches.close)
+    return batches
+
+
+def sample_order(config: JobConfig, epoch_size: int) -> SampleOrder:
+    """The order in which the run goes through its data."""
+    return SampleOrder(epoch_size, config.training.seed, config.data.shuffle)
+
+
+def build_validation_batches(
+    config: JobConfig, tokenizer: Tokenizer, layout: Layout, part: SequencePart | None, ranks: Ranks, stack: ExitStack
+) -> Iterable[Microbatch] | None:
+    """This rank's validation batches, or None where there is no validation. `part`: the tokens that it has."""
+    validation = config.validation
+    if not validation.freq or validation.data is None:
+        return None
+    key = ("validation", "data")
+    source = build_source(validation.data, tokenizer, config.training.seq_len, key, images_taken(config.model))
+    loader = build_validation_loader(
+        part_of(source, part),
+        local_batch_size=validation.local_batch_size,
+        dp_rank=layout.data_rank(ranks.rank),
+        dp_size=layout.data_parallel,
+        max_samples=validation.max_samples,
+        num_workers=validation.data.num_workers,
+        pin_memory=ranks.device.type == "cuda",
+    )
+    stack.callback(loader.close)
+    return loader

@@ -13,8 +13,9 @@ from titan_launch.data.loader import samples_of_step
 from titan_launch.errors import RunError
 from titan_launch.metrics.sinks.jsonl import json_number
 from titan_launch.parallel.timeouts import set_timeouts
-from titan_launch.train.build import Run, sample_order
+from titan_launch.train.batches import sample_order
 from titan_launch.train.guard import Fault, Settlement
+from titan_launch.train.run import Run
 
 _log = logging.getLogger(__name__)
 

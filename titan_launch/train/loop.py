@@ -16,11 +16,11 @@ from titan_launch.parallel.timeouts import set_timeouts
 from titan_launch.precision.explanations import dtype_failures_explained
 from titan_launch.signals import RESTART_SIGNAL, RESTART_STATUS, signal_name
 from titan_launch.train.audit import audited_step, audits, is_audited
-from titan_launch.train.build import Run
 from titan_launch.train.faults import settle_guard
 from titan_launch.train.garbage import scheduled_garbage_collection
 from titan_launch.train.prediction import MEASURED
 from titan_launch.train.resume import how_to_resume
+from titan_launch.train.run import Run
 from titan_launch.train.step import StepResult
 from titan_launch.train.validate import validate
 

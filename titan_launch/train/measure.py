@@ -1,4 +1,4 @@
-"""What some or all steps of a run are watched for, beside the meter's times: traffic, and memory on a CPU."""
+"""What some or all steps of a run are watched for, beside the meter's times: traffic, compiling, memory on a CPU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from titan_launch.errors import config_error
 from titan_launch.metrics.exposed import profile_exposed_time
 from titan_launch.metrics.live_memory import track
 from titan_launch.metrics.traffic import TrafficCount, count_collectives
+from titan_launch.parallel.compile_cache import compile_time
 from titan_launch.plan.footprint import Category, Ledger, Place
 from titan_launch.plan.hardware import GIB
 from titan_launch.train.prediction import MEASURED
@@ -61,6 +62,7 @@ class StepMeasurements:
         self._traffic: TrafficCount | None = None
         if config.count_traffic:
             self._traffic = stack.enter_context(count_collectives(model))
+        self._compile_time = stack.enter_context(compile_time()) if is_compiled else None
         self._seen: dict[str, float] = {}
         self._begin_window(first_step, only_training=True)
 
@@ -78,6 +80,8 @@ class StepMeasurements:
     def take(self) -> dict[str, float]:
         """What was seen on this rank since the last call, by tag."""
         seen, self._seen = self._seen, {}
+        if self._compile_time is not None:
+            seen["time/compile_s"] = self._compile_time.take()
         if self._traffic is not None:
             traffic = self._traffic.take()
             seen |= {

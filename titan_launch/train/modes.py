@@ -15,7 +15,7 @@ from titan_launch.collective import on_main
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules import ACCUMULATION_RULES
+from titan_launch.config.precision_rules import ACCUMULATION_RULES
 from titan_launch.errors import ConfigError, RunError, UserError, format_key
 from titan_launch.models.build import BuiltModel
 from titan_launch.parallel.distributed import Ranks

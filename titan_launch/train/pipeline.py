@@ -1,4 +1,5 @@
-"""A step's microbatches through the stages of a pipeline, by PyTorch's schedules (torch.distributed.pipelining)."""
+"""A step's microbatches through the stages of a pipeline, by PyTorch's schedules (torch.distributed.pipelining), which
+are imported where there are stages."""
 
 from __future__ import annotations
 
@@ -8,17 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch import Tensor
 
 from titan_launch.accumulation.strategies import AccumulationStrategy
 from titan_launch.config.parallelism import ParallelismConfig
-from titan_launch.config.pipeline_rules import SPLIT_BACKWARD_SCHEDULES, misfit_of_microbatches
+from titan_launch.config.pipeline_rules import misfit_of_microbatches
 from titan_launch.errors import RunError, config_error
-from titan_launch.fsdp_state import ForwardOrder, give_forward_order, take_forward_order, widen_gradients
-from titan_launch.parallel.pipeline import LocalStage, Pipeline
+from titan_launch.parallel.pipeline import Pipeline
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) of a microbatch to its part of the step's loss."""
@@ -94,100 +91,24 @@ class PipelinedStep:
         return self._schedules[key]
 
     def _build_schedule(self, num_microbatches: int, inputs: Tensor) -> Any:
-        name = self._parallelism.pipeline_parallel_schedule
+        from titan_launch.train.pipeline_schedule import build_schedule
+
         misfit = misfit_of_microbatches(self._parallelism, num_microbatches)
         if misfit is not None:
             raise config_error(("training", "global_batch_size"), misfit)
-        boundaries = self._pipeline.boundaries.of(inputs)
-        stages = [
-            _Stage(
-                local,
-                len(self._pipeline.plan.stages),
-                boundaries[local.stage.index : local.stage.index + 2],
-                self._accumulation,
-                self._pipeline,
-                self._device,
-                splits_backward=name in SPLIT_BACKWARD_SCHEDULES,
-            )
-            for local in self._pipeline.local
-        ]
-        kind = get_schedule_class(name)
-        what: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-        return kind(what, num_microbatches, loss_fn=self._compute_loss, scale_grads=False)
+        return build_schedule(
+            self._parallelism.pipeline_parallel_schedule,
+            num_microbatches,
+            self._pipeline,
+            inputs,
+            self._accumulation,
+            self._device,
+            self._compute_loss,
+        )
 
     def _compute_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         assert self._loss is not None
         return self._loss(outputs, targets)
-
-
-class _Stage(PipelineStage):
-    """PyTorch's stage, with FSDP2 working as it does without a pipeline."""
-
-    def __init__(
-        self,
-        local: LocalStage,
-        num_stages: int,
-        boundaries: tuple[Tensor, ...],
-        accumulation: AccumulationStrategy,
-        pipeline: Pipeline,
-        device: torch.device,
-        splits_backward: bool,
-    ):
-        index = local.stage.index
-        taken, given = (_with_gradient(tensor) for tensor in boundaries)
-        super().__init__(
-            _Hidden(local.module), index, num_stages, device, input_args=taken, output_args=given, group=pipeline.group
-        )
-        self._root = local.module
-        self._accumulation = accumulation
-        self._splits_backward = splits_backward
-        self._orders: dict[int, ForwardOrder] = {}
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._orders[fwd_chunk_id] = take_forward_order(self._root)
-        return output
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        give_forward_order(self._root, self._orders.pop(bwd_chunk_id))
-        self._accumulation.begin_microbatch(self._root, is_last=last_backward and not self._splits_backward)
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        widen_gradients(self._root)
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Where weights have a backward of their own, gradients are reduced and parameters freed only now."""
-        if self._splits_backward:
-            hidden, self.submod = self.submod, self._root
-            try:
-                super().perform_reduce_grad(grad_scale_factor)
-            finally:
-                self.submod = hidden
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """First messages, with which torch before 2.13 connects the ranks: not with this one, which holds two stages in
-        a row (ZBV). Gloo has no connection to itself."""
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
-
-
-class _Hidden(nn.Module):
-    """A wrapped module around which the schedule does not see FSDP2. It would take over what FSDP2 does: gather a
-    whole stage at once, keep it until the step's end, and reduce gradients there, in every mode of accumulation."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any) -> Any:
-        return self.module(*args).contiguous()  # what is sent must be
-
-
-def _with_gradient(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
 
 
 @contextmanager

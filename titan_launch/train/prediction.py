@@ -44,6 +44,9 @@ class MemoryCheck:
         if config.compile.enable:
             _log.info("memory is not predicted: the compiler decides what is kept; `plan` shows it without one")
             return
+        if config.float8.enable:
+            _log.info("memory is not predicted: the planner does not know what torchao keeps; `plan` shows it without")
+            return
         if unknown_part(config) is None:
             footprint = analytic_engine(config, layout, hardware.kernels)(own_choice(config))
             self._prediction = Prediction(footprint.peak_bytes / GIB, str(footprint.place))

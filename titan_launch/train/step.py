@@ -73,12 +73,13 @@ class TrainStep:
 
         self._pipelined = pipelined
         self._statistics = RunningStatistics(model)
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def __call__(self, microbatches: list[Microbatch], before_update: Callable[[], None] | None = None) -> StepResult:
         """Train on one step's microbatches; nothing waits for the device.
 
         Exact for unequal microbatches and ranks, in every accumulation mode: the step's valid targets are counted over
-        all ranks before the first forward, every microbatch's loss is a sum divided by that count, and FSDP2 only sums
+        all ranks before the first loss, every microbatch's loss is a sum divided by that count, and FSDP2 only sums
         gradients. `before_update` is called when the gradients are complete and nothing is changed yet.
 
         What ends the step before the update (an error, an interrupt) leaves nothing of it behind: gradients and running
@@ -86,11 +87,11 @@ class TrainStep:
         """
         self._statistics.save()
         with self._abandoned_on_error():
-            valid_local, valid_global = self._count(targets for _, targets in microbatches)
-            loss_sum = self._accumulate(microbatches, valid_global) / self._mesh.layout.tensor
+            valid = self._count(targets for _, targets in microbatches)
+            loss_sum = self._accumulate(microbatches, valid) / self._mesh.layout.tensor
             if before_update is not None:
                 before_update()
-            grad_norm = clip_grad_norm(self._model.parameters(), self._max_norm, self._mesh.pipeline_group)
+            grad_norm = clip_grad_norm(self._parameters, self._max_norm, self._mesh.pipeline_group)
             grad_norm = grad_norm.to(self._device, non_blocking=True)  # from the host, where gradients are offloaded
             left_out = self._guard.check(loss_sum, grad_norm)
         try:
@@ -98,9 +99,10 @@ class TrainStep:
             self._statistics.restore_if(left_out)
         finally:  # after an interrupt the next step must not add to these gradients
             self._optimizer.zero_grad()
+        valid_local = valid.local
         if self._pipelined is not None and not self._pipelined.computes_loss:
             valid_local = torch.zeros_like(valid_local)
-        return StepResult(loss_sum, valid_local / self._mesh.layout.tensor, valid_global, grad_norm)
+        return StepResult(loss_sum, valid_local / self._mesh.layout.tensor, valid.total(), grad_norm)
 
     @property
     def kept_statistics(self) -> list[Tensor]:
@@ -116,43 +118,57 @@ class TrainStep:
             self._statistics.restore()
             raise
 
-    def _count(self, targets: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    def _count(self, targets: Iterable[Tensor]) -> _Valid:
         local = sum((count_valid(t) for t in targets), start=torch.zeros((), dtype=torch.int64))
-        local = local.to(self._device, non_blocking=True)
-        total = local.clone()
-        dist.all_reduce(total, group=self._mesh.data_group)
-        return local, total
+        return _Valid(local.to(self._device, non_blocking=True), self._mesh.data_group)
 
-    def _accumulate(self, microbatches: list[Microbatch], valid_global: Tensor) -> Tensor:
+    def _accumulate(self, microbatches: list[Microbatch], valid: _Valid) -> Tensor:
         """The gradients of all microbatches, complete after the last one. Returns this rank's part of the loss."""
         if self._pipelined is not None:
-            return self._pipelined(microbatches, partial(self._loss, valid_global))
+            loss = partial(loss_of, valid_global=valid.total(), loss_sum=self.loss)
+            return self._pipelined(microbatches, loss)
         loss_sum = torch.zeros((), device=self._device)
         for index, microbatch in enumerate(microbatches):
             self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
-            loss_sum += self._backward(microbatch, valid_global)
+            loss_sum += self._backward(microbatch, valid)
         return loss_sum
 
-    def _loss(self, valid_global: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
-        return loss_of(logits, targets, valid_global, self.loss)
-
-    def _backward(self, microbatch: Microbatch, valid_global: Tensor) -> Tensor:
+    def _backward(self, microbatch: Microbatch, valid: _Valid) -> Tensor:
         inputs, targets = (tensor.to(self._device, non_blocking=True) for tensor in microbatch)
-        return backward(self._model, inputs, targets, valid_global, self.loss)
+        return backward(self._model, inputs, targets, valid.total, self.loss)
 
 
-def backward(model: nn.Module, inputs: Tensor, targets: Tensor, valid_global: Tensor, loss_sum: Loss) -> Tensor:
+class _Valid:
+    """A step's valid targets: of this rank, and of all ranks, which are added up while the first forward runs."""
+
+    def __init__(self, local: Tensor, group: dist.ProcessGroup | None):
+        self.local = local
+        self._total = local.clone()
+        self._sum = dist.all_reduce(self._total, group=group, async_op=True)
+
+    def total(self) -> Tensor:
+        """Of all ranks; a scalar on the device, for which the host does not wait on CUDA."""
+        if self._sum is not None:
+            self._sum.wait()
+            self._sum = None
+        return self._total
+
+
+def backward(
+    model: nn.Module, inputs: Tensor, targets: Tensor, valid_global: Callable[[], Tensor], loss_sum: Loss
+) -> Tensor:
     """Forward and backward over one microbatch. Returns its part of the step's loss, detached.
 
-    `valid_global`: the step's valid targets over all ranks, which divide the sum that `loss_sum` gives.
+    `valid_global`: the step's valid targets over all ranks, which divide the sum that `loss_sum` gives; asked for when
+    the forward is done.
     """
-    loss = loss_of(logits_of(model, inputs), targets, valid_global, loss_sum)
+    loss = loss_of(logits_of(model, inputs), targets, valid_global(), loss_sum)
     loss.backward()
     return loss.detach()
 
 
 def loss_of(logits: Tensor, targets: Tensor, valid_global: Tensor, loss_sum: Loss) -> Tensor:
-    """A microbatch's part of the step's loss; arguments as those of `backward`."""
+    """A microbatch's part of the step's loss: its sum, divided by the step's valid targets over all ranks."""
     return loss_sum(logits, targets) / valid_global.clamp(min=1)
 
 

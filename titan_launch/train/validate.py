@@ -44,6 +44,6 @@ def validate(
         module.training = flag
     reset_iteration(model)  # else the sharded parameters, by which the optimizer knows its state, are not in the model
     dist.all_reduce(totals)
-    loss_sum, correct, count = totals.tolist()
-    loss, accuracy = (loss_sum / count, correct / count) if count else (math.nan, math.nan)
+    loss, correct, count = totals.tolist()
+    loss, accuracy = (loss / count, correct / count) if count else (math.nan, math.nan)
     return {"validation/loss": loss, "validation/accuracy": accuracy}

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from titan_launch.config.architectures import llama3, resnet
 from titan_launch.config.base import Section
 from titan_launch.config.data import SampleUnit
@@ -48,6 +50,15 @@ def resolve_args(name: str, flavor: str, overrides: Mapping[str, Any]) -> Sectio
     """
     architecture = ARCHITECTURES[name]
     return architecture.args.model_validate({**architecture.flavors[flavor], **overrides})
+
+
+def known_args(model: ModelConfig) -> Section | None:
+    """The arguments of a model, where they are this package's to know, and right; None elsewhere, for rules that leave
+    it to others to say what is wrong with them."""
+    try:
+        return resolve_args(model.name, model.flavor, model.args)
+    except (KeyError, ValidationError):
+        return None
 
 
 def images_taken(model: ModelConfig) -> ImageFormat | None:

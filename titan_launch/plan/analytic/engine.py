@@ -28,6 +28,8 @@ def unknown_part(config: JobConfig) -> str | None:
         return config.model.name
     if config.model.blocks is not None:
         return f"{config.model.name} with model.blocks"
+    if config.kernels.attention in ("math", "efficient"):
+        return f'kernels.attention = "{config.kernels.attention}"'
     if any(matches(glob, path) for glob in config.activation_checkpoint.modules for path in ("rope", _ROPE)):
         return "activation_checkpoint.modules with the rotary embedding, which all layers share"
     for name in ("pipeline_parallel_degree", "tensor_parallel_degree", "context_parallel_degree"):

@@ -306,7 +306,7 @@ class ShardedUnit:
         last = gradients[-1] if world > 1 else None  # a loop variable over there, until the function ends
         gradients.clear()
         output = new(padded // world, dtype, Category.REDUCE_SCATTER)
-        if world == 1:
+        if world == 1 and is_hsdp:  # by the factor 1 that is set among several ranks
             divided = new(padded, dtype, Category.REDUCE_SCATTER)
             del divided
         self.context.reduce_scatter_inputs.append(reduce_input)

@@ -1,0 +1,99 @@
+"""The loop that one writes by hand for one GPU: FSDP2 around the launcher's Llama, and nothing that is not needed.
+
+    python -m benchmarks.gpu.bare '{"flavor": "1B", "args": {}, ...}'
+
+Prints a line of JSON: seconds per step, and the most memory that was in use, in GiB.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from titan_launch.config.architectures import resolve_args
+from titan_launch.config.architectures.llama3 import Llama3Args
+from titan_launch.models.llama3 import Llama3
+
+_ATTENTION = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+_VOCABULARY = 256
+"""As the launcher's synthetic data."""
+
+
+def main(job: dict[str, Any]) -> None:
+    """Train, and time all steps but the first `warm_up`."""
+    device = torch.device(job["device"])
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = build(job, device)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    shape = (job["steps"], job["batch"], job["seq_len"] + 1)
+    tokens = torch.randint(_VOCABULARY, shape)
+    gc.disable()
+    began = 0.0
+    with sdpa_kernel(_ATTENTION, set_priority=True):
+        for step, batch in enumerate(tokens):
+            if step == job["warm_up"]:
+                began = synchronized_time(device)
+            train_step(model, parameters, optimizer, batch.to(device, non_blocking=True))
+    seconds = (synchronized_time(device) - began) / (job["steps"] - job["warm_up"])
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    print(json.dumps({"step_s": seconds, "peak_gib": peak}), flush=True)
+    os._exit(0)  # gloo's threads can abort an interpreter that shuts down
+
+
+def build(job: dict[str, Any], device: torch.device) -> Llama3:
+    """The model, one unit per block, compiled per block where asked."""
+    args = resolve_args("llama3", job["flavor"], job["args"])
+    assert isinstance(args, Llama3Args)
+    with device:
+        model = Llama3(args, job["seq_len"])
+    mesh = init_device_mesh(device.type, (1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        if job["is_compiled"]:
+            layer.compile(fullgraph=True)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def train_step(
+    model: Llama3, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, batch: Tensor
+) -> None:
+    """Forward, backward, clipping and update; nothing is read back."""
+    logits = model(batch[:, :-1])
+    F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten()).backward()
+    gradients = [parameter.grad.to_local() for parameter in parameters]  # type: ignore[union-attr]
+    norm = torch.stack(torch._foreach_norm(gradients)).norm()
+    torch._foreach_mul_(gradients, (1.0 / (norm + 1e-6)).clamp(max=1.0))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def synchronized_time(device: torch.device) -> float:
+    """Seconds, when all that was begun is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

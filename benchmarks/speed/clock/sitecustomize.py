@@ -1,0 +1,49 @@
+"""The one clock of all tools: when an AdamW has made a step, rank 0 appends the time to a file.
+
+Python imports this module by itself in every process that has the folder on its PYTHONPATH, so that nothing is asked
+of the tool. It waits until PyTorch's optimizers are imported, and then registers a hook on their `step`. Times are
+those of the monotonic clock, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_HOOKED = "torch.optim.optimizer"
+
+
+class _Finder:
+    """Lets the hooked module be found as ever, and adds the hook when it has been executed."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != _HOOKED:
+            return None
+        sys.meta_path.remove(cls)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.loader is not None, name
+        execute = spec.loader.exec_module
+
+        def execute_and_hook(module: ModuleType) -> None:
+            execute(module)
+            module.register_optimizer_step_post_hook(_stamp)
+
+        spec.loader.exec_module = execute_and_hook  # type: ignore[method-assign]
+        return spec
+
+
+def _stamp(optimizer: Any, *_: Any) -> None:
+    # Wrappers that are optimizers themselves (Accelerate's, TorchTitan's) call AdamW's step.
+    if type(optimizer).__name__ == "AdamW" and os.environ.get("RANK", "0") == "0":
+        with open(os.environ["SPEED_STAMPS"], "a") as stamps:
+            stamps.write(f"{time.monotonic()}\n")
+
+
+if "SPEED_STAMPS" in os.environ:
+    sys.meta_path.insert(0, _Finder)

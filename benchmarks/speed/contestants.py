@@ -1,0 +1,139 @@
+"""Who is compared, and the command that each is started with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.speed.jobs import Division, Job
+
+REPO = Path(__file__).parents[2]
+
+BARE = "bare"
+LAUNCHER = "launcher"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A tool, as one row of a table."""
+
+    name: str
+    label: str
+    module: str
+    """What is started: a script of `tools`, or the launcher."""
+
+    division: Division | None = None
+    """In place of the job's."""
+
+    package: str | None = None
+    """What must be installed in the environment of the peers. None: it runs in this one."""
+
+    has_agent: bool = False
+    """Whether it starts several processes itself."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Sections of the job file over those of the job; the launcher's only."""
+
+
+_TOOLS = "benchmarks.speed.tools."
+CONTESTANTS = {
+    contestant.name: contestant
+    for contestant in (
+        Contestant(BARE, "bare loop, FSDP2", _TOOLS + "bare"),
+        Contestant("bare-whole", "bare loop without FSDP2", _TOOLS + "bare", "whole"),
+        Contestant("bare-ddp", "bare loop, DDP", _TOOLS + "bare", "replicated"),
+        Contestant(LAUNCHER, "**titan_launch**", "titan_launch"),
+        Contestant("launcher-agent", "**titan_launch**, by `launch`", "titan_launch", has_agent=True),
+        Contestant("trainer", "Hugging Face Trainer", _TOOLS + "transformers_trainer", package="transformers"),
+        Contestant("accelerate", "Accelerate", _TOOLS + "accelerate_loop", package="accelerate"),
+        Contestant("litgpt", "litgpt", _TOOLS + "litgpt_pretrain", package="litgpt"),
+        Contestant("torchtitan", "TorchTitan", _TOOLS + "torchtitan_train", package="torchtitan"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Environments:
+    """The Python of the launcher and the bare loop, and that of the peers, if any."""
+
+    own: str = sys.executable
+    peers: str | None = None
+
+    def versions(self) -> dict[str, str]:
+        """Of what is installed for the peers, by package; empty without them."""
+        if self.peers is None:
+            return {}
+        names = ["torch", *sorted({c.package for c in CONTESTANTS.values() if c.package})]
+        script = (
+            "import sys, importlib.metadata as m, importlib.util as u\n"
+            "print(*(f'{n}={m.version(n)}' for n in sys.argv[1:] if u.find_spec(n)))"
+        )
+        found = subprocess.run([self.peers, "-c", script, *names], capture_output=True, text=True, check=True).stdout
+        return dict(word.split("=", 1) for word in found.split())
+
+
+def command(contestant: Contestant, job: Job, environments: Environments, folder: Path) -> list[str]:
+    """What starts a contestant on a job, as a user would. `folder`: for its job file and its output."""
+    python = environments.peers if contestant.package else environments.own
+    assert python is not None, f"{contestant.name} needs the environment of the peers"
+    if contestant.module != "titan_launch":
+        return [*_processes(python, job.ranks), "-m", contestant.module, job.dump()]
+    path = folder / "job.toml"
+    path.write_text(to_toml({**launcher_sections(job, folder), **contestant.options}))
+    if contestant.has_agent:
+        ranks = ["--nproc-per-node", str(job.ranks)]
+        return [python, "-m", "titan_launch", "launch", *ranks, "--config", str(path)]
+    return [*_processes(python, job.ranks), "-m", "titan_launch", "--config", str(path)]
+
+
+def _processes(python: str, ranks: int) -> list[str]:
+    """One process needs no torchrun."""
+    if ranks == 1:
+        return [python]
+    return [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
+def launcher_sections(job: Job, folder: Path) -> dict[str, dict[str, Any]]:
+    """The job as the launcher's job file; all that is not here has its default."""
+    shape = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
+    replicas = job.ranks if job.division == "replicated" else 1
+    return {
+        "job": {"name": "speed", "dump_folder": str(folder / "outputs"), "device": "cpu"},
+        "model": {"name": "llama3", "flavor": "debug", "args": {name: getattr(job, name) for name in shape}},
+        "data": {"kind": "synthetic"},
+        "training": {
+            "seq_len": job.seq_len,
+            "local_batch_size": job.local_sequences,
+            "global_batch_size": job.sequences * job.microbatches,
+            "steps": job.steps,
+            "max_norm": job.max_norm,
+        },
+        "optimizer": {"lr": job.lr},
+        "precision": {"param_dtype": job.precision},
+        "parallelism": {"data_parallel_replicate_degree": replicas},
+    }
+
+
+def to_toml(sections: Mapping[str, Any], path: str = "") -> str:
+    """Nested tables as TOML: strings, numbers, booleans, tables and lists of tables are all there is."""
+    lines = []
+    for name, value in sections.items():
+        key = f"{path}{name}"
+        tables = value if isinstance(value, list) else [value]
+        for table in tables:
+            plain = {k: v for k, v in table.items() if not isinstance(v, (dict, list))}
+            nested = {k: v for k, v in table.items() if isinstance(v, (dict, list))}
+            lines.append(f"[[{key}]]" if isinstance(value, list) else f"[{key}]")
+            lines += [f"{k} = {_toml_value(v)}" for k, v in plain.items()]
+            lines.append(to_toml(nested, f"{key}."))
+    return "\n".join(line for line in lines if line)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else repr(value)

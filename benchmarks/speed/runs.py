@@ -1,0 +1,167 @@
+"""Runs of trainings, one after the other, timed by the clock that all tools share."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.speed.contestants import REPO, Contestant, Environments, command, launcher_sections, to_toml
+from benchmarks.speed.jobs import Job
+
+TIME_LIMIT_S = 600
+WARM_UP_INTERVALS = 1
+"""Step 2 is not counted: tools report, observe and adjust between step 1 and it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of one contestant."""
+
+    group: str
+    contestant: str
+    round: int
+    job: Job
+    stamps: tuple[float, ...]
+    """Seconds from launch to the end of every optimizer step."""
+
+    failure: str = ""
+    """What it said last, where it did not come to its last step."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The launcher's own, of all its reports, the last value of each."""
+
+    @property
+    def steps_s(self) -> list[float]:
+        """The steps that count."""
+        times = [later - earlier for earlier, later in zip(self.stamps, self.stamps[1:], strict=False)]
+        return times[WARM_UP_INTERVALS:]
+
+    @property
+    def step_s(self) -> float:
+        """Their median."""
+        return median(self.steps_s)
+
+    @property
+    def first_step_s(self) -> float:
+        """From launch to the end of the first optimizer step."""
+        return self.stamps[0]
+
+    def dump(self) -> str:
+        """A line of JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def load(line: str) -> Run:
+        """What `dump` has written."""
+        values = json.loads(line)
+        return Run(**values | {"job": Job(**values["job"]), "stamps": tuple(values["stamps"])})
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is run once a round: a training, or a command."""
+
+    group: str
+    """Entries of a group are compared, and run next to each other."""
+
+    contestant: Contestant
+    job: Job
+    rounds: int | None = None
+    """It stays out of the rounds after so many."""
+
+    words: tuple[str, ...] = ()
+    """A command of the launcher, timed from its start to its end, in place of a training."""
+
+
+def rotated(entries: Sequence[Entry], turn: int) -> list[Entry]:
+    """In another order every turn, so that none always follows the same one."""
+    start = turn % len(entries)
+    return [*entries[start:], *entries[:start]]
+
+
+def interleaved(groups: Sequence[Sequence[Entry]], rounds: int) -> Iterator[tuple[int, Entry]]:
+    """Every entry once a round; those of a group, which are compared, are run next to each other, A B C, B C A, ..."""
+    for turn in range(rounds):
+        for group in groups:
+            yield from ((turn, entry) for entry in rotated(group, turn) if turn < (entry.rounds or rounds))
+
+
+def run(entry: Entry, turn: int, environments: Environments) -> Run:
+    """Start an entry's processes and wait for their end."""
+    with tempfile.TemporaryDirectory() as path:
+        if entry.words:
+            return _run_command(entry, turn, environments, Path(path))
+        return _run_training(entry, turn, environments, Path(path))
+
+
+def _run_training(entry: Entry, turn: int, environments: Environments, folder: Path) -> Run:
+    job, stamps = entry.job, folder / "stamps"
+    words = command(entry.contestant, job, environments, folder)
+    launched = time.monotonic()
+    _, ended = timed_process(words, {"SPEED_STAMPS": str(stamps)})
+    times = [float(line) - launched for line in stamps.read_text().split()] if stamps.exists() else []
+    # What happens after the last step is no part of the comparison: a peer may fail to shut gloo down.
+    failure = "" if len(times) == job.steps else f"{len(times)} of {job.steps} steps; {ended}"
+    return Run(entry.group, entry.contestant.name, turn, job, tuple(times), failure, _metrics(folder))
+
+
+def _run_command(entry: Entry, turn: int, environments: Environments, folder: Path) -> Run:
+    """`{job}` in the command is the job's file."""
+    path = folder / "job.toml"
+    path.write_text(to_toml(launcher_sections(entry.job, folder)))
+    words = [environments.own, *(word.format(job=path) for word in entry.words)]
+    started = time.monotonic()
+    status, ended = timed_process(words)
+    failure = "" if status == 0 else ended
+    return Run(entry.group, entry.contestant.name, turn, entry.job, (time.monotonic() - started,), failure)
+
+
+def timed_process(words: list[str], variables: dict[str, str] | None = None) -> tuple[int, str]:
+    """Run a command with one thread per process; with the clock where there are `variables` for it.
+
+    Returns its status, and what it said last, or of which error.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # installed tools have their bytecode; so has the launcher, then
+    paths = [str(REPO), *([str(Path(__file__).parent / "clock")] if variables else [])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    process = subprocess.Popen(
+        words, env=environment | (variables or {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        output, _ = process.communicate(timeout=TIME_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its workers
+        output, _ = process.communicate()
+    errors = re.findall(r"\w+(?:Error|Exception|error): .+", output)  # torchrun's own account comes after these
+    last = (errors or [line for line in output.splitlines() if line.strip()] or [""])[-1]
+    return process.returncode, f"status {process.returncode}: {last.strip()[:300]}"
+
+
+def _metrics(folder: Path) -> dict[str, float]:
+    found: dict[str, Any] = {}
+    for path in folder.glob("outputs/*/metrics.jsonl"):
+        for line in path.read_text().splitlines():
+            found |= json.loads(line)
+    return {name: float(value) for name, value in found.items()}
+
+
+def say(result: Run) -> None:
+    """A line of progress."""
+    if result.failure:
+        figures = result.failure
+    elif result.steps_s:
+        figures = f"{1000 * result.step_s:.1f} ms a step, first after {result.first_step_s:.2f} s"
+    else:
+        figures = f"{result.first_step_s:.2f} s"
+    print(f"{result.group}: {result.contestant}, round {result.round + 1}: {figures}", file=sys.stderr, flush=True)

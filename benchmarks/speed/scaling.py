@@ -1,0 +1,96 @@
+"""How the launcher's step time grows with what it must grow with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.speed.contestants import CONTESTANTS, LAUNCHER
+from benchmarks.speed.jobs import Job
+from benchmarks.speed.runs import Entry, Run
+from benchmarks.speed.summary import Line, fit, markdown, spread
+
+ROUNDS = 2
+BASE = Job(seq_len=128, steps=5)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One thing that is varied, all else being `BASE`."""
+
+    name: str
+    label: str
+    jobs: tuple[Job, ...]
+    x: Callable[[Job], float]
+    """What the step time is expected to be linear in."""
+
+
+def _wide(dim: int) -> Job:
+    """Heads stay as large, and the feed-forward layer three times as wide as the stream."""
+    return replace(BASE, dim=dim, n_heads=dim // 32, n_kv_heads=dim // 64, hidden_dim=3 * dim)
+
+
+def work_per_core(job: Job) -> float:
+    """Of what one rank does alone: ranks that share a core take turns."""
+    return max(1.0, job.ranks / (os.cpu_count() or 1))
+
+
+AXES = (
+    Axis(
+        "width",
+        "million parameters of the blocks",
+        tuple(map(_wide, (128, 256, 384, 512))),
+        lambda job: job.block_parameters / 1e6,
+    ),
+    Axis("depth", "blocks", tuple(replace(BASE, n_layers=n) for n in (2, 6, 10, 14)), lambda job: job.n_layers),
+    Axis(
+        "sequence",
+        "tokens in a sequence",
+        tuple(replace(BASE, seq_len=n) for n in (128, 256, 512, 1024)),
+        lambda job: job.seq_len,
+    ),
+    Axis(
+        "microbatches",
+        "microbatches",
+        tuple(replace(BASE, microbatches=n) for n in (1, 2, 4, 8)),
+        lambda job: job.microbatches,
+    ),
+    Axis(
+        "ranks", "ranks for each core", tuple(replace(BASE, ranks=n, sequences=4 * n) for n in (1, 2, 4)), work_per_core
+    ),
+)
+
+
+def groups() -> list[list[Entry]]:
+    """One group per axis."""
+    launcher = CONTESTANTS[LAUNCHER]
+    return [[Entry(axis.name, launcher, job) for job in axis.jobs] for axis in AXES]
+
+
+def points(axis: Axis, runs: Sequence[Run]) -> list[tuple[float, float]]:
+    """x, and the median of the step's milliseconds."""
+    found = []
+    for job in axis.jobs:
+        own = [run.step_s for run in runs if run.group == axis.name and run.job == job and not run.failure]
+        if own:
+            found.append((axis.x(job), 1000 * spread(own).median))
+    return found
+
+
+def line(found: Sequence[tuple[float, float]]) -> Line | None:
+    """None where there are too few different points."""
+    return fit(found) if len({x for x, _ in found}) > 1 else None
+
+
+def tables(runs: Sequence[Run]) -> str:
+    """Points, and the straight line through them."""
+    rows: list[Sequence[str]] = [("varied", "x", "step, ms, at x", "ms at x = 0", "ms for each x", "largest residual")]
+    for axis in AXES:
+        found = points(axis, runs)
+        fitted = line(found)
+        if fitted is not None:
+            values = ", ".join(f"{y:.0f} at {x:g}" for x, y in found)
+            figures = (f"{fitted.intercept:.1f}", f"{fitted.slope:.3g}", f"{100 * fitted.residual:.1f} %")
+            rows.append((axis.name, axis.label, values, *figures))
+    return markdown(rows)

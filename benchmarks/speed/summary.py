@@ -1,0 +1,62 @@
+"""Medians, spreads, paired ratios and lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+from benchmarks.speed.runs import Run
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of the values of several rounds."""
+
+    median: float
+    least: float
+    most: float
+
+    def cell(self, form: str) -> str:
+        """Median and range."""
+        return f"{self.median:{form}} ({self.least:{form}} to {self.most:{form}})"
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Of at least one value."""
+    known = list(values)
+    return Spread(median(known), min(known), max(known))
+
+
+def paired(runs: Sequence[Run], baseline: Sequence[Run], value: Callable[[Run], float]) -> Spread | None:
+    """Ratios of `value` to the baseline's of the same round; None where no round has both."""
+    by_round = {run.round: value(run) for run in baseline}
+    ratios = [value(run) / by_round[run.round] for run in runs if run.round in by_round]
+    return spread(ratios) if ratios else None
+
+
+@dataclass(frozen=True)
+class Line:
+    """Least squares through points: y = intercept + slope * x."""
+
+    intercept: float
+    slope: float
+    residual: float
+    """The largest distance of a point from the line, relative to the point."""
+
+    def __call__(self, x: float) -> float:
+        return self.intercept + self.slope * x
+
+
+def fit(points: Sequence[tuple[float, float]]) -> Line:
+    """Through at least two points with different x."""
+    mean_x, mean_y = mean(x for x, _ in points), mean(y for _, y in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    intercept = mean_y - slope * mean_x
+    return Line(intercept, slope, max(abs(y - intercept - slope * x) / y for x, y in points))
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table; the first row is its head."""
+    head, *body = rows
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))

@@ -1,0 +1,100 @@
+"""The launcher against itself: accumulation modes, and precision rules on and off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.speed.contestants import CONTESTANTS, LAUNCHER
+from benchmarks.speed.jobs import Job
+from benchmarks.speed.runs import Entry, Run
+from benchmarks.speed.summary import markdown, paired, spread
+
+ACCUMULATION_ROUNDS = 2
+PRECISION_ROUNDS = 2
+
+_HSDP = {"data_parallel_replicate_degree": 2}
+_ACCUMULATED = Job(dim=128, n_heads=4, n_kv_heads=2, hidden_dim=384, seq_len=128, sequences=4, microbatches=4, ranks=4)
+_MODES: dict[str, Mapping[str, Any]] = {
+    "`immediate`": {"mode": "immediate"},
+    "`deferred_all_reduce`": {"mode": "deferred_all_reduce"},
+    "`deferred`": {"mode": "deferred"},
+    "`immediate`, parameters kept": {"mode": "immediate", "keep_params_unsharded": True},
+    "`deferred`, parameters kept": {"mode": "deferred", "keep_params_unsharded": True},
+}
+_RULES: dict[str, list[dict[str, Any]]] = {
+    "no rules": [],
+    "norms in fp32, one unit": [{"type": "RMSNorm", "param_dtype": "float32"}],
+    "norms in fp32, a unit per block": [{"type": "RMSNorm", "param_dtype": "float32", "unit_per": "block"}],
+}
+
+
+def accumulation_groups() -> list[list[Entry]]:
+    """Every mode, on two replicas of two shards."""
+    options = {"parallelism": _HSDP, "comm": {"count_traffic": True}}
+    return [
+        [
+            _entry("accumulation", name, replace(_ACCUMULATED, steps=6), {"gradient_accumulation": mode, **options})
+            for name, mode in _MODES.items()
+        ]
+    ]
+
+
+def precision_groups() -> list[list[Entry]]:
+    """Every set of rules, on one rank and on two."""
+    return [
+        [
+            _entry(f"{ranks} ranks", name, Job(ranks=ranks, seq_len=256), {"precision": _precision(rules)})
+            for name, rules in _RULES.items()
+        ]
+        for ranks in (1, 2)
+    ]
+
+
+def _precision(rules: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"param_dtype": "bfloat16", **({"rules": rules} if rules else {})}
+
+
+def _entry(group: str, name: str, job: Job, options: Mapping[str, Any]) -> Entry:
+    return Entry(group, replace(CONTESTANTS[LAUNCHER], name=name, options=options), job)
+
+
+def accumulation_tables(runs: Sequence[Run]) -> str:
+    """Step time beside what the run reports itself."""
+    head = ("mode", "step, ms", "over `immediate`", "collectives in a step", "peak memory of a rank, MiB")
+    rows: list[Sequence[str]] = [head]
+    first = _of(runs, "accumulation", next(iter(_MODES)))
+    for name in _MODES:
+        own = _of(runs, "accumulation", name)
+        if own:
+            ratio = paired(own, first, lambda run: run.step_s)
+            metrics = own[-1].metrics
+            rows.append(
+                (
+                    name,
+                    spread(1000 * run.step_s for run in own).cell(".0f"),
+                    ratio.cell(".2f") if ratio else "",
+                    f"{metrics['comm/collectives']:.0f}",
+                    f"{1024 * metrics['memory/max_active_gib']:.2f}",
+                )
+            )
+    return markdown(rows)
+
+
+def precision_tables(runs: Sequence[Run]) -> str:
+    """Step time with rules over that without."""
+    rows: list[Sequence[str]] = [("ranks", "rules", "step, ms", "over no rules")]
+    for group in dict.fromkeys(run.group for run in runs):
+        first = _of(runs, group, "no rules")
+        for name in _RULES:
+            own = _of(runs, group, name)
+            ratio = paired(own, first, lambda run: run.step_s)
+            if own:
+                cells = (spread(1000 * run.step_s for run in own).cell(".1f"), ratio.cell(".3f") if ratio else "")
+                rows.append((group.partition(" ")[0], name, *cells))
+    return markdown(rows)
+
+
+def _of(runs: Sequence[Run], group: str, name: str) -> list[Run]:
+    return [run for run in runs if (run.group, run.contestant) == (group, name) and not run.failure]

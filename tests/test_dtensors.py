@@ -1,0 +1,59 @@
+"""Which part of a tensor a rank has: the one that FSDP2 and tensor parallelism give it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from titan_launch.dtensors import chunk_sizes, local_tensor, own_part
+from titan_launch.trace.ranks import imagined_ranks
+
+SHARDS, TENSOR = 3, 2
+
+
+@pytest.mark.parametrize("style", [None, ColwiseParallel(), RowwiseParallel()], ids=["FSDP2", "colwise", "rowwise"])
+@pytest.mark.parametrize("rows", [12, 10, 4], ids=["even", "uneven", "fewer than ranks"])
+def test_the_parts_of_all_ranks_are_the_whole(style: ParallelStyle | None, rows: int) -> None:
+    """Of every parameter, for every rank: what it really has; together every element, once in a replica."""
+    seen: dict[str, list[float]] = {"weight": [], "bias": []}
+    for rank in range(SHARDS * TENSOR):
+        with imagined_ranks(SHARDS * TENSOR, rank):
+            for name, parameter in divided(rows, style):
+                part = own_part(numbered(parameter.shape), parameter)
+                assert torch.equal(part, local_tensor(parameter))
+                seen[name] += part.flatten().tolist()
+    for name, size in (("weight", rows * 8), ("bias", rows)):
+        replicas = TENSOR if style is None or (name == "bias" and isinstance(style, RowwiseParallel)) else 1
+        assert sorted(seen[name]) == sorted([*range(size)] * replicas)
+
+
+def divided(rows: int, style: ParallelStyle | None) -> Iterator[tuple[str, DTensor]]:
+    """The parameters of a linear layer, numbered, as this rank has them."""
+    mesh = init_device_mesh("cpu", (SHARDS, TENSOR), mesh_dim_names=("dp_shard", "tp"))
+    model = nn.Sequential(nn.Linear(8, rows)).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.copy_(numbered(parameter.shape))
+    if style is not None:
+        parallelize_module(model, mesh["tp"], {"0": style}, src_data_rank=None)
+    fully_shard(model, mesh=mesh["dp_shard"])
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        yield name.removeprefix("0."), parameter
+
+
+def numbered(shape: torch.Size) -> Tensor:
+    """A tensor with a number of its own in every place."""
+    return torch.arange(float(shape.numel())).view(shape)
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(12, 3), (10, 4), (2, 4), (0, 2)])
+def test_chunks_are_pytorchs(length: int, ranks: int) -> None:
+    chunks = [len(chunk) for chunk in torch.arange(length).chunk(ranks)]
+    assert chunk_sizes(length, ranks) == [*chunks, *[0] * (ranks - len(chunks))]

@@ -1,0 +1,76 @@
+"""What a step costs beside forward and backward: a few collectives, and as many operations for a deep model as for a
+shallow one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed import run_ranks
+from tests.train.jobs import this_rank, tiny_job
+from titan_launch.config.job import JobConfig
+from titan_launch.train.build import build_run
+from titan_launch.train.loop import train_one_step
+from titan_launch.train.step import TrainStep
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations on tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+        self.is_counting = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_counting:
+            self.count[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def quiet_step(job: dict[str, Any]) -> dict[str, int]:
+    """The operations of a third step outside of forward and backward, collectives included; FSDP2's are not."""
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(job), this_rank(), stack)
+        for _ in range(2):
+            train_one_step(run)
+            run.control.agree()
+        operations = _Operations()
+        accumulate = TrainStep._accumulate
+
+        def uncounted(*args: Any) -> Any:
+            operations.is_counting = False
+            try:
+                return accumulate(*args)
+            finally:
+                operations.is_counting = True
+
+        stack.enter_context(mock.patch.object(TrainStep, "_accumulate", uncounted))
+        with operations:
+            run.step([next(run.train_batches)])
+            run.control.agree()
+        return dict(operations.count)
+
+
+def test_a_quiet_step_does_little_beside_forward_and_backward(tmp_path: Path) -> None:
+    def job(layers: int) -> dict[str, Any]:
+        return tiny_job(
+            tmp_path / str(layers),
+            model={"args": {"n_layers": layers}},
+            training={"global_batch_size": 2, "steps": 9},
+            metrics={"log_freq": 9},
+            debug={"audit_precision": False},
+            checkpoint={"enable": False},
+        )
+
+    shallow, deep = (run_ranks(quiet_step, 2, job(layers))[0] for layers in (1, 4))
+    assert shallow == deep  # norms, clipping and update are of all parameters at once
+    collectives = {name: count for name, count in deep.items() if name.startswith(("c10d", "_c10d"))}
+    # The count of targets, the gradient's norm, the guard, and what ranks agree on:
+    assert collectives == {"c10d.allreduce_.default": 4}
+    assert "aten._local_scalar_dense.default" not in deep  # the host reads nothing

@@ -1,0 +1,71 @@
+"""Linear layers in 8-bit floating point, by torchao, which is imported where something is converted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from titan_launch.config.float8 import Float8Config
+from titan_launch.errors import config_error
+from titan_launch.plan.compilation import alike
+from titan_launch.plan.types import ModelPlan
+
+_log = logging.getLogger(__name__)
+
+
+def convert_to_float8(model: nn.Module, plan: ModelPlan, config: Float8Config) -> None:
+    """Let the linear layers of `plan.float8` multiply in 8 bits, in place. Their parameters are the same objects as
+    before, and so are their names; nothing is allocated.
+
+    Raises ConfigError without torchao.
+    """
+    if not plan.float8:
+        return
+    with _quiet():
+        try:
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        except ImportError as error:
+            reason = f"needs torchao ({error}): pip install 'titan-launch[float8]', or set false"
+            raise config_error(("float8", "enable"), reason, True) from error
+        recipe = replace(Float8LinearConfig.from_recipe_name(config.recipe), emulate=config.emulate)
+    chosen = set(plan.float8)
+    convert_to_float8_training(model, module_filter_fn=lambda _, path: path in chosen, config=recipe)
+    layers = ", ".join(f"{count} x {pattern}" for pattern, count in alike(plan.float8).items())
+    _log.info("float8 (%s%s): %s", config.recipe, ", emulated" if config.emulate else "", layers)
+
+
+def check_units(config: Float8Config, device: torch.device) -> None:
+    """Raise ConfigError where the device has no 8-bit matrix units and none are emulated."""
+    if not config.enable or config.emulate:
+        return
+    if device.type != "cuda":
+        reason = 'needs the matrix units of a GPU, and the device is "cpu"; set float8.emulate = true, or false here'
+        raise config_error(("float8", "enable"), reason, True, also=(("job", "device"),))
+    if torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        reason = (
+            f"{name} has no 8-bit matrix units (compute capability 8.9 on); set float8.emulate = true, or false here"
+        )
+        raise config_error(("float8", "enable"), reason, True)
+
+
+_FIRST_CAPABILITY = (8, 9)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torchao says at import about kernels of its own, which are for other things."""
+    noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in noisy]
+    for logger in noisy:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(noisy, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,65 @@
+"""Which linear layers compute in 8-bit floating point. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from titan_launch.config.float8 import Float8Config
+from titan_launch.errors import ConfigError, KeyPath, Problem, config_error
+from titan_launch.plan.claims import listed
+from titan_launch.plan.patterns import matched_modules
+from titan_launch.plan.types import ModelPlan, ModuleInfo, enclosing
+
+_MODULES: KeyPath = ("float8", "modules")
+_LINEAR = "torch.nn.modules.linear.Linear"
+_MULTIPLE = 16
+"""What the kernels want both sides of a matrix to be a multiple of: 16 bytes of 8-bit numbers."""
+
+
+def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
+    """Paths of the linear layers that `[float8]` converts.
+
+    Raises ConfigError for globs that match nothing, or no linear layer; for layers that a rule computes in another
+    dtype than bfloat16, where a glob names them; and for matrices that the kernels do not take.
+    """
+    if not config.enable:
+        return ()
+    is_named = bool(config.modules)
+    roots = matched_modules(plan.inventory, config.modules, _MODULES) if is_named else plan.inventory.blocks
+    layers = [m for m in plan.inventory.modules if _is_linear(m) and enclosing(m.path, roots)]
+    reduced = [m for m in layers if plan.unit_of[m.path].compute_dtype == "bfloat16"]
+    problems = [*(_in_other_dtypes(layers, plan, config) if is_named else ()), *_misshapen(reduced, config)]
+    if problems:
+        raise ConfigError(problems)
+    if not reduced:
+        reason = "there is no linear layer in bfloat16 in what it names; name others, or set float8.enable = false"
+        raise config_error(_MODULES, reason, list(config.modules))
+    return tuple(module.path for module in reduced)
+
+
+def _is_linear(module: ModuleInfo) -> bool:
+    """A plain one: what a subclass computes is its own."""
+    return module.classes[0] == _LINEAR and module.same_as is None
+
+
+def _in_other_dtypes(layers: list[ModuleInfo], plan: ModelPlan, config: Float8Config) -> Iterator[Problem]:
+    by_unit: dict[str, list[str]] = {}
+    for module in layers:
+        if plan.unit_of[module.path].compute_dtype != "bfloat16":
+            by_unit.setdefault(plan.unit_of[module.path].reason, []).append(module.path)
+    for reason, paths in by_unit.items():
+        dtype = plan.unit_of[paths[0]].compute_dtype
+        text = f"names {listed(paths)}, which {reason} computes in {dtype}; leave them out here, or drop that rule"
+        yield Problem(_MODULES, text, list(config.modules), also=(("precision",),))
+
+
+def _misshapen(layers: list[ModuleInfo], config: Float8Config) -> Iterator[Problem]:
+    for module in layers:
+        rows, columns = next(p.shape for p in module.parameters if p.name == "weight")
+        if rows % _MULTIPLE or columns % _MULTIPLE:
+            text = (
+                f"{module.path} has {columns} inputs and {rows} outputs, and the kernels take multiples of {_MULTIPLE} "
+                "only; name the other modules"
+            )
+            yield Problem(_MODULES, text, list(config.modules))
+            return  # one stands for all of its like

@@ -1,0 +1,60 @@
+"""What a run is, settled before anything is allocated or written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_launch.config.job import JobConfig
+from titan_launch.models.build import BuiltModel, build_model
+from titan_launch.optim.groups import check_param_groups
+from titan_launch.parallel.distributed import Ranks
+from titan_launch.plan.hardware import Hardware
+from titan_launch.plan.job import with_whole_parameters
+from titan_launch.plan.layout import Layout, plan_layout
+from titan_launch.plan.types import ModelPlan
+from titan_launch.train.attempt import Attempt
+from titan_launch.train.measure import check_profiling
+from titan_launch.train.modes import hardware_of_run, settle_modes
+from titan_launch.train.plan import plan_precision
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What all ranks know of a run when they begin to build it."""
+
+    config: JobConfig
+    """With its global batch size, and with modes in the place of `auto`."""
+
+    reason: str | None
+    """Why the modes are what they are; None where the job left nothing open."""
+
+    layout: Layout
+    hardware: Hardware
+    built: BuiltModel
+    """The model, on the meta device."""
+
+    plan: ModelPlan
+
+
+def settle(config: JobConfig, ranks: Ranks, folder: Path, attempt: Attempt) -> Settled:
+    """Divide the ranks, build the model on the meta device, decide on modes, and plan units and dtypes; collective.
+
+    `folder`: the run's, whose modes are kept where it goes on. Raises ConfigError, on all ranks alike, for whatever of
+    the job does not go with the ranks, the devices or the model.
+    """
+    layout = plan_layout(config.parallelism, config.training, ranks.world_size)
+    config = with_whole_parameters(with_global_batch_size(config, layout), layout)
+    built = build_model(config.model, config.training.seq_len)
+    check_param_groups(built.module, config.optimizer, built.head)
+    check_profiling(config.comm, ranks.device)
+    hardware = hardware_of_run(config, ranks)
+    config, reason = settle_modes(config, layout, built, hardware, folder, attempt, ranks)
+    return Settled(config, reason, layout, hardware, built, plan_precision(config, built))
+
+
+def with_global_batch_size(config: JobConfig, layout: Layout) -> JobConfig:
+    """The job with the batch that follows from the ranks where it names none: on other ranks it would be another one,
+    and the run another experiment."""
+    training = config.training.model_copy(update={"global_batch_size": layout.global_batch_size})
+    return config.model_copy(update={"training": training})
