@@ -136,10 +136,11 @@ def run_step(
 ) -> None:
     """Forward and backward over all microbatches. `share`: of what part of a step these are."""
     strategy = build_strategy(accumulation)
-    valid = torch.tensor(sum(targets.numel() for _, targets in batches) * torch.distributed.get_world_size() / share)
+    targets_of_all = sum(targets.numel() for _, targets in batches) * torch.distributed.get_world_size()
+    valid = torch.tensor(targets_of_all / share, device=batches[0][0].device)
     for index, (inputs, targets) in enumerate(batches):
         strategy.begin_microbatch(model, is_last=index == len(batches) - 1)
-        backward(model, inputs, targets, lambda: valid.to(inputs.device), cross_entropy_sum)
+        backward(model, inputs, targets, lambda: valid, cross_entropy_sum)
         if index == 0 and after_first is not None:
             after_first()
 

@@ -12,9 +12,15 @@ from torch.distributed.tensor import DTensor, Placement
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, with the same memory and without a graph to it; other tensors as they are.
 
-    (`DTensor.to_local` is an operation of autograd, and makes another tensor.)
+    (`DTensor.to_local` is an operation of autograd, and makes another tensor.) A part that says how FSDP2 is to gather
+    it, as torchao's float8 weights do, is a wrapper: the tensor in it is returned. (Operations of one on the whole are
+    passed on, but what they return is a wrapper for some and plain for others.)
     """
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if not hasattr(local, "fsdp_pre_all_gather"):
+        return local
+    inner: Tensor = local._tensor  # type: ignore[attr-defined]  # private to torchao; no public name
+    return inner
 
 
 def own_part(whole: Tensor, like: DTensor) -> Tensor:

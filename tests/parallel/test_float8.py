@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
-from tests.train.jobs import read_metrics, run_job, tiny_job
+from tests.tensors import assert_equal, whole, whole_state
+from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.float8 import Float8Config
+from titan_launch.config.job import JobConfig
 from titan_launch.errors import ConfigError
 from titan_launch.models.inventory import take_inventory
 from titan_launch.parallel.float8 import convert_to_float8
 from titan_launch.plan.types import ModelPlan
+from titan_launch.train.build import build_run
+from titan_launch.train.loop import fit
 
 EMULATED = {"enable": True, "emulate": True}
 
@@ -34,6 +41,64 @@ def test_two_ranks_train_near_bf16_and_recomputation_changes_nothing(tmp_path: P
     assert rounded == pytest.approx(exact, rel=1e-3)
     again = {"mode": "selective", "selective_ac_option": "op"}
     assert losses(tmp_path / "again", 2, float8=EMULATED, activation_checkpoint=again) == rounded
+
+
+def trained(job: dict[str, Any]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+    """Train a job. The whole parameters, and of each wrapped weight its largest number with the scale on it."""
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(job), this_rank(), stack)
+        fit(run)
+        parts: list[tuple[Tensor, Any]] = [(p, cast(DTensor, p)._local_tensor) for p in run.model.parameters()]
+        wrapped = [(p, part) for p, part in parts if hasattr(part, "fsdp_pre_all_gather")]
+        scales = [(whole(p).abs().max(), part._precomputed_scale) for p, part in wrapped]
+        return whole_state(run.model), scales
+
+
+def check_weights_gathered_in_8_bits(folder: Path) -> None:
+    float8 = {**EMULATED, "recipe": "tensorwise"}
+    checkpoint = {"enable": True, "interval": 2}
+
+    def job(name: str, all_gather: bool, **sections: dict[str, Any]) -> dict[str, Any]:
+        sections = {"float8": {**float8, "all_gather": all_gather}, "checkpoint": checkpoint, **sections}
+        return tiny_job(folder, job={"name": name}, precision={"param_dtype": "bfloat16"}, **sections)
+
+    def losses(name: str) -> list[float]:
+        return [report["train/loss"] for report in read_metrics(folder, name)]
+
+    trained(job("plain", False))
+    state, scales = trained(job("gathered", True))
+    assert losses("gathered") != losses("plain")  # 8 bits of float32 numbers, not of those rounded to bfloat16 before
+    assert losses("gathered") == pytest.approx(losses("plain"), rel=1e-3)
+    assert len(scales) == 14
+    for largest, scale in scales:
+        assert scale == pytest.approx(torch.finfo(torch.float8_e4m3fn).max / largest)
+
+    files = [path for path in (folder / "gathered/checkpoints").rglob("*") if path.is_file()]
+    assert files and not [path for path in files if b"torchao" in path.read_bytes()]
+
+    for source, all_gather in (("gathered", True), ("gathered", False), ("plain", True)):
+        name = f"{source}_{all_gather}"
+        from_source = {"enable": True, "load": str(folder / source / "checkpoints/step-2")}
+        again, _ = trained(job(name, all_gather, checkpoint=from_source))
+        assert losses(name) == pytest.approx(losses("plain")[2:], rel=1e-3)
+        if source == "gathered" and all_gather:
+            assert_equal(again, state)
+
+    muon: dict[str, Any] = {
+        "optimizer": {"name": "Muon", "rounding": "stochastic"},
+        "checkpoint": {},
+        "training": {"steps": 2},
+    }
+    for all_gather in (False, True):
+        trained(job(f"muon_{all_gather}", all_gather, **muon))
+    assert losses("muon_True") == pytest.approx(losses("muon_False"), rel=1e-3)
+
+
+def test_weights_gathered_in_8_bits_train_as_others_and_are_saved_plain(tmp_path: Path) -> None:
+    """Each has the scale of the whole weight after a step, and runs with and without them go on from each other's
+    checkpoints: bit for bit, where the run is the same."""
+    pytest.importorskip("torchao")
+    run_ranks(check_weights_gathered_in_8_bits, 2, tmp_path)
 
 
 def test_without_torchao_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

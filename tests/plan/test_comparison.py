@@ -16,7 +16,7 @@ from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.resolution import resolve
 from titan_launch.plan.table import describe_comparison, format_categories, format_comparison
 
-ARGS = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
+ARGS = {"dim": 32, "n_layers": 6, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
 PEAK = {"metrics": {"peak_tflops_per_device": 1e-3}}
 
 
@@ -128,7 +128,7 @@ def test_rows_as_data_hold_everything() -> None:
     row: Mapping[str, Any] = describe_comparison(comparison, None)[1]
     assert row["gradient_accumulation"] == {"mode": "deferred", "keep_params_unsharded": False}
     assert row["active_bytes"] == 9 * GIB == row["active_bytes_by_category"]["activations"]
-    assert row["traffic_per_step"]["collectives"] == {"all_gathers": 40, "reduce_scatters": 6, "all_reduces": 0}
+    assert row["traffic_per_step"]["collectives"] == {"all_gathers": 52, "reduce_scatters": 8, "all_reduces": 0}
     low, high = row["step_seconds_estimated"]
     assert low == max(row["compute_seconds_estimated"], row["communication_seconds_estimated"]) < high
     assert sum(row["wire_bytes_per_rank"].values()) > 0 and row["flops_per_rank"] > 0

@@ -7,7 +7,9 @@ import pytest
 from titan_launch.config.job import JobConfig
 from titan_launch.errors import ConfigError
 from titan_launch.plan.analytic.engine import model_inventory
+from titan_launch.plan.float8 import check_shards
 from titan_launch.plan.job import plan_job
+from titan_launch.plan.layout import Layout
 
 FP32_ATTENTION = {"rules": [{"match": "layers.*.attention", "param_dtype": "float32"}]}
 
@@ -38,3 +40,13 @@ def test_what_is_named_and_cannot_be_converted_is_an_error() -> None:
         converted({}, {"hidden_dim": 520})
     with pytest.raises(ConfigError, match=r"no linear layer in bfloat16"):
         converted({"modules": ["norm"]})
+
+
+def test_weights_gathered_in_8_bits_are_shared_evenly() -> None:
+    float8 = {"enable": True, "recipe": "tensorwise", "all_gather": True}
+    config = JobConfig.model_validate({"model": {"args": {"n_layers": 1, "hidden_dim": 528}}, "float8": float8})
+    plan = plan_job(config, model_inventory(config))
+    check_shards(config.float8, plan, Layout(replicate=1, shard=16, local_batch_size=1, num_microbatches=1))
+    uneven = Layout(replicate=2, shard=32, local_batch_size=1, num_microbatches=1)
+    with pytest.raises(ConfigError, match=r"feed_forward.w1 has 528 outputs, which 32 ranks .* cannot share evenly"):
+        check_shards(config.float8, plan, uneven)

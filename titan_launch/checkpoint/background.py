@@ -8,6 +8,7 @@ import signal
 import socket
 import traceback
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,6 +57,10 @@ class Background(ABC):
         future = self._begin(request, state)
         future.add_done_callback(self._look_at)
         return future
+
+    def get_ready(self) -> None:
+        """Load what writes, which takes a second, so that the first save finds nothing missing in it."""
+        load_writer()
 
     def _look_at(self, future: Future[Written]) -> None:
         """A full disk may have room the next time; anything else means that ranks have lost each other."""
@@ -147,6 +152,9 @@ class InProcess(Background):
         self._process.start()
         theirs.close()  # so that reading ends when the process does
 
+    def get_ready(self) -> None:
+        """The process does that by itself."""
+
     def _has_died(self) -> bool:
         return not self._process.is_alive()
 
@@ -177,10 +185,15 @@ class InProcess(Background):
         self._process.join()
 
 
-def _write(request: WriteRequest, state: State, group: dist.ProcessGroup | None) -> Written:
-    from titan_launch.checkpoint.writer import write_checkpoint  # imports DCP
+def load_writer() -> Callable[[WriteRequest, State, dist.ProcessGroup | None], Written]:
+    """What writes a checkpoint. It needs DCP, which takes a second to import: no run waits for it at its start."""
+    from titan_launch.checkpoint.writer import write_checkpoint
 
-    return write_checkpoint(request, state, group)
+    return write_checkpoint
+
+
+def _write(request: WriteRequest, state: State, group: dist.ProcessGroup | None) -> Written:
+    return load_writer()(request, state, group)
 
 
 def _copied(state: State, arena: Arena) -> State:
@@ -259,6 +272,7 @@ def _serve(connection: Connection, place: _Place) -> None:
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     os.nice(_NICENESS)  # training comes first where there are not cores for both
+    load_writer()
     with suppress(EOFError, BrokenPipeError):
         memory = torch.empty(0, dtype=torch.uint8)
         while True:

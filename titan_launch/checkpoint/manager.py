@@ -72,6 +72,10 @@ class CheckpointManager:
         self._stall_s = 0.0
         self._failed_saves = 0
 
+    def get_ready(self) -> None:
+        """Load what the first save needs: when training has begun, which does not wait for it then."""
+        self._background.get_ready()
+
     def save(self, validation_loss: float | None = None) -> None:
         """Begin a checkpoint of the step just finished; collective. `validation_loss`: of this step, if there is one.
 

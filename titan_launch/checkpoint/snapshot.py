@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titan_launch.dtensors import local_tensor
 from titan_launch.plan.hardware import GIB
 
 if TYPE_CHECKING:
@@ -192,4 +193,4 @@ def _map_leaves(state: Mapping[str, Any], change: Callable[[Any], Any]) -> State
 
 def _shard(tensor: DTensor) -> Shard:
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Shard(tensor.to_local(), tuple(offsets), tuple(tensor.shape))
+    return Shard(local_tensor(tensor), tuple(offsets), tuple(tensor.shape))

@@ -27,7 +27,9 @@ def compile_options_are_for_compile(config: JobConfig) -> Iterator[Problem]:
 def cache_is_for_kernels(config: JobConfig) -> Iterator[Problem]:
     """Only inductor makes what can be kept."""
     compiles = config.compile
-    if compiles.enable and compiles.cache_folder is not None and compiles.backend != "inductor":
+    if compiles.cache_folder == "":
+        yield Problem(_CACHE, "is no folder; name one, or drop this key for the compiler's own", "")
+    elif compiles.enable and compiles.cache_folder is not None and compiles.backend != "inductor":
         reason = f'is for kernels, and compile.backend "{compiles.backend}" makes none; set "inductor", or drop this'
         yield Problem(_CACHE, reason, compiles.cache_folder, also=(_BACKEND,))
 

@@ -10,7 +10,8 @@ from titan_launch.config.base import Array, Section
 class Float8Config(Section):
     """The products of linear layers, forward and backward, in 8-bit floating point, on factors scaled as they come
     (torchao, which `pip install 'titan-launch[float8]'` installs). Parameters stay as they are, and are gathered in
-    `precision.param_dtype`. For GPUs with such units: NVIDIA from compute capability 8.9 (H100, H200, B200, L40S)."""
+    `precision.param_dtype`, or with `all_gather` in 8 bits. For GPUs with such units: NVIDIA from compute capability
+    8.9 (H100, H200, B200, L40S)."""
 
     enable: bool = False
     """Convert. Worth it with `compile.enable` only: without it every scaling is a kernel of its own."""
@@ -22,6 +23,10 @@ class Float8Config(Section):
     modules: Array[str] = ()
     """Globs of the modules whose linear layers are converted, those inside included. Default: those of all blocks that
     no rule computes in another dtype than bfloat16. Not the head, which is the most sensitive."""
+
+    all_gather: bool = False
+    """Gather converted weights in 8 bits instead of `precision.param_dtype`: each rank rounds its shards before. For
+    `tensorwise` only: the scale of a weight is that of its shards on all ranks, found once after each step."""
 
     emulate: bool = False
     """Round to 8 bits, and multiply in the computation's dtype: for trying out numerics where there are no such

@@ -27,9 +27,10 @@ class ParallelismConfig(Section):
     """Ranks that one replica's parameters are sharded over (FSDP2). -1: the rest of the ranks."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether gathered parameters are freed after forward and gathered again for backward. `default`: those of the
-    blocks, not those of the head, which backward needs at once; none where every rank has them whole (one shard), since
-    nothing is gathered there, and what is freed is copied once more. `always`: the head's too. `never`: none."""
+    """Whether gathered parameters are freed after forward and gathered again for backward. `default`: those of all
+    blocks but the last, which backward needs at once, as it does the head's; none where every rank has them whole (one
+    shard), since nothing is gathered there, and what is freed is copied once more. `always`: those of the last block
+    and of the head too. `never`: none."""
 
     tensor_parallel_degree: Degree = 1
     """Ranks that share the matrices of every layer (tensor parallelism): each computes with a part of the heads and of

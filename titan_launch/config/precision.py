@@ -41,8 +41,9 @@ class PrecisionRule(Section):
     BatchNorm's running statistics follow only a rule that matches the BatchNorm itself."""
 
     reshard_after_forward: bool | None = None
-    """Whether the parameters are freed after forward and gathered again for backward. Unset: as for the blocks within
-    a block; a unit that reaches over several blocks, or into the head, keeps them, since backward needs them first."""
+    """Whether the parameters are freed after forward and gathered again for backward. Unset: as for its block
+    within a block; a unit that reaches over several blocks, or into the head, keeps them, since backward needs them
+    first."""
 
     unit_per: Literal["model", "block", "module"] = "model"
     """How many FSDP2 units the matched modules become: one for the model (the fewest collectives), one for each block,

@@ -51,8 +51,8 @@ def clip_grad_norm(
 
 
 def _norm_over_shards(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of gradients, of which this rank has parts. Squares are added in float64: those of large norms overflow
-    float32."""
+    """The norm of gradients, of which this rank has parts, in float32 or more: stages of a pipeline, whose gradients
+    may have other dtypes, must agree on it. Squares are added in float64: those of large norms overflow float32."""
     if not isinstance(gradients[0], DTensor):
         return get_total_norm(gradients)
     mesh = gradients[0].device_mesh
@@ -66,7 +66,7 @@ def _norm_over_shards(gradients: Sequence[Tensor]) -> Tensor:
     square = torch.stack(squares).sum()
     for axis in axes:
         dist.all_reduce(square, group=mesh.get_group(axis))
-    return square.sqrt().to(next(iter(norms.values())).dtype)
+    return square.sqrt().to(torch.promote_types(next(iter(norms.values())).dtype, torch.float32))
 
 
 def _by_placements(gradients: Sequence[Tensor]) -> Mapping[tuple[Placement, ...], list[Tensor]]:

@@ -43,7 +43,7 @@ def parallelize(
     """Prepare a model on the meta device for distributed training, in place; nothing is allocated.
 
     1. Storage dtypes, while parameters are plain and cost nothing to replace: FSDP2 takes over what it finds.
-    2. Linear layers in float8, which keep their parameters. Never together with tensor parallelism.
+    2. Linear layers in float8, whose parameters keep their names and dtypes. Never together with tensor parallelism.
     3. Tensor parallelism by the model's `styles`, whose DTensors FSDP2 shards further.
     4. BatchNorm layers, whose class FSDP2 extends. `statistics_group`: the ranks they are synchronized over, if any.
     5. Recomputation, inside of FSDP2's hooks: a block is then computed again from the inputs these have cast.

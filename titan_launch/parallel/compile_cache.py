@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titan_launch.config.compile import CompileConfig
+from titan_launch.errors import config_error
 
 _log = logging.getLogger(__name__)
 
@@ -17,10 +18,16 @@ _log = logging.getLogger(__name__)
 def use_cache_folder(config: CompileConfig) -> None:
     """Let the compiler keep what it makes in `compile.cache_folder`, and look there first; before the first graph.
 
-    Ranks and runs may share it: what is kept is found by a hash of what it was made of.
+    Ranks and runs may share it: what is kept is found by a hash of what it was made of. Raises ConfigError where it
+    cannot be made.
     """
     if config.enable and config.cache_folder is not None:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(config.cache_folder).expanduser().absolute())
+        try:
+            folder = Path(config.cache_folder).expanduser().absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError) as error:  # RuntimeError: the home of a user who is not there
+            raise config_error(("compile", "cache_folder"), f"cannot be made: {error}", config.cache_folder) from error
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 class CompileTime:

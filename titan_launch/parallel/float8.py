@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,8 +20,9 @@ _log = logging.getLogger(__name__)
 
 
 def convert_to_float8(model: nn.Module, plan: ModelPlan, config: Float8Config) -> None:
-    """Let the linear layers of `plan.float8` multiply in 8 bits, in place. Their parameters are the same objects as
-    before, and so are their names; nothing is allocated.
+    """Let the linear layers of `plan.float8` multiply in 8 bits, in place. Their parameters have the same names as
+    before, and nothing is allocated. With `all_gather` weights are wrapped for FSDP2's `fsdp_pre_all_gather`; else
+    parameters are the same objects as before.
 
     Raises ConfigError without torchao.
     """
@@ -33,10 +35,26 @@ def convert_to_float8(model: nn.Module, plan: ModelPlan, config: Float8Config) -
             reason = f"needs torchao ({error}): pip install 'titan-launch[float8]', or set false"
             raise config_error(("float8", "enable"), reason, True) from error
         recipe = replace(Float8LinearConfig.from_recipe_name(config.recipe), emulate=config.emulate)
+        recipe = replace(recipe, enable_fsdp_float8_all_gather=config.all_gather)
     chosen = set(plan.float8)
     convert_to_float8_training(model, module_filter_fn=lambda _, path: path in chosen, config=recipe)
     layers = ", ".join(f"{count} x {pattern}" for pattern, count in alike(plan.float8).items())
-    _log.info("float8 (%s%s): %s", config.recipe, ", emulated" if config.emulate else "", layers)
+    options = (config.recipe, *(["gathered in 8 bits"] if config.all_gather else []))
+    _log.info("float8 (%s%s): %s", ", ".join(options), ", emulated" if config.emulate else "", layers)
+
+
+def scale_update(model: nn.Module, config: Float8Config) -> Callable[[], None] | None:
+    """What is to be called when the optimizer, or a checkpoint, has changed the parameters of a converted model, before
+    they are gathered: all scales with one all-reduce, for which the host does not wait. None where weights are not
+    gathered in 8 bits. Collective over the ranks that share parameters.
+
+    It goes through the converted layers in Python: torchao keeps a scale on each.
+    """
+    if not (config.enable and config.all_gather):
+        return None
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    return partial(precompute_float8_dynamic_scale_for_fsdp, model)
 
 
 def check_units(config: Float8Config, device: torch.device) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from titan_launch.config.float8 import Float8Config
 from titan_launch.errors import ConfigError, KeyPath, Problem, config_error
 from titan_launch.plan.claims import listed
+from titan_launch.plan.layout import Layout
 from titan_launch.plan.patterns import matched_modules
 from titan_launch.plan.types import ModelPlan, ModuleInfo, enclosing
 
@@ -35,6 +36,23 @@ def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
         reason = "there is no linear layer in bfloat16 in what it names; name others, or set float8.enable = false"
         raise config_error(_MODULES, reason, list(config.modules))
     return tuple(module.path for module in reduced)
+
+
+def check_shards(config: Float8Config, plan: ModelPlan, layout: Layout) -> None:
+    """Raise ConfigError for a converted layer that the ranks cannot share evenly, where its shards are gathered in 8
+    bits: FSDP2 pads a shard that is too short, but not what torchao makes of it."""
+    shards = layout.parameter_shards
+    if not config.all_gather:
+        return
+    for path in plan.float8:
+        rows = next(p.shape[0] for p in plan.inventory.by_path[path].parameters if p.name == "weight")
+        if rows % shards:
+            reason = (
+                f"{path} has {rows} outputs, which {shards} ranks (parallelism.data_parallel_shard_degree) cannot "
+                "share evenly; shard over a number of ranks that divides them, name other float8.modules, or set false"
+            )
+            also = (_MODULES, ("parallelism", "data_parallel_shard_degree"))
+            raise config_error(("float8", "all_gather"), reason, True, also=also)
 
 
 def _is_linear(module: ModuleInfo) -> bool:

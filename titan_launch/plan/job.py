@@ -7,7 +7,7 @@ from dataclasses import replace
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.plan.choices import Choice, with_choice
+from titan_launch.plan.choices import Choice, is_auto, with_choice
 from titan_launch.plan.compilation import compiled_modules
 from titan_launch.plan.float8 import float8_modules
 from titan_launch.plan.layout import Layout
@@ -22,10 +22,12 @@ def with_whole_parameters(config: JobConfig, layout: Layout) -> JobConfig:
     """The job, with parameters that stay where they are on ranks that share them with no other, if it leaves that open.
 
     FSDP2 gathers nothing there, with its `replicate` as little as with one shard; what it frees after forward it copies
-    once more for backward.
+    once more for backward. Not under `auto`, which asks for memory first and has kept parameters among its choices, nor
+    with offloaded parameters, which would all come to the GPU.
     """
     parallelism = config.parallelism
-    if layout.parameter_shards > 1 or parallelism.fsdp_reshard_after_forward != "default":
+    is_open = parallelism.fsdp_reshard_after_forward == "default" and not is_auto(config)
+    if layout.parameter_shards > 1 or not is_open or config.training.enable_cpu_offload:
         return config
     kept = parallelism.model_copy(update={"fsdp_reshard_after_forward": "never"})
     return config.model_copy(update={"parallelism": kept})

@@ -35,9 +35,10 @@ def _of_compiled(config: JobConfig) -> str:
 def _of_float8(config: JobConfig) -> str:
     if not config.float8.enable:
         return ""
+    gathered = "less is gathered than it says" if config.float8.all_gather else "what is communicated is the same"
     return (
         "\nfloat8 is not known to the planner: memory is that of bfloat16, without the copies in 8 bits, and seconds "
-        "rest on the peak for bfloat16; what is communicated is the same"
+        f"rest on the peak for bfloat16; {gathered}"
     )
 
 

@@ -21,6 +21,7 @@ from titan_launch.optim.optimizer import build_optimizer
 from titan_launch.parallel.compile import compile_loss
 from titan_launch.parallel.context_parallel import ring_attention, sequence_part
 from titan_launch.parallel.distributed import Ranks
+from titan_launch.parallel.float8 import scale_update
 from titan_launch.parallel.mesh import Mesh, build_mesh
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.parallel.timeouts import set_timeouts
@@ -74,7 +75,7 @@ def build_run(
     watchdog = watchdog or Watchdog(config.comm, ranks)
     attempt = this_attempt()
     settled = settle(config, ranks, run_folder(config), attempt)
-    config, layout, built = settled.config, settled.layout, settled.built
+    config, recorded, layout, built = settled.config, settled.recorded, settled.layout, settled.built
     _log.info("%s", format_plan(config, settled.plan, layout, place))
     use_kernels(config, built, settled.plan, layout, ranks.device, stack)
     mesh = build_mesh(layout, ranks.device.type)
@@ -89,13 +90,13 @@ def build_run(
     fill_model(config, built, model, part, ranks)
     optimizer = build_optimizer(model, config.optimizer, built.head, config.training.seed)
 
-    folder = open_run_folder(config, attempt, ranks, log_file, watchdog, stack)
+    folder = open_run_folder(recorded, attempt, ranks, log_file, watchdog, stack)
     progress, guard = Progress(), StepGuard(config.debug, ranks.device)
     state = training_state(config, model, optimizer, progress, guard, mesh, ranks)
-    checkpoints = open_checkpoints(config, folder, state, progress, ranks, stack)
-    load_run(config, folder, on_main(lambda: effective_load(folder, config, attempt)), state)
+    checkpoints = open_checkpoints(recorded, folder, state, progress, ranks, stack)
+    load_run(recorded, folder, on_main(lambda: effective_load(folder, recorded, attempt)), state)
     if ranks.is_main:
-        record_run(folder, config, attempt, stack)
+        record_run(folder, recorded, attempt, stack)
         record_units(folder, describe_units(settled.plan, layout, place))
     log_batches(config, layout, ranks, len(source), folder)
     step = build_step(config, model, optimizer, guard, mesh, ranks)
@@ -186,4 +187,5 @@ def build_step(
         ranks.device,
         compile_loss(loss_in_chunks(training.loss_chunks), config.compile),
         pipelined=None if pipeline is None else PipelinedStep(pipeline, config.parallelism, accumulation, ranks.device),
+        after_update=scale_update(model, config.float8),
     )

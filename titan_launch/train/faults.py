@@ -90,6 +90,7 @@ def _go_back(run: Run, reason: str) -> None:
             raise RunError(f"{reason}; there is no checkpoint yet to go back to, and the run stops")
         progress.samples_skipped = position - progress.samples_seen
         progress.rollbacks = rollbacks + 1
+        run.step.parameters_changed()
         run.guard.start_over()
         run.train_batches.move_to(position)
     for sink in run.sinks:

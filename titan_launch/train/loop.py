@@ -111,6 +111,8 @@ def failures_explained(run: Run) -> Iterator[None]:
 
 def end_warm_up(run: Run) -> None:
     """The first steps of this process are done on all ranks, and with them what takes longer than later."""
+    if run.checkpoints is not None:
+        run.checkpoints.get_ready()
     set_timeouts(run.config.comm.timeout_seconds)
     run.watchdog.end_warm_up()
 

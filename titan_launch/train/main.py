@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -62,9 +61,3 @@ def _leave_out_warnings() -> None:
         r"Slicing a flattened dim from root mesh",  # parallel.mesh: there is no other way to HSDP with a flattened axis
     ):
         warnings.filterwarnings("ignore", message=message)
-    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_no_hint)
-
-
-def _is_no_hint(record: logging.LogRecord) -> bool:
-    """All but DTensor's advice about two all-reduces in a row: the gradient's norm is one number over two axes."""
-    return not record.msg.startswith("While redistributing from")

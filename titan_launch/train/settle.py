@@ -9,6 +9,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.optim.groups import check_param_groups
 from titan_launch.parallel.distributed import Ranks
+from titan_launch.plan.float8 import check_shards
 from titan_launch.plan.hardware import Hardware
 from titan_launch.plan.job import with_whole_parameters
 from titan_launch.plan.layout import Layout, plan_layout
@@ -24,7 +25,10 @@ class Settled:
     """What all ranks know of a run when they begin to build it."""
 
     config: JobConfig
-    """With its global batch size, and with modes in the place of `auto`."""
+    """With its global batch size, with modes in the place of `auto`, and with what follows from the number of ranks."""
+
+    recorded: JobConfig
+    """The same without that: on other ranks something else follows."""
 
     reason: str | None
     """Why the modes are what they are; None where the job left nothing open."""
@@ -44,13 +48,17 @@ def settle(config: JobConfig, ranks: Ranks, folder: Path, attempt: Attempt) -> S
     the job does not go with the ranks, the devices or the model.
     """
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
-    config = with_whole_parameters(with_global_batch_size(config, layout), layout)
+    job = with_global_batch_size(config, layout)
+    config = with_whole_parameters(job, layout)
     built = build_model(config.model, config.training.seq_len)
     check_param_groups(built.module, config.optimizer, built.head)
     check_profiling(config.comm, ranks.device)
     hardware = hardware_of_run(config, ranks)
     config, reason = settle_modes(config, layout, built, hardware, folder, attempt, ranks)
-    return Settled(config, reason, layout, hardware, built, plan_precision(config, built))
+    plan = plan_precision(config, built)
+    check_shards(config.float8, plan, layout)
+    recorded = config.model_copy(update={"parallelism": job.parallelism})
+    return Settled(config, recorded, reason, layout, hardware, built, plan)
 
 
 def with_global_batch_size(config: JobConfig, layout: Layout) -> JobConfig:

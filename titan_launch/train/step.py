@@ -59,8 +59,10 @@ class TrainStep:
         device: torch.device,
         loss: Loss = cross_entropy_sum,
         pipelined: PipelinedStep | None = None,
+        after_update: Callable[[], None] | None = None,
     ):
-        """`pipelined`: goes through the microbatches where the model is divided into pipeline stages."""
+        """`pipelined`: goes through the microbatches where the model is divided into pipeline stages. `after_update`:
+        what depends on the parameters beyond a step; see `parameters_changed`."""
         self._model = model
         self._optimizer = optimizer
         self._accumulation = accumulation
@@ -72,6 +74,7 @@ class TrainStep:
         """The sum of the loss over the valid targets of a microbatch."""
 
         self._pipelined = pipelined
+        self._after_update = after_update
         self._statistics = RunningStatistics(model)
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -97,12 +100,19 @@ class TrainStep:
         try:
             step_unless(self._optimizer, left_out)
             self._statistics.restore_if(left_out)
+            self.parameters_changed()
         finally:  # after an interrupt the next step must not add to these gradients
             self._optimizer.zero_grad()
         valid_local = valid.local
         if self._pipelined is not None and not self._pipelined.computes_loss:
             valid_local = torch.zeros_like(valid_local)
         return StepResult(loss_sum, valid_local / self._mesh.layout.tensor, valid.total(), grad_norm)
+
+    def parameters_changed(self) -> None:
+        """Bring up to date what depends on the parameters: done after each update, and to be called when something else
+        than a step has changed them. Nothing waits for the device."""
+        if self._after_update is not None:
+            self._after_update()
 
     @property
     def kept_statistics(self) -> list[Tensor]:

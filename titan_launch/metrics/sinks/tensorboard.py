@@ -25,6 +25,7 @@ class TensorBoardSink(Sink):
 
         The event file is opened for the first scalars, after the run's first step: TensorBoard takes long to import.
         """
+        log_dir.mkdir(parents=True, exist_ok=True)  # what is wrong with it is said now
         self._log_dir = log_dir
         self._resume_step = resume_step
         self._texts: list[tuple[str, str]] = []
@@ -52,8 +53,9 @@ class TensorBoardSink(Sink):
         self._opened = _open(self._log_dir, step + 1)
 
     def close(self) -> None:
-        """Close the event file."""
-        self._writer().close()
+        """Close the event file, if it was opened: a run that fails before its first report has nothing to show."""
+        if self._opened is not None:
+            self._writer().close()
 
     def _writer(self) -> SummaryWriter:
         """The event file, with all texts in it."""
