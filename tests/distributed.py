@@ -18,7 +18,17 @@ from typing import Any
 # Ranks are forked from a server that has loaded PyTorch and all of the launcher that a run needs: they begin in 0.1 s
 # instead of 4 s, and are still processes of their own, so that nothing leaks from one test to the next.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["titan_launch.train.main", "torch.profiler", "pytest", "tests.distributed"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "titan_launch.train.main",
+        "titan_launch.checkpoint.writer",  # what a start leaves for later
+        "titan_launch.train.pipeline_schedule",
+        "torch.utils.tensorboard",
+        "torch.profiler",
+        "pytest",
+        "tests.distributed",
+    ]
+)
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:

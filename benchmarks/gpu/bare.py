@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.bare '{"flavor": "1B", "args": {}, ...}'
 
-Prints a line of JSON: seconds per step, and the most memory that was in use, in GiB.
+Prints a line of JSON: seconds per step, and the most active memory, in GiB, both of the steps that count.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def main(job: dict[str, Any]) -> None:
     with sdpa_kernel(_ATTENTION, set_priority=True):
         for step, batch in enumerate(tokens):
             if step == job["warm_up"]:
-                began = synchronized_time(device)
+                began = start_window(device)
             train_step(model, parameters, optimizer, batch.to(device, non_blocking=True))
     seconds = (synchronized_time(device) - began) / (job["steps"] - job["warm_up"])
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    peak = torch.cuda.memory_stats()["active_bytes.all.peak"] / 2**30 if device.type == "cuda" else None
     print(json.dumps({"step_s": seconds, "peak_gib": peak}), flush=True)
     os._exit(0)  # gloo's threads can abort an interpreter that shuts down
 
@@ -86,6 +86,14 @@ def train_step(
     torch._foreach_mul_(gradients, (1.0 / (norm + 1e-6)).clamp(max=1.0))
     optimizer.step()
     optimizer.zero_grad()
+
+
+def start_window(device: torch.device) -> float:
+    """Seconds, when the warm-up is done; the peak of memory begins anew, as in a window of the launcher's."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    return synchronized_time(device)
 
 
 def synchronized_time(device: torch.device) -> float:

@@ -33,6 +33,11 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the job file; the launcher's only."""
 
+    @property
+    def name(self) -> str:
+        """In a sentence."""
+        return f"{self.shape.name}, {self.shape.seq_len} x {self.shape.batch}, {self.label}"
+
 
 _WIDTH_8B = {"n_layers": 8}
 SHAPES = (

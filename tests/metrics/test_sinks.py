@@ -36,8 +36,10 @@ def test_tensorboard_holds_what_was_written_before_it_is_closed(tmp_path: Path) 
 
 
 def test_tensorboard_gets_the_dashboard_once(tmp_path: Path) -> None:
-    TensorBoardSink(tmp_path / "tb").close()
-    TensorBoardSink(tmp_path / "tb", resume_step=1).close()
+    for resume_step in (0, 1):
+        sink = TensorBoardSink(tmp_path / "tb", resume_step)
+        sink.write(resume_step + 1, {"train/loss": 1.0})
+        sink.close()
     (event,) = read_events(tmp_path / "tb").Tensors("custom_scalars__config__")
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
     charts = {
@@ -104,8 +106,10 @@ def test_a_torn_line_alone_is_dropped(tmp_path: Path) -> None:
 
 def test_resuming_without_an_older_file_starts_one(tmp_path: Path) -> None:
     JsonlSink(tmp_path / "metrics.jsonl", resume_step=5).close()
-    TensorBoardSink(tmp_path / "tb", resume_step=5).close()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+    tensorboard = TensorBoardSink(tmp_path / "tb", resume_step=5)
+    tensorboard.write(6, {"train/loss": 1.0})
+    tensorboard.close()
     assert read_events(tmp_path / "tb").Tensors("custom_scalars__config__")
 
 

@@ -222,7 +222,7 @@ def leave_without_discarding(reset: Callable[[Any], None]) -> bool:
     config = job("deferred", False, "rmsnorm", [], {"mode": "none"}, 1)
     expected, trained = Trained(config), Trained(config)
     with failing(trained.model, 2, "forward"), pytest.raises(Abandoned):
-        trained.step._accumulate(microbatches(7), torch.tensor(1))
+        trained.step._accumulate(microbatches(7), trained.step._count(targets for _, targets in microbatches(7)))
     reset(trained.model)
     for each in (trained, expected):
         each.step(microbatches(0))

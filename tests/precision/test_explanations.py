@@ -371,7 +371,7 @@ CASES = (
     Case("ActivatesInput", f"layers.0.layer (ReLU) {IN_PLACE}", key="model.name"),
     Case(
         "ReturnsView",
-        "backward met parameters that are not gathered: most likely the output of layers.1 (ReturnsView) or of a unit "
+        "backward met parameters that are not gathered: most likely the output of layers.0 (ReturnsView) or of a unit "
         "after it is a view (x.view, x[...]) that is then changed in place; write x = x + y for x += y, drop "
         "inplace=True, or return x.clone()",
         key="model.name",
