@@ -1,0 +1,147 @@
+"""Steps of the launcher and of the bare loop in turns, in the same processes: what the loop costs, to a percent.
+
+    python -m benchmarks.speed.in_turns [--pairs 40] [--write docs/benchmarks.md]
+
+Whole runs, one after the other, differ by more than that where cores are shared. Here every step is compared with the
+one next to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median, quantiles
+
+from benchmarks.publishing import publish
+from benchmarks.speed.contestants import REPO, launcher_sections
+from benchmarks.speed.jobs import Job
+from benchmarks.speed.machine import machine_line
+from benchmarks.speed.summary import markdown
+
+JOBS = (
+    Job(precision="float32"),
+    Job(),
+    Job(precision="float32", ranks=2),
+    Job(ranks=2),
+)
+WARM_UP = 3
+
+Pair = tuple[float, float]
+"""Seconds of a bare step and of the launcher's."""
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--write", type=Path, help="the Markdown file with the table's markers")
+    options = parser.parse_args()
+    measured = [(job, measure(job, options.pairs)) for job in JOBS]
+    publish(f"{machine_line()}\n\n{table(measured)}", "speed-in_turns", options.write)
+
+
+def measure(job: Job, pairs: int) -> list[Pair]:
+    """In processes of their own, with a thread each; as rank 0 has seen it."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.ranks)] if job.ranks > 1 else []
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "pairs.json")
+        words = [sys.executable, *start, __file__, job.dump(), str(pairs), str(result)]
+        subprocess.run(words, env=environment, check=True, stdout=subprocess.DEVNULL)
+        return [(bare, launcher) for bare, launcher in json.loads(result.read_text())]
+
+
+def table(measured: Sequence[tuple[Job, Sequence[Pair]]]) -> str:
+    """One row per job."""
+    rows: list[Sequence[str]] = [("job", "pairs", "bare, ms", "launcher, ms", "ratio of medians", "of the pairs")]
+    for job, pairs in measured:
+        bare, launcher = (1000 * median(pair[index] for pair in pairs) for index in (0, 1))
+        lower, middle, upper = quantiles((own / other for other, own in pairs), n=4)
+        processes = "one process" if job.ranks == 1 else f"{job.ranks} processes"
+        rows.append(
+            (
+                f"{processes}, {job.precision}",
+                str(len(pairs)),
+                f"{bare:.1f}",
+                f"{launcher:.1f}",
+                f"{launcher / bare:.3f}",
+                f"{middle:.3f} ({lower:.3f} to {upper:.3f})",
+            )
+        )
+    return markdown(rows)
+
+
+def train_in_turns(job: Job, pairs: int, result: Path) -> None:
+    """As one rank: both trainings, built beside each other. Who begins a pair alternates."""
+    from titan_launch.parallel.distributed import process_group
+
+    with ExitStack() as stack:
+        ranks = stack.enter_context(process_group("cpu", timeout_seconds=300))
+        steps = (bare_step(job, ranks.rank), launcher_step(job, stack, ranks))
+        gc.disable()
+        times = [_time_pair(steps, number) for number in range(WARM_UP + pairs)][WARM_UP:]
+        if ranks.is_main:
+            result.write_text(json.dumps(times))
+        os._exit(0)  # gloo's threads can abort an interpreter that shuts down
+
+
+def _time_pair(steps: Sequence[Callable[[], object]], number: int) -> Pair:
+    seconds = [0.0, 0.0]
+    for index in (0, 1) if number % 2 else (1, 0):
+        start = time.perf_counter()
+        steps[index]()
+        seconds[index] = time.perf_counter() - start
+    return seconds[0], seconds[1]
+
+
+def bare_step(job: Job, rank: int) -> Callable[[], object]:
+    """The hand-written loop's."""
+    import torch
+
+    from benchmarks.speed.tools.bare import build, divide, train_step
+    from benchmarks.speed.tools.tokens import random_sequences
+
+    torch.manual_seed(0)
+    model = divide(build(job), job)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    batches = itertools.cycle(random_sequences(job, rank).split(job.local_sequences))
+    return lambda: train_step(model, parameters, optimizer, [next(batches)], job)
+
+
+def launcher_step(job: Job, stack: ExitStack, ranks: object) -> Callable[[], object]:
+    """All that the launcher's loop does in a step without a report."""
+    from titan_launch.config.job import JobConfig
+    from titan_launch.parallel.distributed import Ranks
+    from titan_launch.train.build import build_run
+    from titan_launch.train.loop import is_settled_step, settle_guard, train_one_step
+
+    assert isinstance(ranks, Ranks)
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    sections = launcher_sections(Job(**vars(job) | {"steps": 10_000}), folder)
+    run = build_run(JobConfig.model_validate(sections | {"checkpoint": {"enable": False}}), ranks, stack)
+
+    def step() -> None:
+        train_one_step(run)
+        run.control.agree()
+        if is_settled_step(run):
+            settle_guard(run)
+
+    return step
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4 and sys.argv[1].startswith("{"):
+        train_in_turns(Job.load(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        main()
