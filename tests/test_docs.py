@@ -72,8 +72,8 @@ def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.Capture
             check_benchmark(script, arguments)
         case ["benchmarks/gpu.sh", *arguments]:
             check_benchmark("-m benchmarks.gpu", arguments)
-        case ["python", "-m", "benchmarks.speed", *arguments]:
-            check_benchmark("-m benchmarks.speed", arguments)
+        case ["python", "-m", "benchmarks.speed" | "benchmarks.speed.in_turns" as module, *arguments]:
+            check_benchmark(f"-m {module}", arguments)
         case ["sbatch", option, script, *arguments] if option.startswith("--"):
             check_script(script, arguments)
         case [script, *arguments] if script.startswith("scripts/"):
