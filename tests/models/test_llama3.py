@@ -148,13 +148,13 @@ def test_trains_from_the_meta_device_under_fsdp(norm: str, tie_embeddings: bool,
         torch.testing.assert_close(actual.grad.full_tensor(), expected.grad, msg=name)
 
 
-def test_rope_tables_stay_float32_under_a_bfloat16_policy(single_process_group: None) -> None:
+def test_rope_table_stays_float32_under_a_bfloat16_policy(single_process_group: None) -> None:
     model = tiny_model()
     mesh, policy = init_device_mesh("cpu", (1,)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     seen: list[torch.dtype] = []
-    model.rope.register_forward_hook(lambda module, args, y: seen.extend([module.cos.dtype, args[0].dtype, y.dtype]))
+    model.rope.register_forward_hook(lambda module, args, y: seen.extend([module.table.dtype, args[0].dtype, y.dtype]))
     assert model(torch.zeros(1, 4, dtype=torch.int64)).dtype == torch.bfloat16
     assert set(seen[::3]) == {torch.float32} and set(seen[1::3]) == set(seen[2::3]) == {torch.bfloat16}

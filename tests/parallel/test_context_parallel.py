@@ -31,7 +31,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "own": {"model": {"name": OWN}, "validation": VALIDATION},
 }
 
-TABLES = ("rope.cos", "rope.sin", "positions")
+TABLES = ("rope.table", "positions")
 
 
 def train(jobs: list[dict[str, Any]], folder: Path) -> list[dict[str, Tensor]]:

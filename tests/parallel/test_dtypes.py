@@ -95,4 +95,4 @@ def test_storage_and_buffer_dtypes_are_as_configured() -> None:
     assert stored(seen, "stored") == {"bfloat16"}
     rule = {"type": "RotaryEmbedding", "buffer_dtype": "bfloat16"}
     seen = run_ranks(observe_step, 1, {"rules": [rule]}, "rmsnorm")[0]
-    all_are(seen, ["rope"], **{"buffer cos": "bfloat16", "buffer sin": "bfloat16"})
+    all_are(seen, ["rope"], **{"buffer table": "bfloat16"})

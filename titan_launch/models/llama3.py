@@ -118,6 +118,6 @@ SPEC = ModelSpec(
     initializer=initial_values,
     chain=("tok_embeddings", "layers.*", "norm", "output"),
     tensor_parallel=TENSOR_PARALLEL,
-    context_parallel={"**.rope.cos": 0, "**.rope.sin": 0},
+    context_parallel={"**.rope.table": 0},
     attention=lambda args: AttentionHeads(args.n_heads, args.n_kv_heads, args.head_dim, "layers.*.attention.wq"),
 )

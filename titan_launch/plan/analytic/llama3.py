@@ -174,12 +174,10 @@ def _norm(args: Llama3Args, path: str) -> ModuleInfo:
 
 
 def _rope(args: Llama3Args, seq_len: int, path: str) -> ModuleInfo:
-    """The rotary tables: one module, which every attention has."""
-    first = "rope"
-    shape, names = (seq_len, args.head_dim // 2), ("cos", "sin")
+    """The rotary table: one module, which every attention has."""
+    first, name = "rope", "table"
     is_first = path == first
-    buffers = tuple(
-        TensorInfo(name, shape, "float32", True, tied_to=None if is_first else full_name(first, name)) for name in names
-    )
+    tied_to = None if is_first else full_name(first, name)
+    buffer = TensorInfo(name, (seq_len, args.head_dim // 2, 2), "float32", True, tied_to=tied_to)
     classes = ("titan_launch.models.layers.rope.RotaryEmbedding",)
-    return ModuleInfo(path, classes, True, buffers=buffers, same_as=None if is_first else first)
+    return ModuleInfo(path, classes, True, buffers=(buffer,), same_as=None if is_first else first)

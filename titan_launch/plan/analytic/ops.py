@@ -87,36 +87,20 @@ def silu(autograd: Autograd, x: Tensor) -> Tensor:
 
 
 def rotate(autograd: Autograd, x: Tensor) -> Tensor:
-    """Rotary embedding in fp32, of pairs of channels: `models.layers.rope`. Tables are buffers; nothing is saved."""
-    numel, dtype = x.numel, x.dtype
-    half, new = numel // 2, autograd.new
+    """Rotary embedding in fp32, a product of complex numbers: `models.layers.rope`. Its table is a buffer; nothing is
+    saved."""
+    numel, dtype, new = x.numel, x.dtype, autograd.new
     wide = x if dtype == "float32" else new(numel, "float32")
-    parts = []
-    for _ in range(2):
-        products = [new(half, "float32"), new(half, "float32")]
-        parts.append(new(half, "float32"))
-        del products
-    stacked = new(numel, "float32")
-    del parts
-    output = stacked if dtype == "float32" else new(numel, dtype)
-    del wide, stacked
+    rotated = new(numel, "float32")
+    output = rotated if dtype == "float32" else new(numel, dtype)
+    del wide, rotated
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         wide = gradient.pop() if dtype == "float32" else new(numel, "float32", _BACKWARD)
         gradient.clear()
-        second, first = new(half, "float32", _BACKWARD), new(half, "float32", _BACKWARD)  # of the sum
-        negative = new(half, "float32", _BACKWARD)
-        more = new(half, "float32", _BACKWARD)  # of the difference, to the second channels
-        del negative
-        second = new(half, "float32", _BACKWARD)
-        del more
-        more = new(half, "float32", _BACKWARD)
+        rotated = new(numel, "float32", _BACKWARD)
         del wide
-        first = new(half, "float32", _BACKWARD)
-        del more
-        stacked = new(numel, "float32", _BACKWARD)
-        del first, second
-        return (stacked if dtype == "float32" else new(numel, dtype, _BACKWARD),)
+        return (rotated if dtype == "float32" else new(numel, dtype, _BACKWARD),)
 
     return _record(autograd, output, (x,), backward)
 
