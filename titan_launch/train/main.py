@@ -14,6 +14,7 @@ from titan_launch.errors import RunError
 from titan_launch.parallel.distributed import process_group
 from titan_launch.train.build import build_run, run_folder
 from titan_launch.train.flight_recorder import configure_flight_recorder
+from titan_launch.train.host_memory import keep_freed_memory
 from titan_launch.train.logs import console_log, rank_log
 from titan_launch.train.loop import fit
 from titan_launch.train.resume import how_to_resume
@@ -30,6 +31,8 @@ def train(config: JobConfig, provenance: Provenance, stop: StopRequest) -> None:
         timeout = config.comm.init_timeout_seconds
         ranks = stack.enter_context(process_group(config.job.device, timeout, lambda: stop.signal))
         stack.enter_context(console_log(ranks.is_main))
+        if ranks.device.type == "cpu":
+            keep_freed_memory()
         _leave_out_warnings()
         seed_everything(
             config.training.seed + random_stream(ranks.rank, config.parallelism), config.debug.deterministic
