@@ -27,7 +27,7 @@ from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.loss import cross_entropy_sum
-from titan_launch.metrics.live_memory import track
+from titan_launch.metrics.tracking import track
 from titan_launch.metrics.traffic import count_collectives
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize

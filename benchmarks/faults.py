@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_launch.checkpoint import background, writer
+from titan_launch.checkpoint import writer, writer_process
 
 INSTANT = "instant"
 PLACES = {
@@ -103,15 +103,17 @@ class Trap:
         """Watch this process from now on."""
         armed = _Armed(self)
         sys.addaudithook(armed.audit)
-        writer._RecordedStream.write = armed.half_written(writer._RecordedStream.write)
-        nn.Dropout.forward = armed.in_a_step(nn.Dropout.forward)
+        streams: Any = writer._RecordedStream
+        streams.write = armed.half_written(streams.write)
+        layers: Any = nn.Dropout
+        layers.forward = armed.in_a_step(layers.forward)
         if self.fault is not None and self.fault.place == INSTANT:
             timer = threading.Timer(self.fault.seconds, armed.kill)
             timer.daemon = True
             timer.start()
 
 
-_serve = background._serve
+_serve = writer_process.serve
 
 
 class _Armed:
@@ -220,7 +222,8 @@ class Start:
         torch.set_num_threads(1)
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world_size, "MASTER_PORT": self.port}
         os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="localhost")
-        background._serve = self._trap(rank, of_writer=True)
+        writing: Any = writer_process
+        writing.serve = self._trap(rank, of_writer=True)
         self._trap(rank, of_writer=False).arm()
         main(["--config", str(self.job), *self.overrides])
 

@@ -6,7 +6,9 @@
 #   benchmarks/gpu.sh --smoke                      tiny, on a CPU: that everything runs
 #
 # It takes PYTHON, or the first of python and python3 that is recent enough, with what it needs installed:
-# pip install -e '.[test]'. Without torchao the rows of float8 are missing: pip install -e '.[float8,test]'
+# pip install -e '.[test]'. Without torchao the cases of float8 fail: pip install -e '.[float8,test]'
+#
+# Exit status: 0, 1 where a case or a test failed (the others are measured all the same), 2 where it cannot begin.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"

@@ -65,8 +65,8 @@ def main() -> None:
 def build(way: str, ranks: int) -> Llama3:
     """The launcher's small Llama, wrapped in one of the ways, with the same values."""
     torch.manual_seed(0)
-    shape = {"dim": 256, "n_layers": 6, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 768}
-    model = Llama3(Llama3Args(vocab_size=VOCABULARY, **shape), SEQUENCE)
+    args = Llama3Args(vocab_size=VOCABULARY, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768)
+    model = Llama3(args, SEQUENCE)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     modules = [*model.layers, model]
     if way == "plain module":

@@ -66,7 +66,7 @@ def random_job(seed: int) -> tuple[dict[str, Any], int, Kernels]:
     modes = ["immediate", "immediate", "deferred", "deferred"] + (["deferred_all_reduce"] * 2 if replicate > 1 else [])
     mode = pick.choice(modes)
     precision = _random_precision(pick, mode)
-    job = {
+    job: dict[str, Any] = {
         "model": {
             "args": {
                 "dim": dim,

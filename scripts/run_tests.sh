@@ -12,6 +12,7 @@ if [[ $# -eq 0 ]]; then
     "$PYTHON" -m ruff check .
     "$PYTHON" -m ruff format --check .
     "$PYTHON" -m mypy
+    "$PYTHON" -m mypy benchmarks/*.py # scripts, which import each other by their own names
     # Two files at a time: tests of several ranks wait for each other much of the time.
     options=(--numprocesses 2 --dist loadfile)
 fi

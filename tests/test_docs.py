@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from titan_launch.cli import FAKE_OPTIONS, main, parse_arguments
-from titan_launch.launch import LAUNCH_OPTIONS, plan_processes
+from titan_launch.launch_options import LAUNCH_OPTIONS, plan_processes
 from titan_launch.metrics.tags import markdown_table
 
 REPO = Path(__file__).parent.parent

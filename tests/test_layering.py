@@ -23,6 +23,7 @@ RANKS = {
     "registry": 1,
     "collective": 1,
     "config": 1,
+    "launch_options": 1,
     "plan": 2,
     "tokenizer": 2,
     "models": 3,
@@ -54,6 +55,7 @@ TORCH_FREE = {
     "cli",
     "process",
     "launch",
+    "launch_options",
     "planner",
     "__main__",
 }

@@ -54,6 +54,20 @@ def test_the_text_shows_layout_and_microbatches(tmp_path: Path, capsys: pytest.C
     assert "AG + " in text and " AR = " in text
 
 
+def test_other_kernels_than_the_usual_have_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tiny_job(tmp_path, precision={"param_dtype": "bfloat16"}, job={"device": "auto"})
+    print_plan(JobConfig.model_validate(job), 1, str, TEXT)
+    assert not any(line.startswith(("kernels:", "float8 (")) for line in capsys.readouterr().out.splitlines())
+    job["kernels"] = {"attention": "cudnn", "float32_precision": "tf32", "bf16_reduced_precision_reduction": False}
+    job["float8"] = {"enable": True, "recipe": "tensorwise", "all_gather": True, "modules": ["layers.*.attention.w?"]}
+    print_plan(JobConfig.model_validate(job), 1, str, TEXT)
+    wanted = 'kernels: attention = "cudnn", float32_precision = "tf32", bf16_reduced_precision_reduction = false'
+    layers = ", ".join(f"2 x layers.*.attention.{name}" for name in ("wq", "wk", "wv", "wo"))
+    lines = capsys.readouterr().out.splitlines()
+    assert f"float8 (tensorwise, gathered in 8 bits): {layers}" in lines
+    assert wanted in lines
+
+
 class Whitened(nn.BatchNorm1d):
     """Leaves PyTorch's forward out."""
 

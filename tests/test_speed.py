@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from benchmarks.speed import latency, scaling, training, variants
+from benchmarks.speed import compilation, latency, scaling, training, variants
 from benchmarks.speed.contestants import CONTESTANTS, Environments, launcher_sections, to_toml
 from benchmarks.speed.jobs import Job
 from benchmarks.speed.plots import plot_scaling, plot_worlds
@@ -65,6 +65,7 @@ def test_all_other_parts_make_their_tables_and_plots(tmp_path: Path) -> None:
     assert "| depth | blocks |" in scaling.tables(all_runs(scaling.groups()))
     assert "| `deferred` |" in variants.accumulation_tables(all_runs(variants.accumulation_groups()))
     assert "| 2 | norms in fp32, one unit |" in variants.precision_tables(all_runs(variants.precision_groups()))
+    assert "| compiled, second start | 3.00 | 100 |" in compilation.tables(all_runs(compilation.groups(), 1))
     assert "| `check`, debug Llama | 2.00 (2.00 to 2.00) |" in latency.tables(all_runs(latency.groups()))
     plot_scaling(all_runs(scaling.groups()), tmp_path / "scaling.svg")
     plot_worlds(all_runs(latency.groups()), tmp_path / "worlds.svg")
@@ -73,7 +74,7 @@ def test_all_other_parts_make_their_tables_and_plots(tmp_path: Path) -> None:
 
 def test_the_launchers_jobs_are_valid(tmp_path: Path) -> None:
     groups = [*training.groups(None, []), *scaling.groups()]
-    groups += [*variants.accumulation_groups(), *variants.precision_groups()]
+    groups += [*variants.accumulation_groups(), *variants.precision_groups(), *compilation.groups()]
     for entry in (entry for group in groups for entry in group if entry.contestant.module == "titan_launch"):
         sections = {**launcher_sections(entry.job, tmp_path), **entry.contestant.options}
         job = JobConfig.model_validate(tomli.loads(to_toml(sections)))

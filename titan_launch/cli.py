@@ -162,7 +162,8 @@ def _plan(args: list[str]) -> int:
 
 
 def _launch(args: list[str]) -> int:
-    from titan_launch.launch import LAUNCH_OPTIONS, launch, plan_processes
+    from titan_launch.launch import launch
+    from titan_launch.launch_options import LAUNCH_OPTIONS, plan_processes
 
     arguments = parse_arguments(args, (*LAUNCH_OPTIONS, *FAKE_OPTIONS))
     fake = {name: arguments.options.pop(name) for name in FAKE_OPTIONS if name in arguments.options}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,3 +99,9 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """`; did you mean "steps"?`, or nothing when no candidate is near. Case is ignored."""
     near = nearest(word, candidates)
     return f'; did you mean "{near}"?' if near else ""
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first few of several names, and how many more there are."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -20,7 +20,7 @@ from titan_launch.plan.hardware import Hardware, hardware_of
 from titan_launch.plan.job import plan_job, with_whole_parameters
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.plot import plot_comparison
-from titan_launch.plan.report import Place, describe_units, format_batches, format_plan
+from titan_launch.plan.report import Place, describe_units, format_batches, format_kernels, format_plan
 from titan_launch.plan.resolution import AS_GIVEN, Resolution, resolve, suggest
 from titan_launch.plan.table import (
     describe_comparison,
@@ -165,9 +165,10 @@ def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
 
 def _format(planned: _Planned, place: Place, verbose: bool) -> str:
     config, hardware, row = planned.resolution.config, planned.hardware, planned.resolution.row
+    kernels = format_kernels(config, planned.plan)
     parts = [
         format_batches(config, planned.layout),
-        format_plan(config, planned.plan, planned.layout, place),
+        "\n".join(filter(None, (format_plan(config, planned.plan, planned.layout, place), kernels))),
         format_assumptions(hardware, planned.subject.flops, planned.subject.engine_name),
         format_comparison(planned.comparison, hardware, row),
     ]
@@ -202,6 +203,8 @@ def _describe(planned: _Planned, place: Place) -> dict[str, Any]:
         "model": _model_name(config),
         "parameters": planned.plan.inventory.num_parameters,
         "layout": asdict(planned.layout),
+        "kernels": config.kernels.model_dump(),
+        "float8": list(planned.plan.float8),
         "units": describe_units(planned.plan, planned.layout, place),
         "collectives_per_step": asdict(planned.resolution.row.traffic.collectives),
         "engine": planned.subject.engine_name,

@@ -39,7 +39,10 @@ def main() -> int:
         print("error: benchmarks/gpu.sh measures on a CUDA device; without one, run it with --smoke", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that it ends as by an error
-    run_suite(options.smoke, options.write, deadline=began + options.budget)
+    failed = run_suite(options.smoke, options.write, deadline=began + options.budget)
+    if failed:
+        print(f"error: no result of {'; '.join(failed)}; the reasons are below the table", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -23,13 +23,16 @@ _LEAST_SECONDS = 20
 """No case is done in less."""
 
 
-def run_suite(is_smoke: bool, path: Path | None, deadline: float) -> None:
+def run_suite(is_smoke: bool, path: Path | None, deadline: float) -> list[str]:
     """Run what there is time for until `deadline` (of `time.monotonic`), and print the table; it is also put into the
-    Markdown file `path`, after every case. However this ends, what was measured until then is printed."""
+    Markdown file `path`, after every case. However this ends, what was measured until then is printed.
+
+    Returns the names of the cases that were begun and have no result, and of the tests if they fail.
+    """
     cases, device = (list(smoke_cases()), "cpu") if is_smoke else (list(all_cases()), "cuda")
     top = header(is_smoke)  # before the first write makes the commit a dirty one
     outcomes: list[tuple[Case, Result | str]] = []
-    tests = "" if is_smoke else "Tests marked gpu: not run."
+    tests, have_passed = ("" if is_smoke else "Tests marked gpu: not run."), True
 
     def text() -> str:
         return "\n".join([top, "", *body(cases, outcomes), *(["", tests] if tests else [])])
@@ -50,10 +53,12 @@ def run_suite(is_smoke: bool, path: Path | None, deadline: float) -> None:
             print(f"{case.name}: {outcomes[-1][1]}", file=sys.stderr, flush=True)
             write()
         if not is_smoke:
-            tests = run_tests(left)
+            tests, have_passed = run_tests(left)
             write()
     finally:
         print(text(), flush=True)
+    failed = [case.name for case, result in outcomes if not isinstance(result, Result)]
+    return failed if have_passed else [*failed, "the tests marked gpu"]
 
 
 def body(cases: list[Case], outcomes: list[tuple[Case, Result | str]]) -> list[str]:
@@ -67,11 +72,11 @@ def body(cases: list[Case], outcomes: list[tuple[Case, Result | str]]) -> list[s
     return lines
 
 
-def run_tests(left: Callable[[], float]) -> str:
-    """The tests that need a GPU, in the time that is left; their last line. Only their files are collected: importing
-    all tests takes longer than running these."""
+def run_tests(left: Callable[[], float]) -> tuple[str, bool]:
+    """The tests that need a GPU, in the time that is left: their last line, and whether they have passed. Only their
+    files are collected: importing all tests takes longer than running these."""
     files = [str(file) for file in sorted(Path(REPO, "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text()]
     done = run_process([sys.executable, "-m", "pytest", "-m", "gpu", *files], left())
     if done is None:
-        return "Tests marked gpu: not done in the time that was left; run `pytest -m gpu`."
-    return f"Tests marked gpu: {(done.output.strip().splitlines() or ['no output'])[-1]}."
+        return "Tests marked gpu: not done in the time that was left; run `pytest -m gpu`.", False
+    return f"Tests marked gpu: {(done.output.strip().splitlines() or ['no output'])[-1]}.", done.status == 0

@@ -1,6 +1,6 @@
 """How fast the launcher is: tables and plots.
 
-    python -m benchmarks.speed [train] [latency] [accumulation] [scaling] [precision]
+    python -m benchmarks.speed [train] [latency] [accumulation] [scaling] [precision] [compile]
         [--peers PYTHON] [--rounds N] [--steps N] [--only TEXT ...] [--results FILE] [--write FILE.md] [--images FOLDER]
 
 Without a part: all of them. Every training is a run of its own from its launch on, with one thread per process, and
@@ -18,10 +18,12 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.publishing import publish
-from benchmarks.speed import latency, plots, scaling, training, variants
+from benchmarks.speed import compilation, latency, plots, scaling, training, variants
 from benchmarks.speed.contestants import Environments
 from benchmarks.speed.machine import machine_line
 from benchmarks.speed.runs import Entry, Run, interleaved, run, say
+
+NAMES = ("train", "latency", "accumulation", "scaling", "precision", "compile")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ def parts(options: argparse.Namespace, installed: Sequence[str]) -> dict[str, Pa
         "accumulation": Part(variants.accumulation_groups, variants.ACCUMULATION_ROUNDS, variants.accumulation_tables),
         "scaling": Part(scaling.groups, scaling.ROUNDS, scaling.tables, SCALING),
         "precision": Part(variants.precision_groups, variants.PRECISION_ROUNDS, variants.precision_tables),
+        "compile": Part(compilation.groups, compilation.ROUNDS, compilation.tables),
     }
 
 
@@ -87,11 +90,10 @@ def _is_wanted(entry: Entry, only: Sequence[str]) -> bool:
 
 def main() -> None:
     """Measure, print, write."""
-    names = ("train", "latency", "accumulation", "scaling", "precision")
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.speed", description=__doc__.partition("\n")[0] if __doc__ else None
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(names)}; without one: all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(NAMES)}; without one: all")
     parser.add_argument("--peers", metavar="PYTHON", help="of the environment with the other tools")
     parser.add_argument("--rounds", type=int, help="instead of each part's own number")
     parser.add_argument("--steps", type=int, help="of every training of `train`, instead of 8")
@@ -100,9 +102,9 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="Markdown file with the markers")
     parser.add_argument("--images", type=Path, help="folder for the plots")
     options = parser.parse_args()
-    unknown = set(options.parts) - set(names)
+    unknown = set(options.parts) - set(NAMES)
     if unknown:
-        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     if options.peers is not None and shutil.which(options.peers) is None:
         parser.error(f"--peers {options.peers}: there is no such program; name the Python of that environment")
     if options.images is not None:

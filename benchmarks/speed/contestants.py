@@ -119,21 +119,27 @@ def launcher_sections(job: Job, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def to_toml(sections: Mapping[str, Any], path: str = "") -> str:
-    """Nested tables as TOML: strings, numbers, booleans, tables and lists of tables are all there is."""
+    """Nested tables as TOML: strings, numbers, booleans, lists of these, tables and lists of tables, no more."""
     lines = []
     for name, value in sections.items():
         key = f"{path}{name}"
         tables = value if isinstance(value, list) else [value]
         for table in tables:
-            plain = {k: v for k, v in table.items() if not isinstance(v, (dict, list))}
-            nested = {k: v for k, v in table.items() if isinstance(v, (dict, list))}
+            nested = {k: v for k, v in table.items() if isinstance(v, dict) or _is_list_of_tables(v)}
+            plain = {k: v for k, v in table.items() if k not in nested}
             lines.append(f"[[{key}]]" if isinstance(value, list) else f"[{key}]")
             lines += [f"{k} = {_toml_value(v)}" for k, v in plain.items()]
             lines.append(to_toml(nested, f"{key}."))
     return "\n".join(line for line in lines if line)
 
 
+def _is_list_of_tables(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(item, dict) for item in value)
+
+
 def _toml_value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_value, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else repr(value)

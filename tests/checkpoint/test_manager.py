@@ -20,7 +20,8 @@ from tests.distributed import run_ranks
 from tests.tensors import assert_equal
 from titan_launch.checkpoint import background, snapshot, writer
 from titan_launch.checkpoint.background import InProcess, InThread
-from titan_launch.checkpoint.loading import EVERYTHING, load_state, newest_valid
+from titan_launch.checkpoint.finding import newest_valid
+from titan_launch.checkpoint.loading import EVERYTHING, load_state
 from titan_launch.checkpoint.manifest import checkpoint_steps, complete_steps, read_manifest
 from titan_launch.checkpoint.snapshot import lay_out
 from titan_launch.errors import RunError
@@ -66,9 +67,9 @@ def changed_while_written(folder: Path, mode: str) -> tuple[dict[str, Tensor], d
     background = manager._background
     with pytest.MonkeyPatch.context() as patch:
         if isinstance(background, InProcess):
-            assert background._process.pid is not None
-            os.kill(background._process.pid, signal.SIGSTOP)
-            let_go = lambda: os.kill(background._process.pid, signal.SIGCONT)  # noqa: E731
+            assert background._writer.process.pid is not None
+            os.kill(background._writer.process.pid, signal.SIGSTOP)
+            let_go = lambda: os.kill(background._writer.process.pid, signal.SIGCONT)  # noqa: E731
         else:
             let_go = stop_thread(patch, background)
         before = own.everything()
@@ -174,18 +175,20 @@ def lose_the_writer(folder: Path) -> tuple[str, str]:
     writing = manager._background
     assert isinstance(writing, InProcess)
     if dist.get_rank() == 1:
-        writing._process.kill()
-        writing._process.join()
+        writing._writer.process.kill()
+        writing._writer.process.join()
     manager.save()
     manager.finish()
-    os.kill(writing._process.pid or 0, RESTART_SIGNAL)  # torchrun's, to the rank's process group: it is not meant
-    writing._process.join(0.2)
+    os.kill(
+        writing._writer.process.pid or 0, RESTART_SIGNAL
+    )  # torchrun's, to the rank's process group: it is not meant
+    writing._writer.process.join(0.2)
     own.step()
     if dist.get_rank() == 1:
-        os.kill(writing._process.pid or 0, signal.SIGSTOP)  # it has the order, and dies before it answers
+        os.kill(writing._writer.process.pid or 0, signal.SIGSTOP)  # it has the order, and dies before it answers
     manager.save()
     if dist.get_rank() == 1:
-        writing._process.kill()
+        writing._writer.process.kill()
     first = failure_of(manager)
     own.step()
     manager.save()

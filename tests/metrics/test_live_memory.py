@@ -14,7 +14,7 @@ from tests.distributed import run_ranks
 from tests.train.jobs import sharded_model, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.loss import cross_entropy_sum
-from titan_launch.metrics.live_memory import track
+from titan_launch.metrics.tracking import track
 from titan_launch.optim.optimizer import build_optimizer
 from titan_launch.plan.footprint import Category, Ledger, Place
 from titan_launch.train.step import backward

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from titan_launch.config.job import JobConfig
+from titan_launch.errors import ConfigError
 from titan_launch.plan.analytic.engine import model_inventory
 from titan_launch.plan.choices import Choice
 from titan_launch.plan.comparison import Comparison, compare, estimate_reserved, judge
@@ -17,6 +21,7 @@ from titan_launch.plan.resolution import resolve
 from titan_launch.plan.table import describe_comparison, format_categories, format_comparison
 
 ARGS = {"dim": 32, "n_layers": 6, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
+CHAIN = ("tok_embeddings", *(f"layers.{index}" for index in range(6)), "norm", "output")
 PEAK = {"metrics": {"peak_tflops_per_device": 1e-3}}
 
 
@@ -49,7 +54,7 @@ def predict(choice: Choice) -> Footprint:
 
 def compared(config: JobConfig, ranks: int = 2, only_own: bool = False) -> tuple[Comparison, Hardware]:
     layout, hardware = plan_layout(config.parallelism, config.training, ranks), hardware_of(config, ranks)
-    inventory = model_inventory(config)
+    inventory = replace(model_inventory(config), chain=CHAIN)
     flops = flops_of_model(config.model, 16, inventory.blocks)
     return compare(config, layout, inventory, flops, hardware, predict, only_own), hardware
 
@@ -102,6 +107,17 @@ def test_modes_that_a_job_file_could_not_ask_for_are_left_out_with_the_reason() 
     assert note in format_comparison(comparison, hardware)
     freed = {"rules": [{"type": "RMSNorm", "reshard_after_forward": True}]}
     assert labels(compared(make_job(precision=freed))[0]) == ["immediate", "deferred"]
+
+
+def test_a_schedule_that_splits_backward_leaves_out_what_it_does_not_go_with() -> None:
+    split = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble"}
+    job = make_job(parallelism=split, **auto(memory_gib=10))
+    comparison, hardware = compared(job, ranks=4)
+    assert [row.choice.label for row in comparison.rows] == ["deferred, kept / none", "deferred, kept / full"]
+    assert any(note.startswith("selective op is left out: it keeps results for one") for note in comparison.notes)
+    coarse = make_job(parallelism=split, precision={"reduce_dtype": "bfloat16"}, **auto(memory_gib=10))
+    with pytest.raises(ConfigError, match=r"has nothing to choose from: immediate is left out.*; deferred is left out"):
+        resolve(compared(coarse, ranks=4)[0], hardware)
 
 
 def test_three_verdicts() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
 from titan_launch.config.optimizer import OptimizerConfig
-from titan_launch.metrics.live_memory import track
+from titan_launch.metrics.tracking import track
 from titan_launch.optim.groups import group_parameters
 from titan_launch.optim.optimizer import build_optimizer
 from titan_launch.plan.footprint import Category, Ledger, Place

@@ -22,8 +22,9 @@ from titan_launch.plan.balance import balance
 from titan_launch.plan.in_flight import scaled_to_step
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.pipeline import parts_on_rank, plan_stages
+from titan_launch.plan.pipeline import plan_stages
 from titan_launch.plan.report import describe_units, format_plan
+from titan_launch.plan.stage_part import parts_on_rank
 from titan_launch.plan.traffic import Collectives, Exchange, Traffic
 from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.train.plan import inspect_model
@@ -211,7 +212,7 @@ def test_a_longer_step_repeats_what_is_done_for_each_microbatch(
     """Gathers, scatters and sums of a step of 12 microbatches, of which 4 were seen."""
     seen = Traffic(Collectives(8, 4, 12), 80, 40, 120, *(Exchange(calls, 10 * calls) for calls in (16, 20, 24)))
     layout = Layout(2, 1, local_batch_size=1, num_microbatches=12, pipeline=2)
-    long = scaled_to_step(seen, 4, layout, job().parallelism, GradientAccumulationConfig.model_validate(accumulation))
+    long = scaled_to_step(seen, 4, layout, GradientAccumulationConfig.model_validate(accumulation))
     gathers, scatters, sums = grow
     assert long == Traffic(
         Collectives(8 * gathers, 4 * scatters, 12 * sums),

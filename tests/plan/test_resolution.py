@@ -13,10 +13,10 @@ from titan_launch.plan.flops import flops_of_model
 from titan_launch.plan.hardware import hardware_of
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.recomputation import recomputed_modules
+from titan_launch.plan.resharding import plan_resharding
 from titan_launch.plan.resolution import Resolution, resolve, resolve_auto, suggest
 from titan_launch.plan.table import format_assumptions, format_comparison
 from titan_launch.plan.types import Inventory
-from titan_launch.plan.units import plan_resharding
 
 
 def resolved(config: JobConfig, ranks: int = 2) -> Resolution:

@@ -17,8 +17,9 @@ from titan_launch.plan.claims import BATCH_NORM_DEFAULT
 from titan_launch.plan.job import with_whole_parameters
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report import describe_units, format_units
+from titan_launch.plan.resharding import Resharding
 from titan_launch.plan.types import Inventory, Policy, Unit
-from titan_launch.plan.units import Resharding, plan_model
+from titan_launch.plan.units import plan_model
 
 RESHARDING = Resharding(blocks=True, late=False)
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -104,6 +105,18 @@ def test_a_run_goes_back_to_its_checkpoint_and_past_the_bad_data(tmp_path: Path)
             given = first[rank["rank"]][2][position]
             named = [torch.stack([source[index][0] for index in samples]) for samples in rank["samples"]]
             assert len(given) == len(named) == 2 and all(map(torch.equal, given, named))
+
+
+def test_weights_gathered_in_8_bits_have_the_scales_of_the_checkpoint_again(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    jobs = [job_with(tmp_path / name, 8, on_repeated_skips="rollback") for name in ("run", "other")]
+    for job in jobs:
+        job["precision"] = {"param_dtype": "bfloat16"}
+        job["float8"] = {"enable": True, "emulate": True, "recipe": "tensorwise", "all_gather": True}
+    [(state, error, _), _] = run_ranks(train_poisoned, 2, jobs[0], BAD)
+    assert not error
+    assert [report["train/rollbacks"] for report in read_metrics(tmp_path / "run")][-1] == 1
+    assert_equal(run_ranks(train_past, 2, jobs[1], 3, BAD.stop)[0], state)
 
 
 def test_a_run_does_not_go_back_for_ever(tmp_path: Path) -> None:

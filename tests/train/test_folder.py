@@ -21,10 +21,10 @@ from titan_launch.train.folder import (
     Load,
     effective_load,
     prepare_run_folder,
-    record_run,
     recorded_modes,
     supersede_later_checkpoints,
 )
+from titan_launch.train.records import record_run
 
 ALONE = Attempt()
 """A process that nothing restarts."""

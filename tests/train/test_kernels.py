@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import re
+import warnings
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
+from tests.distributed import run_ranks
+from tests.train.jobs import run_job, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.errors import ConfigError
 from titan_launch.models.build import build_model
@@ -51,6 +58,47 @@ def test_a_cpu_has_two_backends() -> None:
             kinds = ("flash" if torch.backends.cuda.flash_sdp_enabled() else "math",)
             assert kinds == (name,)
             assert torch.allclose(F.scaled_dot_product_attention(query, query, query, is_causal=True), exact, atol=1e-5)
+
+
+class Dropping(nn.Module):
+    """A model of somebody's own, which drops some of its scores: PyTorch's fused kernels for CPUs do not."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.embedding = nn.Embedding(61, 8)
+        self.output = nn.Linear(8, 61)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens).unsqueeze(1)
+        return self.output(F.scaled_dot_product_attention(x, x, x, dropout_p=self.dropout).squeeze(1))
+
+
+def attention_that_drops(folder: Path) -> list[str]:
+    """What a run with each backend says: errors, and warnings that reach the user."""
+    shown: list[str] = []
+    warnings.showwarning = lambda message, *_: shown.append(str(message))
+    found = []
+    for backend in ("flash", "math"):
+        kernels: dict[str, Any] = {"attention": backend}
+        model = {"name": f"{__name__}:Dropping", "args": {"dropout": 0.1}}
+        job = {**tiny_job(folder, training={"steps": 1}, kernels=kernels), "model": model}
+        try:
+            run_job(job)
+            found.append("no error")
+        except ConfigError as error:
+            found.append(str(error))
+    return found + [text for text in shown if "kernel" in text]
+
+
+def test_a_backend_that_does_not_take_the_models_attention_is_explained(tmp_path: Path) -> None:
+    explained, *others = run_ranks(attention_that_drops, 1, tmp_path)[0]
+    assert re.fullmatch(
+        r"kernels.attention: cannot be used at .*test_kernels.py:\d+: Both fused kernels do not support non-zero "
+        r'dropout; set "auto", which finds one, or "math"',
+        explained,
+    )
+    assert others == ["no error"]
 
 
 def test_exact_products_are_the_default_on_gpus() -> None:

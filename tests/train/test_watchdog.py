@@ -27,6 +27,7 @@ from titan_launch.train.loop import fit
 from titan_launch.train.run import Run
 from titan_launch.train.step import Microbatch
 from titan_launch.train.watchdog import Watchdog
+from titan_launch.train.whereabouts import who_is_behind
 
 REPO = Path(__file__).parents[2]
 
@@ -127,7 +128,7 @@ def hang_within_a_phase(comm: CommConfig) -> str:
         watchdog.enter("forward, backward and update", 7)
         work = dist.barrier(async_op=True) if ranks.rank == 0 else None
         time.sleep(2.5)
-        sentence = watchdog._who_is_behind(watchdog._board)  # type: ignore[arg-type]
+        sentence = who_is_behind(watchdog._board, watchdog._now)  # type: ignore[arg-type]
     (work or dist.barrier(async_op=True)).wait()
     return sentence
 

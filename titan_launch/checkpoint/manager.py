@@ -15,7 +15,8 @@ import torch
 
 from titan_launch import __version__
 from titan_launch.checkpoint.background import build_background
-from titan_launch.checkpoint.loading import EVERYTHING, load_state, newest_valid
+from titan_launch.checkpoint.finding import newest_valid
+from titan_launch.checkpoint.loading import EVERYTHING, load_state
 from titan_launch.checkpoint.manifest import Manifest, checkpoint_name, complete_steps
 from titan_launch.checkpoint.request import WriteRequest, Written
 from titan_launch.checkpoint.retention import Retention

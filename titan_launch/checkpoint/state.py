@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
-import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from titan_launch.checkpoint.random_state import RandomState, random_key
 from titan_launch.collective import on_all
 
 Values = dict[str, Any]
@@ -132,60 +129,6 @@ def _states(optimizer: dict[str, Any]) -> dict[str, Any]:
 def rank_key() -> str:
     """The key of this rank: DCP keeps only one rank's copy of what all ranks call the same."""
     return f"rank_{dist.get_rank()}"
-
-
-def random_key(stream: int) -> str:
-    """The key of a stream of random numbers: where each rank draws from its own, that of the rank."""
-    return f"rank_{stream}"
-
-
-class RandomState:
-    """Every rank's random generators (PyTorch's for the CPU and this rank's GPU, Python's, numpy's), each stream of
-    numbers under a key of its own: DCP keeps only one rank's copy of a shared key.
-
-    A rank takes up what the stream of its number was at. Where there are more streams than before, the new ones are
-    seeded by (seed, stream, step): no two draw the same numbers.
-    """
-
-    def __init__(self, device: torch.device, seed: int, stream: int):
-        """`stream`: the number of this rank's stream; ranks with the same one have drawn the same numbers."""
-        self._device = device
-        self._seed = seed
-        self._stream = stream
-
-    def state_dict(self) -> Values:
-        """The state of all generators, as tensors."""
-        _, python, python_gauss = random.getstate()
-        _, numpy, position, has_gauss, gauss = np.random.get_state()
-        state = {
-            "torch": torch.get_rng_state(),
-            "python": torch.tensor(python, dtype=torch.int64),
-            "python_gauss": torch.tensor(math.nan if python_gauss is None else python_gauss, dtype=torch.float64),
-            "numpy": torch.tensor([*map(int, numpy), int(position), int(has_gauss)], dtype=torch.int64),
-            "numpy_gauss": torch.tensor(gauss, dtype=torch.float64),
-        }
-        if self._device.type == "cuda":
-            state["cuda"] = torch.cuda.get_rng_state(self._device)
-        return state
-
-    def load_state_dict(self, state: Values) -> None:
-        """Set the generators to a state."""
-        torch.set_rng_state(state["torch"])
-        python_gauss = float(state["python_gauss"])
-        random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(python_gauss) else python_gauss))
-        *keys, position, has_gauss = state["numpy"].tolist()
-        gauss = float(state["numpy_gauss"])
-        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
-        if "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"], self._device)
-
-    def seed_anew(self, step: int) -> None:
-        """Begin a stream that no rank has drawn from, where a checkpoint of `step` has none of its number."""
-        digest = hashlib.blake2b(f"{self._seed}/{self._stream}/{step}".encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "little")
-        torch.manual_seed(seed % 2**63)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
 
 
 class LocalStatistics:

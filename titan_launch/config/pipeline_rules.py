@@ -7,6 +7,7 @@ from itertools import count
 
 from titan_launch.config.architectures import known_args
 from titan_launch.config.architectures.llama3 import Llama3Args
+from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.config.parallelism import ParallelismConfig
 from titan_launch.errors import KeyPath, Problem
@@ -154,7 +155,7 @@ def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
         kept = "" if accumulation.keep_params_unsharded else " and keep_params_unsharded = true"
         reason = f'{why}, so that they can only be reduced once a step; set "deferred"{kept}, or take Interleaved1F1B'
         yield Problem(("gradient_accumulation", "mode"), reason, accumulation.mode, also=(_SCHEDULE,))
-    elif accumulation.mode == "deferred" and not accumulation.keep_params_unsharded:
+    elif not accumulation.keep_params_unsharded and accumulation != GradientAccumulationConfig(mode="auto"):
         reason = f"{why}, for which the parameters must stay gathered; set true, or take Interleaved1F1B"
         key: KeyPath = ("gradient_accumulation", "keep_params_unsharded")
         value = bool(accumulation.keep_params_unsharded)

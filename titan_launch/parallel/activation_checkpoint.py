@@ -24,17 +24,16 @@ from torch.utils.checkpoint import (
 )
 
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
-from titan_launch.parallel.fsdp import cast_inputs, cast_outputs
+from titan_launch.parallel.fsdp import cast_at_boundaries
 from titan_launch.plan.recomputation import selection
-from titan_launch.plan.types import ModelPlan, Policy, is_within
-from titan_launch.precision.policy import torch_dtype
+from titan_launch.plan.types import ModelPlan, is_within
 
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """What forward, and what its recomputation, run in."""
 
 _aten, _communication = torch.ops.aten, torch.ops._c10d_functional
-MATRIX_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default})
-SAVED_OPS = MATRIX_PRODUCTS | {
+_MATRIX_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default})
+SAVED_OPS = _MATRIX_PRODUCTS | {
     _aten.convolution.default,
     _aten._scaled_dot_product_attention_math.default,
     _aten._scaled_dot_product_cudnn_attention.default,
@@ -59,17 +58,17 @@ def _checkpoint(block: nn.Module, selects_ops: bool) -> None:
     compute = block.forward
     norms = [module for module in block.modules() if isinstance(module, _NormBase)]
 
-    def contexts() -> Contexts:
+    def contexts() -> _Contexts:
         if not selects_ops:
             return nullcontext(), _Recomputation(norms, nullcontext())
-        in_forward, in_recomputation = (_SavableOps(mode) for mode in selective_modes())
+        in_forward, in_recomputation = (_SavableOps(mode) for mode in _selective_modes())
         return in_forward, _Recomputation(norms, in_recomputation)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             return checkpoint(compute, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         # A graph needs no guard: it updates buffers once, at its end, however often it computes what goes into them.
-        options: dict[str, Any] = {"context_fn": selective_modes} if selects_ops else {}
+        options: dict[str, Any] = {"context_fn": _selective_modes} if selects_ops else {}
         return checkpoint(compute, *args, use_reentrant=False, **options, **kwargs)
 
     block.forward = forward
@@ -98,13 +97,13 @@ class _Recomputation:
             norm._buffers.update(kept)
 
 
-def selective_modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+def _selective_modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """What one forward of a block, and its recomputation, run in, so that the results of costly operations are kept."""
     return create_selective_checkpoint_contexts(_SavePolicy())
 
 
 class _SavableOps(TorchDispatchMode):
-    """Shows a mode of `selective_modes` only the operations that may be kept.
+    """Shows a mode of `_selective_modes` only the operations that may be kept.
 
     It wants to meet the same ones in recomputation as in forward, but FSDP2's hooks on units inside a block do not
     gather again what is gathered already, or the other way round.
@@ -132,8 +131,8 @@ class _SavePolicy:
         self._num_products: Counter[bool] = Counter()
 
     def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        self._num_products[context.is_recompute] += op in MATRIX_PRODUCTS
-        is_every_second = op in MATRIX_PRODUCTS and self._num_products[context.is_recompute] % 2 == 0
+        self._num_products[context.is_recompute] += op in _MATRIX_PRODUCTS
+        is_every_second = op in _MATRIX_PRODUCTS and self._num_products[context.is_recompute] % 2 == 0
         keeps = op in SAVED_OPS and not is_every_second
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -151,11 +150,4 @@ def cast_in_recomputation(model: nn.Module, plan: ModelPlan, modules: Sequence[s
         if any(info.path != path and is_within(info.path, path) for path in modules)
     }
     for path in inside & units.keys():
-        _cast_always(model.get_submodule(path), units[path].policy)
-
-
-def _cast_always(module: nn.Module, policy: Policy) -> None:
-    if policy.input_dtype is not None:
-        cast_inputs(module, torch_dtype(policy.input_dtype))
-    if policy.output_dtype is not None:
-        cast_outputs(module, torch_dtype(policy.output_dtype))
+        cast_at_boundaries(model.get_submodule(path), units[path].policy)

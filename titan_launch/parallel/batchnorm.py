@@ -18,7 +18,7 @@ from titan_launch.parallel.synchronized_batchnorm import overrides_forward, sync
 
 _log = logging.getLogger(__name__)
 
-FEW_VALUES = 32
+_FEW_VALUES = 32
 """Below this many values the variance of a batch is off by a quarter or more: its standard error is
 `sqrt(2 / (n - 1))` for normal values."""
 
@@ -34,7 +34,7 @@ def prepare_batch_norms(
     if config.momentum_per == "step":
         for norm in norms.values():
             if norm.momentum is not None:  # None: a cumulative average, in which every microbatch counts the same
-                norm.momentum = momentum_of_microbatch(norm.momentum, num_microbatches)
+                norm.momentum = _momentum_of_microbatch(norm.momentum, num_microbatches)
     if group is not None:
         synchronize(list(norms.values()), group)
         _log.info("%s", _describe_synchronized(len(norms), group.size()))
@@ -42,7 +42,7 @@ def prepare_batch_norms(
         _ValuesCheck(group).watch(model, norms)
 
 
-def momentum_of_microbatch(momentum: float, num_microbatches: int) -> float:
+def _momentum_of_microbatch(momentum: float, num_microbatches: int) -> float:
     """The momentum with which so many updates leave on the old statistic the weight that one with `momentum` would."""
     return float(1 - (1 - momentum) ** (1 / num_microbatches))
 
@@ -127,13 +127,13 @@ class _ValuesCheck:
             raise config_error(("training", "local_batch_size"), f"{reason}; {self._remedy()}")
 
     def _report(self) -> None:
-        few = {path: count for path, count in self._counts.items() if count < FEW_VALUES}
+        few = {path: count for path, count in self._counts.items() if count < _FEW_VALUES}
         if few and not (dist.is_initialized() and dist.get_rank()):
             worst = min(few, key=lambda path: few[path])
             _log.warning(
                 "the statistics of %d BatchNorm layers rest on fewer than %d values per channel, those of %s on %d: "
                 "they are mostly noise. This follows from training.local_batch_size: %s",
-                *(len(few), FEW_VALUES, worst, few[worst], self._remedy()),
+                *(len(few), _FEW_VALUES, worst, few[worst], self._remedy()),
             )
 
     def _remedy(self) -> str:

@@ -25,7 +25,6 @@ from titan_launch.config.compile import CompileConfig
 from titan_launch.dtensors import local_tensor
 from titan_launch.errors import ConfigError, config_error
 from titan_launch.loss import Loss
-from titan_launch.parallel.compile_cache import use_cache_folder
 from titan_launch.plan.compilation import alike
 from titan_launch.plan.types import ModelPlan, enclosing, parent
 
@@ -45,7 +44,6 @@ def compile_pieces(
     """
     if not plan.compiled:
         return
-    use_cache_folder(config)
     _prepare(len(plan.compiled), recomputation)
     for path in plan.compiled:
         module = model.get_submodule(path)
@@ -57,7 +55,6 @@ def compile_loss(loss: Loss, config: CompileConfig) -> Loss:
     """The loss, compiled if `[compile]` says so."""
     if not config.enable or "loss" not in config.components:
         return loss
-    use_cache_folder(config)
     return _compiled(loss, config, "the loss")
 
 
@@ -130,14 +127,16 @@ def _explained(error: Exception, config: CompileConfig, name: str) -> ConfigErro
     """What the compiler says, in one line, and where in the model's code it says so."""
     from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 
-    text = str(error)
+    text = re.sub(r"\Abackend=.* raised:\n", "", str(error))
     head, _, trace = text.partition("from user code:")
     said = [head.partition("\n")[0].strip(), *re.findall(r"^ *Explanation: (.*)", head, re.MULTILINE)]
     lines = [line for line in re.findall(r'File "([^"]*)", line (\d+)', trace) if not line[0].startswith(_PYTORCH)]
     where = f" ({Path(lines[-1][0]).name}:{lines[-1][1]})" if lines else ""
     what = f"{name}{where}: {': '.join(part.rstrip('.') for part in said)[:_LONGEST]}"
     if isinstance(error, BackendCompilerFailed):
-        reason = f'failed on {what}; set another one ("aot_eager" makes no kernels), or compile.enable = false'
+        kept = config.cache_folder is not None
+        damaged = "; delete compile.cache_folder if a file there is damaged, or" if kept else ";"
+        reason = f'failed on {what}{damaged} set another one ("aot_eager" makes no kernels), or compile.enable = false'
         return config_error(("compile", "backend"), reason, config.backend)
     if isinstance(error, FailOnRecompileLimitHit):
         what = f"{name}: its inputs have had too many shapes, or it has too many forms"

@@ -9,25 +9,77 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
+from titan_launch.collective import on_all, warn
 from titan_launch.config.compile import CompileConfig
 from titan_launch.errors import config_error
 
 _log = logging.getLogger(__name__)
 
+_TRITON = "TRITON_CACHE_DIR"
 
-def use_cache_folder(config: CompileConfig) -> None:
-    """Let the compiler keep what it makes in `compile.cache_folder`, and look there first; before the first graph.
 
-    Ranks and runs may share it: what is kept is found by a hash of what it was made of. Raises ConfigError where it
-    cannot be made.
+@contextmanager
+def cache_folder(config: CompileConfig) -> Iterator[None]:
+    """Until the end of the block the compiler keeps what it makes in `compile.cache_folder`, and looks there first.
+
+    Around a run, from before its first graph. After it the environment is as it was, and what this process has compiled
+    is forgotten, so that a later run makes its kernels in a folder of its own, or finds them there. Ranks and runs may
+    share a folder: what is kept is found by a hash of what it was made of. Collective, where a folder is named; raises
+    ConfigError on all ranks where one cannot make it.
     """
-    if config.enable and config.cache_folder is not None:
+    if not config.enable or config.cache_folder is None:
+        yield
+        return
+    from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+
+    name = config.cache_folder
+    folder = on_all(lambda: _made(name))[dist.get_rank()]
+    triton = os.environ.get(_TRITON)
+    # The latter sets inductor's variable, and forgets its kernels at both ends.
+    with _unreadable_entries_said_once(name), temporary_cache_dir(folder):
         try:
-            folder = Path(config.cache_folder).expanduser().absolute()
-            folder.mkdir(parents=True, exist_ok=True)
-        except (OSError, RuntimeError) as error:  # RuntimeError: the home of a user who is not there
-            raise config_error(("compile", "cache_folder"), f"cannot be made: {error}", config.cache_folder) from error
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+            yield
+        finally:
+            torch.compiler.reset()  # graphs, which refer to the kernels
+            if triton is None:  # inductor has put it below its own folder
+                os.environ.pop(_TRITON, None)
+
+
+@contextmanager
+def _unreadable_entries_said_once(name: str) -> Iterator[None]:
+    """One warning in place of inductor's, which come with a traceback for each entry that it cannot read."""
+    is_said = False
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        nonlocal is_said
+        if not record.exc_info or not record.getMessage().endswith("unable to load compiled graph"):
+            return True
+        if not is_said:
+            error = record.exc_info[1]
+            reason = f"{type(error).__name__}: {error}"
+            warn(_log, 'compile.cache_folder = "%s": entries are damaged (%s); they are made anew', name, reason)
+        is_said = True
+        return False
+
+    log = logging.getLogger("torch._inductor.codecache")
+    log.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_shown)
+
+
+def _made(name: str) -> str:
+    """The absolute path of a folder, which is there then."""
+    try:
+        folder = Path(name).expanduser().absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home of a user who is not there
+        raise config_error(("compile", "cache_folder"), f"cannot be made: {error}", name) from error
+    return str(folder)
 
 
 class CompileTime:

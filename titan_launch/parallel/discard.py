@@ -53,14 +53,14 @@ def _reset_root(model: nn.Module) -> None:
     if hasattr(model, "reset_iter_state"):
         model.reset_iter_state()
     else:
-        reset_by_hand(model)
+        _reset_by_hand(model)
     for group in parameter_groups(model):
         for parameter in group.fsdp_params:
             if parameter.all_gather_outputs:  # those of a unit that was interrupted half-way are passed over above
                 parameter.to_sharded()
 
 
-def reset_by_hand(model: nn.Module) -> None:
+def _reset_by_hand(model: nn.Module) -> None:
     """What `reset_iter_state` does, for the releases of PyTorch without it. The device works off what is under way
     before anything that comes later."""
     assert isinstance(model, FSDPModule)

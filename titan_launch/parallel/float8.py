@@ -13,7 +13,7 @@ from torch import nn
 
 from titan_launch.config.float8 import Float8Config
 from titan_launch.errors import config_error
-from titan_launch.plan.compilation import alike
+from titan_launch.plan.float8 import describe_float8
 from titan_launch.plan.types import ModelPlan
 
 _log = logging.getLogger(__name__)
@@ -38,9 +38,7 @@ def convert_to_float8(model: nn.Module, plan: ModelPlan, config: Float8Config) -
         recipe = replace(recipe, enable_fsdp_float8_all_gather=config.all_gather)
     chosen = set(plan.float8)
     convert_to_float8_training(model, module_filter_fn=lambda _, path: path in chosen, config=recipe)
-    layers = ", ".join(f"{count} x {pattern}" for pattern, count in alike(plan.float8).items())
-    options = (config.recipe, *(["gathered in 8 bits"] if config.all_gather else []))
-    _log.info("float8 (%s%s): %s", ", ".join(options), ", emulated" if config.emulate else "", layers)
+    _log.info("%s", describe_float8(config, plan))
 
 
 def scale_update(model: nn.Module, config: Float8Config) -> Callable[[], None] | None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.utils import _apply_to_tensors
 
 from titan_launch.plan.prefetch import plan_backward_prefetch
-from titan_launch.plan.types import ModelPlan
+from titan_launch.plan.types import ModelPlan, Policy
 from titan_launch.precision.policy import mixed_precision_policy, torch_dtype
 
 
@@ -40,20 +40,27 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, offloads: bo
         # whole model (or of whichever unit a recomputation began with) in its stead.
         if is_shared and unit.policy.output_dtype is not None:
             for module in modules:
-                cast_outputs(module, torch_dtype(unit.policy.output_dtype))
+                _cast_outputs(module, torch_dtype(unit.policy.output_dtype))
     if mesh.size() > 1:
         _sum_gradients(model)
     for path, ahead in plan_backward_prefetch(plan).items():
         _fsdp_module(model, path).set_modules_to_backward_prefetch([_fsdp_module(model, name) for name in ahead])
 
 
-def cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast what a module returns, where FSDP2 does not do so rightly."""
+def cast_at_boundaries(module: nn.Module, policy: Policy) -> None:
+    """Cast what a module is given and what it returns, where FSDP2 does not, or is not there; what it has cast already
+    stays as it is."""
+    if policy.input_dtype is not None:
+        _cast_inputs(module, torch_dtype(policy.input_dtype))
+    if policy.output_dtype is not None:
+        _cast_outputs(module, torch_dtype(policy.output_dtype))
+
+
+def _cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
     module.register_forward_hook(lambda _, args, output: _cast_floating(output, dtype))
 
 
-def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast what a module is given, likewise; also what FSDP2 casts, since it comes first."""
+def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     module.register_forward_pre_hook(
         lambda _, args, kwargs: (_cast_floating(args, dtype), _cast_floating(kwargs, dtype)), with_kwargs=True
     )

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from titan_launch.errors import ConfigError, config_error
 from titan_launch.fsdp_state import roots, set_roots
 from titan_launch.models.stages import cut
-from titan_launch.parallel.fsdp import cast_inputs, cast_outputs
+from titan_launch.parallel.fsdp import cast_at_boundaries
 from titan_launch.parallel.mesh import Mesh
-from titan_launch.plan.pipeline import parts_on_rank, stage_part
-from titan_launch.plan.types import ModelPlan, Stage, Unit
+from titan_launch.plan.stage_part import parts_on_rank, stage_part
+from titan_launch.plan.types import ModelPlan, Stage
 from titan_launch.precision.policy import torch_dtype
 
 
@@ -218,16 +218,8 @@ def _compute_as_planned(model: nn.Module, plan: ModelPlan) -> None:
                 dtype = plan.buffer_dtypes.get(f"{path}.{name}" if path else name)
                 module._buffers[name] = buffer if dtype is None else buffer.to(torch_dtype(dtype))
     for unit in plan.units[:-1]:
-        _cast_at_boundaries(model, unit)
-
-
-def _cast_at_boundaries(model: nn.Module, unit: Unit) -> None:
-    for path in unit.modules:
-        module = model.get_submodule(path)
-        if unit.policy.input_dtype is not None:
-            cast_inputs(module, torch_dtype(unit.policy.input_dtype))
-        if unit.policy.output_dtype is not None:
-            cast_outputs(module, torch_dtype(unit.policy.output_dtype))
+        for path in unit.modules:
+            cast_at_boundaries(model.get_submodule(path), unit.policy)
 
 
 def run_forward(pipeline: Pipeline, inputs: Tensor, device: torch.device) -> Tensor | None:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from titan_launch.errors import RunError, Stopped
-from titan_launch.plan.claims import listed
+from titan_launch.errors import RunError, Stopped, listed
 from titan_launch.signals import signal_name
 
 _LEADER = "titan_launch/leader"

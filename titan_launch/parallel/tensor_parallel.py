@@ -114,13 +114,13 @@ def _local(parameter: Tensor | None, gradient: Placement) -> Any:
     return parameter.to_local(grad_placements=[gradient]) if isinstance(parameter, DTensor) else parameter
 
 
-Owner = tuple[nn.Module, str]
+_Owner = tuple[nn.Module, str]
 """A module, and the name of one of its parameters."""
 
 
-def _ties(model: nn.Module) -> list[tuple[Owner, list[Owner]]]:
+def _ties(model: nn.Module) -> list[tuple[_Owner, list[_Owner]]]:
     """Parameters with several owners: the first of them, and the others."""
-    owners: dict[int, list[Owner]] = {}
+    owners: dict[int, list[_Owner]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

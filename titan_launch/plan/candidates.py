@@ -8,6 +8,7 @@ from typing import Literal
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
+from titan_launch.config.pipeline_rules import split_backward_recomputes_whole_modules
 from titan_launch.config.precision_rules import ACCUMULATION_RULES
 from titan_launch.errors import ConfigError, Problem, format_key
 from titan_launch.plan.choices import Choice, with_choice
@@ -20,7 +21,7 @@ from titan_launch.plan.types import Inventory
 def possible_choices(config: JobConfig, layout: Layout, inventory: Inventory) -> tuple[list[Choice], list[str]]:
     """Every mode of accumulation that is allowed and differs from the others here, with every recomputation."""
     accumulations, notes = _accumulations(config, layout)
-    recomputations = list(_recomputations(config))
+    recomputations = [r for r in _recomputations(config) if _suits_the_schedule(config, r, notes)]
     own = config.activation_checkpoint
     if not inventory.blocks and not own.modules:
         if own.mode not in ("none", "auto"):
@@ -33,6 +34,16 @@ def possible_choices(config: JobConfig, layout: Layout, inventory: Inventory) ->
                 recomputed_modules(inventory, recomputation)  # for its error
         recomputations = [r for r in recomputations if _can_be_compiled(config, inventory, r, notes)]
     return [Choice(a, r) for r in recomputations for a in accumulations], notes
+
+
+def _suits_the_schedule(config: JobConfig, recomputation: ActivationCheckpointConfig, notes: list[str]) -> bool:
+    """Whether a recomputation goes with the pipeline's schedule; why not is noted."""
+    asking = config.model_copy(update={"activation_checkpoint": recomputation})
+    problem = next(split_backward_recomputes_whole_modules(asking), None)
+    if problem is not None:
+        label = Choice(GradientAccumulationConfig(), recomputation).recomputation_label
+        notes.append(f"{label} is left out: it {problem.reason.partition(';')[0]}")
+    return problem is None
 
 
 def _can_be_compiled(

@@ -14,8 +14,8 @@ from functools import cached_property
 
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import ConfigError, KeyPath, Problem, config_error
-from titan_launch.plan.claims import BATCH_NORM_DEFAULT, listed
+from titan_launch.errors import ConfigError, KeyPath, Problem, config_error, listed
+from titan_launch.plan.claims import BATCH_NORM_DEFAULT
 from titan_launch.plan.recomputation import selection
 from titan_launch.plan.types import Inventory, ModuleInfo, Unit, enclosing, is_within, outermost, parent
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titan_launch.config.float8 import Float8Config
-from titan_launch.errors import ConfigError, KeyPath, Problem, config_error
-from titan_launch.plan.claims import listed
+from titan_launch.errors import ConfigError, KeyPath, Problem, config_error, listed
+from titan_launch.plan.compilation import alike
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.patterns import matched_modules
 from titan_launch.plan.types import ModelPlan, ModuleInfo, enclosing
@@ -36,6 +36,15 @@ def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
         reason = "there is no linear layer in bfloat16 in what it names; name others, or set float8.enable = false"
         raise config_error(_MODULES, reason, list(config.modules))
     return tuple(module.path for module in reduced)
+
+
+def describe_float8(config: Float8Config, plan: ModelPlan) -> str:
+    """Which linear layers are converted, and how: one line."""
+    layers = ", ".join(f"{count} x {pattern}" for pattern, count in alike(plan.float8).items())
+    options: list[str] = [config.recipe]
+    options += ["gathered in 8 bits"] if config.all_gather else []
+    options += ["emulated"] if config.emulate else []
+    return f"float8 ({', '.join(options)}): {layers}"
 
 
 def check_shards(config: Float8Config, plan: ModelPlan, layout: Layout) -> None:

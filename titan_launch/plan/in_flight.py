@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.parallelism import ParallelismConfig
-from titan_launch.config.pipeline_rules import ONE_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
+from titan_launch.config.pipeline_rules import ONE_STAGE_SCHEDULES
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.traffic import Collectives, Exchange, Traffic
 
@@ -26,25 +26,17 @@ def sufficient_microbatches(parallelism: ParallelismConfig, layout: Layout) -> i
         return layout.num_microbatches
     if schedule in ONE_STAGE_SCHEDULES:
         return min(layout.num_microbatches, layout.pipeline + 1)
-    rounds = 3 * layout.pipeline
-    return rounds if layout.num_microbatches > rounds else layout.num_microbatches
+    return min(layout.num_microbatches, 3 * layout.pipeline)
 
 
-def scaled_to_step(
-    seen: Traffic,
-    num_seen: int,
-    layout: Layout,
-    parallelism: ParallelismConfig,
-    accumulation: GradientAccumulationConfig,
-) -> Traffic:
+def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: GradientAccumulationConfig) -> Traffic:
     """The traffic of a step of all microbatches, from that of one of `num_seen`: what is done for each of them is done
     more often, what is done once a step is not."""
     every = Fraction(layout.num_microbatches, num_seen)
     once = Fraction(1)
-    splits = parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
     gathers = once if accumulation.keep_params_unsharded else every
-    scatters = once if accumulation.mode == "deferred" or splits else every
-    reduces = every if accumulation.mode == "immediate" and not splits else once
+    scatters = once if accumulation.mode == "deferred" else every
+    reduces = every if accumulation.mode == "immediate" else once
 
     def times(exchange: Exchange) -> Exchange:
         return Exchange(round(exchange.calls * every), round(exchange.sent_bytes * every))

@@ -7,12 +7,14 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
+from titan_launch.config.explain import toml_value
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
 from titan_launch.errors import KeyPath, format_key
 from titan_launch.plan.claims import BATCH_NORM_DEFAULT, is_batch_norm
+from titan_launch.plan.float8 import describe_float8
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.pipeline import stage_part
+from titan_launch.plan.stage_part import stage_part
 from titan_launch.plan.traffic import (
     Collectives,
     collectives_of_microbatch,
@@ -153,6 +155,14 @@ def _stage_lines(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[str
             f"stage {stage.index} ({where}): {stage.extent}, {stage.num_parameters:,} parameters; {collectives}"
         )
     return lines
+
+
+def format_kernels(config: JobConfig, plan: ModelPlan) -> str:
+    """What computes otherwise than by default: a line for the layers in float8, and one for what of `[kernels]` is
+    set; nothing where all is as ever. The run's log says which backend `auto` found, which takes the device."""
+    lines = [describe_float8(config.float8, plan)] if plan.float8 else []
+    changed = ", ".join(f"{name} = {toml_value(value)}" for name, value in config.kernels.changed())
+    return "\n".join([*lines, *([f"kernels: {changed}"] if changed else [])])
 
 
 def format_batches(config: JobConfig, layout: Layout) -> str:

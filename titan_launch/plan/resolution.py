@@ -38,10 +38,13 @@ def resolve(comparison: Comparison, hardware: Hardware) -> Resolution:
     The least bytes on the wire with a given recomputation; with `auto` for that too, the shortest step first, as far as
     its lower bound says, since computing again costs more than most traffic. A pure function of its arguments.
 
-    Raises ConfigError where no limit is known, or nothing fits: its text has the table, and remedies.
+    Raises ConfigError where every mode is left out, no limit is known, or nothing fits: its text has the table, and
+    remedies.
     """
     config = comparison.config
     own = [row for row in comparison.rows if row.is_own]
+    if not own:
+        raise ConfigError([_problem_of_auto(config, f"has nothing to choose from: {'; '.join(comparison.notes)}")])
     if not is_auto(config):
         return Resolution(with_choice(config, own[0].choice), own[0], AS_GIVEN)
     if hardware.memory_gib is None:

@@ -12,19 +12,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from graphlib import CycleError, TopologicalSorter
 
-from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
-from titan_launch.config.parallelism import ParallelismConfig
 from titan_launch.config.precision import PrecisionConfig
-from titan_launch.errors import ConfigError, Problem
-from titan_launch.plan.claims import Claim, Claims, claim_modules
+from titan_launch.plan.claims import Claim, Claims, claims_of_rules, with_batch_norm_default
+from titan_launch.plan.resharding import Resharding
+from titan_launch.plan.rule_problems import check_rules
+from titan_launch.plan.tied_parameters import check_tied_parameters
 from titan_launch.plan.types import (
     Inventory,
     ModelPlan,
-    ModuleInfo,
     Policy,
     Unit,
     enclosing,
@@ -33,32 +31,11 @@ from titan_launch.plan.types import (
     outermost,
     parameters_by_unit,
     parent,
-    unit_by_module,
 )
+from titan_launch.plan.wrapping_order import in_wrapping_order
 
 _SMALL_UNIT = 2**20
 """Parameters that may be gathered together in any model: at most 4 MB on every rank."""
-
-
-@dataclass(frozen=True)
-class Resharding:
-    """Whether units free their parameters after forward (`reshard_after_forward`)."""
-
-    blocks: bool
-    """The blocks, and units inside a block."""
-
-    late: bool
-    """Units that backward needs first: the last block, the head, and those that reach over several blocks."""
-
-
-def plan_resharding(parallelism: ParallelismConfig, accumulation: GradientAccumulationConfig) -> Resharding:
-    """What `[parallelism]` and `[gradient_accumulation]` say of it."""
-    if accumulation.mode == "auto" and accumulation.keep_params_unsharded is None:
-        raise ValueError("whether parameters are kept is not decided yet: resolve `auto` first (plan.resolution)")
-    choice = parallelism.fsdp_reshard_after_forward
-    if accumulation.keep_params_unsharded or choice == "never":
-        return Resharding(blocks=False, late=False)
-    return Resharding(blocks=True, late=choice == "always")
 
 
 def plan_model(
@@ -72,9 +49,11 @@ def plan_model(
     Raises ConfigError for a rule that matches nothing or only modules without tensors, for dtypes that kernels do not
     take together, and for tied parameters that the rules would put into two units.
     """
-    claims = claim_modules(inventory, precision)
-    units = _order(_UnitPlanner(inventory, precision, resharding, claims).units(share_units))
-    _check_tied_parameters(inventory, units, claims)
+    claims = claims_of_rules(inventory, precision)
+    check_rules(inventory, precision, claims)
+    claims = with_batch_norm_default(inventory, precision, claims)
+    units = in_wrapping_order(_UnitPlanner(inventory, precision, resharding, claims).units(share_units))
+    check_tied_parameters(inventory, units, claims)
     return ModelPlan(inventory, units, _buffer_dtypes(inventory, claims))
 
 
@@ -253,57 +232,3 @@ class _UnitPlanner:
         if self.inventory.head and path == self.inventory.head[-1]:
             return None
         return self.claims.compute_dtype(parent(path))
-
-
-def _order(units: Sequence[Unit]) -> tuple[Unit, ...]:
-    """Inner units first. Two units that each hold a module inside the other's are divided into one per module."""
-    graph = _inner_units(units)
-    try:
-        return tuple(units[i] for i in TopologicalSorter(graph).static_order())
-    except CycleError as error:
-        in_cycle = set(error.args[1])
-    divided = [part for i, unit in enumerate(units) for part in (_split(unit) if i in in_cycle else [unit])]
-    return _order(divided)
-
-
-def _inner_units(units: Sequence[Unit]) -> dict[int, list[int]]:
-    """For every unit, by index: those with a module inside one of its modules."""
-    index_of = {path: index for index, unit in enumerate(units) for path in unit.modules}
-    inner: dict[int, set[int]] = {index: set() for index in range(len(units))}
-    for path, index in index_of.items():
-        while path:
-            path = parent(path)
-            if index_of.get(path, index) != index:
-                inner[index_of[path]].add(index)
-    return {outer: sorted(found) for outer, found in inner.items()}
-
-
-def _split(unit: Unit) -> list[Unit]:
-    return [replace(unit, name=path, modules=(path,)) for path in unit.modules]
-
-
-def _check_tied_parameters(inventory: Inventory, units: Sequence[Unit], claims: Claims) -> None:
-    """FSDP2 refuses a parameter in two units, at the first forward and without names; say it here, with names."""
-    owners = unit_by_module(inventory, units)
-    problems = []
-    for module in inventory.modules:
-        for parameter in module.parameters:
-            first = parent(parameter.tied_to or "")
-            if parameter.tied_to is None or owners[first] == owners[module.path]:
-                continue
-            claim = claims.governing(module.path) or claims.governing(first)
-            reason = f"{module.path} and {first} share a parameter (tied), which FSDP2 wants in one unit"
-            key = ("model", "blocks") if claim is None else claim.key or ("precision",)
-            problems.append(Problem(key, f"{reason}: {_tied_remedy(module, first, claims)}"))
-    if problems:
-        raise ConfigError(problems)
-
-
-def _tied_remedy(module: ModuleInfo, first: str, claims: Claims) -> str:
-    """What brings a module and the one that shares its parameter into one unit."""
-    own, other = claims.governing(module.path), claims.governing(first)
-    if own is None and other is None:
-        if module.same_as is None:
-            return "set model.blocks so that one block holds both"
-        return f'a rule for it makes a unit of its own: match = "{module.same_as}"'
-    return "set output_dtype" if own is other else f'one rule must match both: match = ["{first}", "{module.path}"]'

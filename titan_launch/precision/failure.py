@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from titan_launch.config.precision import PrecisionConfig, PrecisionRule
+from titan_launch.errors import UNSET, KeyPath, Problem
 from titan_launch.globs import matches
 from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit, full_name, is_within
 from titan_launch.precision.observation import dtype_of, floating_tensors
@@ -121,6 +122,10 @@ class Failure:
     def is_leaf(self, path: str) -> bool:
         """Whether nothing is inside a module."""
         return not any(m.path != path and is_within(m.path, path) for m in self.plan.inventory.modules)
+
+    def problem(self, key: KeyPath, reason: str, value: object = UNSET) -> Problem:
+        """What is wrong with a key, with PyTorch's own words, for those who search for them."""
+        return Problem(key, f"{reason} (PyTorch: {self.text})", value)
 
     def glob(self, path: str) -> str:
         """A pattern for a module and its like in the other blocks; the path itself where that would match others."""

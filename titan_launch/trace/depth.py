@@ -14,7 +14,7 @@ from titan_launch.plan.depth import Shortcut, block_signatures, find_shortcut, w
 from titan_launch.plan.footprint import extrapolate
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.pipeline import parts_on_rank
+from titan_launch.plan.stage_part import parts_on_rank
 from titan_launch.plan.traffic import on_line
 from titan_launch.plan.types import ModelPlan, outermost, parent
 from titan_launch.trace.failure import failures_explained

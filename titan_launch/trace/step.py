@@ -19,7 +19,8 @@ from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.job import JobConfig
 from titan_launch.dtensors import local_tensor
 from titan_launch.loss import Loss, loss_in_chunks
-from titan_launch.metrics.live_memory import LiveMemory, track
+from titan_launch.metrics.live_memory import LiveMemory
+from titan_launch.metrics.tracking import track
 from titan_launch.metrics.traffic import TrafficCount, count_collectives
 from titan_launch.models.build import BuiltModel
 from titan_launch.optim.groups import group_parameters
@@ -169,7 +170,7 @@ class _Accumulation:
         step([(inputs, targets)] * num_microbatches, loss)
         self.ledger.free(num_others * 2 * inputs.nbytes, Category.INPUTS)
         traffic = self.count.take()
-        return scaled_to_step(traffic, num_microbatches, layout, config.parallelism, config.gradient_accumulation)
+        return scaled_to_step(traffic, num_microbatches, layout, config.gradient_accumulation)
 
     @property
     def _loss_sum(self) -> Loss:

@@ -11,14 +11,13 @@ from typing import NamedTuple
 from torch import nn
 
 from titan_launch.collective import on_all
-from titan_launch.errors import UserError
+from titan_launch.errors import UserError, listed
 from titan_launch.parallel.compile import eager
 from titan_launch.parallel.pipeline import parts
-from titan_launch.plan.claims import listed
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.audit import Audit, compare, together
 from titan_launch.precision.observation import Observations, look_at_storage, observe
-from titan_launch.train.folder import AUDIT_FILE, record_audit
+from titan_launch.train.records import AUDIT_FILE, record_audit
 from titan_launch.train.run import Run
 from titan_launch.train.step import Microbatch, StepResult
 

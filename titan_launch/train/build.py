@@ -19,6 +19,7 @@ from titan_launch.loss import loss_in_chunks
 from titan_launch.metrics.sinks import ConsoleSink
 from titan_launch.optim.optimizer import build_optimizer
 from titan_launch.parallel.compile import compile_loss
+from titan_launch.parallel.compile_cache import cache_folder
 from titan_launch.parallel.context_parallel import ring_attention, sequence_part
 from titan_launch.parallel.distributed import Ranks
 from titan_launch.parallel.float8 import scale_update
@@ -31,13 +32,7 @@ from titan_launch.train.attempt import Attempt, this_attempt
 from titan_launch.train.batches import build_train_batches, build_train_source, build_validation_batches
 from titan_launch.train.control import Control
 from titan_launch.train.flight_recorder import make_room_for_nccl
-from titan_launch.train.folder import (
-    effective_load,
-    new_attempt_folder,
-    prepare_run_folder,
-    record_run,
-    record_units,
-)
+from titan_launch.train.folder import effective_load, new_attempt_folder, prepare_run_folder
 from titan_launch.train.guard import StepGuard
 from titan_launch.train.kernels import use_kernels
 from titan_launch.train.logs import LogFile
@@ -45,6 +40,7 @@ from titan_launch.train.measure import StepMeasurements
 from titan_launch.train.model import check_stages, fill_model, shard_model
 from titan_launch.train.pipeline import PipelinedStep
 from titan_launch.train.prediction import MemoryCheck
+from titan_launch.train.records import record_run, record_units
 from titan_launch.train.reporting import build_meter, build_sinks, log_batches
 from titan_launch.train.resume import load_run, open_checkpoints, training_state
 from titan_launch.train.run import Run
@@ -78,6 +74,7 @@ def build_run(
     config, recorded, layout, built = settled.config, settled.recorded, settled.layout, settled.built
     _log.info("%s", format_plan(config, settled.plan, layout, place))
     use_kernels(config, built, settled.plan, layout, ranks.device, stack)
+    stack.enter_context(cache_folder(config.compile))
     mesh = build_mesh(layout, ranks.device.type)
     part = own_tokens(config, mesh, ranks, stack)
     model = shard_model(config, built, settled.plan, mesh)

@@ -1,49 +1,38 @@
-"""The folder that holds everything a run writes."""
+"""The folder that holds everything a run writes: whose it is, and what becomes of what an earlier run left there."""
 
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any
-
-from pydantic import ValidationError
 
 from titan_launch.checkpoint.manifest import checkpoint_name, checkpoint_steps, complete_steps
 from titan_launch.checkpoint.retention import BEST, LATEST, point
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.experiment import Difference, differences
-from titan_launch.config.explain import toml_value
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.config.load import dump_job
-from titan_launch.errors import ConfigError, config_error, format_key
-from titan_launch.files import free_name, replace_text, sync_folder
+from titan_launch.errors import ConfigError, config_error
+from titan_launch.files import free_name, sync_folder
 from titan_launch.plan.choices import Choice
-from titan_launch.train.attempt import Attempt, Launch, attempt_name, launch_of, next_attempt, parse_launch
+from titan_launch.train.attempt import Attempt, attempt_name, next_attempt
+from titan_launch.train.records import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    described,
+    recorded_launch,
+    recorded_table,
+    table_of,
+)
 
 _log = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.json"
-"""The complete configuration of the run, and the mark of a folder in which one has begun."""
-
-LAUNCH_FILE = "launch.json"
-"""The launch that wrote to the folder last."""
-
 LOCK_FILE = "lock"
 """Locked as long as a run writes to the folder."""
-
-METRICS_FILE = "metrics.jsonl"
-"""All reports."""
-
-AUDIT_FILE = "precision_audit.json"
-"""Planned and observed dtypes of the first step."""
 
 Load = int | str
 """Where a run starts: `"latest"`, `"none"`, a step of its own folder, or the path of another run's checkpoint."""
@@ -73,36 +62,15 @@ def effective_load(folder: Path, config: JobConfig, attempt: Attempt) -> Load:
     Asked on one rank, any number of times before `record_run`. (A launch that was told to start from another run's
     checkpoint and has none of its own yet starts there again.)
     """
-    load, launch = config.checkpoint.load, _recorded_launch(folder)
+    load, launch = config.checkpoint.load, recorded_launch(folder)
     if launch is None or not attempt.continues(launch):
         return load
     return load if _is_path(load) and not complete_steps(checkpoint_folder(folder)) else "latest"
 
 
-def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
-    """Write who runs here, and the resolved configuration, which can itself be passed as `--config`; once nothing else
-    can go wrong: from now on a restart of this launch does not apply `checkpoint.load` again.
-
-    Where the run goes on with another configuration than it had, the differences are logged. When `stack` is closed
-    without an error, the launch is recorded as ended.
-    """
-    before = _recorded_table(folder, config)
-    replace_text(folder / LAUNCH_FILE, launch_of(attempt, has_ended=False).to_json())
-    for difference in [] if before is None else differences(before, _table(config)):
-        _log.info("changed since the run began: %s", _describe(difference))
-    replace_text(folder / CONFIG_FILE, dump_job(config))
-
-    def end(kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if kind is None:
-            with suppress(OSError):  # a full disk, at the very end: that the launch has ended shows without it
-                replace_text(folder / LAUNCH_FILE, launch_of(attempt, has_ended=True).to_json())
-
-    stack.push(end)
-
-
 def recorded_modes(folder: Path, config: JobConfig, attempt: Attempt) -> Choice | None:
     """The modes with which the run in this folder trained so far; None where nothing will be resumed."""
-    saved = _recorded_table(folder, config)
+    saved = recorded_table(folder, config)
     if saved is None or not _resumes(folder, config, effective_load(folder, config, attempt)):
         return None
     accumulation = GradientAccumulationConfig.model_validate(saved["gradient_accumulation"])
@@ -137,16 +105,6 @@ def new_attempt_folder(folder: Path) -> Path:
     attempt = logs / attempt_name(next_attempt(logs))
     attempt.mkdir(parents=True)
     return attempt
-
-
-def record_units(folder: Path, units: list[dict[str, Any]]) -> None:
-    """Write the unit table, as `titan_launch.plan.report.describe_units` makes it."""
-    replace_text(folder / "units.json", json.dumps(units, indent=2) + "\n")
-
-
-def record_audit(folder: Path, audit: dict[str, Any]) -> None:
-    """Write the dtypes that were planned and observed, as `titan_launch.precision.audit` describes them."""
-    replace_text(folder / AUDIT_FILE, json.dumps(audit, indent=2) + "\n")
 
 
 def checkpoint_folder(folder: Path) -> Path:
@@ -206,8 +164,8 @@ def _check_may_start(folder: Path, config: JobConfig, load: Load) -> None:
     if load == "none":
         return
     steps = complete_steps(checkpoint_folder(folder)) if config.checkpoint.enable else []
-    before = _recorded_table(folder, config)
-    changed = [] if before is None else [d for d in differences(before, _table(config)) if d.role != "operation"]
+    before = recorded_table(folder, config)
+    changed = [] if before is None else [d for d in differences(before, table_of(config)) if d.role != "operation"]
     if changed and not (steps and config.checkpoint.accept_changes and not _is_other_model(changed)):
         raise _another_experiment(folder, config, load, changed, bool(steps))
     if _is_path(load) and steps:
@@ -231,7 +189,7 @@ def _another_experiment(
     kind = "model, which cannot be resumed" if _is_other_model(changed) else "experiment"
     lines = [
         f"{folder} holds a run of another {kind}; {folder / CONFIG_FILE} records",
-        *(f"    {_describe(difference)}" for difference in changed),
+        *(f"    {described(difference)}" for difference in changed),
         *(f"  {way}" for way in ways),
     ]
     return config_error(("job", "name"), "\n".join(lines), config.job.name)
@@ -242,44 +200,9 @@ def _is_other_model(changed: Sequence[Difference]) -> bool:
     return any(difference.role == "model" for difference in changed)
 
 
-def _describe(difference: Difference) -> str:
-    was, now = ("unset" if v is None else toml_value(v) for v in (difference.was, difference.now))
-    return f"{format_key(difference.key)} was {was}, is {now}"
-
-
-def _table(config: JobConfig) -> dict[str, Any]:
-    """A configuration as it is recorded."""
-    table: dict[str, Any] = json.loads(dump_job(config))
-    return table
-
-
-def _recorded_table(folder: Path, config: JobConfig) -> dict[str, Any] | None:
-    """The configuration of the run in a folder, None where there is none; keys that are newer than the run have their
-    defaults. Raises ConfigError where it is not a configuration at all."""
-    path = folder / CONFIG_FILE
-    try:
-        saved = json.loads(path.read_text())
-        return _table(JobConfig.model_validate(saved))
-    except FileNotFoundError:
-        return None
-    except ValidationError:  # it has keys that there are no more
-        return dict(saved)
-    except ValueError as error:
-        reason = f"{path} is damaged ({error}); move {folder} away, or choose another name"
-        raise config_error(("job", "name"), reason, config.job.name) from None
-
-
-def _recorded_launch(folder: Path) -> Launch | None:
-    """The launch that wrote to a folder last, where it is known."""
-    try:
-        return parse_launch((folder / LAUNCH_FILE).read_text())
-    except (FileNotFoundError, ValueError, TypeError, KeyError):  # none, or recorded by another version
-        return None
-
-
 def _check_no_launch_is_between_attempts(folder: Path, config: JobConfig, attempt: Attempt) -> None:
     """The lock is free while torchrun starts its ranks anew; but it will."""
-    launch = _recorded_launch(folder)
+    launch = recorded_launch(folder)
     agent = None if launch is None or attempt.continues(launch) else launch.agent_alive_here()
     if agent is not None:
         reason = f"another launch (process {agent.pid}) is about to start its ranks in {folder} again; " + _WAIT

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from titan_launch.parallel.float8 import check_units
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.policy import torch_dtype
+from titan_launch.registry import user_place
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +78,37 @@ def use_kernels(
         stack.enter_context(sdpa_kernel(BACKENDS[kernels.attention]))
     else:  # PyTorch goes by the order in every call, so that models of which nothing is known do too
         stack.enter_context(sdpa_kernel([BACKENDS[name] for name in order], set_priority=True))
+
+
+@contextmanager
+def attention_failures_explained(kernels: KernelsConfig) -> Iterator[None]:
+    """Run forwards and backwards: raise ConfigError where the backend that `kernels.attention` names does not take what
+    the model calls it with, which only the call can tell. PyTorch's warnings, which say why, become part of the error.
+    """
+    if kernels.attention == "auto":
+        yield  # math is always left
+        return
+    reasons: list[str] = []
+    show = warnings.showwarning
+
+    def keep_reasons(message: Warning | str, *rest: Any, **others: Any) -> None:
+        if "sdp_utils" not in str(message):  # the source file of the checks
+            show(message, *rest, **others)
+        elif not _reason(message).endswith("because:"):  # a heading
+            reasons.append(_reason(message))
+
+    warnings.showwarning = keep_reasons  # unlike catch_warnings, it does not show again what was shown
+    try:
+        yield
+    except RuntimeError as error:
+        if "No available kernel" not in str(error):
+            raise
+        place = user_place(error)
+        why = ", ".join(dict.fromkeys(reasons)) or _UNSAID
+        reason = f'cannot be used{f" at {place}" if place else ""}: {why}; set "auto", which finds one, or "math"'
+        raise config_error(("kernels", "attention"), reason, kernels.attention) from error
+    finally:
+        warnings.showwarning = show
 
 
 def set_precision(kernels: KernelsConfig) -> None:
@@ -145,8 +178,14 @@ def _check_on(
             warnings.simplefilter("always")
             if _CHECKS[name](parameters, debug=True):
                 return None
-        # PyTorch warns once for each reason, followed by where in its source that is.
-        reasons = [str(warning.message).partition(" (Triggered internally")[0] for warning in said]
-        return ", ".join(reasons).strip().rstrip(".") or "PyTorch does not say why"
+        return ", ".join(_reason(warning.message) for warning in said) or _UNSAID
 
     return obstacle
+
+
+_UNSAID = "PyTorch does not say why"
+
+
+def _reason(message: Warning | str) -> str:
+    """PyTorch warns once for each reason, followed by where in its source that is."""
+    return str(message).partition("(Triggered internally")[0].strip().rstrip(".")

@@ -18,6 +18,7 @@ from titan_launch.signals import RESTART_SIGNAL, RESTART_STATUS, signal_name
 from titan_launch.train.audit import audited_step, audits, is_audited
 from titan_launch.train.faults import settle_guard
 from titan_launch.train.garbage import scheduled_garbage_collection
+from titan_launch.train.kernels import attention_failures_explained
 from titan_launch.train.prediction import MEASURED
 from titan_launch.train.resume import how_to_resume
 from titan_launch.train.run import Run
@@ -101,8 +102,10 @@ def last_warm_up_step(run: Run) -> int:
 
 @contextmanager
 def failures_explained(run: Run) -> Iterator[None]:
-    """Run forwards and backwards: errors that dtypes, or divided matrices, explain are raised as ConfigError."""
+    """Run forwards and backwards: errors that dtypes, divided matrices, or a backend of attention explain are raised
+    as ConfigError."""
     with ExitStack() as stack:
+        stack.enter_context(attention_failures_explained(run.config.kernels))
         stack.enter_context(shapes_explained(run.config.model, run.layout.tensor))
         for module, plan in parts(run.model, run.plan):
             stack.enter_context(dtype_failures_explained(module, plan, run.config.precision))

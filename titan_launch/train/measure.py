@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from titan_launch.config.comm import CommConfig
 from titan_launch.errors import config_error
 from titan_launch.metrics.exposed import profile_exposed_time
-from titan_launch.metrics.live_memory import track
+from titan_launch.metrics.tracking import track
 from titan_launch.metrics.traffic import TrafficCount, count_collectives
 from titan_launch.parallel.compile_cache import compile_time
 from titan_launch.plan.footprint import Category, Ledger, Place

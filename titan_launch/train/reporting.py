@@ -18,7 +18,7 @@ from titan_launch.parallel.distributed import Ranks
 from titan_launch.plan.devices import find_device
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report import format_batches
-from titan_launch.train.folder import METRICS_FILE
+from titan_launch.train.records import METRICS_FILE
 
 _log = logging.getLogger(__name__)
 

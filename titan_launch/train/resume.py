@@ -11,7 +11,8 @@ from types import TracebackType
 from torch import nn
 from torch.optim import Optimizer
 
-from titan_launch.checkpoint.loading import EVERYTHING, Selection, damage, find_checkpoint, load_state, newest_valid
+from titan_launch.checkpoint.finding import damage, find_checkpoint, newest_valid
+from titan_launch.checkpoint.loading import EVERYTHING, Selection, load_state
 from titan_launch.checkpoint.manager import CheckpointManager, Origin
 from titan_launch.checkpoint.manifest import checkpoint_name
 from titan_launch.checkpoint.state import Part, Progress, TrainingState

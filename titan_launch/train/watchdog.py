@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import logging
 import os
 import re
@@ -11,20 +10,16 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from torch.distributed import distributed_c10d
-
 from titan_launch.config.comm import CommConfig
 from titan_launch.errors import RunError
 from titan_launch.parallel.distributed import Ranks
-from titan_launch.plan.claims import listed
 from titan_launch.train.flight_recorder import FOLDER as FLIGHT_RECORDER
-from titan_launch.train.flight_recorder import collectives_begun, dump_flight_recorder
+from titan_launch.train.flight_recorder import dump_flight_recorder
+from titan_launch.train.whereabouts import SECONDS_TO_ANSWER, Board, Moment, counted, who_is_behind
 
 _log = logging.getLogger(__name__)
 
@@ -33,13 +28,10 @@ FOLDER = "hangs"
 
 _LOOKS_PER_LIMIT = 20
 _SECONDS_BETWEEN_LOOKS = (0.05, 10.0)
-_FAILED = "titan_launch/failed"
+
 
 _STDERR = 2
 """The file itself: what writes stacks wants no object of Python's."""
-
-_SECONDS_TO_ANSWER = 5
-"""How long the store may take."""
 
 _TIMED_OUT = ("Timed out waiting", "wait timeout after", "operation timeout")
 _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer")
@@ -51,33 +43,6 @@ _GUESSES = ". This is typically caused by"
 _PLACE_IN_SOURCE = re.compile(r"^\[[^]]*\] ")
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Moment:
-    """Where a rank is."""
-
-    sequence: int
-    """How often it has entered a phase. All ranks go through the same phases, so whoever has the least is behind."""
-
-    step: int
-    phase: str
-    since: float
-    """When it entered it, by this rank's monotonic clock."""
-
-    limit_s: float
-    """How long the phase may last."""
-
-    collectives: int = 0
-    """Collectives that it has begun, where it hangs and that is known."""
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Grows with everything that all ranks do."""
-        return self.sequence, self.collectives
-
-    def __str__(self) -> str:
-        return f"in step {self.step} ({self.phase})"
 
 
 class Watchdog:
@@ -102,13 +67,13 @@ class Watchdog:
         self._folder: Path | None = None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._board: _Board | None = None
+        self._board: Board | None = None
         self._now = Moment(0, 0, "", 0.0, 0.0)
         self.enter("building the run", 0)
 
     def __enter__(self) -> Watchdog:
         if self._limit_s:
-            self._board = _Board(self._ranks)  # now: where a run fails, the store may take no new client any more
+            self._board = Board(self._ranks)  # now: where a run fails, the store may take no new client any more
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
         return self
@@ -118,7 +83,7 @@ class Watchdog:
     ) -> None:
         if self._thread is not None:
             self._closing.set()
-            self._thread.join(_SECONDS_TO_ANSWER)
+            self._thread.join(SECONDS_TO_ANSWER)
             faulthandler.cancel_dump_traceback_later()
 
     def enter(self, phase: str, step: int, *, patient: bool = False) -> None:
@@ -172,7 +137,7 @@ class Watchdog:
         """Who was behind, and where it is written what everybody did; writes the flight recorder."""
         if self._board is None:
             return "comm.hang_seconds = 0, so nobody knows which rank is behind"
-        behind = self._who_is_behind(self._board)
+        behind = who_is_behind(self._board, self._now)
         if self._folder is None:
             return behind
         dump_flight_recorder(self._folder)
@@ -186,7 +151,7 @@ class Watchdog:
         """The thread: publishes, and looks."""
         shortest, longest = _SECONDS_BETWEEN_LOOKS
         pause = min(max(self._limit_s / _LOOKS_PER_LIMIT, shortest), longest)
-        board = _Board(self._ranks)
+        board = Board(self._ranks)
         reported: Moment | None = None
         while not self._closing.wait(pause):
             now = self._now
@@ -204,13 +169,13 @@ class Watchdog:
                 reported = now
                 self._report(now, board, pause)
 
-    def _report(self, now: Moment, board: _Board, pause: float) -> None:
+    def _report(self, now: Moment, board: Board, pause: float) -> None:
         """On all ranks, since all of them hang; one says it."""
-        board.publish(_counted(now))
+        board.publish(counted(now))
         self._closing.wait(2 * pause)  # for the others to do the same
         level = logging.WARNING if self._ranks.is_main else logging.INFO
         where = "standard error" if self._folder is None else self._folder / FOLDER
-        behind = self._who_is_behind(board)
+        behind = who_is_behind(board, self._now)
         _log.log(level, "no progress for %.0f s: %s; stacks of all threads: %s", now.limit_s, behind, where)
         if self._folder is None:
             faulthandler.dump_traceback(file=_STDERR)
@@ -226,79 +191,3 @@ class Watchdog:
                     faulthandler.dump_traceback(file)
                     file.write("\n")
             dump_flight_recorder(self._folder)
-
-    def _who_is_behind(self, board: _Board) -> str:
-        """A sentence that names the ranks that have come least far."""
-        own = _counted(self._now)
-        board.publish(own)
-        seen = board.read()
-        if seen is None:
-            return f"rank {self._ranks.rank} is {own}; where the others are cannot be read any more"
-        silent = [rank for rank, place in enumerate(seen) if place is None]
-        if silent:
-            return f"nothing was ever heard of {_listed(silent)}; rank {self._ranks.rank} is {own}"
-        places = [place for place in seen if place is not None]
-        least, most = (extreme(places, key=lambda place: place.progress) for extreme in (min, max))
-        behind = [rank for rank, place in enumerate(places) if place.progress == least.progress]
-        if len(behind) == len(places):
-            return f"no rank is behind: all are {least}" if len(places) > 1 else f"the only rank is {least}"
-        is_are, it_is = ("is", "it is") if len(behind) == 1 else ("are", "they are")
-        if least.sequence < most.sequence:
-            return f"{_listed(behind)} {is_are} behind: {it_is} {least} while the others are {most}"
-        counts = f"has begun {least.collectives} collectives there, and others {most.collectives}"
-        return f"{_listed(behind)} {is_are} behind: all are {least}, but {_listed(behind)} {counts}"
-
-
-class _Board:
-    """Where ranks read of each other where they are: the process group's store."""
-
-    def __init__(self, ranks: Ranks):
-        self._ranks = ranks
-        # A client of its own: one that waits for an answer makes another thread wait.
-        self._store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        self._store.set_timeout(timedelta(seconds=_SECONDS_TO_ANSWER))
-
-    def publish(self, moment: Moment) -> None:
-        """Tell where this rank is. Where the store is gone, the run is about to end for that reason."""
-        place = [moment.sequence, moment.step, moment.phase, moment.collectives]
-        with suppress(RuntimeError):
-            self._store.set(self._key(self._ranks.rank), json.dumps(place))
-
-    def read(self) -> list[Moment | None] | None:
-        """Where each rank was last; None for one that never told, or for all where the store is gone."""
-        try:
-            return [self._read(rank) for rank in range(self._ranks.world_size)]
-        except RuntimeError:
-            return None
-
-    def _read(self, rank: int) -> Moment | None:
-        if not self._store.check([self._key(rank)]):
-            return None
-        sequence, step, phase, collectives = json.loads(self._store.get(self._key(rank)))
-        return Moment(sequence, step, phase, 0.0, 0.0, collectives)
-
-    def tell_failure(self) -> None:
-        """The run has failed on this rank."""
-        with suppress(RuntimeError):
-            self._store.set(_FAILED, "")
-
-    def has_failed(self) -> bool:
-        """Whether it has on any rank, as far as the store can be asked."""
-        with suppress(RuntimeError):
-            return bool(self._store.check([_FAILED]))
-        return False
-
-    def _key(self, rank: int) -> str:
-        return f"titan_launch/where/{rank}"
-
-
-def _counted(moment: Moment) -> Moment:
-    """With the number of collectives."""
-    try:
-        return replace(moment, collectives=collectives_begun())
-    except (RuntimeError, ValueError):  # an account of what has gone wrong, which must not go wrong itself
-        return moment
-
-
-def _listed(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed([*map(str, ranks)], most=8)}"

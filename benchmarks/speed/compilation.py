@@ -1,0 +1,45 @@
+"""What compiling costs and gives: the first start, a later one that finds the kernels of the first, and none."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.speed.contestants import CONTESTANTS, LAUNCHER
+from benchmarks.speed.jobs import Job
+from benchmarks.speed.runs import Entry, Run
+from benchmarks.speed.summary import markdown
+
+ROUNDS = 1
+"""A second one would find the kernels of the first."""
+
+_STEPS = 12
+_STARTS = ("not compiled", "compiled, first start", "compiled, second start")
+
+
+def groups() -> list[list[Entry]]:
+    """In the order in which they must be run, with one folder of kernels."""
+    folder = tempfile.mkdtemp(prefix="speed-kernels-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    compiled: dict[str, Any] = {"compile": {"enable": True, "components": ["model", "loss"], "cache_folder": folder}}
+    audit: dict[str, Any] = {"debug": {"audit_precision": False}}  # in which a first step would not be compiled
+    launcher, job = CONTESTANTS[LAUNCHER], Job(steps=_STEPS)
+    options = (audit, audit | compiled, audit | compiled)
+    starts = zip(_STARTS, options, strict=True)
+    return [[Entry("compile", replace(launcher, name=name, options=own), job) for name, own in starts]]
+
+
+def tables(runs: Sequence[Run]) -> str:
+    """One row per start."""
+    rows: list[Sequence[str]] = [("start", "launch to first step, s", "step, ms")]
+    for name in _STARTS:
+        rows += [
+            (name, f"{run.first_step_s:.2f}", f"{1000 * run.step_s:.0f}")
+            for run in runs
+            if run.contestant == name and not run.failure
+        ]
+    return markdown(rows)
