@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from benchmarks.speed import compilation, latency, scaling, training, variants
+from benchmarks.speed import compilation, latency, scaling, training, turns, variants
 from benchmarks.speed.contestants import CONTESTANTS, Environments, launcher_sections, to_toml
 from benchmarks.speed.jobs import Job
 from benchmarks.speed.plots import plot_scaling, plot_worlds
@@ -87,3 +87,15 @@ def test_a_contestant_is_timed_from_its_launch_on() -> None:
     found = run(Entry("one", CONTESTANTS["bare"], job), 0, Environments())
     assert not found.failure and len(found.stamps) == 3 and len(found.steps_s) == 1
     assert 0 < found.step_s < found.first_step_s
+
+
+def test_steps_in_turns() -> None:
+    """A loop alone beside one of two ranks: both wait for their turn, and are gone in the end."""
+    job = Job(dim=64, n_layers=1, hidden_dim=64, seq_len=16, sequences=2, steps=20, division="whole")
+    entries = [
+        Entry("one", CONTESTANTS["bare-whole"], job),
+        Entry("one", CONTESTANTS["bare-ddp"], replace(job, ranks=2, division="replicated")),
+    ]
+    times = turns.measure(entries, 3, Environments())
+    assert list(times) == ["bare-whole", "bare-ddp"] and all(len(own) == 3 for own in times.values())
+    assert "| bare loop without FSDP2 | 3 |" in turns.table(entries, times)

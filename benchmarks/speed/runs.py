@@ -9,14 +9,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.speed.contestants import REPO, Contestant, Environments, command, launcher_sections, to_toml
 from benchmarks.speed.jobs import Job
+
+Contender = TypeVar("Contender")
 
 TIME_LIMIT_S = 600
 WARM_UP_INTERVALS = 1
@@ -83,7 +85,7 @@ class Entry:
     """A command of the launcher, timed from its start to its end, in place of a training."""
 
 
-def rotated(entries: Sequence[Entry], turn: int) -> list[Entry]:
+def rotated(entries: Sequence[Contender], turn: int) -> list[Contender]:
     """In another order every turn, so that none always follows the same one."""
     start = turn % len(entries)
     return [*entries[start:], *entries[:start]]
@@ -131,13 +133,8 @@ def timed_process(words: list[str], variables: dict[str, str] | None = None) -> 
 
     Returns its status, and what it said last, or of which error.
     """
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # installed tools have their bytecode; so has the launcher, then
-    paths = [str(REPO), *([str(Path(__file__).parent / "clock")] if variables else [])]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    process = subprocess.Popen(
-        words, env=environment | (variables or {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    environment = process_environment(variables or {})
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         output, _ = process.communicate(timeout=TIME_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -146,6 +143,14 @@ def timed_process(words: list[str], variables: dict[str, str] | None = None) -> 
     errors = re.findall(r"\w+(?:Error|Exception|error): .+", output)  # torchrun's own account comes after these
     last = (errors or [line for line in output.splitlines() if line.strip()] or [""])[-1]
     return process.returncode, f"status {process.returncode}: {last.strip()[:300]}"
+
+
+def process_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """What every tool is started with; `variables`, if any, are those of the clock."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # installed tools have their bytecode; so has the launcher, then
+    paths = [str(REPO), *([str(Path(__file__).parent / "clock")] if variables else [])]
+    return environment | {"PYTHONPATH": os.pathsep.join(paths), **variables}
 
 
 def _metrics(folder: Path) -> dict[str, float]:

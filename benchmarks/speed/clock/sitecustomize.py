@@ -1,4 +1,5 @@
-"""The one clock of all tools: when an AdamW has made a step, rank 0 appends the time to a file.
+"""The one clock of all tools: when an AdamW has made a step, rank 0 appends the time to a file. Where tools take turns
+(`benchmarks.speed.turns`), every rank then waits for the next one.
 
 Python imports this module by itself in every process that has the folder on its PYTHONPATH, so that nothing is asked
 of the tool. It waits until PyTorch's optimizers are imported, and then registers a hook on their `step`. Times are
@@ -39,10 +40,22 @@ class _Finder:
 
 
 def _stamp(optimizer: Any, *_: Any) -> None:
-    # Wrappers that are optimizers themselves (Accelerate's, TorchTitan's) call AdamW's step.
-    if type(optimizer).__name__ == "AdamW" and os.environ.get("RANK", "0") == "0":
+    if type(optimizer).__name__ != "AdamW":
+        return  # a wrapper that is an optimizer itself (Accelerate's, TorchTitan's), and calls AdamW's step
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
         with open(os.environ["SPEED_STAMPS"], "a") as stamps:
             stamps.write(f"{time.monotonic()}\n")
+    if "SPEED_TURNS" in os.environ:
+        _wait_for_turn(os.environ["SPEED_TURNS"], rank)
+
+
+def _wait_for_turn(folder: str, rank: str) -> None:
+    """Say that this rank is done, and which process it is, and wait until it may go on: through a FIFO each."""
+    with open(f"{folder}/done-{rank}", "wb", buffering=0) as done:
+        done.write(b"%d\n" % os.getpid())
+    with open(f"{folder}/go-{rank}", "rb", buffering=0) as go:
+        go.read(1)
 
 
 if "SPEED_STAMPS" in os.environ:
