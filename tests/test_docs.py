@@ -72,7 +72,7 @@ def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.Capture
             check_benchmark(script, arguments)
         case ["benchmarks/gpu.sh", *arguments]:
             check_benchmark("-m benchmarks.gpu", arguments)
-        case ["python", "-m", "benchmarks.speed" | "benchmarks.speed.in_turns" as module, *arguments]:
+        case ["python", "-m", module, *arguments] if module.startswith("benchmarks.speed"):
             check_benchmark(f"-m {module}", arguments)
         case ["sbatch", option, script, *arguments] if option.startswith("--"):
             check_script(script, arguments)
