@@ -81,16 +81,16 @@ def command(contestant: Contestant, job: Job, environments: Environments, folder
     python = environments.peers if contestant.package else environments.own
     assert python is not None, f"{contestant.name} needs the environment of the peers"
     if contestant.module != "titan_launch":
-        return [*_processes(python, job.ranks), "-m", contestant.module, job.dump()]
+        return [*processes(python, job.ranks), "-m", contestant.module, job.dump()]
     path = folder / "job.toml"
     path.write_text(to_toml({**launcher_sections(job, folder), **contestant.options}))
     if contestant.has_agent:
         ranks = ["--nproc-per-node", str(job.ranks)]
         return [python, "-m", "titan_launch", "launch", *ranks, "--config", str(path)]
-    return [*_processes(python, job.ranks), "-m", "titan_launch", "--config", str(path)]
+    return [*processes(python, job.ranks), "-m", "titan_launch", "--config", str(path)]
 
 
-def _processes(python: str, ranks: int) -> list[str]:
+def processes(python: str, ranks: int) -> list[str]:
     """One process needs no torchrun."""
     if ranks == 1:
         return [python]

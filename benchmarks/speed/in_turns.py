@@ -20,13 +20,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 from benchmarks.publishing import publish
-from benchmarks.speed.contestants import REPO, launcher_sections
+from benchmarks.speed.contestants import launcher_sections, processes
 from benchmarks.speed.jobs import Job
 from benchmarks.speed.machine import machine_line
-from benchmarks.speed.summary import markdown
+from benchmarks.speed.runs import process_environment
+from benchmarks.speed.summary import markdown, quartiles
 
 JOBS = (
     Job(precision="float32"),
@@ -52,12 +53,10 @@ def main() -> None:
 
 def measure(job: Job, pairs: int) -> list[Pair]:
     """In processes of their own, with a thread each; as rank 0 has seen it."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.ranks)] if job.ranks > 1 else []
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "pairs.json")
-        words = [sys.executable, *start, __file__, job.dump(), str(pairs), str(result)]
-        subprocess.run(words, env=environment, check=True, stdout=subprocess.DEVNULL)
+        words = [*processes(sys.executable, job.ranks), __file__, job.dump(), str(pairs), str(result)]
+        subprocess.run(words, env=process_environment({}), check=True, stdout=subprocess.DEVNULL)
         return [(bare, launcher) for bare, launcher in json.loads(result.read_text())]
 
 
@@ -66,16 +65,16 @@ def table(measured: Sequence[tuple[Job, Sequence[Pair]]]) -> str:
     rows: list[Sequence[str]] = [("job", "pairs", "bare, ms", "launcher, ms", "ratio of medians", "of the pairs")]
     for job, pairs in measured:
         bare, launcher = (1000 * median(pair[index] for pair in pairs) for index in (0, 1))
-        lower, middle, upper = quantiles((own / other for other, own in pairs), n=4)
-        processes = "one process" if job.ranks == 1 else f"{job.ranks} processes"
+        ratios = quartiles(own / other for other, own in pairs)
+        ranks = "one process" if job.ranks == 1 else f"{job.ranks} processes"
         rows.append(
             (
-                f"{processes}, {job.precision}",
+                f"{ranks}, {job.precision}",
                 str(len(pairs)),
                 f"{bare:.1f}",
                 f"{launcher:.1f}",
                 f"{launcher / bare:.3f}",
-                f"{middle:.3f} ({lower:.3f} to {upper:.3f})",
+                ratios.cell(".3f"),
             )
         )
     return markdown(rows)
@@ -106,15 +105,10 @@ def _time_pair(steps: Sequence[Callable[[], object]], number: int) -> Pair:
 
 def bare_step(job: Job, rank: int) -> Callable[[], object]:
     """The hand-written loop's."""
-    import torch
-
-    from benchmarks.speed.tools.bare import build, divide, train_step
+    from benchmarks.speed.tools.bare import prepare, train_step
     from benchmarks.speed.tools.tokens import random_sequences
 
-    torch.manual_seed(0)
-    model = divide(build(job), job)
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    model, parameters, optimizer = prepare(job)
     batches = itertools.cycle(random_sequences(job, rank).split(job.local_sequences))
     return lambda: train_step(model, parameters, optimizer, [next(batches)], job)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import mean, median, quantiles
 
 from benchmarks.speed.runs import Run
 
@@ -26,6 +26,12 @@ def spread(values: Iterable[float]) -> Spread:
     """Of at least one value."""
     known = list(values)
     return Spread(median(known), min(known), max(known))
+
+
+def quartiles(values: Iterable[float]) -> Spread:
+    """Likewise of at least two, with the quartiles in place of the least and the most."""
+    low, middle, high = quantiles(values, n=4)
+    return Spread(middle, low, high)
 
 
 def paired(runs: Sequence[Run], baseline: Sequence[Run], value: Callable[[Run], float]) -> Spread | None:

@@ -48,12 +48,17 @@ def tables(runs: Sequence[Run]) -> str:
     for group, (job, names) in _GROUPS.items():
         of_group = [run for run in runs if run.group == group]
         if of_group:
-            lines = [f"**{group[0].upper()}{group[1:]}**, {job.tokens:,} tokens a step:", "", _table(of_group, names)]
+            lines = [f"{heading(group)}, {job.tokens:,} tokens a step:", "", _table(of_group, names)]
             absent = [CONTESTANTS[name].label for name in names if name not in {run.contestant for run in of_group}]
             if absent:
                 lines += ["", f"Not installed, or left out: {', '.join(absent)}."]
             parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def heading(group: str) -> str:
+    """What stands over a group's table."""
+    return f"**{group[0].upper()}{group[1:]}**"
 
 
 def _table(runs: Sequence[Run], names: Sequence[str]) -> str:

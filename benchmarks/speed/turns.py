@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from io import FileIO
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 from benchmarks.publishing import publish
 from benchmarks.speed import training
 from benchmarks.speed.contestants import CONTESTANTS, Environments, command
 from benchmarks.speed.machine import machine_line
 from benchmarks.speed.runs import TIME_LIMIT_S, Entry, process_environment, rotated
-from benchmarks.speed.summary import markdown
+from benchmarks.speed.summary import markdown, quartiles
 
 ROUNDS = 20
 _WARM_UP = 3
@@ -113,11 +113,10 @@ def table(entries: Sequence[Entry], times: Times) -> str:
     baseline = times[entries[0].contestant.name]
     for entry in entries:
         own = times[entry.contestant.name]
-        ratios = [seconds / first for seconds, first in zip(own, baseline, strict=True)]
-        lower, middle, upper = quantiles(ratios, n=4)
+        ratios = quartiles(seconds / first for seconds, first in zip(own, baseline, strict=True))
         label, typical = CONTESTANTS[entry.contestant.name].label, median(own)
         figures = (f"{1000 * typical:.1f}", f"{entry.job.tokens / typical:,.0f}")
-        rows.append((label, str(len(own)), *figures, f"{middle:.3f} ({lower:.3f} to {upper:.3f})"))
+        rows.append((label, str(len(own)), *figures, ratios.cell(".3f")))
     return markdown(rows)
 
 
@@ -136,7 +135,7 @@ def main() -> None:
         group = entries[0].group
         if not options.only or any(word in group for word in options.only):
             measured = measure(entries, options.rounds, environments)
-            parts.append(f"**{group[0].upper()}{group[1:]}**:\n\n{table(entries, measured)}")
+            parts.append(f"{training.heading(group)}:\n\n{table(entries, measured)}")
     publish("\n\n".join(parts), "speed-turns", options.write)
 
 

@@ -31,10 +31,7 @@ from titan_launch.models.llama3 import Llama3
 def main(job: Job) -> None:
     """Train as one rank."""
     rank = start(job)
-    torch.manual_seed(0)
-    model = divide(build(job), job)
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    model, parameters, optimizer = prepare(job)
     batches = iter(random_sequences(job, rank).split(job.local_sequences))
     gc.disable()
     for _ in range(job.steps):
@@ -49,6 +46,15 @@ def start(job: Job) -> int:
     elif job.division != "whole":
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return int(os.environ.get("RANK", "0"))
+
+
+def prepare(job: Job) -> tuple[nn.Module, list[nn.Parameter], torch.optim.Optimizer]:
+    """The model on this rank, its parameters, and what updates them."""
+    torch.manual_seed(0)
+    model = divide(build(job), job)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    return model, parameters, optimizer
 
 
 def build(job: Job) -> Llama3:
