@@ -25,6 +25,7 @@ from titan_launch.errors import ConfigError, config_error
 from titan_launch.globs import matches
 from titan_launch.models.build import BuiltModel
 from titan_launch.models.layers.attention import takes_equal_heads_only
+from titan_launch.models.layers.blocked_attention import blocked_attention, lengths
 from titan_launch.parallel.float8 import check_units
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import ModelPlan
@@ -65,9 +66,7 @@ def use_kernels(
         problems = list(missing_on_cpu(kernels))
         if problems:
             raise ConfigError(problems)
-        if kernels.attention != "auto":
-            stack.enter_context(sdpa_kernel(BACKENDS[kernels.attention]))
-            _log.info("attention: %s", kernels.attention)
+        _use_on_cpu(config, built, plan, layout, stack)
         return
     set_precision(kernels)
     order = priority(torch.cuda.get_device_capability(device))
@@ -78,6 +77,18 @@ def use_kernels(
         stack.enter_context(sdpa_kernel(BACKENDS[kernels.attention]))
     else:  # PyTorch goes by the order in every call, so that models of which nothing is known do too
         stack.enter_context(sdpa_kernel([BACKENDS[name] for name in order], set_priority=True))
+
+
+def _use_on_cpu(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, stack: ExitStack) -> None:
+    wanted = config.kernels.attention
+    if wanted != "auto":
+        stack.enter_context(sdpa_kernel(BACKENDS[wanted]))
+        _log.info("attention: %s", wanted)
+    elif layout.context == 1:
+        stack.enter_context(blocked_attention())
+        for dtype in attention_dtypes(built, plan):
+            is_blocked = config.training.seq_len in lengths().get(torch_dtype(dtype), ())
+            _log.info("attention in %s: %s", dtype, "blocks of tokens" if is_blocked else "flash")
 
 
 @contextmanager

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_launch.config.job import JobConfig
+from titan_launch.models.build import build_model
+from titan_launch.models.layers import blocked_attention as blocked
+from titan_launch.models.layers.blocked_attention import attention, blocked_attention, gradients
+from titan_launch.plan.layout import Layout
+from titan_launch.train import kernels
+from titan_launch.train.kernels import use_kernels
+from titan_launch.train.plan import plan_precision
+
+_aten = torch.ops.aten
+_FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+SHAPES = {
+    "one block": (1, 4, 4, 40, 16),
+    "blocks of heads that share none": (2, 4, 4, 300, 8),
+    "blocks of heads that share one of keys": (3, 6, 2, 300, 8),
+    "a sequence of whole blocks": (1, 2, 1, 256, 32),
+    "more heads for a key than a block has rows": (1, 160, 1, 5, 8),
+    "one token": (2, 2, 1, 1, 8),
+}
+
+
+def tensors(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys, values and the gradient of the result, in memory as a model's projections leave them."""
+    batch, heads, keys, tokens, width = shape
+    torch.manual_seed(0)
+    return [torch.randn(batch, tokens, n, width).to(dtype).transpose(1, 2) for n in (heads, keys, keys, heads)]
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, scale: float) -> list[Tensor]:
+    """The result and the gradients, by the formula in float64."""
+    q, k, v = (tensor.detach().double().requires_grad_() for tensor in (q, k, v))
+    keys, values = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    result = torch.softmax((scale * q @ keys.mT).masked_fill(future, -math.inf), -1) @ values
+    return [result, *torch.autograd.grad(result, (q, k, v), grad.double())]
+
+
+def errors(own: list[Tensor], right: list[Tensor]) -> list[float]:
+    """As shares of the right tensor, by their norms."""
+    return [
+        float((a - b).norm() / b.norm().clamp(min=1)) for a, b in zip(own, (t.detach() for t in right), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("scores", [2**19, 2**12], ids=["all heads together", "few heads together"])
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_blocks_are_no_farther_from_the_formula_than_pytorch_s_kernel(
+    shape: tuple[int, int, int, int, int], scale: float | None, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocked, "_BLOCK_SCORES", scores)
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v, grad = tensors(shape, dtype)
+        right = exact(q, k, v, grad, scale or shape[-1] ** -0.5)
+        result, sums = attention(q, k, v, scale)
+        own = [result, *gradients(grad, q, k, v, scale)]
+        other, other_sums = _FORWARD(q, k, v, 0.0, True, scale=scale)
+        others = [other, *_BACKWARD(grad, q, k, v, other, other_sums, 0.0, True, scale=scale)]
+        for mine, theirs in zip(errors(own, right), errors(others, right), strict=True):
+            assert mine <= max(1.3 * theirs, 8 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(sums, other_sums, atol=1e-3 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+        for mine, theirs in zip((*own, sums), (*others, other_sums), strict=True):
+            assert (mine.dtype, mine.shape, mine.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
+
+
+def test_a_gradient_of_one_number_for_all_is_as_good_as_another() -> None:
+    q, k, v, _ = tensors(SHAPES["blocks of heads that share one of keys"], torch.float32)
+    ones = torch.ones(()).expand(q.shape)
+    for own, other in zip(gradients(ones, q, k, v), gradients(ones.contiguous(), q, k, v), strict=True):
+        assert torch.equal(own, other)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The blocked functions as they are called, on any CPU."""
+    seen: list[str] = []
+    for name in ("attention", "gradients"):
+
+        def noted(name: str, inner: Any, *args: Any) -> Any:
+            seen.append(name)
+            return inner(*args)
+
+        monkeypatch.setattr(blocked, name, partial(noted, name, getattr(blocked, name)))
+    for module in (blocked, kernels):
+        monkeypatch.setattr(module, "lengths", lambda: {torch.float32: range(16, 65)})
+    return seen
+
+
+def attend(tokens: int = 32, dtype: torch.dtype = torch.float32, **options: Any) -> list[Tensor]:
+    q, k, v, grad = tensors((2, 4, 2, tokens, 8), dtype)
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+    result = F.scaled_dot_product_attention(*inputs, enable_gqa=True, **{"is_causal": True} | options)
+    return [result, *torch.autograd.grad(result, inputs, grad)]
+
+
+def test_the_operation_is_computed_by_blocks_and_is_pytorch_s_again_afterwards(calls: list[str]) -> None:
+    before = attend()
+    with blocked_attention():
+        during = attend()
+        assert calls == ["attention", "gradients"]
+        with blocked_attention():  # another run's, in the same process
+            attend()
+        attend()
+    assert len(calls) == 6
+    after = attend()
+    assert len(calls) == 6
+    for first, second, third in zip(before, during, after, strict=True):
+        assert torch.equal(first, third) and not torch.equal(first, second)
+        torch.testing.assert_close(first, second)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"tokens": 15},
+        {"tokens": 65},
+        {"dtype": torch.float64},
+        {"is_causal": False},
+        {"is_causal": False, "attn_mask": torch.ones(32, 32).tril().log()},
+    ],
+    ids=["short", "long", "dtype", "not causal", "mask"],
+)
+def test_other_calls_are_left_to_pytorch(call: dict[str, Any], calls: list[str]) -> None:
+    before = attend(**call)
+    with blocked_attention():
+        during = attend(**call)
+    assert not calls
+    assert all(torch.equal(first, second) for first, second in zip(before, during, strict=True))
+
+
+def test_the_precision_of_other_products_is_put_back() -> None:
+    products: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = products.fp32_precision
+    q, k, v, grad = tensors((1, 2, 2, 8, 8), torch.bfloat16)
+    attention(q, k, v)
+    with pytest.raises(RuntimeError):
+        gradients(grad[..., :4], q, k, v)  # not of the result
+    assert products.fp32_precision == before
+
+
+@pytest.mark.parametrize(("backend", "context", "expected"), [("auto", 1, 1), ("flash", 1, 0), ("auto", 2, 0)])
+def test_a_run_attends_by_blocks_unless_asked_otherwise(
+    backend: str, context: int, expected: int, calls: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor where a query's keys are on several ranks."""
+    sections = {"kernels": {"attention": backend}, "training": {"seq_len": 32}, "precision": {"param_dtype": "float32"}}
+    config = JobConfig.model_validate(sections)
+    built = build_model(config.model, 32)
+    layout = Layout(1, 1, local_batch_size=1, num_microbatches=1, context=context)
+    caplog.set_level("INFO")
+    with ExitStack() as stack:
+        use_kernels(config, built, plan_precision(config, built), layout, torch.device("cpu"), stack)
+        attend()
+    assert len(calls) == 2 * expected
+    assert [record.getMessage() for record in caplog.records if record.name == kernels.__name__] == {
+        ("auto", 1): ["attention in float32: blocks of tokens"],
+        ("flash", 1): ["attention: flash"],
+        ("auto", 2): [],
+    }[backend, context]

@@ -1,0 +1,215 @@
+"""Causal attention on a CPU, a block of tokens at a time: faster than PyTorch's kernel where sequences are short.
+
+PyTorch's flash attention for CPUs goes through the heads one by one, in products that are small. Here a block of tokens
+of several heads is one batched product with the keys up to it, and its scores stay in the cache. As there, scores are
+not kept for backward, which computes them again (arXiv:2205.14135).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_BLOCK_ROWS = 128
+"""Queries of a block for a head of keys, where the sequence has as many."""
+
+_BLOCK_SCORES = 2**19
+"""Of the longest block, over all its heads: 2 MiB in fp32."""
+
+
+@cache
+def lengths() -> Mapping[torch.dtype, range]:
+    """By dtype, the tokens of the sequences that are attended to by blocks on this CPU: where this was faster in all
+    that was measured (docs/performance.md). Longer sequences make large products in PyTorch's kernel, too; for shorter
+    ones the calls cost more than they save. CPUs with AMX, for which PyTorch's kernel has a way of its own, and those
+    without AVX-512 were not measured.
+    """
+    has = torch.cpu.get_capabilities()
+    found = {}
+    if has.get("avx512_f"):
+        found[torch.float32] = range(256, 513)
+    if has.get("avx512_bf16") and not has.get("amx_bf16"):
+        found[torch.bfloat16] = range(64, 513)
+    return found
+
+
+_aten = torch.ops.aten
+_FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+_in_place: list[torch.library.Library] = []
+"""Where it is: PyTorch takes one such kernel at a time."""
+
+
+@contextmanager
+def blocked_attention() -> Iterator[None]:
+    """Let this compute PyTorch's operation, where `takes` says so, until the end of the block.
+
+    What calls the operation, its derivative, what it keeps, and its shapes on the meta device stay as they are. Not for
+    ring attention: backward takes it that a query has seen no keys but those it is given. A block within another one
+    adds nothing.
+    """
+    if _in_place:
+        yield
+        return
+    forward, backward = (torch.library.get_kernel(operation, "CPU") for operation in (_FORWARD, _BACKWARD))
+
+    def attend(dispatch: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any, **others: Any) -> Any:
+        if takes(q, k, v, *options, **others):
+            return attention(q, k, v, others.get("scale"))
+        return forward.call_boxed(dispatch, q, k, v, *options, **others)
+
+    def differentiate(
+        dispatch: Any,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        sums: Tensor,
+        *rest: Any,
+        **others: Any,
+    ) -> Any:
+        if takes(q, k, v, *rest, **others):
+            return gradients(grad, q, k, v, others.get("scale"))
+        return backward.call_boxed(dispatch, grad, q, k, v, out, sums, *rest, **others)
+
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+            library.impl(_FORWARD, attend, "CPU", with_keyset=True)
+            library.impl(_BACKWARD, differentiate, "CPU", with_keyset=True)
+        _in_place.append(library)
+        yield
+    finally:
+        _in_place.clear()
+        library._destroy()
+
+
+def takes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> bool:
+    """Whether a call of the operation is for this: causal attention of short sequences to themselves."""
+    return (
+        is_causal
+        and attn_mask is None
+        and dropout_p == 0.0
+        and q.shape[2] == k.shape[2]
+        and q.shape[2] in lengths().get(q.dtype, ())
+    )
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """(batch, heads, tokens, width) attends to its own and earlier tokens; keys and values may have fewer heads.
+
+    Returns the result, like `q`, and the logarithm of each query's sum of exponentials, fp32 (batch, heads, tokens).
+    Factors of products are of the dtype of `q`, as in PyTorch's kernel; scores and sums are fp32.
+    """
+    blocks = _Blocks(q, k, scale)
+    queries, keys, values = map(blocks.rows, (q, k, v))
+    results, sums = torch.empty_like(queries), torch.empty_like(queries[..., :1])
+    with _products_of(q.dtype):
+        for block in blocks:
+            heads, rows, seen = block
+            scores, shares = blocks.scores(queries, keys, block)
+            results[heads, rows] = torch.bmm(shares, values[heads, seen])
+            # The largest share is that of the largest score.
+            sums[heads, rows] = scores.amax(-1, keepdim=True) - shares.amax(-1, keepdim=True).log_()
+    return blocks.tensor(results, q.dtype), blocks.tensor(sums, torch.float32).squeeze(-1)
+
+
+def gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of queries, keys and values, each like its tensor, from that of the result."""
+    blocks = _Blocks(q, k, scale)
+    queries, keys, values, of_results = map(blocks.rows, (q, k, v, grad))
+    of_queries, of_keys, of_values = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+    with _products_of(q.dtype):
+        for block in blocks:
+            heads, rows, seen = block
+            scores, shares = blocks.scores(queries, keys, block)
+            of_values[heads, seen].baddbmm_(shares.mT, of_results[heads, rows])
+            of_shares = torch.bmm(of_results[heads, rows], values[heads, seen].mT, out=scores)
+            of_scores = _aten._softmax_backward_data.out(of_shares, shares, -1, torch.float32, grad_input=of_shares)
+            of_queries[heads, rows] = torch.bmm(of_scores, keys[heads, seen])
+            of_keys[heads, seen].baddbmm_(of_scores.mT, queries[heads, rows])
+    of_queries *= blocks.scale
+    of_keys *= blocks.scale
+    return blocks.tensor(of_queries, q.dtype), blocks.tensor(of_keys, k.dtype), blocks.tensor(of_values, v.dtype)
+
+
+Block = tuple[slice, slice, slice]
+"""Heads of keys, over all sequences; their queries; the tokens that these see."""
+
+
+class _Blocks:
+    """One call, in blocks. A block has queries of neighbouring tokens, of all the heads that share one of keys."""
+
+    def __init__(self, q: Tensor, k: Tensor, scale: float | None):
+        self._batch, self._heads, self._tokens, width = k.shape
+        self._shared = q.shape[1] // self._heads
+        self.scale = width**-0.5 if scale is None else scale
+        self._length = min(max(1, _BLOCK_ROWS // self._shared), self._tokens)
+        longest = self._length * self._shared * self._tokens
+        self._together = min(max(1, _BLOCK_SCORES // longest), self._batch * self._heads)
+        # One place for all blocks, which stays in the cache.
+        self._scores, self._shares = q.new_empty((2, self._together * longest), dtype=torch.float32)
+        self._hides = q.new_full((self._length, self._length), -torch.inf, dtype=torch.float32).triu_(1)
+
+    def __iter__(self) -> Iterator[Block]:
+        for head in range(0, self._batch * self._heads, self._together):
+            heads = slice(head, head + self._together)
+            for start in range(0, self._tokens, self._length):
+                end = min(start + self._length, self._tokens)
+                yield heads, slice(start * self._shared, end * self._shared), slice(0, end)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """(batch, heads, tokens, width) as fp32 [batch x heads of keys, tokens x heads that share them, width]."""
+        by_key = x.unflatten(1, (self._heads, -1)).transpose(2, 3)
+        return by_key.float().reshape(self._batch * self._heads, -1, x.shape[-1])
+
+    def tensor(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """The way back. In memory tokens come before heads, as PyTorch's kernel leaves them."""
+        by_key = rows.view(self._batch, self._heads, self._tokens, -1, rows.shape[-1]).permute(0, 2, 1, 3, 4)
+        return rows.new_empty(by_key.shape, dtype=dtype).copy_(by_key).flatten(2, 3).transpose(1, 2)
+
+    def scores(self, queries: Tensor, keys: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """[heads of keys, queries, tokens] of a block, those of tokens to come -inf, and their softmax. Until the next
+        block."""
+        heads, rows, seen = block
+        key = keys[heads, seen]
+        shape = (len(key), rows.stop - rows.start, seen.stop)
+        scores, shares = (kept[: math.prod(shape)].view(shape) for kept in (self._scores, self._shares))
+        torch.baddbmm(scores, queries[heads, rows], key.mT, beta=0, alpha=self.scale, out=scores)
+        own = seen.stop - rows.start // self._shared  # the tokens of the block itself
+        scores.unflatten(1, (own, -1))[..., -own:] += self._hides[:own, None, :own]
+        return scores, torch.softmax(scores, -1, out=shares)
+
+
+@contextmanager
+def _products_of(dtype: torch.dtype) -> Iterator[None]:
+    """Let products of fp32 tensors round their factors to `dtype`, which loses nothing where these come from it: sums
+    and results stay fp32. PyTorch has no product of bf16 tensors on a CPU that gives fp32."""
+    products: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = products.fp32_precision
+    if dtype == torch.bfloat16:
+        products.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
