@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.utils import _apply_to_tensors
 
+from titan_launch.parallel.replicas import overlap_all_reduces
 from titan_launch.plan.prefetch import plan_backward_prefetch
 from titan_launch.plan.types import ModelPlan, Policy
 from titan_launch.precision.policy import mixed_precision_policy, torch_dtype
@@ -43,6 +44,8 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, offloads: bo
                 _cast_outputs(module, torch_dtype(unit.policy.output_dtype))
     if mesh.size() > 1:
         _sum_gradients(model)
+    if mesh.ndim > 1 and mesh.device_type == "cpu":
+        overlap_all_reduces(model)
     for path, ahead in plan_backward_prefetch(plan).items():
         _fsdp_module(model, path).set_modules_to_backward_prefetch([_fsdp_module(model, name) for name in ahead])
 
