@@ -34,7 +34,7 @@ def lengths() -> Mapping[torch.dtype, range]:
     has = torch.cpu.get_capabilities()
     found = {}
     if has.get("avx512_f"):
-        found[torch.float32] = range(256, 513)
+        found[torch.float32] = range(384, 513)
     if has.get("avx512_bf16") and not has.get("amx_bf16"):
         found[torch.bfloat16] = range(64, 513)
     return found
