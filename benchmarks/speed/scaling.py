@@ -11,7 +11,7 @@ from benchmarks.speed.jobs import Job
 from benchmarks.speed.runs import Entry, Run
 from benchmarks.speed.summary import Line, fit, markdown, spread
 
-ROUNDS = 2
+ROUNDS = 5
 BASE = Job(seq_len=128, steps=5)
 
 
