@@ -47,6 +47,12 @@ CONTESTANTS = {
         Contestant("bare-whole", "bare loop without FSDP2", _TOOLS + "bare", "whole"),
         Contestant("bare-ddp", "bare loop, DDP", _TOOLS + "bare", "replicated"),
         Contestant(LAUNCHER, "**titan_launch**", "titan_launch"),
+        Contestant(
+            "launcher-flash",
+            "**titan_launch**, PyTorch's attention",
+            "titan_launch",
+            options={"kernels": {"attention": "flash"}},
+        ),
         Contestant("launcher-agent", "**titan_launch**, by `launch`", "titan_launch", has_agent=True),
         Contestant("trainer", "Hugging Face Trainer", _TOOLS + "transformers_trainer", package="transformers"),
         Contestant("accelerate", "Accelerate", _TOOLS + "accelerate_loop", package="accelerate"),

@@ -11,17 +11,18 @@ from benchmarks.speed.summary import markdown, paired, spread
 
 ROUNDS = 5
 PEER_ROUNDS = 3
+_FLASH = "launcher-flash"
 _PEERS = ("trainer", "accelerate", "litgpt", "torchtitan")
 
 _GROUPS: dict[str, tuple[Job, tuple[str, ...]]] = {
     "one process, fp32": (Job(precision="float32"), (BARE, LAUNCHER)),
-    "one process, bf16": (Job(), (BARE, LAUNCHER, "bare-whole", *_PEERS)),
+    "one process, bf16": (Job(), (BARE, LAUNCHER, _FLASH, "bare-whole", *_PEERS)),
     "two processes, sharded, fp32": (Job(precision="float32", ranks=2), (BARE, LAUNCHER)),
     "two processes, sharded, bf16": (
         Job(ranks=2),
-        (BARE, LAUNCHER, "launcher-agent", "accelerate", "torchtitan"),
+        (BARE, LAUNCHER, _FLASH, "launcher-agent", "accelerate", "torchtitan"),
     ),
-    "two processes, replicated, bf16": (Job(ranks=2, division="replicated"), ("bare-ddp", LAUNCHER, *_PEERS)),
+    "two processes, replicated, bf16": (Job(ranks=2, division="replicated"), ("bare-ddp", LAUNCHER, _FLASH, *_PEERS)),
 }
 """The first of each is what the others are compared with."""
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -33,11 +34,21 @@ SHAPES = {
 }
 
 
-def tensors(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> list[Tensor]:
-    """Queries, keys, values and the gradient of the result, in memory as a model's projections leave them."""
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tokens first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "heads first": lambda x: x.contiguous(),
+    "a part of another": lambda x: (
+        torch.cat((x, x), -1).transpose(1, 2).contiguous().transpose(1, 2)[..., : x.shape[-1]]
+    ),
+}
+"""Of (batch, heads, tokens, width) in memory. The first is how a model's projections leave it."""
+
+
+def tensors(shape: tuple[int, int, int, int, int], dtype: torch.dtype, layout: str = "tokens first") -> list[Tensor]:
+    """Queries, keys, values and the gradient of the result."""
     batch, heads, keys, tokens, width = shape
     torch.manual_seed(0)
-    return [torch.randn(batch, tokens, n, width).to(dtype).transpose(1, 2) for n in (heads, keys, keys, heads)]
+    return [LAYOUTS[layout](torch.randn(batch, n, tokens, width).to(dtype)) for n in (heads, keys, keys, heads)]
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, scale: float) -> list[Tensor]:
@@ -71,9 +82,22 @@ def test_blocks_are_no_farther_from_the_formula_than_pytorch_s_kernel(
         other, other_sums = _FORWARD(q, k, v, 0.0, True, scale=scale)
         others = [other, *_BACKWARD(grad, q, k, v, other, other_sums, 0.0, True, scale=scale)]
         for mine, theirs in zip(errors(own, right), errors(others, right), strict=True):
-            assert mine <= max(1.3 * theirs, 8 * torch.finfo(dtype).eps)
+            assert mine <= 1.7 * theirs + torch.finfo(dtype).eps / 4
         torch.testing.assert_close(sums, other_sums, atol=1e-3 if dtype == torch.bfloat16 else 1e-5, rtol=0)
-        for mine, theirs in zip((*own, sums), (*others, other_sums), strict=True):
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_results_lie_in_memory_as_pytorch_s_do(layout: str) -> None:
+    """On the meta device, too, by which a compiler goes."""
+    shape = SHAPES["blocks of heads that share one of keys"]
+    q, k, v, grad = tensors(shape, torch.bfloat16, layout)
+    result, sums = attention(q, k, v)
+    own = [result, sums, *gradients(grad, q, k, v)]
+    for device in ("cpu", "meta"):
+        q, k, v, grad = (tensor.to(device) for tensor in (q, k, v, grad))
+        other, other_sums = _FORWARD(q, k, v, 0.0, True)
+        others = [other, other_sums, *_BACKWARD(grad, q, k, v, other, other_sums, 0.0, True)]
+        for mine, theirs in zip(own, others, strict=True):
             assert (mine.dtype, mine.shape, mine.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
 
 
@@ -100,8 +124,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def attend(tokens: int = 32, dtype: torch.dtype = torch.float32, **options: Any) -> list[Tensor]:
-    q, k, v, grad = tensors((2, 4, 2, tokens, 8), dtype)
+def attend(tokens: int = 32, dtype: torch.dtype = torch.float32, batch: int = 2, **options: Any) -> list[Tensor]:
+    q, k, v, grad = tensors((batch, 4, 2, tokens, 8), dtype)
     inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
     result = F.scaled_dot_product_attention(*inputs, enable_gqa=True, **{"is_causal": True} | options)
     return [result, *torch.autograd.grad(result, inputs, grad)]
@@ -130,9 +154,10 @@ def test_the_operation_is_computed_by_blocks_and_is_pytorch_s_again_afterwards(c
         {"tokens": 65},
         {"dtype": torch.float64},
         {"is_causal": False},
+        {"batch": 0},
         {"is_causal": False, "attn_mask": torch.ones(32, 32).tril().log()},
     ],
-    ids=["short", "long", "dtype", "not causal", "mask"],
+    ids=["short", "long", "dtype", "not causal", "empty", "mask"],
 )
 def test_other_calls_are_left_to_pytorch(call: dict[str, Any], calls: list[str]) -> None:
     before = attend(**call)
@@ -152,22 +177,52 @@ def test_the_precision_of_other_products_is_put_back() -> None:
     assert products.fp32_precision == before
 
 
-@pytest.mark.parametrize(("backend", "context", "expected"), [("auto", 1, 1), ("flash", 1, 0), ("auto", 2, 0)])
+def test_blocks_that_overlap_end_with_the_last(calls: list[str]) -> None:
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(blocked_attention())
+    second.enter_context(blocked_attention())
+    first.close()
+    attend()
+    second.close()
+    attend()
+    assert len(calls) == 2
+
+
+def test_a_compiled_function_gets_what_it_expects(calls: list[str]) -> None:
+    """Of queries that lie in memory otherwise than a model's projections."""
+
+    def heads(q: Tensor, k: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(2 * q, k, k, is_causal=True).view(-1, 32, 8).square().sum()
+
+    q = tensors((2, 4, 4, 32, 8), torch.float32, "heads first")[0].requires_grad_()
+    right = torch.autograd.grad(heads(q, q), q)[0]
+    with blocked_attention():
+        own = torch.autograd.grad(torch.compile(heads, backend="aot_eager", fullgraph=True)(q, q), q)[0]
+    assert calls == ["attention", "gradients"]
+    torch.testing.assert_close(own, right, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("backend", "context", "tokens", "expected"),
+    [("auto", 1, 32, 1), ("flash", 1, 32, 0), ("auto", 2, 32, 0), ("auto", 1, 128, 0)],
+)
 def test_a_run_attends_by_blocks_unless_asked_otherwise(
-    backend: str, context: int, expected: int, calls: list[str], caplog: pytest.LogCaptureFixture
+    backend: str, context: int, tokens: int, expected: int, calls: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor where a query's keys are on several ranks."""
-    sections = {"kernels": {"attention": backend}, "training": {"seq_len": 32}, "precision": {"param_dtype": "float32"}}
+    """Nor where a query's keys are on several ranks, or sequences are long."""
+    sections = {
+        "kernels": {"attention": backend},
+        "training": {"seq_len": tokens},
+        "precision": {"param_dtype": "float32"},
+    }
     config = JobConfig.model_validate(sections)
-    built = build_model(config.model, 32)
+    built = build_model(config.model, tokens)
     layout = Layout(1, 1, local_batch_size=1, num_microbatches=1, context=context)
     caplog.set_level("INFO")
     with ExitStack() as stack:
         use_kernels(config, built, plan_precision(config, built), layout, torch.device("cpu"), stack)
         attend()
     assert len(calls) == 2 * expected
-    assert [record.getMessage() for record in caplog.records if record.name == kernels.__name__] == {
-        ("auto", 1): ["attention in float32: blocks of tokens"],
-        ("flash", 1): ["attention: flash"],
-        ("auto", 2): [],
-    }[backend, context]
+    said = "attention: flash" if backend == "flash" else "attention in float32: PyTorch's choice"
+    expected_log = ["attention in float32: blocks of tokens" if expected else said]
+    assert [record.getMessage() for record in caplog.records if record.name == kernels.__name__] == expected_log

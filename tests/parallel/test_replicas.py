@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.distributed import run_ranks
 from tests.train.jobs import TINY_ARGS, sharded_model, this_rank
@@ -53,14 +54,14 @@ def gradients(config: JobConfig, model: nn.Module, microbatches: int) -> list[Te
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """How many all-reduces are under way when each begins that is not waited for at once. The last rank is slow: it
-    begins them late, so that the others' are not done by chance."""
+    """How many all-reduces nothing has waited for yet, whenever one more is begun. The last rank is slow: it begins
+    them late, so that the others' are not done by chance."""
     begun: list[int] = []
-    add = replicas._Backward.add
+    add = replicas._Begun.add
 
-    def late(backward: Any, work: dist.Work) -> None:
-        add(backward, work)
-        begun.append(len(backward._begun))
+    def noted(works: Any, work: dist.Work) -> None:
+        add(works, work)
+        begun.append(len(works._works))
 
     allreduce = replicas._Replicas.allreduce
 
@@ -69,7 +70,7 @@ def counted() -> Iterator[list[int]]:
             time.sleep(0.02)
         allreduce(group, *args)
 
-    with replaced(replicas._Backward, "add", late), replaced(replicas._Replicas, "allreduce", slowly):
+    with replaced(replicas._Begun, "add", noted), replaced(replicas._Replicas, "allreduce", slowly):
         yield begun
 
 
@@ -121,20 +122,63 @@ def fail_in_backward() -> bool:
     def fail(gradient: Tensor) -> None:
         raise FailedError
 
-    with pytest.raises(FailedError), counted() as begun:
-        first = model.get_submodule("layers.0")
-        handle = first.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
-        try:
-            gradients(config, model, 1)
-        finally:
-            handle.remove()
+    def fail_after(module: nn.Module, args: object, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    handle = model.get_submodule("layers.0").register_forward_hook(fail_after)
+    with counted() as begun, pytest.raises(FailedError):
+        gradients(config, model, 1)
     assert begun, "some units were on their way"
+    handle.remove()
     discard_pending(model)
-    return all(torch.equal(own, other) for own, other in zip(gradients(config, model, 1), right, strict=True))
+    with counted() as begun:
+        again = gradients(config, model, 1)
+    assert begun == list(range(1, len(begun) + 1)), "of the failed backward nothing is left"
+    return all(torch.equal(own, other) for own, other in zip(again, right, strict=True))
 
 
 def test_a_backward_that_fails_leaves_nothing_for_the_next() -> None:
     assert run_ranks(fail_in_backward, 2) == [True, True]
+
+
+def backward_within_backward() -> bool:
+    """A block is computed again and differentiated by a backward of its own, which ends first."""
+    config = job("immediate", "float32")
+    model = sharded_model(config, 8)
+    right = gradients(config, model, 1)
+    block = model.get_submodule("layers.1")
+    forward = block.forward
+    with replaced(block, "forward", lambda x: checkpoint(forward, x, use_reentrant=True)), counted() as begun:
+        own = gradients(config, model, 1)
+    assert len(begun) == len(parameter_groups(model))
+    return all(torch.equal(first, second) for first, second in zip(own, right, strict=True))
+
+
+def test_a_backward_within_another_loses_no_sum() -> None:
+    assert run_ranks(backward_within_backward, 2) == [True, True]
+
+
+def hooks_read_sums() -> bool:
+    """What hooks of the sharded parameters are shown is what is left at the end."""
+    config = job("immediate", "float32")
+    model = sharded_model(config, 8)
+    shown: dict[int, Tensor] = {}
+
+    def show(parameter: Tensor) -> None:
+        assert isinstance(parameter.grad, DTensor)
+        shown[id(parameter)] = parameter.grad.to_local().clone()
+
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(show)
+    with counted() as begun:
+        left = gradients(config, model, 1)
+    assert not begun
+    return all(torch.equal(shown[id(p)], own) for p, own in zip(parameters, left, strict=True))
+
+
+def test_hooks_are_shown_sums() -> None:
+    assert run_ranks(hooks_read_sums, 2) == [True, True]
 
 
 def wait_in_vain(reduce_dtype: str) -> str:

@@ -16,8 +16,8 @@ class KernelsConfig(Section):
     attention: Literal["auto", AttentionBackend] = "auto"
     """What `F.scaled_dot_product_attention` runs. `auto`: on a GPU the first that can be used of `cudnn`, `flash`,
     `efficient` and `math` (before Hopper, `flash` comes first), which the log names with the reasons against those
-    before it; on a CPU `flash`, with this launcher's blocks of tokens for causal attention in short sequences, where
-    these are faster. One of them: PyTorch's, or an error. `math` stores all scores."""
+    before it; on a CPU PyTorch's own choice, or this launcher's blocks of tokens for causal attention in short
+    sequences, where these are faster. One of them: PyTorch's, or an error. `math` stores all scores."""
 
     float32_precision: Literal["ieee", "tf32"] = "ieee"
     """Matrix products and convolutions of float32 tensors on a GPU. `tf32`: their factors are rounded to 10 bits of

@@ -10,6 +10,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from titan_launch.fsdp_state import parameter_groups, roots
 from titan_launch.parallel.fsdp import fsdp_modules
+from titan_launch.parallel.replicas import forget_all_reduces
 
 
 def discard_pending(model: nn.Module) -> None:
@@ -23,6 +24,7 @@ def discard_pending(model: nn.Module) -> None:
     Not collective, but of use only where every rank abandons the same step. Waits for nothing.
     """
     reset_iteration(model)
+    forget_all_reduces(model)
     for group in parameter_groups(model):
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:

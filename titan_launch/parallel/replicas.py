@@ -18,44 +18,57 @@ from titan_launch.fsdp_state import parameter_groups
 
 def overlap_all_reduces(model: nn.Module) -> None:
     """Let backward go on while a unit's gradients are summed between the replicas (HSDP) of a model on a CPU, which is
-    wrapped already."""
-    backward = _Backward()
+    wrapped already and only sums."""
+    begun = _Begun()
     for unit in parameter_groups(model):
+        assert unit.gradient_divide_factor == 1.0, "FSDP2 would divide what is on its way"
         info: Any = unit.mesh_info
-        info.replicate_process_group = _Replicas(info.replicate_process_group, unit, backward)
+        info.replicate_process_group = _Replicas(info.replicate_process_group, unit, begun)
 
 
-class _Backward:
-    """What the backward that runs has begun and not waited for."""
+def forget_all_reduces(model: nn.Module) -> None:
+    """Wait for none of those that a backward has begun which an error has ended: nobody wants its gradients."""
+    for unit in parameter_groups(model):
+        replicas = getattr(unit.mesh_info, "replicate_process_group", None)
+        if isinstance(replicas, _Replicas):
+            replicas.begun.forget()
+
+
+class _Begun:
+    """All-reduces that nothing has waited for yet."""
 
     def __init__(self) -> None:
-        self._graph = -1
-        self._begun: list[dist.Work] = []
+        self._works: list[dist.Work] = []
+        self._waiting: set[int] = set()
 
     def add(self, work: dist.Work) -> None:
-        """Wait for it when backward ends."""
-        graph = torch._C._current_graph_task_id()
-        if graph != self._graph:
-            self._graph = graph
-            self._begun.clear()  # of a backward that an error has ended, nobody wants the gradients
+        """Wait for it when the backward ends that runs: the inner one, where one runs in another."""
+        self._works.append(work)
+        backward = torch._C._current_graph_task_id()
+        if backward not in self._waiting:
+            self._waiting.add(backward)
             torch.autograd.Variable._execution_engine.queue_callback(self.wait)
-        self._begun.append(work)
 
     def wait(self) -> None:
-        """For all of it."""
-        while self._begun:
-            self._begun.pop(0).wait()
-        self._graph = -1
+        """For all of them."""
+        while self._works:
+            self._works.pop(0).wait()
+        self._waiting.clear()
+
+    def forget(self) -> None:
+        """Them all."""
+        self._works.clear()
+        self._waiting.clear()
 
 
 class _Replicas:
     """The group over which FSDP2 sums the gradients of a unit, as far as it needs one. Equal to the true one, under
     which PyTorch finds what it says of it in errors."""
 
-    def __init__(self, group: dist.ProcessGroup, unit: FSDPParamGroup, backward: _Backward):
+    def __init__(self, group: dist.ProcessGroup, unit: FSDPParamGroup, begun: _Begun):
         self._group = group
         self._unit = unit
-        self._backward = backward
+        self.begun = begun
 
     def __eq__(self, other: object) -> bool:
         return self._group == (other._group if isinstance(other, _Replicas) else other)
@@ -75,16 +88,19 @@ class _Replicas:
         """Sum over the replicas, in place: complete when backward is, or before this returns."""
         work = self._group.allreduce(tensors, options)
         if self._is_read_at_once(tensors[0]):
-            self._backward.wait()
+            self.begun.wait()
             work.wait()
         else:
-            self._backward.add(work)
+            self.begun.add(work)
 
     def _is_read_at_once(self, reduced: Tensor) -> bool:
-        """Whether the sum becomes more than the gradient itself: it is cast to the dtype of the parameters, or added to
-        what earlier microbatches have left. Nor is there an end of backward to wait for in a pipeline's reduction."""
+        """Whether the sum becomes more than the gradient itself: it is cast to the dtype of the parameters, added to
+        what earlier microbatches have left, or shown to hooks. Nor is there an end of backward to wait for in a
+        pipeline's reduction."""
+        parameters = [parameter.sharded_param for parameter in self._unit.fsdp_params]
         return (
             reduced.dtype != self._unit._orig_dtype
-            or any(parameter.sharded_param.grad is not None for parameter in self._unit.fsdp_params)
+            or any(parameter.grad is not None for parameter in parameters)
+            or any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
             or torch._C._current_graph_task_id() == -1
         )

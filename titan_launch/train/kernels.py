@@ -84,11 +84,18 @@ def _use_on_cpu(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: L
     if wanted != "auto":
         stack.enter_context(sdpa_kernel(BACKENDS[wanted]))
         _log.info("attention: %s", wanted)
-    elif layout.context == 1:
+        return
+    dtypes = attention_dtypes(built, plan)
+    blocked = {
+        dtype for dtype, tokens in lengths().items() if layout.context == 1 and config.training.seq_len in tokens
+    }
+    # Of a model whose attention is not known, the calls decide.
+    if blocked.intersection(map(torch_dtype, dtypes)) or (blocked and built.attention is None):
         stack.enter_context(blocked_attention())
-        for dtype in attention_dtypes(built, plan):
-            is_blocked = config.training.seq_len in lengths().get(torch_dtype(dtype), ())
-            _log.info("attention in %s: %s", dtype, "blocks of tokens" if is_blocked else "flash")
+    for dtype in dtypes:
+        _log.info(
+            "attention in %s: %s", dtype, "blocks of tokens" if torch_dtype(dtype) in blocked else "PyTorch's choice"
+        )
 
 
 @contextmanager

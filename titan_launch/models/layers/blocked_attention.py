@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -26,10 +27,9 @@ _BLOCK_SCORES = 2**19
 
 @cache
 def lengths() -> Mapping[torch.dtype, range]:
-    """By dtype, the tokens of the sequences that are attended to by blocks on this CPU: where this was faster in all
-    that was measured (docs/performance.md). Longer sequences make large products in PyTorch's kernel, too; for shorter
-    ones the calls cost more than they save. CPUs with AMX, for which PyTorch's kernel has a way of its own, and those
-    without AVX-512 were not measured.
+    """By dtype, the tokens of the sequences that are attended to by blocks on this CPU: where this was faster for all
+    heads, widths and threads that were measured (docs/performance.md). CPUs with AMX, for which PyTorch's kernel has a
+    way of its own, and those without AVX-512 were not measured.
     """
     has = torch.cpu.get_capabilities()
     found = {}
@@ -45,20 +45,28 @@ _FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 _in_place: list[torch.library.Library] = []
-"""Where it is: PyTorch takes one such kernel at a time."""
+"""The one library that holds the kernels, as often as there are blocks that want it: PyTorch takes one at a time."""
 
 
 @contextmanager
 def blocked_attention() -> Iterator[None]:
     """Let this compute PyTorch's operation, where `takes` says so, until the end of the block.
 
-    What calls the operation, its derivative, what it keeps, and its shapes on the meta device stay as they are. Not for
-    ring attention: backward takes it that a query has seen no keys but those it is given. A block within another one
-    adds nothing.
+    What calls the operation, its derivative, what it keeps, and its shapes on the meta device stay as they are. Calls
+    that are not taken reach PyTorch's kernel holding Python's lock. Not for ring attention: backward takes it that a
+    query has seen no keys but those it is given.
     """
-    if _in_place:
+    library = _in_place[0] if _in_place else _registered()
+    _in_place.append(library)
+    try:
         yield
-        return
+    finally:
+        _in_place.pop()
+        if not _in_place:
+            library._destroy()
+
+
+def _registered() -> torch.library.Library:
     forward, backward = (torch.library.get_kernel(operation, "CPU") for operation in (_FORWARD, _BACKWARD))
 
     def attend(dispatch: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any, **others: Any) -> Any:
@@ -82,16 +90,11 @@ def blocked_attention() -> Iterator[None]:
         return backward.call_boxed(dispatch, grad, q, k, v, out, sums, *rest, **others)
 
     library = torch.library.Library("aten", "IMPL")
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-            library.impl(_FORWARD, attend, "CPU", with_keyset=True)
-            library.impl(_BACKWARD, differentiate, "CPU", with_keyset=True)
-        _in_place.append(library)
-        yield
-    finally:
-        _in_place.clear()
-        library._destroy()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        library.impl(_FORWARD, attend, "CPU", with_keyset=True)
+        library.impl(_BACKWARD, differentiate, "CPU", with_keyset=True)
+    return library
 
 
 def takes(
@@ -109,6 +112,7 @@ def takes(
         and attn_mask is None
         and dropout_p == 0.0
         and q.shape[2] == k.shape[2]
+        and q.numel() > 0
         and q.shape[2] in lengths().get(q.dtype, ())
     )
 
@@ -129,7 +133,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tu
             results[heads, rows] = torch.bmm(shares, values[heads, seen])
             # The largest share is that of the largest score.
             sums[heads, rows] = scores.amax(-1, keepdim=True) - shares.amax(-1, keepdim=True).log_()
-    return blocks.tensor(results, q.dtype), blocks.tensor(sums, torch.float32).squeeze(-1)
+    return (
+        blocks.put(results, torch.empty_like(q)),
+        blocks.put(sums, _tokens_first(sums, (*q.shape[:3], 1))).squeeze(-1),
+    )
 
 
 def gradients(
@@ -150,7 +157,18 @@ def gradients(
             of_keys[heads, seen].baddbmm_(of_scores.mT, queries[heads, rows])
     of_queries *= blocks.scale
     of_keys *= blocks.scale
-    return blocks.tensor(of_queries, q.dtype), blocks.tensor(of_keys, k.dtype), blocks.tensor(of_values, v.dtype)
+    return (
+        blocks.put(of_queries, _tokens_first(q, q.shape)),
+        blocks.put(of_keys, _tokens_first(k, k.shape)),
+        blocks.put(of_values, _tokens_first(v, v.shape)),
+    )
+
+
+def _tokens_first(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """(batch, heads, tokens, width), in memory with tokens before heads: so PyTorch's kernel leaves all but its result,
+    which is like the queries there."""
+    batch, heads, tokens, width = shape
+    return like.new_empty((batch, tokens, heads, width)).transpose(1, 2)
 
 
 Block = tuple[slice, slice, slice]
@@ -183,10 +201,11 @@ class _Blocks:
         by_key = x.unflatten(1, (self._heads, -1)).transpose(2, 3)
         return by_key.float().reshape(self._batch * self._heads, -1, x.shape[-1])
 
-    def tensor(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """The way back. In memory tokens come before heads, as PyTorch's kernel leaves them."""
-        by_key = rows.view(self._batch, self._heads, self._tokens, -1, rows.shape[-1]).permute(0, 2, 1, 3, 4)
-        return rows.new_empty(by_key.shape, dtype=dtype).copy_(by_key).flatten(2, 3).transpose(1, 2)
+    def put(self, rows: Tensor, x: Tensor) -> Tensor:
+        """The way back, into a tensor of any dtype and strides."""
+        by_key = rows.view(self._batch, self._heads, self._tokens, -1, rows.shape[-1])
+        x.unflatten(1, (self._heads, -1)).transpose(2, 3).copy_(by_key)
+        return x
 
     def scores(self, queries: Tensor, keys: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """[heads of keys, queries, tokens] of a block, those of tokens to come -inf, and their softmax. Until the next
@@ -201,15 +220,22 @@ class _Blocks:
         return scores, torch.softmax(scores, -1, out=shares)
 
 
+_PRECISION = Lock()
+"""Of products is one setting for all threads."""
+
+
 @contextmanager
 def _products_of(dtype: torch.dtype) -> Iterator[None]:
     """Let products of fp32 tensors round their factors to `dtype`, which loses nothing where these come from it: sums
     and results stay fp32. PyTorch has no product of bf16 tensors on a CPU that gives fp32."""
-    products: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = products.fp32_precision
-    if dtype == torch.bfloat16:
-        products.fp32_precision = "bf16"
-    try:
+    if dtype != torch.bfloat16:
         yield
-    finally:
-        products.fp32_precision = before
+        return
+    products: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    with _PRECISION:
+        before = products.fp32_precision
+        try:
+            products.fp32_precision = "bf16"
+            yield
+        finally:
+            products.fp32_precision = before
