@@ -95,10 +95,16 @@ def train_in_turns(job: Job, pairs: int, result: Path) -> None:
 
 
 def _time_pair(steps: Sequence[Callable[[], object]], number: int) -> Pair:
+    """From when all ranks are there until the last one is done: else one step would wait for what the other has left
+    undone on another rank."""
+    import torch.distributed as dist
+
     seconds = [0.0, 0.0]
     for index in (0, 1) if number % 2 else (1, 0):
+        dist.barrier()
         start = time.perf_counter()
         steps[index]()
+        dist.barrier()
         seconds[index] = time.perf_counter() - start
     return seconds[0], seconds[1]
 
