@@ -70,7 +70,7 @@ def errors(own: list[Tensor], right: list[Tensor]) -> list[float]:
 @pytest.mark.parametrize("scores", [2**19, 2**12], ids=["all heads together", "few heads together"])
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_blocks_are_no_farther_from_the_formula_than_pytorch_s_kernel(
+def test_blocks_are_as_near_to_the_formula_as_pytorch_s_kernel(
     shape: tuple[int, int, int, int, int], scale: float | None, scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocked, "_BLOCK_SCORES", scores)

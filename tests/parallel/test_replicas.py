@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed import run_ranks
+from tests.tensors import assert_equal
 from tests.train.jobs import TINY_ARGS, sharded_model, this_rank
 from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.job import JobConfig
@@ -25,29 +27,31 @@ from titan_launch.parallel.discard import discard_pending
 from titan_launch.patches import replaced
 
 
-def job(mode: str, reduce_dtype: str) -> JobConfig:
-    return JobConfig.model_validate(
+def built(mode: str = "immediate", reduce_dtype: str = "float32") -> tuple[JobConfig, nn.Module]:
+    """A job with two replicas, and its model on this rank."""
+    config = JobConfig.model_validate(
         {
-            "model": {"args": {**TINY_ARGS}},
+            "model": {"args": TINY_ARGS},
             "training": {"seq_len": 8},
             "precision": {"param_dtype": "bfloat16", "reduce_dtype": reduce_dtype},
             "gradient_accumulation": {"mode": mode},
             "parallelism": {"data_parallel_replicate_degree": 2},
         }
     )
+    return config, sharded_model(config, 8)
 
 
-def gradients(config: JobConfig, model: nn.Module, microbatches: int) -> list[Tensor]:
-    """This rank's, read as soon as backward has returned."""
+def gradients(config: JobConfig, model: nn.Module, microbatches: int = 1) -> dict[str, Tensor]:
+    """This rank's, by parameter, read as soon as backward has returned."""
     strategy = build_strategy(config.gradient_accumulation)
     generator = torch.Generator().manual_seed(this_rank().rank)
     for index in range(microbatches):
         strategy.begin_microbatch(model, is_last=index == microbatches - 1)
         model(torch.randint(0, 61, (2, 8), generator=generator)).square().sum().backward()
-    found = []
-    for parameter in model.parameters():
+    found = {}
+    for name, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor)
-        found.append(parameter.grad.to_local().clone())
+        found[name] = parameter.grad.to_local().clone()
     model.zero_grad()
     return found
 
@@ -76,8 +80,7 @@ def counted() -> Iterator[list[int]]:
 
 def compare_with_waiting(mode: str, reduce_dtype: str, microbatches: int) -> tuple[int, list[int]]:
     """Returns the number of units, and what `counted` counts in a step."""
-    config = job(mode, reduce_dtype)
-    model = sharded_model(config, 8)
+    config, model = built(mode, reduce_dtype)
     with counted() as begun:
         beside = gradients(config, model, microbatches)
     units = parameter_groups(model)
@@ -85,7 +88,7 @@ def compare_with_waiting(mode: str, reduce_dtype: str, microbatches: int) -> tup
         info: Any = unit.mesh_info
         info.replicate_process_group = info.replicate_process_group._group
     waited = gradients(config, model, microbatches)
-    assert all(torch.equal(own, other) for own, other in zip(beside, waited, strict=True))
+    assert_equal(beside, waited)
     return len(units), begun
 
 
@@ -113,11 +116,10 @@ class FailedError(Exception):
     """Of a model."""
 
 
-def fail_in_backward() -> bool:
-    """Returns whether the backward after one that an error has ended gives what it should."""
-    config = job("immediate", "float32")
-    model = sharded_model(config, 8)
-    right = gradients(config, model, 1)
+def fail_in_backward() -> None:
+    """The backward after one that an error has ended gives what it should."""
+    config, model = built()
+    right = gradients(config, model)
 
     def fail(gradient: Tensor) -> None:
         raise FailedError
@@ -127,64 +129,60 @@ def fail_in_backward() -> bool:
 
     handle = model.get_submodule("layers.0").register_forward_hook(fail_after)
     with counted() as begun, pytest.raises(FailedError):
-        gradients(config, model, 1)
+        gradients(config, model)
     assert begun, "some units were on their way"
     handle.remove()
     discard_pending(model)
     with counted() as begun:
-        again = gradients(config, model, 1)
+        again = gradients(config, model)
     assert begun == list(range(1, len(begun) + 1)), "of the failed backward nothing is left"
-    return all(torch.equal(own, other) for own, other in zip(again, right, strict=True))
+    assert_equal(again, right)
 
 
 def test_a_backward_that_fails_leaves_nothing_for_the_next() -> None:
-    assert run_ranks(fail_in_backward, 2) == [True, True]
+    run_ranks(fail_in_backward, 2)
 
 
-def backward_within_backward() -> bool:
+def backward_within_backward() -> None:
     """A block is computed again and differentiated by a backward of its own, which ends first."""
-    config = job("immediate", "float32")
-    model = sharded_model(config, 8)
-    right = gradients(config, model, 1)
+    config, model = built()
+    right = gradients(config, model)
     block = model.get_submodule("layers.1")
     forward = block.forward
     with replaced(block, "forward", lambda x: checkpoint(forward, x, use_reentrant=True)), counted() as begun:
-        own = gradients(config, model, 1)
+        own = gradients(config, model)
     assert len(begun) == len(parameter_groups(model))
-    return all(torch.equal(first, second) for first, second in zip(own, right, strict=True))
+    assert_equal(own, right)
 
 
 def test_a_backward_within_another_loses_no_sum() -> None:
-    assert run_ranks(backward_within_backward, 2) == [True, True]
+    run_ranks(backward_within_backward, 2)
 
 
-def hooks_read_sums() -> bool:
+def hooks_read_sums() -> None:
     """What hooks of the sharded parameters are shown is what is left at the end."""
-    config = job("immediate", "float32")
-    model = sharded_model(config, 8)
-    shown: dict[int, Tensor] = {}
+    config, model = built()
+    shown: dict[str, Tensor] = {}
 
-    def show(parameter: Tensor) -> None:
+    def show(name: str, parameter: Tensor) -> None:
         assert isinstance(parameter.grad, DTensor)
-        shown[id(parameter)] = parameter.grad.to_local().clone()
+        shown[name] = parameter.grad.to_local().clone()
 
-    parameters = list(model.parameters())
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(show)
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(partial(show, name))
     with counted() as begun:
-        left = gradients(config, model, 1)
+        left = gradients(config, model)
     assert not begun
-    return all(torch.equal(shown[id(p)], own) for p, own in zip(parameters, left, strict=True))
+    assert_equal(shown, left)
 
 
 def test_hooks_are_shown_sums() -> None:
-    assert run_ranks(hooks_read_sums, 2) == [True, True]
+    run_ranks(hooks_read_sums, 2)
 
 
 def wait_in_vain(reduce_dtype: str) -> str:
     """What rank 0 is told when the other replica does not come."""
-    config = job("immediate", reduce_dtype)
-    model = sharded_model(config, 8)
+    config, model = built(reduce_dtype=reduce_dtype)
     impatient = dist.new_group(timeout=timedelta(seconds=0.5))
     if this_rank().rank == 1:
         return ""
@@ -192,7 +190,7 @@ def wait_in_vain(reduce_dtype: str) -> str:
         info: Any = unit.mesh_info
         info.replicate_process_group._group = impatient
     with pytest.raises(RuntimeError) as caught:
-        gradients(config, model, 1)
+        gradients(config, model)
     return str(caught.value)
 
 

@@ -80,10 +80,6 @@ class _Replicas:
         """The replicas."""
         return self._group.size()
 
-    def rank(self) -> int:
-        """This one."""
-        return self._group.rank()
-
     def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> None:
         """Sum over the replicas, in place: complete when backward is, or before this returns."""
         work = self._group.allreduce(tensors, options)

@@ -127,9 +127,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tu
     queries, keys, values = map(blocks.rows, (q, k, v))
     results, sums = torch.empty_like(queries), torch.empty_like(queries[..., :1])
     with _products_of(q.dtype):
-        for block in blocks:
-            heads, rows, seen = block
-            scores, shares = blocks.scores(queries, keys, block)
+        for heads, rows, seen in blocks:
+            scores, shares = blocks.scores(queries[heads, rows], keys[heads, seen])
             results[heads, rows] = torch.bmm(shares, values[heads, seen])
             # The largest share is that of the largest score.
             sums[heads, rows] = scores.amax(-1, keepdim=True) - shares.amax(-1, keepdim=True).log_()
@@ -147,9 +146,8 @@ def gradients(
     queries, keys, values, of_results = map(blocks.rows, (q, k, v, grad))
     of_queries, of_keys, of_values = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
     with _products_of(q.dtype):
-        for block in blocks:
-            heads, rows, seen = block
-            scores, shares = blocks.scores(queries, keys, block)
+        for heads, rows, seen in blocks:
+            scores, shares = blocks.scores(queries[heads, rows], keys[heads, seen])
             of_values[heads, seen].baddbmm_(shares.mT, of_results[heads, rows])
             of_shares = torch.bmm(of_results[heads, rows], values[heads, seen].mT, out=scores)
             of_scores = _aten._softmax_backward_data.out(of_shares, shares, -1, torch.float32, grad_input=of_shares)
@@ -171,10 +169,6 @@ def _tokens_first(like: Tensor, shape: Sequence[int]) -> Tensor:
     return like.new_empty((batch, tokens, heads, width)).transpose(1, 2)
 
 
-Block = tuple[slice, slice, slice]
-"""Heads of keys, over all sequences; their queries; the tokens that these see."""
-
-
 class _Blocks:
     """One call, in blocks. A block has queries of neighbouring tokens, of all the heads that share one of keys."""
 
@@ -189,7 +183,8 @@ class _Blocks:
         self._scores, self._shares = q.new_empty((2, self._together * longest), dtype=torch.float32)
         self._hides = q.new_full((self._length, self._length), -torch.inf, dtype=torch.float32).triu_(1)
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[tuple[slice, slice, slice]]:
+        """Heads of keys, over all sequences; their queries; the tokens that these see."""
         for head in range(0, self._batch * self._heads, self._together):
             heads = slice(head, head + self._together)
             for start in range(0, self._tokens, self._length):
@@ -207,15 +202,13 @@ class _Blocks:
         x.unflatten(1, (self._heads, -1)).transpose(2, 3).copy_(by_key)
         return x
 
-    def scores(self, queries: Tensor, keys: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    def scores(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """[heads of keys, queries, tokens] of a block, those of tokens to come -inf, and their softmax. Until the next
         block."""
-        heads, rows, seen = block
-        key = keys[heads, seen]
-        shape = (len(key), rows.stop - rows.start, seen.stop)
+        shape = (len(key), query.shape[1], key.shape[1])
         scores, shares = (kept[: math.prod(shape)].view(shape) for kept in (self._scores, self._shares))
-        torch.baddbmm(scores, queries[heads, rows], key.mT, beta=0, alpha=self.scale, out=scores)
-        own = seen.stop - rows.start // self._shared  # the tokens of the block itself
+        torch.baddbmm(scores, query, key.mT, beta=0, alpha=self.scale, out=scores)
+        own = query.shape[1] // self._shared  # the tokens of the block itself
         scores.unflatten(1, (own, -1))[..., -own:] += self._hides[:own, None, :own]
         return scores, torch.softmax(scores, -1, out=shares)
 
