@@ -20,7 +20,6 @@ from titan_launch.loss import cross_entropy_sum
 from titan_launch.models.build import build_model
 from titan_launch.parallel.mesh import build_mesh
 from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.torch_version import CAN_SHARE_UNITS
 from titan_launch.plan.traffic import (
     Collectives,
     Traffic,
@@ -28,6 +27,7 @@ from titan_launch.plan.traffic import (
     collectives_of_step,
     traffic_of_step,
 )
+from titan_launch.torch_release import CAN_SHARE_UNITS
 from titan_launch.train.model import shard_model
 from titan_launch.train.plan import plan_precision
 

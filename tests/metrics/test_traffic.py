@@ -19,6 +19,7 @@ from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.parallel.fsdp import fsdp_modules
 from titan_launch.plan.traffic import Traffic, traffic_of_step
 from titan_launch.precision.observation import observe
+from titan_launch.torch_private import parameter_group
 from titan_launch.train.step import backward
 
 
@@ -32,7 +33,7 @@ def count(mode: str, replicate: int) -> tuple[Traffic, Traffic, Traffic, bool]:
     }
     config = JobConfig.model_validate(tiny_job(Path("unused"), **sections))
     model, plan, layout = planned_and_sharded(config, config.training.seq_len)
-    groups = [module._get_fsdp_state()._fsdp_param_group for module in fsdp_modules(model)]
+    groups = [parameter_group(module) for module in fsdp_modules(model)]
     before = [vars(group).copy() for group in groups if group is not None]
 
     def step() -> None:
@@ -47,7 +48,7 @@ def count(mode: str, replicate: int) -> tuple[Traffic, Traffic, Traffic, bool]:
     with count_collectives(model) as counted:
         step()
         alone = counted.take()
-        with observe(model, plan, replicate > 1):
+        with observe(model, plan):
             step()
         observed = counted.take()
     names = ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")

@@ -20,7 +20,7 @@ def observe_step(precision: dict[str, Any], norm: str) -> Seen:
     what is stored afterwards."""
     config = JobConfig.model_validate({"model": {"args": {**TINY_ARGS, "norm": norm}}, "precision": precision})
     model, plan, _ = wrapped(config)
-    with observe(model, plan, is_replicated=False) as observed:
+    with observe(model, plan) as observed:
         train(model, config)
         look_at_storage(model, observed)
     return {

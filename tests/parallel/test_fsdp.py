@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
 from tests.train.jobs import TINY_ARGS, sharded_model
 from titan_launch.config.job import JobConfig
 from titan_launch.loss import cross_entropy_sum
+from titan_launch.torch_private import parameter_group
 
 
 class GatherSizes(TorchDispatchMode):
@@ -55,8 +55,7 @@ def gathers_and_held(parallelism: dict[str, Any], recomputation: str) -> tuple[l
 
 def is_held(module: torch.nn.Module) -> bool:
     """Whether a unit's whole parameters are in memory."""
-    assert isinstance(module, FSDPModule)
-    group = module._get_fsdp_state()._fsdp_param_group
+    group = parameter_group(module)
     assert group is not None
     whole: list[Tensor] = [tensor for p in group.fsdp_params for tensor in p.all_gather_outputs]
     return any(tensor.untyped_storage().size() > 0 for tensor in whole)

@@ -17,9 +17,9 @@ from titan_launch.config.job import JobConfig
 from titan_launch.errors import ConfigError, RunError
 from titan_launch.models.build import build_model
 from titan_launch.models.stages import cut
-from titan_launch.parallel.discard import parameter_groups
 from titan_launch.parallel.pipeline import Boundaries, parts
 from titan_launch.plan.traffic import collectives_of_step
+from titan_launch.torch_private import parameter_groups
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit, report, train_one_step
 from titan_launch.train.plan import plan_precision

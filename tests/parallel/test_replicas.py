@@ -21,10 +21,10 @@ from tests.tensors import assert_equal
 from tests.train.jobs import TINY_ARGS, sharded_model, this_rank
 from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.job import JobConfig
-from titan_launch.fsdp_state import parameter_groups
 from titan_launch.parallel import replicas
 from titan_launch.parallel.discard import discard_pending
 from titan_launch.patches import replaced
+from titan_launch.torch_private import parameter_groups
 
 
 def built(mode: str = "immediate", reduce_dtype: str = "float32") -> tuple[JobConfig, nn.Module]:

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from titan_launch.checkpoint.request import WriteRequest, Written
 from titan_launch.checkpoint.snapshot import State, in_memory
 from titan_launch.collective import on_main
 from titan_launch.signals import leave_signals_to_parent, stop_with_parent
+from titan_launch.torch_private import set_timeout
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """Of a collective of a save: ranks wait in it for the one that writes the most, or to the slowest disk."""
@@ -165,7 +165,8 @@ def _join(place: Place) -> None:
         store = dist.TCPStore(place.host, place.port, is_master=False, timeout=_TIMEOUT_OF_JOINING)
     timeout = _TIMEOUT_OF_JOINING
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
-    distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, distributed_c10d._get_default_group())
+    assert dist.group.WORLD is not None
+    set_timeout(dist.group.WORLD, COLLECTIVE_TIMEOUT)
 
 
 def _end_with(parent: int) -> None:

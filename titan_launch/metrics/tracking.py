@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, UntypedStorage, nn
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim import Optimizer
 
 from titan_launch.metrics.live_memory import LiveMemory
 from titan_launch.patches import replaced
 from titan_launch.plan.footprint import Category, Ledger
+from titan_launch.torch_private import unit_steps_wrapped, unsharded_parameter
 
 
 @contextmanager
@@ -33,7 +31,7 @@ def track(model: nn.Module, ledger: Ledger, optimizer: Optimizer | None = None) 
             step(...)
             footprint = ledger.footprint()
 
-    Private functions of FSDP2 are replaced meanwhile, so only one step of a process can be tracked at a time.
+    Functions of FSDP2 are replaced meanwhile, so only one step of a process can be tracked at a time.
     """
     memory = LiveMemory(ledger)
     memory.hold(model.parameters(), Category.PARAMETERS)
@@ -66,47 +64,47 @@ def _watch_storage(memory: LiveMemory, stack: ExitStack) -> None:
 
 
 def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
-    """Which of FSDP2's steps allocates what."""
-    methods = {
-        "unshard": Category.ALL_GATHER,
-        "wait_for_unshard": Category.UNSHARDED_PARAMETERS,
-        "post_backward": Category.UNSHARDED_GRADIENTS,
-    }
-    for name, category in methods.items():
-        stack.enter_context(replaced(FSDPParamGroup, name, memory.within(category, getattr(FSDPParamGroup, name))))
-    for communication in (DefaultAllGather, DefaultReduceScatter):  # gloo works in copies of its own
-        call = memory.paused(communication.__call__)
-        stack.enter_context(replaced(communication, "__call__", call))
-    reduce = memory.within(Category.REDUCE_SCATTER, _fsdp_param_group.foreach_reduce)
-
-    def foreach_reduce(fsdp_params: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
-        result = reduce(fsdp_params, *args, **kwargs)
-        *_, not_yet_all_reduced = result
-        memory.hold([p.sharded_param.grad for p in fsdp_params], Category.GRADIENTS)
-        if not memory.offloads:  # else it waits for the all-reduce on the device
-            memory.hold([not_yet_all_reduced], Category.GRADIENTS)
-        return result
-
-    stack.enter_context(replaced(_fsdp_param_group, "foreach_reduce", foreach_reduce))
-    _watch_unsharded_gradients(memory, stack)
-
-
-def _watch_unsharded_gradients(memory: LiveMemory, stack: ExitStack) -> None:
-    """Autograd makes them like any gradient; they become a parameter's when they are accumulated."""
+    """Book what each step of FSDP2 allocates for what the step does."""
     watched: dict[int, Tensor] = {}  # holds the parameters, so that no id is used twice
-    init_unsharded_param = FSDPParam.init_unsharded_param
 
-    def init_and_watch(fsdp_param: FSDPParam) -> None:
-        init_unsharded_param(fsdp_param)
-        parameter = fsdp_param._unsharded_param
-        if parameter.requires_grad and id(parameter) not in watched:
-            watched[id(parameter)] = parameter
-            hook = parameter.register_post_accumulate_grad_hook(
-                lambda p: memory.hold([p.grad], Category.UNSHARDED_GRADIENTS)
-            )
-            stack.callback(hook.remove)
+    def reducing(reduce: Callable[..., Any]) -> Callable[..., Any]:
+        booked = memory.within(Category.REDUCE_SCATTER, reduce)
 
-    stack.enter_context(replaced(FSDPParam, "init_unsharded_param", init_and_watch))
+        def foreach_reduce(fsdp_params: list[Any], *args: Any, **kwargs: Any) -> Any:
+            result = booked(fsdp_params, *args, **kwargs)
+            *_, not_yet_all_reduced = result
+            memory.hold([p.sharded_param.grad for p in fsdp_params], Category.GRADIENTS)
+            if not memory.offloads:  # else it waits for the all-reduce on the device
+                memory.hold([not_yet_all_reduced], Category.GRADIENTS)
+            return result
+
+        return foreach_reduce
+
+    def accumulating(init_unsharded_param: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Autograd makes gradients like any tensor; they become a parameter's when they are accumulated."""
+
+        def init_and_watch(fsdp_param: Any) -> None:
+            init_unsharded_param(fsdp_param)
+            parameter = unsharded_parameter(fsdp_param)
+            if parameter.requires_grad and id(parameter) not in watched:
+                watched[id(parameter)] = parameter
+                hook = parameter.register_post_accumulate_grad_hook(
+                    lambda p: memory.hold([p.grad], Category.UNSHARDED_GRADIENTS)
+                )
+                stack.callback(hook.remove)
+
+        return init_and_watch
+
+    wraps: dict[str, Callable[[Any], Any]] = {
+        "unshard": partial(memory.within, Category.ALL_GATHER),
+        "wait_for_unshard": partial(memory.within, Category.UNSHARDED_PARAMETERS),
+        "post_backward": partial(memory.within, Category.UNSHARDED_GRADIENTS),
+        "all_gather": memory.paused,  # gloo works in copies of its own
+        "reduce_scatter": memory.paused,
+        "foreach_reduce": reducing,
+        "init_unsharded_param": accumulating,
+    }
+    stack.enter_context(unit_steps_wrapped(wraps))
 
 
 def _watch_optimizer(memory: LiveMemory, optimizer: Optimizer, stack: ExitStack) -> None:

@@ -21,9 +21,9 @@ from titan_launch.parallel.fsdp import apply_fsdp
 from titan_launch.parallel.mesh import Mesh
 from titan_launch.parallel.tensor_parallel import apply_tensor_parallel
 from titan_launch.plan.compilation import recomputes_compiled
-from titan_launch.plan.torch_version import CAN_SHARE_UNITS
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.policy import cast_storage
+from titan_launch.torch_release import CAN_SHARE_UNITS
 
 
 def parallelize(

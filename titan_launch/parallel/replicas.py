@@ -6,32 +6,28 @@ could do it alone. Here they are begun, and waited for when backward ends.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from titan_launch.fsdp_state import parameter_groups
+from titan_launch.torch_private import replace_replica_groups, replica_groups, sharded_parameters
+from titan_launch.torch_release import is_tested_release
 
 
 def overlap_all_reduces(model: nn.Module) -> None:
     """Let backward go on while a unit's gradients are summed between the replicas (HSDP) of a model on a CPU, which is
-    wrapped already and only sums."""
+    wrapped already and only sums. On an untested release of PyTorch FSDP2 waits for each."""
+    if not is_tested_release():
+        return
     begun = _Begun()
-    for unit in parameter_groups(model):
-        assert unit.gradient_divide_factor == 1.0, "FSDP2 would divide what is on its way"
-        info: Any = unit.mesh_info
-        info.replicate_process_group = _Replicas(info.replicate_process_group, unit, begun)
+    replace_replica_groups(model, lambda group, unit: _Replicas(group, sharded_parameters(unit), begun))
 
 
 def forget_all_reduces(model: nn.Module) -> None:
     """Wait for none of those that a backward has begun which an error has ended: nobody wants its gradients."""
-    for unit in parameter_groups(model):
-        replicas = getattr(unit.mesh_info, "replicate_process_group", None)
-        if isinstance(replicas, _Replicas):
-            replicas.begun.forget()
+    for group in replica_groups(model) if is_tested_release() else ():
+        if isinstance(group, _Replicas):
+            group.begun.forget()
 
 
 class _Begun:
@@ -65,9 +61,9 @@ class _Replicas:
     """The group over which FSDP2 sums the gradients of a unit, as far as it needs one. Equal to the true one, under
     which PyTorch finds what it says of it in errors."""
 
-    def __init__(self, group: dist.ProcessGroup, unit: FSDPParamGroup, begun: _Begun):
+    def __init__(self, group: dist.ProcessGroup, parameters: list[nn.Parameter], begun: _Begun):
         self._group = group
-        self._unit = unit
+        self._parameters = parameters
         self.begun = begun
 
     def __eq__(self, other: object) -> bool:
@@ -93,10 +89,9 @@ class _Replicas:
         """Whether the sum becomes more than the gradient itself: it is cast to the dtype of the parameters, added to
         what earlier microbatches have left, or shown to hooks. Nor is there an end of backward to wait for in a
         pipeline's reduction."""
-        parameters = [parameter.sharded_param for parameter in self._unit.fsdp_params]
         return (
-            reduced.dtype != self._unit._orig_dtype
-            or any(parameter.grad is not None for parameter in parameters)
-            or any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
+            reduced.dtype != self._parameters[0].dtype
+            or any(parameter.grad is not None for parameter in self._parameters)
+            or any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self._parameters)
             or torch._C._current_graph_task_id() == -1
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from torch.distributed import distributed_c10d
+from titan_launch.torch_private import process_groups, set_timeout
 
 LEFT_OUT = ("checkpoint",)
 """Descriptions of groups that go their own way: while a rank writes its part of a checkpoint, others wait long."""
@@ -16,7 +16,6 @@ def set_timeouts(seconds: int) -> None:
     On this rank only, so all have to call it. Groups of a DeviceMesh are among them, which are made with PyTorch's own
     timeout (30 minutes on gloo, 10 on NCCL), whatever the process group was given.
     """
-    # PyTorch's list of this process's groups and its setter have no public names; a mesh hands out only some groups.
-    for group in list(distributed_c10d._world.pg_map):
+    for group in process_groups():
         if group.group_desc not in LEFT_OUT:
-            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            set_timeout(group, timedelta(seconds=seconds))

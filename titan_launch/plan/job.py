@@ -14,9 +14,9 @@ from titan_launch.plan.layout import Layout
 from titan_launch.plan.pipeline import plan_stages
 from titan_launch.plan.recomputation import recomputed_modules
 from titan_launch.plan.resharding import plan_resharding
-from titan_launch.plan.torch_version import CAN_SHARE_UNITS
 from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.plan.units import plan_model
+from titan_launch.torch_release import CAN_SHARE_UNITS
 
 
 def with_whole_parameters(config: JobConfig, layout: Layout) -> JobConfig:

@@ -10,22 +10,22 @@ from typing import Any
 from titan_launch.errors import format_key
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report import Place
+from titan_launch.plan.traffic import DTYPE_BYTES
 from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit, full_name
 from titan_launch.precision.observation import (
-    ALL_GATHER,
-    ALL_REDUCE,
     AUTOCAST,
     GRADIENTS,
     INPUTS,
     OUTPUTS,
     PARAMETERS,
-    REDUCE_SCATTER,
     STORED_GRADIENTS,
     STORED_PARAMETERS,
     Observations,
     Seen,
     buffer,
 )
+from titan_launch.torch_private import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from titan_launch.torch_release import ACCUMULATES_IN_GRAD
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Finding:
     """One thing that has a dtype."""
 
     what: str
-    planned: str | None
-    """None where nothing is planned: it is shown and not judged."""
+    planned: tuple[str, ...]
+    """Every dtype that is right. Empty: nothing is planned, and the observed dtypes are shown and not judged."""
 
     observed: tuple[str, ...]
     """Every dtype that was seen; none where there was nothing to see."""
@@ -42,7 +42,12 @@ class Finding:
     @property
     def differs(self) -> bool:
         """Whether anything else was seen than what was planned."""
-        return self.planned is not None and any(dtype != self.planned for dtype in self.observed)
+        return bool(self.planned) and any(dtype not in self.planned for dtype in self.observed)
+
+    @property
+    def planned_text(self) -> str:
+        """The planned dtypes for people: `bfloat16`, or `bfloat16 or float32`."""
+        return " or ".join(self.planned)
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class Audit:
 
 
 def compare(plan: ModelPlan, layout: Layout, observed: Observations) -> Audit:
-    """Put the plan of a model beside what was seen of it."""
+    """Compare the plan of a model with what was observed of it."""
     modules = [info for info in plan.inventory.modules if info.same_as is None]
     return Audit(
         modules=tuple(_audit_module(plan, info, observed.modules[info.path]) for info in modules),
@@ -120,44 +125,62 @@ def _remark(info: ModuleInfo, seen: Seen) -> str:
     return "no gradient" if any(parameter.requires_grad for parameter in info.parameters) else "frozen"
 
 
-def _planned_of_module(plan: ModelPlan, info: ModuleInfo, unit: Unit) -> Iterator[tuple[str, str | None]]:
+def _gradient_dtypes(unit: Unit) -> tuple[str, ...]:
+    """Return the dtypes in which autograd hands over the gradients of unsharded parameters.
+
+    Before torch 2.15 autograd converts them to the compute dtype. From then on FSDP2 decides (read in 2.15.0,
+    `_set_unsharded_grad_dtypes`). If the reduce dtype is not the larger one, autograd converts to it. Otherwise a
+    gradient keeps the dtype that its operation computed it in, or is converted to the reduce dtype: the first one of a
+    step with deferred reduction, and those of parameters that tensor parallelism replicates.
+    """
+    compute, reduce = unit.compute_dtype, unit.reduce_dtype
+    if not ACCUMULATES_IN_GRAD:
+        return (compute,)
+    return (compute, reduce) if DTYPE_BYTES[reduce] > DTYPE_BYTES[compute] else (reduce,)
+
+
+def _planned_of_module(plan: ModelPlan, info: ModuleInfo, unit: Unit) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Boundaries are cast where a module was given to `fully_shard` itself; parameters belong to a unit everywhere."""
     policy = unit.policy if info.path in unit.modules else None
-    yield INPUTS, policy.input_dtype if policy else None
-    yield AUTOCAST, "off"  # it computes in a dtype of its own, whatever parameters and inputs have
+    yield INPUTS, _one(policy.input_dtype if policy else None)
+    yield AUTOCAST, ("off",)  # it computes in a dtype of its own, whatever parameters and inputs have
     if info.parameters:
-        yield PARAMETERS, unit.compute_dtype
-        yield GRADIENTS, unit.compute_dtype
+        yield PARAMETERS, (unit.compute_dtype,)
+        yield GRADIENTS, _gradient_dtypes(unit)
     for tensor in info.buffers:
         if tensor.is_floating:
-            yield buffer(tensor.name), plan.buffer_dtypes[full_name(info.path, tensor.name)]
-    yield OUTPUTS, policy.output_dtype if policy else None
+            yield buffer(tensor.name), (plan.buffer_dtypes[full_name(info.path, tensor.name)],)
+    yield OUTPUTS, _one(policy.output_dtype if policy else None)
     if info.parameters:
-        yield STORED_PARAMETERS, unit.storage_dtype
-        yield STORED_GRADIENTS, unit.storage_dtype
+        yield STORED_PARAMETERS, (unit.storage_dtype,)
+        yield STORED_GRADIENTS, (unit.storage_dtype,)
+
+
+def _one(dtype: str | None) -> tuple[str, ...]:
+    return () if dtype is None else (dtype,)
 
 
 def _audit_unit(plan: ModelPlan, unit: Unit, layout: Layout, seen: Seen) -> Audited:
     classes = dict.fromkeys(plan.inventory.by_path[path].class_name for path in unit.modules)
-    planned: dict[str, str | None] = {ALL_GATHER: unit.compute_dtype, REDUCE_SCATTER: unit.reduce_dtype}
+    planned: dict[str, tuple[str, ...]] = {ALL_GATHER: (unit.compute_dtype,), REDUCE_SCATTER: (unit.reduce_dtype,)}
     if layout.replicate > 1:
-        planned[ALL_REDUCE] = unit.reduce_dtype
+        planned[ALL_REDUCE] = (unit.reduce_dtype,)
     remark = "" if any(seen.dtypes.values()) else "not communicated"
     return Audited(unit.name, ", ".join(classes), unit, tuple(_findings(planned, seen)), remark)
 
 
-def _findings(planned: dict[str, str | None], seen: Seen) -> Iterator[Finding]:
+def _findings(planned: dict[str, tuple[str, ...]], seen: Seen) -> Iterator[Finding]:
     """What is planned first, then what was seen without a plan: a buffer that forward has made."""
     unplanned = {what for what, dtypes in seen.dtypes.items() if dtypes} - planned.keys()
     for what in (*planned, *sorted(unplanned)):
-        yield Finding(what, planned.get(what), tuple(sorted(seen.dtypes.get(what, ()))))
+        yield Finding(what, planned.get(what, ()), tuple(sorted(seen.dtypes.get(what, ()))))
 
 
 def _difference(row: Audited, finding: Finding, place: Place) -> str:
     where = row.unit.reason if row.unit.key is None else place(row.unit.key)
     origin = row.unit.reason if where == row.unit.reason else f"{row.unit.reason}, {where}"
     observed = " and ".join(finding.observed)
-    return f"({row.classes}), {finding.what}: planned {finding.planned}, observed {observed} (unit: {origin})"
+    return f"({row.classes}), {finding.what}: planned {finding.planned_text}, observed {observed} (unit: {origin})"
 
 
 def _as_data(row: Audited) -> dict[str, Any]:
@@ -168,7 +191,7 @@ def _as_data(row: Audited) -> dict[str, Any]:
         "reason": row.unit.reason,
         **({} if row.num_forwards is None else {"forwards": row.num_forwards}),
         "remark": row.remark,
-        "dtypes": {f.what: {"planned": f.planned, "observed": list(f.observed)} for f in row.findings},
+        "dtypes": {f.what: {"planned": f.planned_text or None, "observed": list(f.observed)} for f in row.findings},
         "as_planned": not any(finding.differs for finding in row.findings),
     }
 
@@ -206,7 +229,7 @@ def _cell(row: Audited, column: str) -> str:
 def _describe(finding: Finding) -> str:
     observed = " and ".join(finding.observed)
     if finding.differs:
-        return f"**{observed}, planned {finding.planned}**"
+        return f"**{observed}, planned {finding.planned_text}**"
     return observed if finding.planned else f"({observed})"
 
 

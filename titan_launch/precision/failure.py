@@ -17,6 +17,7 @@ from titan_launch.errors import UNSET, KeyPath, Problem
 from titan_launch.globs import matches
 from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit, full_name, is_within
 from titan_launch.precision.observation import dtype_of, floating_tensors
+from titan_launch.torch_private import CONVERSION, REDUCTION
 
 _PYTORCH = str(Path(torch.__file__).parent)
 _FLOATING = {"float": "float32", "half": "float16", "double": "float64"}
@@ -68,14 +69,14 @@ class Failure:
 
     def reduced_gradients(self) -> dict[str, str]:
         """Dtypes of the gradients that FSDP2 was about to reduce, by the parameter's name."""
-        reduced = self._locals("foreach_reduce")
+        reduced = self._locals(REDUCTION)
         pairs = zip(reduced.get("fsdp_params", ()), reduced.get("unsharded_grads", ()), strict=False)
         dtypes = {self._name(parameter): dtype_of(gradient) for parameter, gradient in pairs}
         return {name: dtype for name, dtype in dtypes.items() if name is not None}
 
     def parameter_never_gathered(self) -> str | None:
         """The parameter that FSDP2 was looking for a gradient of, by name."""
-        return self._name(self._locals("to_accumulated_grad_if_needed").get("self"))
+        return self._name(self._locals(CONVERSION).get("self"))
 
     def _locals(self, function: str) -> Mapping[str, Any]:
         """The variables of a function that was running."""

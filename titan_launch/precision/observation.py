@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from titan_launch.patches import replaced
 from titan_launch.plan.types import ModelPlan
+from titan_launch.torch_private import collectives_watched, parameter_group
+from titan_launch.torch_release import is_tested_release
 
 INPUTS, OUTPUTS = "inputs", "outputs"
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 STORED_PARAMETERS, STORED_GRADIENTS = "stored parameters", "stored gradients"
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 AUTOCAST = "autocast"
 
 
@@ -59,19 +58,20 @@ class Observations:
 
 
 @contextmanager
-def observe(model: nn.Module, plan: ModelPlan, is_replicated: bool) -> Iterator[Observations]:
+def observe(model: nn.Module, plan: ModelPlan) -> Iterator[Observations]:
     """Watch a wrapped model until the end of the block: no number changes, and nothing is left on the model then.
 
-    Hooks that are registered after wrapping see the inputs that FSDP2 has cast, and the outputs. `is_replicated`:
-    whether gradients are all-reduced between replicas (HSDP).
+    Hooks that are registered after wrapping see the inputs that FSDP2 has cast, and the outputs. The collectives of
+    units are not seen on an untested release of PyTorch.
     """
     paths = [info.path for info in plan.inventory.modules if info.same_as is None]
     observed = Observations({path: Seen() for path in paths}, tuple(Seen() for _ in plan.units))
     with ExitStack() as hooks:
         for path, seen in observed.modules.items():
             _watch_module(model.get_submodule(path), seen, hooks)
-        for unit, seen in zip(plan.units, observed.units, strict=True):
-            _watch_unit(model.get_submodule(unit.modules[0]), seen, is_replicated, hooks)
+        if is_tested_release():
+            for unit, seen in zip(plan.units, observed.units, strict=True):
+                _watch_unit(model.get_submodule(unit.modules[0]), seen, hooks)
         yield observed
 
 
@@ -114,39 +114,11 @@ def _note_buffers(module: nn.Module, seen: Seen) -> None:
         seen.note(buffer(name), tensor)
 
 
-def _watch_unit(module: nn.Module, seen: Seen, is_replicated: bool, hooks: ExitStack) -> None:
+def _watch_unit(module: nn.Module, seen: Seen, hooks: ExitStack) -> None:
     """`module`: any of the unit's, which share their collectives."""
-    assert isinstance(module, FSDPModule), "observed after wrapping"
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is None:
-        return  # it holds no parameters
-    hooks.enter_context(replaced(group, "_all_gather_comm", _Watched(group._all_gather_comm, seen, ALL_GATHER)))
-    hooks.enter_context(
-        replaced(group, "_reduce_scatter_comm", _Watched(group._reduce_scatter_comm, seen, REDUCE_SCATTER))
-    )
-    if is_replicated:  # else FSDP2 would call it for what no all-reduce has summed
-        before = group._all_reduce_hook
-
-        def watch(reduced: Tensor) -> None:
-            seen.note(ALL_REDUCE, reduced)
-            if before is not None:
-                before(reduced)
-
-        hooks.enter_context(replaced(group, "_all_reduce_hook", watch))
-
-
-class _Watched:
-    """FSDP2's own collective, or one that was put in its place, with the dtypes of its buffers noted."""
-
-    def __init__(self, inner: Any, seen: Seen, what: str):
-        self._inner = inner
-        self._seen = seen
-        self._what = what
-        self.allocate = inner.allocate
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self._seen.note(self._what, (input_tensor, output_tensor))
-        return self._inner(output_tensor, input_tensor, *args, **kwargs)
+    group = parameter_group(module)
+    if group is not None:
+        hooks.enter_context(collectives_watched(group, lambda kind, output, sent: seen.note(kind, (sent, output))))
 
 
 def autocast_dtypes(value: Any) -> Iterator[str]:

@@ -29,11 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from titan_launch.models.layers import attention
 from titan_launch.patches import replaced
 from titan_launch.plan.hardware import Kernels
+from titan_launch.torch_private import shard_to_send, unit_steps_wrapped
 
 _aten = torch.ops.aten
 _REDUCED = (torch.float16, torch.bfloat16)
@@ -60,11 +60,12 @@ def kernels_in_place(kernels: Kernels, backend: str = "auto") -> Iterator[None]:
 def copies_from_host() -> Iterator[None]:
     """Let FSDP2 copy shards of parameters that are on the host to the device: in a trace there is only one device."""
 
-    def all_gather_inputs(parameter: FSDPParam) -> list[Tensor]:
-        copy = parameter._sharded_param_data.clone()
-        return [copy if parameter.param_dtype is None else copy.to(parameter.param_dtype)]
+    def all_gather_inputs(parameter: Any) -> list[Tensor]:
+        shard, dtype = shard_to_send(parameter)
+        copy = shard.clone()
+        return [copy if dtype is None else copy.to(dtype)]
 
-    with replaced(FSDPParam, "all_gather_inputs", property(all_gather_inputs)):
+    with unit_steps_wrapped({"all_gather_inputs": lambda _: property(all_gather_inputs)}):
         yield
 
 

@@ -12,6 +12,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.provenance import Provenance
 from titan_launch.errors import RunError
 from titan_launch.parallel.distributed import process_group
+from titan_launch.torch_private import warn_of_untested_release
 from titan_launch.train.build import build_run, run_folder
 from titan_launch.train.flight_recorder import configure_flight_recorder
 from titan_launch.train.host_memory import keep_freed_memory
@@ -33,6 +34,7 @@ def train(config: JobConfig, provenance: Provenance, stop: StopRequest) -> None:
         stack.enter_context(console_log(ranks.is_main))
         if ranks.device.type == "cpu":
             keep_freed_memory()
+        warn_of_untested_release()
         _leave_out_warnings()
         seed_everything(
             config.training.seed + random_stream(ranks.rank, config.parallelism), config.debug.deterministic

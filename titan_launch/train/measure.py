@@ -17,6 +17,7 @@ from titan_launch.metrics.traffic import TrafficCount, count_collectives
 from titan_launch.parallel.compile_cache import compile_time
 from titan_launch.plan.footprint import Category, Ledger, Place
 from titan_launch.plan.hardware import GIB
+from titan_launch.torch_release import is_tested_release
 from titan_launch.train.prediction import MEASURED
 from titan_launch.train.step import Microbatch, TrainStep
 
@@ -58,9 +59,9 @@ class StepMeasurements:
         self._train_step = train_step
         self._device = device
         self._first_step = first_step
-        self._tracks_memory = device.type == "cpu" and not is_compiled
+        self._tracks_memory = device.type == "cpu" and not is_compiled and is_tested_release()
         self._traffic: TrafficCount | None = None
-        if config.count_traffic:
+        if config.count_traffic and is_tested_release():
             self._traffic = stack.enter_context(count_collectives(model))
         self._compile_time = stack.enter_context(compile_time()) if is_compiled else None
         self._seen: dict[str, float] = {}

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from titan_launch.accumulation.strategies import AccumulationStrategy
 from titan_launch.config.pipeline_rules import SPLIT_BACKWARD_SCHEDULES
-from titan_launch.fsdp_state import ForwardOrder, give_forward_order, take_forward_order, widen_gradients
 from titan_launch.parallel.pipeline import LocalStage, Pipeline
+from titan_launch.torch_private import ForwardOrder, accumulate_in_reduce_dtype, give_forward_order, take_forward_order
 
 
 def build_schedule(
@@ -67,9 +68,12 @@ class _Stage(PipelineStage):
             _Hidden(local.module), index, num_stages, device, input_args=taken, output_args=given, group=pipeline.group
         )
         self._root = local.module
+        self._fsdp_root = cast(Any, local.module)  # with the methods of the newest release
         self._accumulation = accumulation
         self._splits_backward = splits_backward
         self._orders: dict[int, ForwardOrder] = {}
+        if splits_backward and hasattr(FSDPModule, "finalize_backward"):
+            self._fsdp_root.set_manual_backward_finalization(True)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
@@ -85,11 +89,20 @@ class _Stage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        widen_gradients(self._root)
+        accumulate_in_reduce_dtype(self._root)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Where weights have a backward of their own, gradients are reduced and parameters freed only now."""
-        if self._splits_backward:
+        """Reduce gradients and free parameters, where weights have a backward of their own.
+
+        `finalize_backward` is public from torch 2.15 on; the other branch can go with torch 2.14.
+        """
+        if not self._splits_backward:
+            return
+        if hasattr(FSDPModule, "finalize_backward"):
+            self._fsdp_root.set_requires_gradient_sync(True)
+            self._fsdp_root.set_reshard_after_backward(True)
+            self._fsdp_root.finalize_backward()
+        else:
             hidden, self.submod = self.submod, self._root
             try:
                 super().perform_reduce_grad(grad_scale_factor)

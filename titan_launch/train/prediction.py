@@ -12,6 +12,7 @@ from titan_launch.plan.analytic.engine import analytic_engine, unknown_part
 from titan_launch.plan.choices import own_choice
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.layout import Layout
+from titan_launch.torch_release import is_tested_release
 from titan_launch.train.tracing import Tracing
 
 _log = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ class MemoryCheck:
         self._tracing: Tracing | None = None
         self._measured_gib: float | None = None
         self._is_compared = False
+        if not is_tested_release():
+            return
         if config.compile.enable:
             _log.info("memory is not predicted: the compiler decides what is kept; `plan` shows it without one")
             return

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_launch.fsdp_state import roots
 from titan_launch.loss import Loss, count_correct, count_valid, cross_entropy_sum
-from titan_launch.parallel.discard import reset_iteration
+from titan_launch.parallel.discard import reset_iterations
 from titan_launch.parallel.pipeline import pipeline_of, run_forward
+from titan_launch.torch_private import roots
 from titan_launch.train.step import Microbatch, logits_of
 
 
@@ -42,7 +42,7 @@ def validate(
         totals[2] += count_valid(targets)
     for module, flag in was_training.items():
         module.training = flag
-    reset_iteration(model)  # else the sharded parameters, by which the optimizer knows its state, are not in the model
+    reset_iterations(model)  # else the sharded parameters, by which the optimizer knows its state, are not in the model
     dist.all_reduce(totals)
     loss, correct, count = totals.tolist()
     loss, accuracy = (loss / count, correct / count) if count else (math.nan, math.nan)

@@ -144,9 +144,17 @@ class Autograd:
             return ()
         saved = node.saved() if node.saved is not None else ()
         assert node.backward is not None
-        results = node.backward(gradient, saved)
+        gradients = node.backward(gradient, saved)
+        results = [self._converted(*pair) for pair in zip(node.inputs, gradients, strict=True)]
         node.saved = node.backward = None
         return results
+
+    def _converted(self, following: Node | None, gradient: Tensor | None) -> Tensor | None:
+        """Return a gradient in the dtype that a parameter takes, while what it was computed from is there still."""
+        if not isinstance(following, Leaf) or gradient is None:
+            return gradient
+        dtype = following.grad_dtype(gradient.dtype)
+        return gradient if dtype == gradient.dtype else self.new(gradient.numel, dtype, Category.BACKWARD)
 
     def _recall(self, saved: _Saved) -> Sequence[Tensor]:
         block = saved.block

@@ -1,8 +1,9 @@
 """FSDP2's schedule, unit by unit: when it allocates, gathers, frees and reduces what. No torch.
 
-A transcription of `torch.distributed.fsdp._fully_shard` (2.13: `_fsdp_state`, `_fsdp_param_group`,
+A transcription of `torch.distributed.fsdp._fully_shard` (torch 2.13 and 2.15: `_fsdp_state`, `_fsdp_param_group`,
 `_fsdp_collectives`), with sizes in place of tensors. Names are FSDP2's, so that the two can be read side by side; so
-are lifetimes, down to those that a local variable over there prolongs, which the comments here point out.
+are lifetimes, down to those that a local variable over there prolongs, which the comments here point out. It is the
+schedule of the installed release, and of the newest tested one where torch is not installed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from titan_launch.plan.footprint import Category
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.traffic import DTYPE_BYTES, padded_numel
 from titan_launch.plan.types import TensorInfo, Unit
+from titan_launch.torch_release import ACCUMULATES_IN_GRAD, torch_release
+
+_FREES_EARLIER = torch_release() >= (2, 15)
+"""Whether FSDP2 has moved into functions of their own what its local variables used to keep alive."""
 
 
 class State(Enum):
@@ -71,7 +76,7 @@ class Parameter:
         """What operations take; the unit counts its memory."""
 
     def _leaf(self, unit: ShardedUnit, index: int) -> Leaf:
-        return Leaf(lambda gradient: unit.accumulate(index, gradient))
+        return Leaf(lambda gradient: unit.accumulate(index, gradient), lambda dtype: unit.grad_dtype(index, dtype))
 
 
 class ShardedUnit:
@@ -133,7 +138,8 @@ class ShardedUnit:
         if self._pending is None:
             return
         is_forward, world = self.group_state is State.FORWARD, self.context.layout.shard
-        before = self.context.all_gather if is_forward else None  # outlives the copy: a local variable in FSDP2 too
+        # Outlives the copy before torch 2.15: a local variable in FSDP2 too.
+        before = self.context.all_gather if is_forward and not _FREES_EARLIER else None
         if is_forward:
             self.context.all_gather = None
         if world == 1:
@@ -261,11 +267,20 @@ class ShardedUnit:
         self.group_state = before
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
-        """Autograd has a parameter's whole gradient. A second one is added in place."""
-        if index not in self._gradients:
-            assert gradient.storage is not None
-            gradient.storage.relabel(Category.UNSHARDED_GRADIENTS)
-            self._gradients[index] = gradient
+        """Take a parameter's whole gradient from autograd. A second one is added in place."""
+        if index in self._gradients:
+            return
+        assert gradient.storage is not None
+        gradient.storage.relabel(Category.UNSHARDED_GRADIENTS)
+        self._gradients[index] = gradient
+
+    def grad_dtype(self, index: int, computed: str) -> str:
+        """Return the dtype that autograd hands a gradient over in: `_set_unsharded_grad_dtypes`."""
+        if not ACCUMULATES_IN_GRAD:
+            return computed
+        is_wider = DTYPE_BYTES[self.unit.reduce_dtype] > DTYPE_BYTES[computed]
+        is_added = self.reduce_grads or index in self._gradients
+        return computed if is_wider and is_added else self.unit.reduce_dtype
 
     def post_backward(self) -> None:
         """All gradients of the unit are there: keep them, or reduce them."""
@@ -275,7 +290,8 @@ class ShardedUnit:
         if not self.reduce_grads:
             if self.reshard_after_backward:
                 self.reshard()
-            self._accumulate_in_reduce_dtype()
+            if not ACCUMULATES_IN_GRAD:
+                self._accumulate_in_reduce_dtype()
             return
         whole = {**self._gradients, **self._accumulated}
         gradients = [whole[index] for index in sorted(whole)]
@@ -303,10 +319,11 @@ class ShardedUnit:
         new, dtype = self.autograd.new, self.unit.reduce_dtype
         padded = sum(parameter.padded for parameter in parameters)
         reduce_input = new(padded, dtype, Category.REDUCE_SCATTER)
-        last = gradients[-1] if world > 1 else None  # a loop variable over there, until the function ends
+        # Before torch 2.15 a loop variable over there, until the function ends.
+        last = gradients[-1] if world > 1 and not _FREES_EARLIER else None
         gradients.clear()
         output = new(padded // world, dtype, Category.REDUCE_SCATTER)
-        if world == 1 and is_hsdp:  # by the factor 1 that is set among several ranks
+        if world == 1 and is_hsdp and torch_release() < (2, 15):  # by the factor 1 that is set among several ranks
             divided = new(padded, dtype, Category.REDUCE_SCATTER)
             del divided
         self.context.reduce_scatter_inputs.append(reduce_input)

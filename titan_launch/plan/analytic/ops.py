@@ -43,7 +43,8 @@ def embedding(autograd: Autograd, weight: Tensor, num_tokens: int, width: int) -
 
 
 def linear(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int) -> Tensor:
-    """A matrix product with a weight [width_out, width_in]."""
+    """A matrix product with the transpose, which is a view, of a weight [width_out, width_in]."""
+    weight = view(autograd, weight)
     numel, dtype = x.numel, x.dtype
     needs_input, needs_weight = x.node is not None, weight.node is not None
     saved = autograd.save(x) if needs_weight else autograd.save()

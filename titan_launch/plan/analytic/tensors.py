@@ -76,8 +76,10 @@ class Node:
 class Leaf(Node):
     """The end of a path through the graph, at a parameter: it takes the gradient at once, before any other node."""
 
-    __slots__ = ("accumulate",)
+    __slots__ = ("accumulate", "grad_dtype")
 
-    def __init__(self, accumulate: Callable[[Tensor], None]):
+    def __init__(self, accumulate: Callable[[Tensor], None], grad_dtype: Callable[[str], str]):
         super().__init__(inf, (), None)
         self.accumulate = accumulate
+        self.grad_dtype = grad_dtype
+        """From the dtype of a gradient to the dtype that it is converted to before."""
