@@ -24,15 +24,16 @@ MODES = [{"mode": "none"}, FULL, {"mode": "selective"}, {"mode": "selective", "s
 
 
 def counted_matmuls(recomputation: ActivationCheckpointConfig) -> int:
-    """FLOPs of a forward and backward; torch does not count attention's on a CPU."""
+    """FLOPs of a forward and backward without attention's, which torch counts on a CPU from 2.15 on only."""
     built = build_model(ModelConfig(args={**TINY_ARGS, "n_layers": LAYERS}), SEQ_LEN)
     model = built.module.to_empty(device="cpu")
     checkpoint_activations(model, recomputed_modules(Inventory((), built.blocks), recomputation), recomputation)
     tokens = torch.zeros(1, SEQ_LEN, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         cross_entropy_sum(model(tokens), tokens).backward()
-    assert {str(op) for op in counter.get_flop_counts()["Global"]} == {"aten.mm"}
-    return counter.get_total_flops()
+    counts = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+    assert all(op == "aten.mm" or op.startswith("aten._scaled_dot_product") for op in counts)
+    return counts["aten.mm"]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)

@@ -396,6 +396,7 @@ CASES = (
         key="gradient_accumulation.mode",
         value="deferred",
         mode="deferred",
+        until=(2, 14),
         rules=(rule("layers.1.layer", "bfloat16"),),
         helpful_modes=("immediate",),
     ),

@@ -119,10 +119,14 @@ def _peak(profiled: profile) -> int:
 
 
 def _changes(events: Iterable[Any], kernel: Any) -> Iterator[tuple[int, int, Any]]:
-    """What is allocated and freed, in order: address, bytes, and the innermost operation that does it."""
+    """What is allocated and freed, in order: address, bytes, and the innermost operation that does it.
+
+    FSDP2's own operations count as one: from torch 2.15 on its copy-in on a CPU first casts gradients of mixed dtypes.
+    """
     for event in events:
         if event.name == "[memory]":
             yield event.extra_fields.ptr, event.extra_fields.alloc_size, kernel
         else:
-            is_kernel = event.name.startswith("aten::") and not event.name.startswith("aten::empty")
-            yield from _changes(event.children, event if is_kernel else kernel)
+            is_kernel = event.name.startswith(("aten::", "fsdp::")) and not event.name.startswith("aten::empty")
+            is_inside = kernel is not None and kernel.name.startswith("fsdp::")
+            yield from _changes(event.children, event if is_kernel and not is_inside else kernel)

@@ -226,6 +226,22 @@ def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footpri
     return Footprint({place: _along(peak, longer.peaks[place], factor) for place, peak in _shared(shorter, longer)})
 
 
+def with_growth(footprint: Footprint, longer: Footprint, factor: float) -> Footprint:
+    """Return the footprint of a longer step, whose places are those of `footprint`: every peak with `factor` times what
+    the peak of its phase has grown by in `longer`."""
+    before, after = footprint.by_phase(), longer.by_phase()
+    growth = {phase: factor * (after[phase] - peak) for phase, peak in before.items()}
+    return Footprint({place: _grown(peak, growth[place.phase]) for place, peak in footprint.peaks.items()})
+
+
+def _grown(peak: Peak, num_bytes: float) -> Peak:
+    """A peak with so many bytes of activations more."""
+    held, streams = list(peak.by_category), list(peak.by_stream)
+    held[Category.ACTIVATIONS] += num_bytes
+    streams[_STREAM_OF[Category.ACTIVATIONS]] += num_bytes
+    return Peak(peak.total + num_bytes, tuple(held), tuple(streams))
+
+
 def _shared(shorter: Footprint, longer: Footprint) -> Iterator[tuple[Place, Peak]]:
     return ((place, peak) for place, peak in shorter.peaks.items() if place in longer.peaks)
 

@@ -26,9 +26,10 @@ from titan_launch.models.build import BuiltModel
 from titan_launch.optim.groups import group_parameters
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.context_parallel import divide_buffers, ring_attention, sequence_part
+from titan_launch.parallel.discard import discard_pending
 from titan_launch.parallel.mesh import Mesh, build_mesh
 from titan_launch.parallel.pipeline import Pipeline, parts, pipeline_of
-from titan_launch.plan.footprint import MICROBATCHES, Category, Footprint, Ledger, Place
+from titan_launch.plan.footprint import MICROBATCHES, Category, Footprint, Ledger, Place, with_growth
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.in_flight import scaled_to_step, sufficient_microbatches
 from titan_launch.plan.layout import Layout
@@ -62,7 +63,8 @@ def trace_step(
 ) -> TracedStep:
     """Go through a step on a rank of `layout.world_size`. `built` is on the meta device, and is wrapped here.
 
-    As many microbatches are gone through as memory depends on. Raises ConfigError for what dtypes explain, as a run
+    As many microbatches are gone through as fill memory; of a pipeline also some more, which tell what its schedule
+    keeps of each until the end of the step. Raises ConfigError for what dtypes explain, as a run
     does, but not for all of it: matrix products of fake tensors take two dtypes. Other errors of the model's forward
     and backward come as they are.
     """
@@ -84,15 +86,35 @@ def trace_step(
         model.to_empty(device="cpu")
         if part is not None:
             divide_buffers(model, built.context_parallel or {}, part, config.training.seq_len)
-        return _go_through(config, model, plan, mesh, batches, Ledger(on_host(config.training, kernels)))
+        on_host_there = on_host(config.training, kernels)
+        if mesh.pipeline is None:
+            num_microbatches = min(layout.num_microbatches, MICROBATCHES)
+            return _go_through(config, model, plan, mesh, batches, Ledger(on_host_there), num_microbatches)
+        num_microbatches = sufficient_microbatches(config.parallelism, layout)
+        traced = _go_through(config, model, plan, mesh, batches, Ledger(on_host_there), num_microbatches)
+        left_out = layout.num_microbatches - num_microbatches
+        if not left_out:
+            return traced
+        discard_pending(model)
+        more = num_microbatches + min(left_out, layout.pipeline)  # interleaved schedules take multiples
+        longer = _go_through(config, model, plan, mesh, batches, Ledger(on_host_there), more)
+        factor = left_out / (more - num_microbatches)
+        return replace(traced, footprint=with_growth(traced.footprint, longer.footprint, factor))
 
 
 def _go_through(
-    config: JobConfig, model: nn.Module, plan: ModelPlan, mesh: Mesh, batches: Batches, ledger: Ledger
+    config: JobConfig,
+    model: nn.Module,
+    plan: ModelPlan,
+    mesh: Mesh,
+    batches: Batches,
+    ledger: Ledger,
+    num_microbatches: int,
 ) -> TracedStep:
-    """Forward and backward over the microbatches of a step, and the optimizer's update in closed form.
+    """Forward and backward over microbatches of a step, and the optimizer's update in closed form.
 
     `model`: wrapped and on the CPU, with real tensors or fake ones, without gradients. `plan`: of the whole model.
+    `num_microbatches`: those that are gone through.
     """
     layout = mesh.layout
     ledger.enter(Place(0, "forward", ""))
@@ -109,7 +131,7 @@ def _go_through(
         memory.scope(Category.BUFFERS)
         statistics = RunningStatistics(model)  # kept all the time
         memory.scope(None)
-        traffic = _Accumulation(config, model, layout, batches, places, memory, ledger, count).run()
+        traffic = _Accumulation(config, model, layout, num_microbatches, batches, places, memory, count).run()
         ledger.enter(Place(places.microbatch, "optimizer", ""))
         _update(temporary_bytes(config.optimizer, groups, layout.parameter_shards), ledger)
         del statistics
@@ -124,15 +146,15 @@ def _makes_logits(model: nn.Module, module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Accumulation:
-    """The microbatches of a step, of a long step as many as memory depends on; and what watches them."""
+    """The microbatches of a step that are gone through, and what watches them."""
 
     config: JobConfig
     model: nn.Module
     layout: Layout
+    num_microbatches: int
     batches: Batches
     places: Places
     memory: LiveMemory
-    ledger: Ledger
     count: TrafficCount
 
     def run(self) -> Traffic:
@@ -144,11 +166,10 @@ class _Accumulation:
 
     def _one_by_one(self, valid_global: Tensor) -> Traffic:
         strategy = build_strategy(self.config.gradient_accumulation)
-        num_microbatches = min(self.layout.num_microbatches, MICROBATCHES)
         traffic = []
-        for index in range(num_microbatches):
+        for index in range(self.num_microbatches):
             self.places.begin_microbatch(index)
-            strategy.begin_microbatch(self.model, is_last=index == num_microbatches - 1)
+            strategy.begin_microbatch(self.model, is_last=index == self.num_microbatches - 1)
             inputs, targets = self.batches.make()
             self.memory.hold((inputs, targets), Category.INPUTS)
             backward(self.model, inputs, targets, lambda: valid_global, self._loss_sum)
@@ -159,33 +180,17 @@ class _Accumulation:
     def _through(self, pipeline: Pipeline, valid_global: Tensor) -> Traffic:
         """Through the stages of a pipeline, by its schedule."""
         config, layout = self.config, self.layout
-        num_microbatches = sufficient_microbatches(config.parallelism, layout)
         inputs, targets = self.memory.paused(self.batches.make)()  # on the host
-        num_others = layout.num_microbatches - num_microbatches
-        self.ledger.allocate(num_others * _received_bytes(pipeline, inputs), Category.ACTIVATIONS)
-        self.ledger.allocate(num_others * 2 * inputs.nbytes, Category.INPUTS)
         strategy = build_strategy(config.gradient_accumulation)
         step = PipelinedStep(pipeline, config.parallelism, strategy, torch.device("cpu"))
         loss = partial(loss_of, valid_global=valid_global, loss_sum=self._loss_sum)
-        step([(inputs, targets)] * num_microbatches, loss)
-        self.ledger.free(num_others * 2 * inputs.nbytes, Category.INPUTS)
+        step([(inputs, targets)] * self.num_microbatches, loss)
         traffic = self.count.take()
-        return scaled_to_step(traffic, num_microbatches, layout, config.gradient_accumulation)
+        return scaled_to_step(traffic, self.num_microbatches, layout, config.gradient_accumulation)
 
     @property
     def _loss_sum(self) -> Loss:
         return loss_in_chunks(self.config.training.loss_chunks)
-
-
-def _received_bytes(pipeline: Pipeline, inputs: Tensor) -> int:
-    """Of the buffers that PyTorch's stages have for each microbatch of a step, also of those that are not gone through:
-    for what they receive from the stage before, and from the one behind."""
-    boundaries = pipeline.boundaries.of(inputs)
-    received = 0
-    for stage in (local.stage for local in pipeline.local):
-        received += boundaries[stage.index].nbytes if stage.index else 0
-        received += boundaries[stage.index + 1].nbytes if stage.index + 1 < len(pipeline.plan.stages) else 0
-    return received
 
 
 def _of_all(seen: Sequence[Traffic], num_microbatches: int) -> Traffic:

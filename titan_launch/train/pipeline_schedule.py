@@ -33,7 +33,7 @@ def build_schedule(
     """
     boundaries = pipeline.boundaries.of(inputs)
     stages = [
-        _Stage(
+        ScheduledStage(
             local,
             len(pipeline.plan.stages),
             boundaries[local.stage.index : local.stage.index + 2],
@@ -49,7 +49,7 @@ def build_schedule(
     return kind(what, num_microbatches, loss_fn=loss, scale_grads=False)
 
 
-class _Stage(PipelineStage):
+class ScheduledStage(PipelineStage):
     """PyTorch's stage, with FSDP2 working as it does without a pipeline."""
 
     def __init__(
