@@ -53,3 +53,17 @@ def collectives_of_all_gathers() -> set[str]:
 def test_no_all_gather_uses_the_collective_that_corrupts_memory() -> None:
     for operators in run_ranks(collectives_of_all_gathers, 2):
         assert operators == {"c10d::_allgather_base_"}
+
+
+def gather_with_several_in_flight() -> None:
+    """Run 10,000 all-gathers, 8 at a time: PyTorch's operator crashed a process after 3,000 to 510,000 of them."""
+    this_mesh()
+    functional, group = torch.ops._c10d_functional, dist.distributed_c10d._get_default_group()
+    x = torch.ones(1, 65)
+    for _ in range(1250):
+        for gathered in [functional.all_gather_into_tensor(x, 1, group.group_name) for _ in range(8)]:
+            functional.wait_tensor(gathered)
+
+
+def test_many_all_gathers_leave_the_memory_intact() -> None:
+    run_ranks(gather_with_several_in_flight, 1)
