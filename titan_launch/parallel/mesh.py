@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from titan_launch.parallel.gloo_all_gather import replace_gloo_all_gather
 from titan_launch.plan.layout import Layout
 
 PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pp", "dp_replicate", "dp_shard", "cp", "tp"
@@ -99,6 +100,7 @@ class Mesh:
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """The grid of the ranks of the default process group; collective."""
     _forget_earlier_meshes()
+    replace_gloo_all_gather()
     axes = {
         PIPELINE: layout.pipeline,
         REPLICATE: layout.replicate,
