@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from benchmarks.gpu.requirements import device_problem, requirements_problem
+from benchmarks.publishing import put_between_markers
 
 _BUDGET_SECONDS = 540
 """Default budget. It leaves a minute of ten for imports and for processes that exceed their time limit."""
@@ -34,17 +35,22 @@ def main() -> int:
     if not cases and not with_tests:
         names = "\n".join(case.name for case in select(options.smoke)[0])
         return fail(f"--only {' '.join(options.only)} matches no case; the names are:\n{names}", 2)
+
+    def publish(text: str) -> None:
+        if options.write is not None:
+            put_between_markers(text, "gpu", options.write)
+
     output = options.output
-    suite = Suite(cases, with_tests, device_of(options.smoke), output, output / "logs", options.write)
+    suite = Suite(cases, with_tests, device_of(options.smoke), output, output / "logs", publish)
     try:
         with ended_by_sigterm():
             suite.run(began + options.budget)
     finally:
         print(f"{suite.text()}\n\noutput: {output.resolve()}", flush=True)
-    failed = "; ".join(suite.failed)
-    return (
-        fail(f"no result of {failed}; the reasons are below the table, the logs in {output}/logs", 1) if failed else 0
-    )
+    if suite.failed:
+        failed = "; ".join(suite.failed)
+        return fail(f"no result of {failed}; the reasons are below the table, the logs in {output}/logs", 1)
+    return 0
 
 
 def add_options(parser: argparse.ArgumentParser, output: str, budget: float) -> None:

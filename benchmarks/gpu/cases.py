@@ -23,6 +23,9 @@ class Shape:
     steps: int = 8
     """Measured steps. As many warm-up steps come before them."""
 
+    eager_s: float = 30
+    """Estimate of the duration of an eager run, start-up included."""
+
 
 @dataclass(frozen=True)
 class Published:
@@ -47,8 +50,6 @@ class Case:
     """Keys of the job file; for the launcher only."""
 
     published: Published | None = None
-    expected_s: float = 30
-    """Estimate of the duration, start-up and compilation included. A case does not begin if less time is left."""
 
     @property
     def name(self) -> str:
@@ -56,36 +57,23 @@ class Case:
         return f"{self.shape.name}, {self.shape.seq_len} x {self.shape.batch}, {self.label}"
 
     @property
+    def expected_s(self) -> float:
+        """Estimate of the duration, compilation included. A case does not begin if less time is left."""
+        return self.shape.eager_s + 25 * self.is_compiled
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of all microbatches of a step."""
         return self.shape.seq_len * self.shape.batch * self.microbatches
 
 
-def bare(shape: Shape, is_compiled: bool) -> Case:
-    """Return the case of the bare FSDP2 loop."""
-    return _case(shape, "bare loop", is_compiled, is_bare=True)
-
-
-def launcher(shape: Shape, is_compiled: bool, label: str = "", **changes: Any) -> Case:
-    """Return a case of the launcher; `label` names what differs from its defaults."""
-    return _case(shape, label, is_compiled, **changes)
-
-
-def _case(shape: Shape, label: str, is_compiled: bool, **changes: Any) -> Case:
-    how = "compiled" if is_compiled else "eager"
-    parts = (label, how) if label == "bare loop" else (how, label)
-    expected = {"expected_s": 55 if is_compiled else 30}
-    return Case(shape, ", ".join(filter(None, parts)), is_compiled=is_compiled, **{**expected, **changes})
-
-
 WIDTH_8B = Shape("8B width, 8 layers", "8B", {"n_layers": 8}, 2048, 4)
-SHAPES = (
-    WIDTH_8B,
+OTHER_SHAPES = (
     Shape("8B width, 8 layers", "8B", {"n_layers": 8}, 8192, 1),
     Shape("1B", "1B", {}, 2048, 8),
     Shape("1B", "1B", {}, 8192, 2),
 )
-ANCHOR = Shape("8B", "8B", {}, 4096, 2, steps=5)
+ANCHOR = Shape("8B", "8B", {}, 4096, 2, steps=5, eager_s=85)
 SMOKE = Shape("smoke", "debug", {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 128}, 64, 2)
 
 FLOAT8 = {"float8.enable": True}
@@ -100,22 +88,23 @@ KEMPNER_FORGE = Published("KempnerForge, one H200, April 2026", 10_471, 57.8, 80
 
 def all_cases() -> Iterator[Case]:
     """Yield the most telling cases first, since the last ones do not run if the time is short."""
-    for is_compiled in (True, False):
-        yield bare(WIDTH_8B, is_compiled)
-        yield launcher(WIDTH_8B, is_compiled)
+    yield Case(WIDTH_8B, "bare loop, compiled", is_bare=True, is_compiled=True)
+    yield Case(WIDTH_8B, "compiled", is_compiled=True)
+    yield Case(WIDTH_8B, "bare loop, eager", is_bare=True)
+    yield Case(WIDTH_8B, "eager")
     yield from anchor_cases()
-    yield launcher(WIDTH_8B, True, "float8 rowwise", options=FLOAT8)
-    for shape in SHAPES[1:]:
-        yield bare(shape, True)
-        yield launcher(shape, True)
-        yield launcher(shape, True, "float8 rowwise", options=FLOAT8)
-        yield launcher(shape, False)
+    yield Case(WIDTH_8B, "compiled, float8 rowwise", is_compiled=True, options=FLOAT8)
+    for shape in OTHER_SHAPES:
+        yield Case(shape, "bare loop, compiled", is_bare=True, is_compiled=True)
+        yield Case(shape, "compiled", is_compiled=True)
+        yield Case(shape, "compiled, float8 rowwise", is_compiled=True, options=FLOAT8)
+        yield Case(shape, "eager")
     for mode in ("immediate", "deferred"):
         options = {"gradient_accumulation.mode": mode}
-        yield launcher(WIDTH_8B, False, f"4 microbatches, {mode}", microbatches=4, options=options)
-    yield launcher(WIDTH_8B, False, "fp32 norms", options=FP32_NORMS)
-    yield launcher(WIDTH_8B, True, "fp32 norms", options=FP32_NORMS)
-    yield launcher(WIDTH_8B, True, "float8 tensorwise", options=FLOAT8_TENSORWISE)
+        yield Case(WIDTH_8B, f"eager, 4 microbatches, {mode}", microbatches=4, options=options)
+    yield Case(WIDTH_8B, "eager, fp32 norms", options=FP32_NORMS)
+    yield Case(WIDTH_8B, "compiled, fp32 norms", is_compiled=True, options=FP32_NORMS)
+    yield Case(WIDTH_8B, "compiled, float8 tensorwise", is_compiled=True, options=FLOAT8_TENSORWISE)
 
 
 def anchor_cases() -> Iterator[Case]:
@@ -124,12 +113,12 @@ def anchor_cases() -> Iterator[Case]:
         ("bf16 storage", BF16_STORAGE, KEMPNER_FORGE),
         ("fp32 storage", FP32_STORAGE, None),
     ):
+        label = f"compiled, full activation checkpointing, {label}"
         options = {"activation_checkpoint.mode": "full", **storage}
-        label = f"full activation checkpointing, {label}"
-        yield launcher(ANCHOR, True, label, microbatches=4, options=options, published=published, expected_s=110)
+        yield Case(ANCHOR, label, microbatches=4, is_compiled=True, options=options, published=published)
 
 
 def smoke_cases() -> Iterator[Case]:
     """Yield two cases with a tiny shape for a CPU."""
-    yield bare(SMOKE, False)
-    yield launcher(SMOKE, False, "fp32 norms", options=FP32_NORMS)
+    yield Case(SMOKE, "bare loop, eager", is_bare=True)
+    yield Case(SMOKE, "eager, fp32 norms", options=FP32_NORMS)

@@ -9,8 +9,10 @@ import os
 import platform
 import shutil
 import subprocess
+import sysconfig
 import time
 import warnings
+from pathlib import Path
 
 import torch
 
@@ -22,6 +24,8 @@ def main() -> None:
     print(f"Python {platform.python_version()}; {platform.platform()}; {len(os.sched_getaffinity(0))} CPU cores")
     for path in ("/dev/shm", "/tmp"):
         print(f"{path}: {shutil.disk_usage(path).free / 2**30:.1f} GiB free")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    print(f"Triton needs a C compiler: {shutil.which('gcc') or shutil.which('cc')}; and {header}: {header.exists()}")
     print(f"torch {torch.__version__}; CUDA {torch.version.cuda}; {installed('triton')}; {installed('torchao')}")
     if torch.cuda.is_available():
         device_facts()

@@ -44,7 +44,8 @@ use_wheels() {
     state="$("$python" --version; cksum "$wheels"/*.whl)"
     if [[ "$(cat "$target/.state" 2>/dev/null)" != "$state" ]]; then
         rm -rf "$target"
-        "$python" -m pip --isolated install --quiet --no-index --no-deps --no-compile --target "$target" "$wheels"/*.whl
+        "$python" -m pip --isolated install --quiet --no-index --no-deps --no-compile --target "$target" \
+            "$wheels"/*.whl || exit 2
         echo "$state" >"$target/.state"
     fi
     export PYTHONPATH="$target${PYTHONPATH:+:$PYTHONPATH}"

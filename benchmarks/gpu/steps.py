@@ -45,7 +45,7 @@ BRANCHES: Mapping[str, Mapping[str, Any]] = {
 }
 """Keys of the job file, for every branch of the launcher that six steps on one GPU can reach."""
 
-_CUDA_ONLY = {"profile": "CUDA only: it profiles CUDA kernels", "waits": "CUDA only: a CPU has nothing to wait for"}
+_CUDA_ONLY = {"profile": "CUDA only: it profiles CUDA kernels"}
 
 _KEPT_SUFFIXES = (".log", ".txt", ".json", ".jsonl")
 _KEPT_BYTES = 2**20
@@ -84,7 +84,7 @@ def all_steps(is_smoke: bool, scratch: Path) -> Iterator[list[Step]]:
     yield [Step("facts", [[sys.executable, "-m", "benchmarks.gpu.facts"]], is_quoted=True)]
     yield [Step("small GPU tests", [gpu_tests.command("-k", "not predicted")])]
     waits = [sys.executable, "-m", "benchmarks.gpu.waits", *job_words("waits", {}, is_smoke, scratch)]
-    yield [Step("waits", [waits], is_quoted=True, skipped=_CUDA_ONLY["waits"] if is_smoke else "")]
+    yield [Step("waits", [waits], is_quoted=True)]
     yield [branch_step(name, is_smoke, scratch) for name in BRANCHES]
 
 
@@ -124,7 +124,7 @@ class FirstLook:
         self.scratch = Path(self._folder.name)
         self._outcomes: list[Outcome] = []
         cases, _ = select(is_smoke)
-        self._suite = Suite(cases, False, device_of(is_smoke), output, self._logs)
+        self._suite = Suite(cases, False, device_of(is_smoke), output, self._logs, lambda _: self._write())
 
     def __enter__(self) -> FirstLook:
         self._output.mkdir(parents=True, exist_ok=True)

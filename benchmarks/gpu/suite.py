@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from benchmarks.gpu.cases import Case, all_cases, smoke_cases
 from benchmarks.gpu.processes import log_name
 from benchmarks.gpu.runs import Device, Result, planned_gib, run
 from benchmarks.gpu.table import header, row, table
-from benchmarks.publishing import put_between_markers
 
 _LIMIT = 2.5
 """Time limit of a case, as a multiple of its expected duration."""
@@ -42,16 +41,24 @@ class Suite:
     """
 
     def __init__(
-        self, cases: list[Case], with_tests: bool, device: Device, output: Path, logs: Path, page: Path | None = None
+        self,
+        cases: list[Case],
+        with_tests: bool,
+        device: Device,
+        output: Path,
+        logs: Path,
+        on_change: Callable[[str], None] = lambda text: None,
     ):
-        """`page`: a Markdown file; the table is also put between its markers."""
+        """`on_change` is called with the table after every case."""
         self._cases = cases
         self._with_tests = with_tests
         self._device = device
         self._output = output
         self._logs = logs
-        self._page = page
-        self._header = header(device == "cpu")  # before the first write to `page`, which makes the commit a dirty one
+        self._on_change = on_change
+        self._header = header(
+            device == "cpu"
+        )  # before `on_change` may write to the docs, which makes the commit a dirty one
         self._planned = {case.name: planned_gib(case, device) for case in cases if not case.is_bare}
         self._results: list[tuple[Case, Result]] = []
         self._not_run = {case.name: "no time left" for case in cases}
@@ -76,7 +83,7 @@ class Suite:
     def text(self) -> str:
         """Return the table as Markdown. The lines below it name what failed and what did not run."""
         lines = [self._header, "", *table(self._rows())]
-        lines += [f"\nFailed: {name}: {reason}" for name, reason in self.failed.items()]
+        lines += [f"\nFailed: {name}: {reason} (log: {log_name(name)})" for name, reason in self.failed.items()]
         if self._not_run:
             lines.append(f"\nNot run: {'; '.join(f'{name} ({reason})' for name, reason in self._not_run.items())}.")
         if self._tests:
@@ -85,9 +92,9 @@ class Suite:
 
     def _misfit(self, case: Case) -> str:
         """Return a reason if the device has too little memory for a case."""
-        planned = self._planned.get(case.name, 0.0)
         if self._device == "cpu":
             return ""
+        planned = self._planned.get(case.name, 0.0)
         total = torch.cuda.get_device_properties(0).total_memory / 2**30
         return f"planned: {planned:.1f} GiB; the device has {total:.1f} GiB" if planned > total else ""
 
@@ -116,5 +123,4 @@ class Suite:
         (self._output / "table.md").write_text(f"{self.text()}\n")
         results = {"header": self._header, "rows": self._rows(), "failed": self.failed, "not_run": self._not_run}
         (self._output / "results.json").write_text(json.dumps({**results, "tests": self._tests}, indent=2) + "\n")
-        if self._page is not None:
-            put_between_markers(self.text(), "gpu", self._page)
+        self._on_change(self.text())

@@ -42,8 +42,10 @@ def main() -> None:
         else:
             print("no CUDA device: PyTorch reports no waits")
         with stop.listening(), counted_waits() as waits:
-            train(loaded.config, loaded.provenance, stop)
-        print(report(waits))
+            try:
+                train(loaded.config, loaded.provenance, stop)
+            finally:
+                print(report(waits))
 
     run_and_leave(train_and_print, loaded.provenance)
 
