@@ -20,7 +20,7 @@ from benchmarks.gpu import __main__, gpu_tests, suite
 from benchmarks.gpu.cases import Case, all_cases, anchor_cases, smoke_cases
 from benchmarks.gpu.processes import Ended, run_process
 from benchmarks.gpu.requirements import requirements_problem
-from benchmarks.gpu.runs import Result, job_of, overrides, planned_gib
+from benchmarks.gpu.runs import Result, job_of, overrides, planned_gib, run
 from benchmarks.gpu.steps import BRANCHES, branch_step
 from benchmarks.gpu.suite import Suite, select
 from benchmarks.gpu.waits import counted_waits, report
@@ -134,6 +134,15 @@ def test_all_output_of_a_process_that_is_killed_is_kept(tmp_path: Path) -> None:
             os.kill(int(child), 0)
             time.sleep(0.1)
     assert run_process(["bash", "-c", "kill -SEGV $$"], 9, log).failure == "ended by SIGSEGV: no output"
+
+
+def test_a_case_that_fails_quotes_its_exception_and_keeps_its_output(tmp_path: Path) -> None:
+    wrong = replace(BARE, shape=replace(BARE.shape, flavor="2B"), label="wrong")
+    reason = run(wrong, "cpu", 60, tmp_path)
+    (log,) = tmp_path.iterdir()
+    text = log.read_text()
+    assert isinstance(reason, str) and reason in text and "2B" in reason
+    assert text.startswith("$ ") and "Traceback (most recent call last):" in text
 
 
 def test_tests_run_in_parallel_where_memory_allows() -> None:

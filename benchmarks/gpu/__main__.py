@@ -27,13 +27,14 @@ def main() -> int:
     options = parser.parse_args()
     if problem := requirements_problem() or file_problem(options.write) or device_problem(options.smoke):
         return fail(problem, 2)
-    from benchmarks.gpu.processes import ended_by_sigterm
+    from benchmarks.gpu import gpu_tests
+    from benchmarks.gpu.processes import ended_by_signals
     from benchmarks.gpu.runs import device_of
     from benchmarks.gpu.suite import Suite, select
 
     cases, with_tests = select(options.smoke, options.only or ())
     if not cases and not with_tests:
-        names = "\n".join(case.name for case in select(options.smoke)[0])
+        names = "\n".join([*(case.name for case in select(options.smoke)[0]), gpu_tests.NAME])
         return fail(f"--only {' '.join(options.only)} matches no case; the names are:\n{names}", 2)
 
     def publish(text: str) -> None:
@@ -43,7 +44,7 @@ def main() -> int:
     output = options.output
     suite = Suite(cases, with_tests, device_of(options.smoke), output, output / "logs", publish)
     try:
-        with ended_by_sigterm():
+        with ended_by_signals():
             suite.run(began + options.budget)
     finally:
         print(f"{suite.text()}\n\noutput: {output.resolve()}", flush=True)

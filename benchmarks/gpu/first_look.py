@@ -23,10 +23,10 @@ def main() -> int:
     options = parser.parse_args()
     if problem := requirements_problem() or device_problem(options.smoke):
         return fail(problem, 2)
-    from benchmarks.gpu.processes import ended_by_sigterm
+    from benchmarks.gpu.processes import ended_by_signals
     from benchmarks.gpu.steps import FirstLook, all_steps
 
-    with FirstLook(options.output, options.smoke, began + options.budget) as look, ended_by_sigterm():
+    with FirstLook(options.output, options.smoke, began + options.budget) as look, ended_by_signals():
         for group in all_steps(options.smoke, look.scratch):
             look.run(group)
         look.measure()

@@ -73,19 +73,20 @@ def run_process(command: Sequence[str], limit: float, log: Path) -> Ended:
 
 
 @contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM, after all processes of `run_process` were killed."""
+def ended_by_signals() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM and SIGINT, after all processes of `run_process` were killed."""
 
     def end(number: int, _: object) -> None:
         for process in list(_running):
             _kill(process)
         raise SystemExit(128 + number)
 
-    previous = signal.signal(signal.SIGTERM, end)
+    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def log_name(name: str) -> str:
