@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -43,18 +42,14 @@ def expected_seconds() -> float:
 
 def command(*options: str) -> list[str]:
     """Return the command that runs the tests. It collects only their files, since importing all tests takes longer."""
-    files = [str(file.relative_to(REPO)) for file in sorted((REPO / "tests").rglob("test_*.py")) if _has_gpu_test(file)]
-    parallel = ["--numprocesses", str(workers())]
-    return [sys.executable, "-m", "pytest", "-m", "gpu", "-rA", *parallel, *options, *files]
+    files = [file for file in sorted((REPO / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in file.read_text()]
+    names = [str(file.relative_to(REPO)) for file in files]
+    return [sys.executable, "-m", "pytest", "-m", "gpu", "-rA", "--numprocesses", str(workers()), *options, *names]
 
 
-def _has_gpu_test(file: Path) -> bool:
-    return "mark.gpu" in file.read_text()
-
-
-def run_tests(limit: float, log: Path, options: Sequence[str] = ()) -> Ended:
+def run_tests(limit: float, log: Path) -> Ended:
     """Run the tests for at most `limit` seconds."""
-    return run_process(command(*options), limit, log)
+    return run_process(command(), limit, log)
 
 
 def summary(ended: Ended) -> str:

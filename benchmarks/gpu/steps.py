@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.gpu import gpu_tests
 from benchmarks.gpu.cases import FLOAT8_TENSORWISE, SMOKE, Shape
@@ -73,7 +73,7 @@ class Outcome:
     """A step that is done."""
 
     step: Step
-    result: str
+    result: Literal["ok", "failed", "skipped"]
     seconds: float
     detail: str
     output: str = ""
