@@ -64,14 +64,14 @@ def test_a_case_that_fails_costs_its_row_and_the_exit_status(
     out, err = capsys.readouterr()
     text = (tmp_path / "table.md").read_text()
     assert text in out and (tmp_path / "page.md").read_text() == f"<!-- gpu: begin -->\n{text}<!-- gpu: end -->\n"
-    assert row(BARE) in text and row(LAST) in text and row(LAUNCHER) not in text
-    assert f"\nFailed: {LAUNCHER.name}: OutOfMemoryError: 2 GiB (log: smoke_64_x_2_eager_fp32_norms.log)\n" in text
-    assert f"error: no result of {LAUNCHER.name}; the reasons are below the table" in err
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["rows"][0]["tokens_per_second"] == 256 and LAUNCHER.name in results["failed"]
+    assert f"{row(BARE)} 256 |" in text and row(LAST) in text
+    assert f"{row(LAUNCHER)} failed: OutOfMemoryError: 2 GiB | " in text
+    assert f"error: no result of {LAUNCHER.name}; the reasons are in the table" in err
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert rows[0]["tokens_per_second"] == 256 and rows[1]["failure"] == "OutOfMemoryError: 2 GiB"
 
     assert run_smoke(monkeypatch, tmp_path, Result(0.5, None)) == 0
-    assert row(LAUNCHER) in capsys.readouterr().out
+    assert f"{row(LAUNCHER)} 256 |" in capsys.readouterr().out
 
 
 def test_tests_that_fail_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -187,8 +187,8 @@ def _waits(job: dict[str, Any]) -> str:
 
 def test_waits_are_counted_by_phase_and_line(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, debug={"audit_precision": False})
-    first, in_step, outside = run_ranks(_waits, 1, job)[0].splitlines()
-    assert first == "waits within steps: 4; all waits: 5"
+    in_step, outside, totals = run_ranks(_waits, 1, job)[0].splitlines()
+    assert totals == "waits within steps: 4; all waits: 5"
     assert in_step.startswith(f"    4 x train_one_step: {__file__}:") and ", from train/loop.py:" in in_step
     assert outside.startswith(f"    1 x start or end: {__file__}:")
 

@@ -50,7 +50,7 @@ def main() -> int:
         print(f"{suite.text()}\n\noutput: {output.resolve()}", flush=True)
     if suite.failed:
         failed = "; ".join(suite.failed)
-        return fail(f"no result of {failed}; the reasons are below the table, the logs in {output}/logs", 1)
+        return fail(f"no result of {failed}; the reasons are in the table, the logs in {output}/logs", 1)
     return 0
 
 

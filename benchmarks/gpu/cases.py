@@ -36,6 +36,9 @@ class Published:
     mfu_percent: float
     peak_gib: float
 
+    def __str__(self) -> str:
+        return f"{self.tokens_per_second:,} tokens/s, {self.mfu_percent} %, {self.peak_gib} GiB ({self.source})"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -60,6 +63,11 @@ class Case:
     def expected_s(self) -> float:
         """Estimate of the duration, compilation included. A case does not begin if less time is left."""
         return self.shape.eager_s + 25 * self.is_compiled
+
+    def does_the_same_as(self, bare: Case) -> bool:
+        """Whether a bare loop does the same work, so that their step times can be compared."""
+        is_plain = not self.is_bare and not self.options and self.microbatches == 1
+        return is_plain and bare.is_bare and (bare.shape, bare.is_compiled) == (self.shape, self.is_compiled)
 
     @property
     def tokens_per_step(self) -> int:

@@ -48,8 +48,8 @@ BRANCHES: Mapping[str, Mapping[str, Any]] = {
 _CUDA_ONLY = {"profile": "CUDA only: it profiles CUDA kernels"}
 
 _KEPT_SUFFIXES = (".log", ".txt", ".json", ".jsonl")
-_KEPT_BYTES = 2**20
-"""Limits on the files of a run that are packed beside the logs. Checkpoints are not."""
+_KEPT_BYTES = 16 * 2**20
+"""Limits on the files that are packed: logs, and of the runs all but checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,7 @@ class FirstLook:
 
     def __exit__(self, *_: object) -> None:
         self._write()
+        self._pack(self.scratch)  # not before: the files of a run come and go while it trains
         print(f"{self.summary()}\n\noutput: {self._output.resolve()}", flush=True)
         self._folder.cleanup()
 
@@ -145,7 +146,7 @@ class FirstLook:
         return bool(self._suite.failed) or any(outcome.result == "failed" for outcome in self._outcomes)
 
     def run(self, steps: Sequence[Step]) -> None:
-        """Run steps at the same time, 4 CPU cores for each, and keep their outcomes in the order of completion."""
+        """Run up to four steps at the same time, and keep their outcomes in the order of completion."""
         pool = ThreadPoolExecutor(max(2, min(4, len(os.sched_getaffinity(0)) // 4)))
         try:
             for future in as_completed([pool.submit(self._run_step, step) for step in steps]):
@@ -183,12 +184,15 @@ class FirstLook:
             seconds = time.monotonic() - began
             if ended.failure:
                 return Outcome(step, "failed", seconds, ended.failure, ended.output)
-        reports = re.findall(r"^step .*", ended.output, re.MULTILINE)
-        return Outcome(step, "ok", seconds, reports[-1] if reports else last_line(ended.output), ended.output)
+        lines = [] if step.is_quoted else re.findall(r"^step .*", ended.output, re.MULTILINE)
+        return Outcome(step, "ok", seconds, lines[-1] if lines else last_line(ended.output), ended.output)
 
     def _write(self) -> None:
         (self._output / "summary.md").write_text(f"{self.summary()}\n")
+        self._pack(self._logs)
+
+    def _pack(self, folder: Path) -> None:
         with tarfile.open(self._output / "logs.tar.gz", "w:gz") as archive:
-            for path in sorted(self.scratch.rglob("*")):
+            for path in sorted(folder.rglob("*")):
                 if path.suffix in _KEPT_SUFFIXES and path.is_file() and path.stat().st_size < _KEPT_BYTES:
                     archive.add(path, path.relative_to(self.scratch))

@@ -56,15 +56,14 @@ class Suite:
         self._output = output
         self._logs = logs
         self._on_change = on_change
-        self._header = header(
-            device == "cpu"
-        )  # before `on_change` may write to the docs, which makes the commit a dirty one
+        # The commit in the header is the one before `on_change`, which may write to the docs.
+        self._header = header(device == "cpu")
         self._planned = {case.name: planned_gib(case, device) for case in cases if not case.is_bare}
-        self._results: list[tuple[Case, Result]] = []
+        self._outcomes: list[tuple[Case, Result | str]] = []
         self._not_run = {case.name: "no time left" for case in cases}
         self._tests = "not run" if with_tests else ""
-        self.failed: dict[str, str] = {}
-        """Names of the cases without a result, and of the tests if one failed, with the reason."""
+        self.failed: list[str] = []
+        """Names of the cases that failed, and of the tests if one failed."""
 
     def run(self, deadline: float) -> None:
         """Run the cases in order, then the tests, until `deadline` (of `time.monotonic`)."""
@@ -83,7 +82,6 @@ class Suite:
     def text(self) -> str:
         """Return the table as Markdown. The lines below it name what failed and what did not run."""
         lines = [self._header, "", *table(self._rows())]
-        lines += [f"\nFailed: {name}: {reason} (log: {log_name(name)})" for name, reason in self.failed.items()]
         if self._not_run:
             lines.append(f"\nNot run: {'; '.join(f'{name} ({reason})' for name, reason in self._not_run.items())}.")
         if self._tests:
@@ -101,10 +99,9 @@ class Suite:
     def _measure(self, case: Case, limit: float) -> None:
         del self._not_run[case.name]
         outcome = run(case, self._device, limit, self._logs)
-        if isinstance(outcome, Result):
-            self._results.append((case, outcome))
-        else:
-            self.failed[case.name] = outcome
+        self._outcomes.append((case, outcome))
+        if isinstance(outcome, str):
+            self.failed.append(case.name)
         print(f"{case.name}: {outcome}", file=sys.stderr, flush=True)
 
     def _test(self, limit: float) -> None:
@@ -113,14 +110,19 @@ class Suite:
         ended = gpu_tests.run_tests(limit, self._logs / log_name(gpu_tests.NAME))
         self._tests = gpu_tests.summary(ended)
         if ended.failure:
-            self.failed[gpu_tests.NAME] = self._tests
+            self.failed.append(gpu_tests.NAME)
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [row(case, result, self._results, self._planned.get(case.name)) for case, result in self._results]
+        return [row(case, outcome, self._bare(case), self._planned.get(case.name)) for case, outcome in self._outcomes]
+
+    def _bare(self, case: Case) -> Result | None:
+        """Return the result of the bare loop that does the same work as a case."""
+        results = [result for bare, result in self._outcomes if case.does_the_same_as(bare)]
+        return results[0] if results and isinstance(results[0], Result) else None
 
     def _write(self) -> None:
         self._output.mkdir(parents=True, exist_ok=True)
         (self._output / "table.md").write_text(f"{self.text()}\n")
-        results = {"header": self._header, "rows": self._rows(), "failed": self.failed, "not_run": self._not_run}
+        results = {"header": self._header, "rows": self._rows(), "not_run": self._not_run}
         (self._output / "results.json").write_text(json.dumps({**results, "tests": self._tests}, indent=2) + "\n")
         self._on_change(self.text())

@@ -32,24 +32,25 @@ def installed(package: str) -> str:
         return f"no {package}"
 
 
-def row(case: Case, result: Result, results: Sequence[tuple[Case, Result]], planned: float | None) -> dict[str, Any]:
-    """Return the numbers of a case. `results`: of all cases, to find that of the bare loop among them."""
-    tokens_per_second = case.tokens_per_step / result.step_s
-    return {
+def row(case: Case, outcome: Result | str, bare: Result | None, planned: float | None) -> dict[str, Any]:
+    """Return the numbers of a case, or the reason for none. `bare`: the result of the bare loop that does the same."""
+    names = {
         "model": case.shape.name,
         "sequence x batch": f"{case.shape.seq_len} x {case.shape.batch}",
         "how": case.label,
-        "step_s": result.step_s,
+    }
+    if isinstance(outcome, str):
+        return {**names, "failure": outcome}
+    tokens_per_second = case.tokens_per_step / outcome.step_s
+    return {
+        **names,
+        "step_s": outcome.step_s,
         "tokens_per_second": tokens_per_second,
         "mfu_percent": mfu_percent(case, tokens_per_second),
-        "over_bare": _over_bare(case, result, results),
-        "peak_gib": result.peak_gib,
+        "over_bare": outcome.step_s / bare.step_s if bare else None,
+        "peak_gib": outcome.peak_gib,
         "planned_gib": planned,
-        "published": case.published
-        and (
-            f"{case.published.tokens_per_second:,} tokens/s, {case.published.mfu_percent} %, "
-            f"{case.published.peak_gib} GiB ({case.published.source})"
-        ),
+        "published": case.published and str(case.published),
     }
 
 
@@ -68,12 +69,20 @@ _COLUMNS = {
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table. A number that is not known is an empty cell."""
+    """Yield the lines of a Markdown table. A number that is not known is an empty cell; a failure stands in its row."""
     yield f"| {' | '.join(_COLUMNS)} |"
     yield "|---" * len(_COLUMNS) + "|"
     for values in rows:
-        cells = [format(values[key], style) if values[key] else "" for key, style in _COLUMNS.values()]
+        if "failure" in values:
+            values = {**values, "tokens_per_second": f"failed: {values['failure']}".replace("|", "\\|")}
+        cells = [_cell(values.get(key), style) for key, style in _COLUMNS.values()]
         yield f"| {' | '.join(cells)} |"
+
+
+def _cell(value: str | float | None, style: str) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else format(value, style)
 
 
 def mfu_percent(case: Case, tokens_per_second: float) -> float | None:
@@ -84,11 +93,3 @@ def mfu_percent(case: Case, tokens_per_second: float) -> float | None:
     if known is None:
         return None
     return 100 * flops_per_token(args, case.shape.seq_len) * tokens_per_second / (known.peak_bf16_tflops * 1e12)
-
-
-def _over_bare(case: Case, result: Result, results: Sequence[tuple[Case, Result]]) -> float | None:
-    """Return the step time relative to the bare loop's; None if the bare loop does not do the same work."""
-    if case.is_bare or case.options or case.microbatches > 1:
-        return None
-    bare = [r for c, r in results if c.is_bare and (c.shape, c.is_compiled) == (case.shape, case.is_compiled)]
-    return result.step_s / bare[0].step_s if bare else None

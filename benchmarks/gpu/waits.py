@@ -77,12 +77,11 @@ def counted_waits() -> Iterator[Counter[tuple[str, str, str]]]:
 
 
 def report(waits: Counter[tuple[str, str, str]]) -> str:
-    """Return one line per place, steps first. A phase is a function that the training loop calls."""
+    """Return one line per place, steps first, then the totals. A phase is a function that the training loop calls."""
     in_steps = sum(count for (phase, _, _), count in waits.items() if phase == "train_one_step")
-    lines = [f"waits within steps: {in_steps}; all waits: {waits.total()}"]
     order = sorted(waits.items(), key=lambda item: (item[0][0] != "train_one_step", item[0]))
-    lines += [f"{count:5} x {phase}: {line}, from {caller}" for (phase, line, caller), count in order]
-    return "\n".join(lines)
+    lines = [f"{count:5} x {phase}: {line}, from {caller}" for (phase, line, caller), count in order]
+    return "\n".join([*lines, f"waits within steps: {in_steps}; all waits: {waits.total()}"])
 
 
 def _frame_of(filename: str) -> FrameType | None:
