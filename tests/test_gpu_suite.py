@@ -11,10 +11,12 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from benchmarks.gpu import __main__, gpu_tests, suite
 from benchmarks.gpu.cases import Case, all_cases, anchor_cases, smoke_cases
@@ -92,6 +94,16 @@ def test_a_case_begins_only_if_it_can_end(tmp_path: Path) -> None:
     looked_at = Suite([BARE], False, "cpu", tmp_path, tmp_path)
     looked_at.run(time.monotonic() + BARE.expected_s - 1)
     assert f"Not run: {BARE.name} (no time left)." in (tmp_path / "table.md").read_text()
+
+
+def test_a_case_that_the_device_has_no_memory_for_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=79 * 2**30))
+    monkeypatch.setattr(suite, "run", lambda case, *_: Result(1.0 if case.is_bare else 1.1, 40.0))
+    looked_at = Suite(list(all_cases())[:6], False, "cuda", tmp_path, tmp_path)
+    looked_at.run(time.monotonic() + 1000)
+    text = looked_at.text()
+    assert "bf16 storage (planned: 88.7 GiB; the device has 79.0 GiB)" in text and text.count("; the device has") == 2
+    assert text.count("| 1.100 | 40.00 | ") == 2  # the launcher's steps over the bare loop's, compiled and eager
 
 
 def test_globs_select_cases_and_tests() -> None:
