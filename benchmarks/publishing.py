@@ -1,7 +1,8 @@
-"""Where the benchmarks of this folder put their results."""
+"""What the benchmarks of this folder share: where they put their results, and the commit they measured."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 
@@ -18,3 +19,13 @@ def put_between_markers(text: str, name: str, path: Path) -> None:
     before, _, rest = path.read_text().partition(begin)
     _, _, after = rest.partition(end)
     path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+def commit() -> str:
+    """Return the commit of the sources; "unknown" without git or outside of a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"

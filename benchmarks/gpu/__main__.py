@@ -6,61 +6,71 @@ benchmarks/gpu.sh --write docs/benchmarks.md
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
-_BUDGET_SECONDS = 540
-"""For everything, tests included; the rest of ten minutes is for imports, and for ending what was not done."""
+from benchmarks.gpu.requirements import device_problem, requirements_problem
+from benchmarks.publishing import put_between_markers
 
-_REQUIRED = ("torch", "numpy", "pydantic", "tomli", "torchdata", "tensorboard", "pytest", "pytest_timeout")
-_TORCH = (2, 11)
+_BUDGET_SECONDS = 540
+"""Default budget. It leaves a minute of ten for imports and for processes that exceed their time limit."""
 
 
 def main() -> int:
-    """The command; its exit status."""
+    """Run the command and return its exit status."""
     began = time.monotonic()
     parser = argparse.ArgumentParser(description="The launcher on one GPU, against a bare loop and its own plan.")
-    parser.add_argument("--write", type=Path, help="Markdown file to put the table into, between its markers")
-    parser.add_argument("--budget", type=float, default=_BUDGET_SECONDS, help="seconds for everything")
-    parser.add_argument("--smoke", action="store_true", help="a tiny shape on the CPU: that everything runs")
+    add_options(parser, "outputs/gpu", _BUDGET_SECONDS)
+    parser.add_argument("--write", type=Path, help="Markdown file; the table is put between its markers")
+    parser.add_argument("--only", action="append", metavar="GLOB", help="run the cases whose name matches; repeatable")
     options = parser.parse_args()
-    if problem := requirements_problem() or file_problem(options.write):
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
-    import torch  # not before it is known to be there
+    if problem := requirements_problem() or file_problem(options.write) or device_problem(options.smoke):
+        return fail(problem, 2)
+    from benchmarks.gpu import gpu_tests
+    from benchmarks.gpu.processes import ended_by_signals
+    from benchmarks.gpu.runs import device_of
+    from benchmarks.gpu.suite import Suite, select
 
-    from benchmarks.gpu.suite import run_suite
+    cases, with_tests = select(options.smoke, options.only or ())
+    if not cases and not with_tests:
+        names = "\n".join([*(case.name for case in select(options.smoke)[0]), gpu_tests.NAME])
+        return fail(f"--only {' '.join(options.only)} matches no case; the names are:\n{names}", 2)
 
-    if not options.smoke and not torch.cuda.is_available():
-        print("error: benchmarks/gpu.sh measures on a CUDA device; without one, run it with --smoke", file=sys.stderr)
-        return 2
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that it ends as by an error
-    failed = run_suite(options.smoke, options.write, deadline=began + options.budget)
-    if failed:
-        print(f"error: no result of {'; '.join(failed)}; the reasons are below the table", file=sys.stderr)
-        return 1
+    def publish(text: str) -> None:
+        if options.write is not None:
+            put_between_markers(text, "gpu", options.write)
+
+    output = options.output
+    suite = Suite(cases, with_tests, device_of(options.smoke), output, output / "logs", publish)
+    try:
+        with ended_by_signals():
+            suite.run(began + options.budget)
+    finally:
+        print(f"{suite.text()}\n\noutput: {output.resolve()}", flush=True)
+    if suite.failed:
+        failed = "; ".join(suite.failed)
+        return fail(f"no result of {failed}; the reasons are in the table, the logs in {output}/logs", 1)
     return 0
 
 
-def requirements_problem() -> str:
-    """Which packages this Python lacks, and what installs them; empty where it has all."""
-    missing = [name for name in _REQUIRED if find_spec(name) is None]
-    if "torch" not in missing and tuple(map(int, version("torch").split(".")[:2])) < _TORCH:
-        missing.append(f"torch {_TORCH[0]}.{_TORCH[1]} or later")
-    if not missing:
-        return ""
-    return (
-        f"{sys.executable} lacks {', '.join(missing)}; run {sys.executable} -m pip install -e '.[test]' in {Path.cwd()}"
-    )
+def add_options(parser: argparse.ArgumentParser, output: str, budget: float) -> None:
+    """Add the options that all commands of this package have."""
+    parser.add_argument("--output", type=Path, default=Path(output), help=f"folder for all files ({output})")
+    parser.add_argument("--budget", type=float, default=budget, help=f"seconds for everything ({budget})")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU, to see that everything runs")
+    parser.add_argument("--wheels", help="folder of wheels to install from; the shell script handles this option")
+
+
+def fail(problem: str, status: int) -> int:
+    """Print an error and return the exit status."""
+    print(f"error: {problem}", file=sys.stderr)
+    return status
 
 
 def file_problem(path: Path | None) -> str:
-    """Why the table cannot be put into the file; empty where it can."""
-    return f"--write {path} is no file in {Path.cwd()}" if path is not None and not path.is_file() else ""
+    """Return an error if the table cannot be put into a file."""
+    return f"--write {path} is not a file in {Path.cwd()}" if path is not None and not path.is_file() else ""
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The loop that one writes by hand for one GPU: FSDP2 around the launcher's Llama, and nothing that is not needed.
+"""A training loop written by hand for one GPU: FSDP2 around the launcher's Llama, without checks and reports.
 
     python -m benchmarks.gpu.bare '{"flavor": "1B", "args": {}, ...}'
 
-Prints a line of JSON: seconds per step, and the most active memory, in GiB, both of the steps that count.
+Prints a line of JSON: seconds per step and peak active memory in GiB, both of the steps after the warm-up.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _ATTENTION = [
 ]
 
 _VOCABULARY = 256
-"""As the launcher's synthetic data."""
+"""Size of the vocabulary of the launcher's synthetic data."""
 
 
 def main(job: dict[str, Any]) -> None:
-    """Train, and time all steps but the first `warm_up`."""
+    """Train, and time all steps after the first `warm_up`."""
     device = torch.device(job["device"])
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = build(job, device)
@@ -60,7 +60,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def build(job: dict[str, Any], device: torch.device) -> Llama3:
-    """The model, one unit per block, compiled per block where asked."""
+    """Return the model with one FSDP unit per block; each block is compiled if the job asks for it."""
     args = resolve_args("llama3", job["flavor"], job["args"])
     assert isinstance(args, Llama3Args)
     with device:
@@ -78,7 +78,7 @@ def build(job: dict[str, Any], device: torch.device) -> Llama3:
 def train_step(
     model: Llama3, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, batch: Tensor
 ) -> None:
-    """Forward, backward, clipping and update; nothing is read back."""
+    """Run forward, backward, clipping and update without waiting for the device."""
     logits = model(batch[:, :-1])
     F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten()).backward()
     gradients = [parameter.grad.to_local() for parameter in parameters]  # type: ignore[union-attr]
@@ -89,7 +89,7 @@ def train_step(
 
 
 def start_window(device: torch.device) -> float:
-    """Seconds, when the warm-up is done; the peak of memory begins anew, as in a window of the launcher's."""
+    """Return the time after the warm-up, and reset the peak memory, as the launcher does after a report."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -97,7 +97,7 @@ def start_window(device: torch.device) -> float:
 
 
 def synchronized_time(device: torch.device) -> float:
-    """Seconds, when all that was begun is done."""
+    """Wait for the device, and return the time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

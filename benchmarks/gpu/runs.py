@@ -1,89 +1,125 @@
-"""One training: its command, and what it says of itself."""
+"""One training: its command, its result, and the memory that the planner predicts for it."""
 
 from __future__ import annotations
 
 import json
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-from benchmarks.gpu.cases import Case
-from benchmarks.gpu.processes import run_process
+from benchmarks.gpu.cases import Case, Shape
+from benchmarks.gpu.processes import log_name, run_process
+from titan_launch.config.load import load_job
+from titan_launch.plan.analytic.engine import analytic_engine
+from titan_launch.plan.choices import own_choice
+from titan_launch.plan.hardware import GIB
+from titan_launch.plan.job import with_whole_parameters
+from titan_launch.plan.layout import plan_layout
 
-STEPS, WARM_UP = 16, 8
-"""The launcher reports after its first step and after every 8th, so that the steps that count are one window of its
-meter, between two reports that wait for the device. The bare loop waits at the same two places."""
+Device = Literal["cpu", "cuda"]
+
+BASE = "benchmarks/gpu/base.toml"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one training took."""
+    """Measurements of one training."""
 
     step_s: float
     peak_gib: float | None
-    predicted_gib: float | None = None
+    """Peak of the allocator's active memory in the measured steps; None on a CPU."""
 
 
-def run(case: Case, device: str, limit: float) -> Result | str:
-    """One training, in a process of its own, with `limit` seconds. Text: why it has no result."""
+def device_of(is_smoke: bool) -> Device:
+    """Return the device that all processes train on."""
+    return "cpu" if is_smoke else "cuda"
+
+
+def run(case: Case, device: Device, limit: float, logs: Path) -> Result | str:
+    """Train in a process of its own for at most `limit` seconds. Return the reason if there is no result."""
     with tempfile.TemporaryDirectory() as folder:
-        command = bare_command(case, device) if case.is_bare else launcher_command(case, device, Path(folder))
-        done = run_process(command, limit)
-        if done is None:
-            return f"was not done after {limit:.0f} s"
-        if done.status:
-            return f"failed: {(done.errors.strip().splitlines() or ['without a word'])[-1][:300]}"
+        command = bare_command(case, device) if case.is_bare else launcher_command(job_of(case, device, folder))
+        ended = run_process(command, limit, logs / log_name(case.name))
+        if ended.failure:
+            return ended.failure
         try:
-            return read_bare(done.output) if case.is_bare else read_reports(Path(folder, "gpu", "metrics.jsonl"))
+            return read_bare(ended.output) if case.is_bare else read_reports(case, Path(folder, "gpu", "metrics.jsonl"))
         except (OSError, ValueError, LookupError, TypeError) as error:
-            return f"ended well, but what it wrote cannot be used: {type(error).__name__}: {error}"
+            return f"exit status 0, but unusable results: {type(error).__name__}: {error}"
 
 
-def bare_command(case: Case, device: str) -> list[str]:
-    """The loop by hand."""
+def bare_command(case: Case, device: Device) -> list[str]:
+    """Return the command of the bare loop."""
     shape = case.shape
     job = {"flavor": shape.flavor, "args": dict(shape.args), "seq_len": shape.seq_len, "batch": shape.batch}
-    job |= {"is_compiled": case.is_compiled, "steps": STEPS, "warm_up": WARM_UP, "device": device}
+    job |= {"is_compiled": case.is_compiled, "steps": 2 * shape.steps, "warm_up": shape.steps, "device": device}
     return [sys.executable, "-m", "benchmarks.gpu.bare", json.dumps(job)]
 
 
-def launcher_command(case: Case, device: str, folder: Path) -> list[str]:
-    """The launcher as a user starts it."""
+def job_of(case: Case, device: Device, folder: str) -> dict[str, Any]:
+    """Return the keys of a case's job file.
+
+    The launcher reports after its first step and after every `metrics.log_freq` steps. The measured steps are
+    therefore the last window of its meter. The window lies between two reports, which wait for the device.
+    """
     shape = case.shape
-    values = {
-        "job.dump_folder": str(folder),
-        "job.device": device,
-        "model.flavor": shape.flavor,
-        **{f"model.args.{name}": value for name, value in shape.args.items()},
-        "training.steps": STEPS,
-        "training.seq_len": shape.seq_len,
-        "training.local_batch_size": shape.batch,
+    return {
+        **shape_of_job(shape, device, folder),
+        "training.steps": 2 * shape.steps,
         "training.global_batch_size": shape.batch * case.microbatches,
-        "metrics.log_freq": WARM_UP,
+        "metrics.log_freq": shape.steps,
         "compile.enable": case.is_compiled,
         **case.options,
     }
-    words = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]
-    return [sys.executable, "-m", "titan_launch", "--config", "benchmarks/gpu/base.toml", *words]
+
+
+def shape_of_job(shape: Shape, device: Device, folder: str) -> dict[str, Any]:
+    """Return the keys of a job file that a shape decides."""
+    return {
+        "job.dump_folder": folder,
+        "job.device": device,
+        "model.flavor": shape.flavor,
+        **{f"model.args.{name}": value for name, value in shape.args.items()},
+        "training.seq_len": shape.seq_len,
+        "training.local_batch_size": shape.batch,
+    }
+
+
+def overrides(job: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a job file as options of the command line."""
+    return [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in job.items()]
+
+
+def launcher_command(job: Mapping[str, Any]) -> list[str]:
+    """Return the command that trains a job with the launcher."""
+    return [sys.executable, "-m", "titan_launch", "--config", BASE, *overrides(job)]
+
+
+def planned_gib(case: Case, device: Device) -> float:
+    """Return the planner's prediction of peak active memory. It is that of an eager step without float8."""
+    config = load_job(BASE, overrides(job_of(case, device, "outputs"))).config
+    layout = plan_layout(config.parallelism, config.training, world_size=1)
+    config = with_whole_parameters(config, layout)
+    return analytic_engine(config, layout, device)(own_choice(config)).peak_bytes / GIB
 
 
 def read_bare(output: str) -> Result:
-    """From the last line of the bare loop. Raises ValueError, LookupError or TypeError where it is none of its own."""
-    values = json.loads(output.splitlines()[-1])
+    """Parse the bare loop's line of JSON. Raise ValueError, LookupError or TypeError if there is none."""
+    line = [line for line in output.splitlines() if line.startswith("{")][-1]
+    values = json.loads(line)
     return Result(float(values["step_s"]), values["peak_gib"])
 
 
-def read_reports(path: Path) -> Result:
-    """From the launcher's last report, which is of the steps that count.
+def read_reports(case: Case, path: Path) -> Result:
+    """Parse the launcher's last report, which covers the measured steps.
 
-    Raises OSError, ValueError, LookupError or TypeError where the reports are not what they should be.
+    Raise OSError, ValueError, LookupError or TypeError if the reports are not those of the case.
     """
     reports = [json.loads(line) for line in path.read_text().splitlines()]
-    steps = [report["step"] for report in reports]
-    if steps[-2:] != [WARM_UP, STEPS]:
-        raise ValueError(f"its reports are of steps {steps}, and the last two should be of {WARM_UP} and {STEPS}")
-    last = reports[-1]
-    return Result(
-        float(last["time/step_s"]), last.get("memory/max_active_gib"), last.get("memory/predicted_active_gib")
-    )
+    steps, expected = [report["step"] for report in reports], [case.shape.steps, 2 * case.shape.steps]
+    if steps[-2:] != expected:
+        raise ValueError(f"reports of steps {steps}, and the last two must be those of steps {expected}")
+    return Result(float(reports[-1]["time/step_s"]), reports[-1].get("memory/max_active_gib"))

@@ -1,82 +1,128 @@
-"""The cases, then the tests marked gpu, in the time there is; the table is written after each of them."""
+"""The cases and the tests marked `gpu`, in the time there is. The table is written after each of them."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from benchmarks.gpu import gpu_tests
 from benchmarks.gpu.cases import Case, all_cases, smoke_cases
-from benchmarks.gpu.processes import REPO, run_process
-from benchmarks.gpu.runs import Result, run
-from benchmarks.gpu.table import header, table
-from benchmarks.publishing import put_between_markers
+from benchmarks.gpu.processes import log_name
+from benchmarks.gpu.runs import Device, Result, planned_gib, run
+from benchmarks.gpu.table import header, row, table
 
-_TESTS_SECONDS = 90
-"""What is kept for the tests marked gpu."""
-
-_CASE_SECONDS = 120
-"""A case that takes longer hangs."""
-
-_LEAST_SECONDS = 20
-"""No case is done in less."""
+_LIMIT = 2.5
+"""Time limit of a case, as a multiple of its expected duration."""
 
 
-def run_suite(is_smoke: bool, path: Path | None, deadline: float) -> list[str]:
-    """Run what there is time for until `deadline` (of `time.monotonic`), and print the table; it is also put into the
-    Markdown file `path`, after every case. However this ends, what was measured until then is printed.
+def select(is_smoke: bool, only: Iterable[str] = ()) -> tuple[list[Case], bool]:
+    """Return the cases, and whether the tests run, whose names match one of the globs; all without a glob."""
 
-    Returns the names of the cases that were begun and have no result, and of the tests if they fail.
+    def is_selected(name: str) -> bool:
+        return not globs or any(fnmatchcase(name, glob) for glob in globs)
+
+    globs = tuple(only)
+    cases = smoke_cases() if is_smoke else all_cases()
+    return [case for case in cases if is_selected(case.name)], is_selected(gpu_tests.NAME)
+
+
+class Suite:
+    """Runs cases and tests, and keeps the files that hold their results.
+
+    The folder `output` holds `table.md` and `results.json`. They are written after every case, so that an interrupted
+    run loses one case at most. The folder `logs` holds the whole output of every process.
     """
-    cases, device = (list(smoke_cases()), "cpu") if is_smoke else (list(all_cases()), "cuda")
-    top = header(is_smoke)  # before the first write makes the commit a dirty one
-    outcomes: list[tuple[Case, Result | str]] = []
-    tests, have_passed = ("" if is_smoke else "Tests marked gpu: not run."), True
 
-    def text() -> str:
-        return "\n".join([top, "", *body(cases, outcomes), *(["", tests] if tests else [])])
+    def __init__(
+        self,
+        cases: list[Case],
+        with_tests: bool,
+        device: Device,
+        output: Path,
+        logs: Path,
+        on_change: Callable[[str], None] = lambda text: None,
+    ):
+        """`on_change` is called with the table after every case."""
+        self._cases = cases
+        self._with_tests = with_tests
+        self._device = device
+        self._output = output
+        self._logs = logs
+        self._on_change = on_change
+        # The commit in the header is the one before `on_change`, which may write to the docs.
+        self._header = header(device == "cpu")
+        self._planned = {case.name: planned_gib(case, device) for case in cases if not case.is_bare}
+        self._outcomes: list[tuple[Case, Result | str]] = []
+        self._not_run = {case.name: "no time left" for case in cases}
+        self._tests = "not run" if with_tests else ""
+        self.failed: list[str] = []
+        """Names of the cases that failed, and of the tests if one failed."""
 
-    def left() -> float:
-        return deadline - time.monotonic()
+    def run(self, deadline: float) -> None:
+        """Run the cases in order, then the tests, until `deadline` (of `time.monotonic`)."""
+        reserved = gpu_tests.expected_seconds() if self._with_tests else 0.0
+        for case in self._cases:
+            left = deadline - time.monotonic() - reserved
+            if reason := self._misfit(case):
+                self._not_run[case.name] = reason
+            elif left > case.expected_s:
+                self._measure(case, min(left, _LIMIT * case.expected_s))
+            self._write()
+        if self._with_tests:
+            self._test(deadline - time.monotonic())
+            self._write()
 
-    def write() -> None:
-        if path is not None:
-            put_between_markers(text(), "gpu", path)
+    def text(self) -> str:
+        """Return the table as Markdown. The lines below it name what failed and what did not run."""
+        lines = [self._header, "", *table(self._rows())]
+        if self._not_run:
+            lines.append(f"\nNot run: {'; '.join(f'{name} ({reason})' for name, reason in self._not_run.items())}.")
+        if self._tests:
+            lines.append(f"\nTests marked gpu: {self._tests}.")
+        return "\n".join(lines)
 
-    try:
-        for case in cases:
-            limit = min(left() - (0 if is_smoke else _TESTS_SECONDS), _CASE_SECONDS)
-            if limit < _LEAST_SECONDS:
-                break
-            outcomes.append((case, run(case, device, limit)))
-            print(f"{case.name}: {outcomes[-1][1]}", file=sys.stderr, flush=True)
-            write()
-        if not is_smoke:
-            tests, have_passed = run_tests(left)
-            write()
-    finally:
-        print(text(), flush=True)
-    failed = [case.name for case, result in outcomes if not isinstance(result, Result)]
-    return failed if have_passed else [*failed, "the tests marked gpu"]
+    def _misfit(self, case: Case) -> str:
+        """Return a reason if the device has too little memory for a case."""
+        if self._device == "cpu":
+            return ""
+        planned = self._planned.get(case.name, 0.0)
+        total = torch.cuda.get_device_properties(0).total_memory / 2**30
+        return f"planned: {planned:.1f} GiB; the device has {total:.1f} GiB" if planned > total else ""
 
+    def _measure(self, case: Case, limit: float) -> None:
+        del self._not_run[case.name]
+        outcome = run(case, self._device, limit, self._logs)
+        self._outcomes.append((case, outcome))
+        if isinstance(outcome, str):
+            self.failed.append(case.name)
+        print(f"{case.name}: {outcome}", file=sys.stderr, flush=True)
 
-def body(cases: list[Case], outcomes: list[tuple[Case, Result | str]]) -> list[str]:
-    """The table, a paragraph about each case that has no row, and one with the names of those that were not begun."""
-    lines = [*table([(case, result) for case, result in outcomes if isinstance(result, Result)])]
-    for case, result in outcomes:
-        if not isinstance(result, Result):
-            lines += ["", f"{case.name}: {result}."]
-    if rest := cases[len(outcomes) :]:
-        lines += ["", f"Not run: {'; '.join(case.name for case in rest)}."]
-    return lines
+    def _test(self, limit: float) -> None:
+        if limit <= 0:
+            return
+        ended = gpu_tests.run_tests(limit, self._logs / log_name(gpu_tests.NAME))
+        self._tests = gpu_tests.summary(ended)
+        if ended.failure:
+            self.failed.append(gpu_tests.NAME)
 
+    def _rows(self) -> list[dict[str, Any]]:
+        return [row(case, outcome, self._bare(case), self._planned.get(case.name)) for case, outcome in self._outcomes]
 
-def run_tests(left: Callable[[], float]) -> tuple[str, bool]:
-    """The tests that need a GPU, in the time that is left: their last line, and whether they have passed. Only their
-    files are collected: importing all tests takes longer than running these."""
-    files = [str(file) for file in sorted(Path(REPO, "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text()]
-    done = run_process([sys.executable, "-m", "pytest", "-m", "gpu", *files], left())
-    if done is None:
-        return "Tests marked gpu: not done in the time that was left; run `pytest -m gpu`.", False
-    return f"Tests marked gpu: {(done.output.strip().splitlines() or ['no output'])[-1]}.", done.status == 0
+    def _bare(self, case: Case) -> Result | None:
+        """Return the result of the bare loop that does the same work as a case."""
+        results = [result for bare, result in self._outcomes if case.does_the_same_as(bare)]
+        return results[0] if results and isinstance(results[0], Result) else None
+
+    def _write(self) -> None:
+        self._output.mkdir(parents=True, exist_ok=True)
+        (self._output / "table.md").write_text(f"{self.text()}\n")
+        results = {"header": self._header, "rows": self._rows(), "not_run": self._not_run}
+        (self._output / "results.json").write_text(json.dumps({**results, "tests": self._tests}, indent=2) + "\n")
+        self._on_change(self.text())

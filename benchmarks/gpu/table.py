@@ -1,74 +1,95 @@
-"""The results as Markdown."""
+"""The results as Markdown and as plain data."""
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 
 from benchmarks.gpu.cases import Case
-from benchmarks.gpu.processes import REPO
-from benchmarks.gpu.runs import STEPS, WARM_UP, Result
+from benchmarks.gpu.runs import Result
+from benchmarks.publishing import commit
 from titan_launch.config.architectures import resolve_args
 from titan_launch.config.architectures.llama3 import Llama3Args, flops_per_token
 from titan_launch.plan.devices import find_device
 
 
 def header(is_smoke: bool) -> str:
-    """When, on what, with which versions, by which command."""
+    """Return date, device, versions, commit and command."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    versions = f"torch {torch.__version__}, {installed('torchao')}; commit {commit()}"
+    return f"{date.today().isoformat()}; {device}; {versions}; `benchmarks/gpu.sh{' --smoke' if is_smoke else ''}`."
+
+
+def installed(package: str) -> str:
+    """Return a package's name and version."""
     try:
-        torchao = f", torchao {version('torchao')}"
+        return f"{package} {version(package)}"
     except PackageNotFoundError:
-        torchao = ", without torchao"
-    versions = f"torch {torch.__version__}{torchao}; commit {commit()}"
-    command = f"`benchmarks/gpu.sh{' --smoke' if is_smoke else ''}`"
-    steps = f"bfloat16, {STEPS - WARM_UP} steps after {WARM_UP} of warm-up"
-    return f"{date.today().isoformat()}; {device}; {versions}; {command}. {steps}."
+        return f"no {package}"
 
 
-def commit() -> str:
-    """Of the sources; "unknown" without git, or outside of a repository."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-    except OSError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
-
-
-def table(rows: Sequence[tuple[Case, Result]]) -> Iterator[str]:
-    """Markdown, one line per case."""
-    yield "| model | sequence x batch | how | tokens/s | MFU | over the bare loop | peak GiB | planned GiB |"
-    yield "|---|---|---|---|---|---|---|---|"
-    bare = {
-        (case.shape.name, case.shape.seq_len, case.is_compiled): result.step_s for case, result in rows if case.is_bare
+def row(case: Case, outcome: Result | str, bare: Result | None, planned: float | None) -> dict[str, Any]:
+    """Return the numbers of a case, or the reason for none. `bare`: the result of the bare loop that does the same."""
+    names = {
+        "model": case.shape.name,
+        "sequence x batch": f"{case.shape.seq_len} x {case.shape.batch}",
+        "how": case.label,
     }
-    for case, result in rows:
-        reference = bare.get((case.shape.name, case.shape.seq_len, case.is_compiled))
-        is_like = reference and not case.is_bare and not case.options and case.microbatches == 1
-        tokens = case.shape.seq_len * case.shape.batch * case.microbatches / result.step_s
-        cells = [
-            case.shape.name,
-            f"{case.shape.seq_len} x {case.shape.batch}",
-            case.label,
-            f"{tokens:,.0f}",
-            mfu(case, tokens),
-            f"{result.step_s / reference:.3f}" if is_like and reference else "",
-            f"{result.peak_gib:.2f}" if result.peak_gib else "",
-            f"{result.predicted_gib:.2f}" if result.predicted_gib else "",
-        ]
+    if isinstance(outcome, str):
+        return {**names, "failure": outcome}
+    tokens_per_second = case.tokens_per_step / outcome.step_s
+    return {
+        **names,
+        "step_s": outcome.step_s,
+        "tokens_per_second": tokens_per_second,
+        "mfu_percent": mfu_percent(case, tokens_per_second),
+        "over_bare": outcome.step_s / bare.step_s if bare else None,
+        "peak_gib": outcome.peak_gib,
+        "planned_gib": planned,
+        "published": case.published and str(case.published),
+    }
+
+
+_COLUMNS = {
+    "model": ("model", ""),
+    "sequence x batch": ("sequence x batch", ""),
+    "how": ("how", ""),
+    "tokens/s": ("tokens_per_second", ",.0f"),
+    "MFU": ("mfu_percent", ".1f"),
+    "step over the bare loop's": ("over_bare", ".3f"),
+    "peak GiB": ("peak_gib", ".2f"),
+    "planned GiB": ("planned_gib", ".2f"),
+    "published": ("published", ""),
+}
+"""Title of each column, its key, and the format of its numbers."""
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table. A number that is not known is an empty cell; a failure stands in its row."""
+    yield f"| {' | '.join(_COLUMNS)} |"
+    yield "|---" * len(_COLUMNS) + "|"
+    for values in rows:
+        if "failure" in values:
+            values = {**values, "tokens_per_second": f"failed: {values['failure']}".replace("|", "\\|")}
+        cells = [_cell(values.get(key), style) for key, style in _COLUMNS.values()]
         yield f"| {' | '.join(cells)} |"
 
 
-def mfu(case: Case, tokens_per_second: float) -> str:
-    """In percent of the device's peak for bfloat16; empty where that is not known."""
+def _cell(value: str | float | None, style: str) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else format(value, style)
+
+
+def mfu_percent(case: Case, tokens_per_second: float) -> float | None:
+    """Return the model FLOPs per second in percent of the device's bfloat16 peak; None if the peak is not known."""
     known = find_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     args = resolve_args("llama3", case.shape.flavor, dict(case.shape.args))
-    if known is None or not isinstance(args, Llama3Args):
-        return ""
-    flops = flops_per_token(args, case.shape.seq_len) * tokens_per_second
-    return f"{100 * flops / (known.peak_bf16_tflops * 1e12):.1f} %"
+    assert isinstance(args, Llama3Args)
+    if known is None:
+        return None
+    return 100 * flops_per_token(args, case.shape.seq_len) * tokens_per_second / (known.peak_bf16_tflops * 1e12)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.speed.contestants import REPO, Environments
+from benchmarks.publishing import commit
+from benchmarks.speed.contestants import Environments
 
 
 def machine_line(environments: Environments | None = None) -> str:
@@ -20,7 +20,7 @@ def machine_line(environments: Environments | None = None) -> str:
         f"{platform.system()} {platform.release().partition('-')[0]}",
         f"Python {platform.python_version()}",
         f"torch {version('torch')}",
-        f"commit {_commit()}",
+        f"commit {commit()}",
     ]
     peers = environments.versions() if environments else {}
     if peers:
@@ -39,9 +39,3 @@ def _memory_gib() -> float:
 
 def _lines(path: str) -> list[str]:
     return Path(path).read_text().splitlines() if Path(path).exists() else []
-
-
-def _commit() -> str:
-    words = ["git", "-C", str(REPO), "describe", "--always", "--dirty", "--exclude=*"]
-    found = subprocess.run(words, capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"

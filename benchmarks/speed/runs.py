@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+from benchmarks.last_error import last_error
 from benchmarks.speed.contestants import REPO, Contestant, Environments, command, launcher_sections, to_toml
 from benchmarks.speed.jobs import Job
 
@@ -140,9 +140,7 @@ def timed_process(words: list[str], variables: dict[str, str] | None = None) -> 
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun ends its workers
         output, _ = process.communicate()
-    errors = re.findall(r"\w+(?:Error|Exception|error): .+", output)  # torchrun's own account comes after these
-    last = (errors or [line for line in output.splitlines() if line.strip()] or [""])[-1]
-    return process.returncode, f"status {process.returncode}: {last.strip()[:300]}"
+    return process.returncode, f"status {process.returncode}: {last_error(output)}"
 
 
 def process_environment(variables: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,61 @@
+"""The tests marked `gpu`, as many at a time as the GPU has memory for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.processes import REPO, Ended, run_process
+
+NAME = "tests marked gpu"
+
+TEST_GIB = 33
+"""Memory of the largest test: 29.1 GiB by the planner (8B width, 2 layers, deferred), 10 % for workspaces inside of
+kernels, and the CUDA context."""
+
+_SECONDS_ONE_BY_ONE = 240
+"""Estimate for all tests without parallelism: 14 of them start the launcher, which takes 10 to 15 s."""
+
+
+def num_workers(free_gib: float, num_cpus: int) -> int:
+    """Return the number of tests that run at the same time. Each has 2 CPU cores."""
+    return max(1, min(int(free_gib // TEST_GIB), num_cpus // 2))
+
+
+def free_gib() -> float:
+    """Return the free memory of the GPU; 0 without one."""
+    return torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0
+
+
+def workers() -> int:
+    """Return the number of tests that run at the same time on this machine."""
+    return num_workers(free_gib(), len(os.sched_getaffinity(0)))
+
+
+def expected_seconds() -> float:
+    """Return an estimate of the time for all tests on this machine."""
+    return 30 + _SECONDS_ONE_BY_ONE / workers()
+
+
+def command(*options: str) -> list[str]:
+    """Return the command that runs the tests. It collects only their files, since importing all tests takes longer."""
+    files = [file for file in sorted((REPO / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in file.read_text()]
+    names = [str(file.relative_to(REPO)) for file in files]
+    return [sys.executable, "-m", "pytest", "-m", "gpu", "-rA", "--numprocesses", str(workers()), *options, *names]
+
+
+def run_tests(limit: float, log: Path) -> Ended:
+    """Run the tests for at most `limit` seconds."""
+    return run_process(command(), limit, log)
+
+
+def summary(ended: Ended) -> str:
+    """Return the result in one line: pytest's last line and the names of failed tests."""
+    if ended.status is None:
+        return ended.failure
+    lines = ended.output.strip().splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    return "; ".join([lines[-1] if lines else "no output", *failed])
