@@ -21,7 +21,7 @@ from functools import partial
 
 from titan_launch.imports import without_garbage_collection
 from titan_launch.launch_options import Processes
-from titan_launch.patches import replaced
+from titan_launch.patches import environment, replaced
 from titan_launch.signals import heard, signal_name
 
 _AFTER_SECOND_SIGNAL_S = 5
@@ -84,11 +84,8 @@ def _import_torch_quietly() -> None:
     """The native code of this process, not of the workers, logs errors only: when a host has gone, it would warn of
     that with twenty lines of addresses, and this module says it in one."""
     name = "TORCH_CPP_LOG_LEVEL"
-    if name in os.environ:
-        return
-    os.environ[name] = "ERROR"
-    importlib.import_module("torch")
-    del os.environ[name]
+    with environment(**{name: os.environ.get(name, "ERROR")}):
+        importlib.import_module("torch")
 
 
 class Stopping:
