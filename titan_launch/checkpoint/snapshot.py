@@ -107,7 +107,8 @@ def leaves(state: Mapping[str, Any]) -> Iterator[Any]:
 
 
 class Arena:
-    """Host memory that states are copied into, one at a time; it is kept from one to the next."""
+    """Host memory that states are copied into, one at a time. It is kept from one state to the next, and page-locked
+    where the states are on a GPU."""
 
     def __init__(self, device: torch.device, *, is_shared: bool = False):
         """`device`: where the states are; `is_shared`: with the process that the memory is sent to."""

@@ -90,7 +90,7 @@ def _read_records(folder: Path, since: float) -> Iterator[tuple[int, _Record]]:
             if rank.isdecimal() and path.stat().st_mtime >= since:
                 with path.open("rb") as file:
                     yield int(rank), _parse(_PlainUnpickler(file).load())
-        except Exception:  # a process that is aborted leaves half of a file; what has gone wrong is said all the same
+        except Exception:  # an aborted process may leave a damaged record; those of other ranks are still of use
             continue
 
 
