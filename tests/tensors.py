@@ -1,10 +1,28 @@
-"""Tensors and states of models, whole, to be compared."""
+"""Tensors and states of models, whole, to be compared; and the operations on them, counted."""
 
 from __future__ import annotations
+
+from collections import Counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations on tensors, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.is_counting = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_counting:
+            self.counts[str(func).removeprefix("aten.").removesuffix(".default")] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:

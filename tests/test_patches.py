@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 
-from titan_launch.patches import replaced
+from titan_launch.patches import environment, replaced
 
 
 class Base:
@@ -38,3 +39,11 @@ def test_replacements_nest() -> None:
             assert Derived.name == "inner"
         assert Derived.name == "outer"
     assert Base.name == "base"
+
+
+def test_environment_variables_come_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SET_BEFORE", "old")
+    with pytest.raises(ZeroDivisionError), environment(SET_BEFORE="", NOT_SET_BEFORE="new"):
+        assert (os.environ["SET_BEFORE"], os.environ["NOT_SET_BEFORE"]) == ("", "new")
+        raise ZeroDivisionError
+    assert os.environ["SET_BEFORE"] == "old" and "NOT_SET_BEFORE" not in os.environ

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_param, _fsdp_param_group
@@ -37,7 +38,8 @@ NAMES: dict[str, set[str]] = {
         *("_unsharded_param", "_sharded_param_data", "param_dtype"),
     },
     "HSDPMeshInfo": {"replicate_process_group"},
-    "modules": {"foreach_reduce", "DefaultAllGather", "DefaultReduceScatter", "TrainingState", "_world"},
+    "modules": {"foreach_reduce", "DefaultAllGather", "DefaultReduceScatter", "TrainingState"},
+    "distributed": {"_world", "_get_default_store", "_dump_fr_trace", "_dump_fr_trace_json"},
 }
 """By owner: what `torch_private` uses on every release."""
 
@@ -46,7 +48,7 @@ if not torch_release.ACCUMULATES_IN_GRAD:
     NAMES["FSDPParam"] |= {"unsharded_accumulated_grad", "to_accumulated_grad_if_needed"}
     NAMES["FSDPParam"] |= {"accumulate_unsharded_grad_if_needed"}
 if RELEASE < (2, 14):
-    NAMES["modules"] |= {"_set_pg_timeout"}
+    NAMES["distributed"] |= {"_set_pg_timeout"}
 if RELEASE < (2, 13):  # `_reset_by_hand`; the attributes that it only sets need not exist
     NAMES["FSDPState"] |= {"_modules_to_run_forward", "_training_state"}
     NAMES["FSDPStateContext"] = {"iter_forward_root", "post_backward_final_callback_queued"}
@@ -55,8 +57,12 @@ if RELEASE < (2, 13):  # `_reset_by_hand`; the attributes that it only sets need
     NAMES["FSDPParamGroup"] |= {"_to_sharded", "_training_state", "_all_gather_result", "_all_reduce_state"}
     NAMES["FSDPParamGroup"] |= {"_post_reduce_event", "_reshard_after_forward_event"}
 
+if dist.is_nccl_available():
+    NAMES["distributed"] |= {"_dump_nccl_trace", "_dump_nccl_trace_json"}
+
 ONLY_OLDER = {
     *("_partial_reduce_output", "_set_pg_timeout", "_reset_by_hand", "_modules_to_run_forward", "_training_state"),
+    *("_dump_nccl_trace", "_dump_nccl_trace_json"),  # of a build with NCCL
     *("_to_sharded", "_all_gather_result", "_all_reduce_state", "_post_reduce_event", "_reshard_after_forward_event"),
 }
 """What is in the source for releases older than the installed one."""
@@ -77,7 +83,8 @@ def missing_names() -> list[str]:
         "FSDPParamGroup": (group,),
         "FSDPParam": (group.fsdp_params[0],),
         "HSDPMeshInfo": (group.mesh_info,),
-        "modules": (_fsdp_param_group, _fsdp_collectives, _fsdp_param, _fsdp_common, distributed_c10d),
+        "modules": (_fsdp_param_group, _fsdp_collectives, _fsdp_param, _fsdp_common),
+        "distributed": (distributed_c10d, torch._C._distributed_c10d),
     }
     return [
         f"{owner}.{name}"
@@ -103,7 +110,12 @@ def attributes(path: Path) -> Iterator[str]:
 def test_every_private_name_in_the_source_is_listed() -> None:
     used = {name for name in attributes(ROOT / "torch_private.py") if name.startswith("_") and name != "__call__"}
     own = {"_kind", "_see", "_inner", "_stream", "_titan_launch_roots"}
-    assert used - own - ONLY_OLDER <= set.union(*NAMES.values()) | {"_fsdp_param", "_fsdp_collectives"}
+    assert used - own - ONLY_OLDER <= set.union(*NAMES.values()) | {
+        "_fsdp_param",
+        "_fsdp_collectives",
+        "_C",
+        "_distributed_c10d",
+    }
 
 
 def test_nothing_else_touches_private_state_of_fsdp() -> None:
@@ -113,7 +125,8 @@ def test_nothing_else_touches_private_state_of_fsdp() -> None:
         if path.name == "torch_private.py":
             continue
         nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-        assert not [node.module for node in nodes if (node.module or "").startswith("torch.distributed.fsdp._")], path
+        modules = [node.module or "" for node in nodes]
+        assert not [m for m in modules if m.startswith(("torch.distributed.fsdp._", "torch._C._distributed"))], path
         assert str(path.relative_to(ROOT)) in allowed or not marks & set(attributes(path)), path
 
 

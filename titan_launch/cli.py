@@ -174,9 +174,9 @@ def _launch(args: list[str]) -> int:
             reason = f"there are {processes.world_size} processes by --nnodes and --nproc-per-node"
             raise UserError(f"error: --fake-world-size {fake.get('fake-world-size')}: {reason}; drop these, or it")
         return _dry_run(replace(arguments, options=fake))
-    _load(arguments, processes.world_size, is_elastic=processes.world_size is None)
+    loaded = _load(arguments, processes.world_size, is_elastic=processes.world_size is None)
     worker_args = ["--config", arguments.config, *arguments.overrides]
-    return launch(processes, worker_args, final_statuses=(BAD_INPUT,))
+    return launch(processes, worker_args, final_statuses=(BAD_INPUT,), run_folder=loaded.config.job.run_folder)
 
 
 def _load(

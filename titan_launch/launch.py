@@ -16,29 +16,36 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from titan_launch.imports import without_garbage_collection
 from titan_launch.launch_options import Processes
-from titan_launch.patches import replaced
+from titan_launch.patches import environment, replaced
 from titan_launch.signals import heard, signal_name
 
 _AFTER_SECOND_SIGNAL_S = 5
 
 
-def launch(processes: Processes, worker_args: Sequence[str], final_statuses: Collection[int]) -> int:
+def launch(processes: Processes, worker_args: Sequence[str], final_statuses: Collection[int], run_folder: Path) -> int:
     """Run the training processes and wait for them. Returns the exit status of the first that failed, or 0.
 
-    `final_statuses`: those of a worker that is not worth a restart, since it would only repeat itself.
+    `final_statuses`: those of a worker that is not worth a restart, since it would only repeat itself. `run_folder`:
+    where the workers write.
     """
     stopping = Stopping(processes.shutdown_timeout_s)
     with heard(stopping.on_request):
-        return _run_torchrun(processes, worker_args, final_statuses, stopping)
+        return _run_torchrun(processes, worker_args, final_statuses, run_folder, stopping)
 
 
 def _run_torchrun(
-    processes: Processes, worker_args: Sequence[str], final_statuses: Collection[int], stopping: Stopping
+    processes: Processes,
+    worker_args: Sequence[str],
+    final_statuses: Collection[int],
+    run_folder: Path,
+    stopping: Stopping,
 ) -> int:
     _share_cores(processes.per_node)
     if "--standalone" not in processes.torchrun_args:
@@ -58,10 +65,11 @@ def _run_torchrun(
     logging.disable(logging.CRITICAL)  # torchrun's own account of a failure would bury the worker's
     signals = f"--signals-to-handle={','.join(_torchruns_signals())}"
     args = torchrun.parse_args([signals, *processes.torchrun_args, "-m", "titan_launch", *worker_args])
+    report_failure = partial(_report_failure, run_folder=run_folder, stopping=stopping)
     agent = partial(
         Agent,
         on_start=stopping.started,
-        on_failure=_report_failure,
+        on_failure=report_failure,
         is_stopping=stopping.is_requested,
         stop_timeout_s=processes.shutdown_timeout_s,
         final_statuses=final_statuses,
@@ -71,7 +79,7 @@ def _run_torchrun(
             torchrun.run(args)
     except ChildFailedError as error:
         exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        return 128 + signal.SIGKILL if stopping.has_killed else _report_failure(exit_codes)
+        return 128 + signal.SIGKILL if stopping.has_killed else report_failure(exit_codes)
     except SignalException as error:
         return 128 + error.sigval
     except RendezvousError as error:
@@ -84,11 +92,8 @@ def _import_torch_quietly() -> None:
     """The native code of this process, not of the workers, logs errors only: when a host has gone, it would warn of
     that with twenty lines of addresses, and this module says it in one."""
     name = "TORCH_CPP_LOG_LEVEL"
-    if name in os.environ:
-        return
-    os.environ[name] = "ERROR"
-    importlib.import_module("torch")
-    del os.environ[name]
+    with environment(**{name: os.environ.get(name, "ERROR")}):
+        importlib.import_module("torch")
 
 
 class Stopping:
@@ -97,6 +102,9 @@ class Stopping:
     def __init__(self, timeout_s: float):
         self.has_killed = False
         """Whether workers were killed, because they took too long."""
+
+        self.last_start = 0.0
+        """When workers were last started, in seconds since the epoch."""
 
         self._timeout_s = timeout_s
         self._number = 0
@@ -110,6 +118,7 @@ class Stopping:
     def started(self, workers: Sequence[subprocess.Popen[bytes]]) -> None:
         """Take these processes for the workers from now on."""
         with self._lock:
+            self.last_start = time.time()
             self._workers = workers
             if self._number:
                 self._pass_on(self._number)
@@ -149,7 +158,7 @@ def _torchruns_signals() -> list[str]:
     return [number.name for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
 
 
-def _report_failure(exit_codes: Mapping[int, int]) -> int:
+def _report_failure(exit_codes: Mapping[int, int], run_folder: Path, stopping: Stopping) -> int:
     """The status of the worker that failed first: one that exits has spoken itself, one that was killed could not.
 
     Whoever was killed comes first: the others have failed at their next collective. (SIGTERM is how torchrun stops the
@@ -162,10 +171,32 @@ def _report_failure(exit_codes: Mapping[int, int]) -> int:
             print(f"error: rank {min(exit_codes)} was ended by SIGTERM", file=sys.stderr)
         return 128 + signal.SIGTERM if status is None else status
     rank, number = next(iter(killed.items()))
-    name = signal_name(number)
-    hint = "; the usual cause is that the host ran out of memory" if number == signal.SIGKILL else ""
-    print(f"error: rank {rank} was killed by {name}{hint}", file=sys.stderr)
+    hint = ""
+    if number == signal.SIGKILL:
+        hint = "; the usual cause is that the host ran out of memory"
+    elif number == signal.SIGABRT:
+        hint = _why_aborted(run_folder, stopping.last_start)
+    print(f"error: rank {rank} was killed by {signal_name(number)}{hint}", file=sys.stderr)
     return 128 + number
+
+
+def _why_aborted(run_folder: Path, since: float) -> str:
+    """What is known of a process that aborted itself: native code does that, and no Python code learns of it.
+
+    `since`: when the workers were started; what is older is of an earlier start.
+    """
+    from titan_launch.train.flight_records import unfinished_collectives
+
+    unfinished = list(unfinished_collectives(run_folder, since))
+    if any(collective.startswith("nccl:") for collective in unfinished):
+        cause = (
+            ": NCCL's watchdog thread aborts the process when a collective takes longer than comm.timeout_seconds "
+            "(comm.init_timeout_seconds until the end of the first step)"
+        )
+    else:
+        cause = ": native code aborted the process, and may have said why above"
+    records = f"; see the flight records and stacks in {run_folder}" if unfinished else ""
+    return "\n".join([cause, *(f"not finished: {collective}" for collective in unfinished)]) + records
 
 
 def _rendezvous_failure(error: Exception) -> str:

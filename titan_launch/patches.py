@@ -1,7 +1,8 @@
-"""Replacing what another package calls, for a while."""
+"""Replacing for a while what another package calls, or reads from the environment."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,3 +24,18 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Set environment variables until the end of the block; then they are as before, on errors too."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

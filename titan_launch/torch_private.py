@@ -8,6 +8,7 @@ changed its meaning.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -308,9 +309,37 @@ def drop_unsharded_gradients(model: nn.Module) -> None:
 
 def process_groups() -> Iterable[dist.ProcessGroup]:
     """Return every process group that this rank belongs to, those of a DeviceMesh included."""
-    if not hasattr(distributed_c10d, "_world"):
+    try:
+        return list(distributed_c10d._world.pg_map)
+    except AttributeError:  # an untested release
         return [dist.group.WORLD] if dist.group.WORLD is not None else []
-    return list(distributed_c10d._world.pg_map)
+
+
+def default_store() -> dist.Store:
+    """Return the store with which the default process group was made. On an untested release that lacks it: one in
+    memory, in which this rank finds nobody else."""
+    try:
+        store: dist.Store = distributed_c10d._get_default_store()
+    except AttributeError:
+        return dist.HashStore()
+    return store
+
+
+def flight_record(backend: str) -> bytes:
+    """Return the flight record of `gloo` or `nccl` on this rank, pickled, with stack traces."""
+    native: Any = torch._C._distributed_c10d
+    return bytes(native._dump_nccl_trace() if backend == "nccl" else native._dump_fr_trace(True, True, False))
+
+
+def flight_record_entries(backend: str) -> list[dict[str, Any]]:
+    """Return the collectives in the flight record of `gloo` or `nccl` on this rank, the oldest first."""
+    native: Any = torch._C._distributed_c10d
+    try:
+        dump = native._dump_nccl_trace_json if backend == "nccl" else native._dump_fr_trace_json
+    except AttributeError:  # an untested release
+        return []
+    entries: list[dict[str, Any]] = json.loads(dump(True, False)).get("entries", [])
+    return entries
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import shutil
@@ -224,6 +225,60 @@ def test_a_copy_that_finds_no_memory_is_a_failed_save_on_all_ranks(tmp_path: Pat
         assert failure.startswith(
             f"step 1 could not be saved to {tmp_path}: there is no host memory for a copy of 1073741824.000 GiB"
         )
+
+
+def reserve_before_the_first_save(folder: Path, mode: str) -> tuple[bool, bool, list[str]]:
+    """Whether memory is reserved before the first save and used by it, and what is logged where there is none."""
+    warnings: list[str] = []
+    logger = logging.getLogger("titan_launch.checkpoint.manager")
+    logger.setLevel(logging.INFO)
+    logger.addFilter(lambda record: bool(warnings.append(record.getMessage())))
+    own = trained(1)
+    manager = manager_of(own, folder, async_mode=mode)
+    background = manager._background
+    assert isinstance(background, InThread | InProcess)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background._arena, "reserve", lambda size: (_ for _ in ()).throw(OSError("no memory")))
+        manager.get_ready()
+    manager.get_ready()
+    before = background._arena.memory
+    manager.save()
+    is_kept = background._arena.memory is before
+    manager.finish()
+    manager.close()
+    return before.numel() > 0, is_kept, warnings[:1]
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_the_memory_of_the_copy_is_reserved_before_the_first_save(tmp_path: Path, mode: str) -> None:
+    expected = "there is no room yet for checkpoints: no memory; training goes on, and every save tries again"
+    assert run_ranks(reserve_before_the_first_save, 2, tmp_path, mode) == [(True, True, [expected])] * 2
+
+
+def save_as_with_a_gpu(folder: Path, mode: str) -> tuple[str, str | None, bytes]:
+    """Save a state on the host where CUDA seems to be available; how that failed, and `CUDA_VISIBLE_DEVICES` here and
+    in the environment of the writer process."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+    own = trained(1)
+    manager = manager_of(own, folder, async_mode=mode)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "current_stream", lambda *_: pytest.fail("opens a CUDA context"))
+        manager.save()
+        failure = failure_of(manager)
+    writing = manager._background
+    in_writer = b""
+    if isinstance(writing, InProcess):
+        variables = Path(f"/proc/{writing._writer.process.pid}/environ").read_bytes().split(b"\0")
+        in_writer = next(text for text in variables if text.startswith(b"CUDA_VISIBLE_DEVICES"))
+    manager.close()
+    return failure, os.environ["CUDA_VISIBLE_DEVICES"], in_writer
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
+@pytest.mark.parametrize(("mode", "in_writer"), [("thread", b""), ("process", b"CUDA_VISIBLE_DEVICES=")])
+def test_saving_a_copy_opens_no_cuda_context(tmp_path: Path, mode: str, in_writer: bytes) -> None:
+    assert run_ranks(save_as_with_a_gpu, 2, tmp_path, mode) == [("", "0,1", in_writer)] * 2
 
 
 def go_back(folder: Path) -> None:

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.distributed import run_ranks
+from tests.tensors import Operations
 from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.tags import BY_NAME
 
@@ -126,6 +128,24 @@ def test_gradients_are_not_needed_nor_kept() -> None:
     loss = torch.tensor(1.0, requires_grad=True)
     one = torch.tensor(1)
     assert meter.report(loss_sum=loss, valid_local=one, valid_global=one, grad_norm=loss)["train/loss"] == 1
+
+
+def test_a_report_copies_its_numbers_once_in_each_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many numbers of the host there are, each of which would wait for a GPU."""
+    counts, reads = [], []
+    tolist = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: (reads.append(len(tensor)), tolist(tensor))[1])
+    for size in (1, 20):
+        clock = Clock()
+        meter = build(clock)
+        train(meter, clock, steps=1)
+        one, measured = torch.ones(()), {f"measured/{number}": 0.1 * number for number in range(size)}
+        with Operations() as operations:
+            scalars = meter.report(loss_sum=one, valid_local=one, valid_global=one, grad_norm=one, measured=measured)
+        assert {name: scalars[name] for name in measured} == measured  # in float64
+        counts.append(operations.counts)
+    assert counts[0] == counts[1] and not counts[0]["_local_scalar_dense"]
+    assert len(reads) == 2
 
 
 def test_a_report_needs_a_step() -> None:

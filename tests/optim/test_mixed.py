@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
+from tests.tensors import Operations
 from titan_launch.config.optimizer import MuonConfig, OptimizerConfig
 from titan_launch.optim.groups import group_parameters
 from titan_launch.optim.mixed import MixedOptimizer
@@ -152,6 +154,50 @@ def test_adamw_without_low_precision_is_pytorchs() -> None:
     for model, each in ((ours, optimizer), (theirs, reference)):
         train(model, each, range(5), left_out=(0, 3))
     assert_same(values_of(ours, optimizer), values_of(theirs, reference), 1e-6)
+
+
+def train_in_parts(optimizer_of_model: Callable[[nn.Module], Optimizer]) -> Values:
+    """Six steps, the second skipped, in which one parameter has gradients from the third step on and another one in
+    every second step; with a resume in between."""
+    model, resumed = small_model(), small_model()
+    optimizer, other = optimizer_of_model(model), optimizer_of_model(resumed)
+    for step in range(6):
+        if step == 4:
+            resumed.load_state_dict(model.state_dict())
+            other.load_state_dict(optimizer.state_dict())
+            model, optimizer = resumed, other
+        set_gradients(model, step, math.nan if step == 1 else 1.0)
+        if step < 2:
+            model[0].bias.grad = None
+        if step % 2:
+            model[3].bias.grad = None
+        step_unless(optimizer, torch.tensor(float(step == 1)))
+    return values_of(model, optimizer)
+
+
+def test_parameters_may_have_taken_different_numbers_of_steps() -> None:
+    """Each of them has the bias correction of its own steps, as in PyTorch."""
+    config = OptimizerConfig(lr=0.02)
+    ours = train_in_parts(lambda m: MixedOptimizer(group_parameters(m, config), config, is_mixed=True, seed=0))
+    theirs = train_in_parts(lambda m: build_optimizer(m, config))
+    assert [ours[f"{name}/step"] for name in ("0.weight", "0.bias", "3.bias")] == [5, 4, 3]
+    assert_same(ours, theirs, 1e-6)
+
+
+def test_a_deep_model_is_updated_in_as_few_operations_as_a_shallow_one() -> None:
+    """Operations that launch a kernel: one bias correction for a group, and lists of tensors everywhere."""
+    counts = []
+    for depth in (1, 8):
+        model = nn.Sequential(nn.Linear(64, 64), *(nn.LayerNorm(4) for _ in range(depth)))
+        optimizer = build_optimizer(model, OptimizerConfig(state_dtype="bfloat16"))
+        for step in range(2):
+            set_gradients(model, step)
+            with Operations() as operations:
+                step_unless(optimizer, torch.zeros(()))
+        without_kernel = ("view.dtype", "empty_like", "detach")
+        counts.append({name: n for name, n in operations.counts.items() if name not in without_kernel})
+    assert counts[0] == counts[1]
+    assert counts[0]["pow.Scalar"] == 2 * len(optimizer.param_groups)
 
 
 class _NobodyWaits(TorchDispatchMode):

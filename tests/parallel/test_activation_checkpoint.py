@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
-from tests.tensors import assert_equal, whole, whole_state
+from tests.tensors import Operations, assert_equal, whole, whole_state
 from tests.train.jobs import TINY_ARGS, run_job, run_job_until, sharded_model, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.loss import cross_entropy_sum
@@ -116,18 +115,6 @@ def interrupted_and_not(folder: Path) -> None:
 
 def test_a_checkpoint_fits_a_run_in_another_mode(tmp_path: Path) -> None:
     run_ranks(interrupted_and_not, 2, tmp_path)
-
-
-class Operations(TorchDispatchMode):
-    """Counts what runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func).removeprefix("aten.").removesuffix(".default")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def backward_operations(norm: str) -> list[Counter[str]]:

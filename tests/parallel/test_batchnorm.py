@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.tensors import whole, whole_state
+from tests.tensors import Operations, whole, whole_state
 from tests.train.jobs import TINY_ARGS, read_metrics, run_job, sharded_model, this_mesh, tiny_job
 from titan_launch.config.batchnorm import BatchNormConfig
 from titan_launch.config.job import JobConfig
@@ -21,7 +22,13 @@ from titan_launch.errors import ConfigError
 from titan_launch.loss import cross_entropy_sum
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
-from titan_launch.parallel.batchnorm import Divergence, check_batch_norms, pool_running_statistics, prepare_batch_norms
+from titan_launch.parallel.batchnorm import (
+    Divergence,
+    RunningStatistics,
+    check_batch_norms,
+    pool_running_statistics,
+    prepare_batch_norms,
+)
 from titan_launch.parallel.synchronized_batchnorm import synchronize
 
 SYNCHRONIZED = BatchNormConfig(statistics="synchronized")
@@ -249,6 +256,52 @@ def test_a_run_pools_once_a_step_and_reports_how_far_the_ranks_were_apart(tmp_pa
     assert [report["step"] for report in reports if names[0] in report] == [2, 4]
     apart = [report[name] for report in reports if names[0] in report for name in names]
     assert all(value > 0.01 if statistics == "local" else value < 1e-6 for value in apart), apart
+
+
+def norms_trained_on_nan(depth: int) -> tuple[nn.Module, RunningStatistics]:
+    """Norms in two dtypes, and a copy of their statistics from before a forward on a batch that is not finite."""
+    model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(depth)), nn.BatchNorm1d(3, momentum=None).double())
+    statistics = RunningStatistics(model)
+    for norm in model:
+        norm(torch.randn(4, 3, dtype=norm.running_mean.dtype))
+    statistics.save()
+    for norm in model:
+        norm(torch.full((4, 3), math.nan, dtype=norm.running_mean.dtype))
+    return model, statistics
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_the_statistics_of_a_skipped_step_are_restored_bit_for_bit(restores: bool) -> None:
+    model, statistics = norms_trained_on_nan(2)
+    after = whole_state(model)
+    statistics.restore_if(torch.tensor(float(restores)))
+    for name, buffer in model.named_buffers():
+        changed = not torch.equal(buffer.view(-1).view(torch.uint8), after[name].view(-1).view(torch.uint8))
+        assert changed is restores, name
+        assert bool(buffer.isfinite().all()) is (restores or "num_batches" in name), name
+        if "num_batches" in name:
+            assert buffer == (1 if restores else 2)
+
+
+def test_a_deep_model_copies_its_statistics_in_as_few_operations_as_a_shallow_one() -> None:
+    counts = []
+    for depth in (1, 8):
+        _, statistics = norms_trained_on_nan(depth)
+        flag = torch.ones(())
+        with Operations() as operations:
+            statistics.save()
+            statistics.restore_if(flag)
+        counts.append(operations.counts)
+    assert counts[0] == counts[1]
+    assert counts[0]["where.self"] == counts[0]["_foreach_copy_"] == 1
+
+
+def test_a_model_without_norms_has_no_statistics_to_copy() -> None:
+    statistics = RunningStatistics(nn.Linear(2, 2))
+    statistics.save()
+    statistics.restore_if(torch.ones(()))
+    statistics.restore()
+    assert statistics.saved.nbytes == 0
 
 
 # Momentum

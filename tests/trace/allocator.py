@@ -48,7 +48,7 @@ def allocated_peaks(config: JobConfig, layout: Layout, rank: int = 0) -> tuple[i
         optimizer.step()
         optimizer.zero_grad()
         gc.collect()  # a schedule of a pipeline is held by itself
-        at_rest = _resident(model, optimizer) + _bytes(statistics.saved)
+        at_rest = _resident(model, optimizer) + statistics.saved.nbytes
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as in_backward:
             schedule = _accumulate(config, model, layout)
         with_gradients = at_rest + _bytes([p.grad for p in model.parameters() if p.grad is not None])

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,18 @@ from titan_launch.config.job import JobConfig
 from titan_launch.errors import ConfigError
 from titan_launch.models.build import build_model
 from titan_launch.plan.layout import Layout
-from titan_launch.train.kernels import BACKENDS, attention_dtypes, choose, priority, set_precision, use_kernels
+from titan_launch.train import kernels
+from titan_launch.train.kernels import (
+    BACKENDS,
+    attention_dtypes,
+    choose,
+    priority,
+    refusal,
+    set_precision,
+    unsafe_cudnn,
+    use_kernels,
+    without_cudnn,
+)
 from titan_launch.train.plan import plan_precision
 
 WHOLE = Layout(1, 1, local_batch_size=1, num_microbatches=1)
@@ -28,12 +39,61 @@ def obstacle(name: str) -> str | None:
 
 
 def test_the_first_backend_that_can_be_used_is_taken_and_the_others_are_explained() -> None:
-    taken = "efficient; not cudnn: head_dim should be no more than 256; not flash: fp32 is not supported"
+    taken = ["efficient", "not cudnn: head_dim should be no more than 256", "not flash: fp32 is not supported"]
     assert choose("auto", priority((9, 0)), obstacle) == taken
-    assert choose("auto", priority((8, 0)), lambda _: None) == "flash"
-    assert choose("efficient", priority((9, 0)), obstacle) == "efficient"
+    assert choose("auto", priority((8, 0)), lambda _: None) == ["flash"]
+    assert choose("efficient", priority((9, 0)), obstacle) == ["efficient"]
     with pytest.raises(ConfigError, match=r"kernels.attention: cannot be used: fp32 is not supported; set \"auto\""):
         choose("flash", priority((9, 0)), obstacle)
+
+
+def test_why_a_backend_is_refused_comes_from_a_call_with_that_backend_alone() -> None:
+    query = torch.randn(1, 2, 8, 16)
+
+    def call(dropout: float) -> Callable[[], Tensor]:
+        return lambda: F.scaled_dot_product_attention(query, query, query, dropout_p=dropout)
+
+    refused = [refusal(BACKENDS[name], call(dropout)) for name in ("flash", "math") for dropout in (0.0, 0.1)]
+    assert refused == [None, "Both fused kernels do not support non-zero dropout", None, None]
+    failed = refusal(BACKENDS["flash"], lambda: torch.ones(2) @ torch.ones(3))  # an error of its own, in one line
+    assert failed is not None and failed.startswith("inconsistent tensor size") and "\n" not in failed
+
+
+def test_a_cudnn_that_accesses_memory_wrongly_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    assert unsafe_cudnn(None) is unsafe_cudnn(91501) is unsafe_cudnn(92000) is None
+    unsafe = unsafe_cudnn(91002)
+    assert unsafe is not None
+    assert unsafe.startswith("cuDNN 9.10.2 is older than 9.15.1, and accesses memory wrongly")
+    assert (unsafe_cudnn(8907) or "").startswith("cuDNN 8.9.7 ")
+    with caplog.at_level("INFO"):
+        assert without_cudnn("auto", priority((9, 0)), unsafe) == ("flash", "efficient", "math")
+    assert caplog.messages == [f"attention: cudnn is not used: {unsafe}"]
+    with pytest.raises(ConfigError) as error:
+        without_cudnn("cudnn", priority((9, 0)), unsafe)
+    (problem,) = error.value.problems
+    assert (problem.key, problem.value) == (("kernels", "attention"), "cudnn")
+    assert problem.reason == f'cannot be used: {unsafe}; install cuDNN 9.15.1 or later, or set "auto"'
+
+
+def enabled_on_hopper(cudnn: int, refused: tuple[str, ...]) -> dict[str, bool]:
+    """Which backends may be used on a GPU of the Hopper generation that refuses some of them."""
+    config = JobConfig()
+    built = build_model(config.model, 16)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        patch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+        patch.setattr(kernels, "_check_on", lambda *_: lambda name: "an error" if name in refused else None)
+        use_kernels(config, built, plan_precision(config, built), WHOLE, torch.device("cuda"), stack)
+        enabled = ("cudnn_sdp_enabled", "flash_sdp_enabled", "math_sdp_enabled")
+        return {name: getattr(torch.backends.cuda, name)() for name in enabled}
+
+
+def test_a_backend_that_fails_at_the_start_is_not_tried_again() -> None:
+    safe, old, broken = (
+        run_ranks(enabled_on_hopper, 1, *case)[0] for case in ((91501, ()), (91002, ()), (91501, ("cudnn",)))
+    )
+    assert safe == {"cudnn_sdp_enabled": True, "flash_sdp_enabled": True, "math_sdp_enabled": True}
+    assert old == broken == {**safe, "cudnn_sdp_enabled": False}
 
 
 def test_attention_has_the_dtype_of_the_rules_around_it() -> None:
@@ -80,9 +140,8 @@ def attention_that_drops(folder: Path) -> list[str]:
     warnings.showwarning = lambda message, *_: shown.append(str(message))
     found = []
     for backend in ("flash", "math"):
-        kernels: dict[str, Any] = {"attention": backend}
         model = {"name": f"{__name__}:Dropping", "args": {"dropout": 0.1}}
-        job = {**tiny_job(folder, training={"steps": 1}, kernels=kernels), "model": model}
+        job = {**tiny_job(folder, training={"steps": 1}, kernels={"attention": backend}), "model": model}
         try:
             run_job(job)
             found.append("no error")

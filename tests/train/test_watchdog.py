@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import pickle
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -92,19 +94,24 @@ def build():
 """
 
 
-def test_a_timeout_ends_the_run_with_the_rank_that_was_behind(tmp_path: Path) -> None:
-    (tmp_path / "hanging.py").write_text(MODEL_THAT_HANGS)
-    job = tiny_job(tmp_path, comm={"hang_seconds": 1, "timeout_seconds": 3}, debug={"audit_precision": False})
+def launched(folder: Path, model: str, comm: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    """Train that model on two ranks, to the end."""
+    (folder / "hanging.py").write_text(model)
+    job = tiny_job(folder, comm=comm, debug={"audit_precision": False})
     job = {**job, "model": {"name": "hanging:build"}, "training": {**job["training"], "local_batch_size": 2}}
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    ended = subprocess.run(
+    (folder / "job.json").write_text(json.dumps(job))
+    return subprocess.run(
         [sys.executable, "-m", "titan_launch", "launch", "--nproc-per-node=2", "--config", "job.json"],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{REPO}"},
-        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{folder}:{REPO}"},
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+def test_a_timeout_ends_the_run_with_the_rank_that_was_behind(tmp_path: Path) -> None:
+    ended = launched(tmp_path, MODEL_THAT_HANGS, {"hang_seconds": 1, "timeout_seconds": 3})
     assert ended.returncode == 1, ended.stderr
     error = ended.stderr[ended.stderr.index("error: ") :]
     assert error.startswith("error: a collective took longer than comm.timeout_seconds: Timed out waiting 3000ms")
@@ -118,6 +125,23 @@ def test_a_timeout_ends_the_run_with_the_rank_that_was_behind(tmp_path: Path) ->
     for trace in traces.values():  # what torchfrtrace needs to compare ranks, and gloo leaves out
         assert {entry["process_group"][0] for entry in trace["entries"]} <= trace["pg_config"].keys()
         assert "[0, 1]" in {group["ranks"] for group in trace["pg_config"].values()}
+
+
+def test_a_rank_that_native_code_aborts_at_a_hang_ends_the_run_with_the_collective(tmp_path: Path) -> None:
+    """As NCCL's watchdog thread does: rank 0 waits for rank 1, and is aborted after the hang is reported."""
+    abort = 'if self.calls == 3 and os.environ["RANK"] == "0": threading.Timer(3, os.abort).start()'
+    model = MODEL_THAT_HANGS.replace("self.calls += 1", f"self.calls += 1\n        {abort}")
+    model = model.replace("import os, time", "import os, threading, time").replace(
+        "time.sleep(600)", "time.sleep(5); os._exit(1)"
+    )
+    ended = launched(tmp_path, model, {"hang_seconds": 1, "timeout_seconds": 60})
+    assert ended.returncode == 128 + signal.SIGABRT, ended.stderr
+    error = ended.stderr[ended.stderr.index("error: rank 0 was killed by SIGABRT: native code aborted the process") :]
+    assert re.search(
+        r"not finished: gloo:\w+ number \d+ of group \w+: begun by rank 0, not by rank 1 \(last begun on rank 1: gloo:",
+        error,
+    )
+    assert error.endswith(f"; see the flight records and stacks in {tmp_path / 'tiny'}\n")
 
 
 def hang_within_a_phase(comm: CommConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -36,9 +37,13 @@ class Background(ABC):
         future.add_done_callback(self._look_at)
         return future
 
-    def get_ready(self) -> None:
-        """Load what writes, which takes a second, so that the first save finds nothing missing in it."""
-        load_writer()
+    def get_ready(self, make_state: Callable[[], State]) -> None:
+        """Prepare the first save, so that training does not wait for that then; collective.
+
+        `make_state` returns a state as large as those that will be written. Raises OSError where a copy of the state
+        finds no room.
+        """
+        load_writer()  # which takes a second
 
     def _look_at(self, future: Future[Written]) -> None:
         """A full disk may have room the next time; anything else means that ranks have lost each other."""
@@ -63,7 +68,7 @@ class Background(ABC):
 def build_background(mode: AsyncMode, device: torch.device) -> Background:
     """What `checkpoint.async_mode` names; collective."""
     if mode == "process":
-        return InProcess()
+        return InProcess(device)
     return InThread(device) if mode == "thread" else Inline()
 
 
@@ -91,12 +96,17 @@ class InThread(Background):
 
     def __init__(self, device: torch.device):
         super().__init__()
-        self._arena = Arena(is_pinned=device.type == "cuda")
+        self._arena = Arena(device)
         self._start()
 
     def _start(self) -> None:
         self._group = _own_group()
         self._executor = ThreadPoolExecutor(1, "checkpoint")
+
+    def get_ready(self, make_state: Callable[[], State]) -> None:
+        """Load what writes, and reserve the memory of the copy."""
+        super().get_ready(make_state)
+        _reserve(make_state(), self._arena)
 
     def _begin(self, request: WriteRequest, state: State) -> Future[Written]:
         copy = in_memory(_copied(state, self._arena), self._arena.memory)
@@ -105,6 +115,7 @@ class InThread(Background):
     def close(self) -> None:
         """The thread ends with the process at the latest."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+        self._arena.release()
 
 
 class InProcess(Background):
@@ -114,9 +125,9 @@ class InProcess(Background):
     It starts at once, beside the start of training, and is gone when this process is, however that ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._arena = Arena(is_shared=True)
+        self._arena = Arena(device, is_shared=True)
         self._start()
 
     def _start(self) -> None:
@@ -124,8 +135,9 @@ class InProcess(Background):
         self._executor = ThreadPoolExecutor(1, "checkpoint")  # its thread only waits for the process
         self._writer = WriterProcess()
 
-    def get_ready(self) -> None:
-        """The process does that by itself."""
+    def get_ready(self, make_state: Callable[[], State]) -> None:
+        """Reserve the memory of the copy. The process loads by itself what writes."""
+        _reserve(make_state(), self._arena)
 
     def _has_died(self) -> bool:
         return not self._writer.process.is_alive()
@@ -140,6 +152,7 @@ class InProcess(Background):
         """The process is killed: it holds nothing but what is being written."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._writer.kill()
+        self._arena.release()
 
 
 def _write(request: WriteRequest, state: State, group: dist.ProcessGroup) -> Written:
@@ -148,9 +161,16 @@ def _write(request: WriteRequest, state: State, group: dist.ProcessGroup) -> Wri
 
 def _copied(state: State, arena: Arena) -> State:
     """The slots of a copy of the state in the arena. Collective: where one rank finds no room, all raise OSError."""
+    slots = _reserve(state, arena)
+    arena.fill(state, slots)
+    return slots
+
+
+def _reserve(state: State, arena: Arena) -> State:
+    """Have room for a copy of the state, whose slots are returned. Collective: where one rank finds no room, all raise
+    OSError."""
     slots, size = lay_out(state)
     on_all(lambda: arena.reserve(size))
-    arena.fill(state, slots)
     return slots
 
 

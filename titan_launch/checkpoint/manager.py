@@ -74,8 +74,12 @@ class CheckpointManager:
         self._failed_saves = 0
 
     def get_ready(self) -> None:
-        """Load what the first save needs: when training has begun, which does not wait for it then."""
-        self._background.get_ready()
+        """Load what the first save needs, and reserve its memory, after the first step: then the state is complete, and
+        the first save does not make training wait for that. Collective."""
+        try:
+            self._background.get_ready(lambda: shards_of(self._state.state_dict()))
+        except OSError as error:  # on all ranks alike
+            warn(_log, "there is no room yet for checkpoints: %s; training goes on, and every save tries again", error)
 
     def save(self, validation_loss: float | None = None) -> None:
         """Begin a checkpoint of the step just finished; collective. `validation_loss`: of this step, if there is one.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titan_launch.checkpoint.page_locking import page_locked
 from titan_launch.dtensors import local_tensor
 from titan_launch.plan.hardware import GIB
 
@@ -76,6 +78,12 @@ def total_bytes(state: State) -> int:
     )
 
 
+def is_on_host(state: State) -> bool:
+    """Whether no tensor of a state is on a GPU."""
+    parts = (leaf.local if isinstance(leaf, Shard) else leaf for leaf in leaves(state))
+    return all(part.is_cpu for part in parts if isinstance(part, Tensor))
+
+
 def hash_of_names(state: State) -> str:
     """The same for states with shards of the same tensors."""
     return hashlib.blake2b("\n".join(_shard_names(state)).encode(), digest_size=8).hexdigest()
@@ -99,12 +107,14 @@ def leaves(state: Mapping[str, Any]) -> Iterator[Any]:
 
 
 class Arena:
-    """Host memory that states are copied into, one at a time; it is kept from one to the next."""
+    """Host memory that states are copied into, one at a time. It is kept from one state to the next, and page-locked
+    where the states are on a GPU."""
 
-    def __init__(self, *, is_shared: bool = False, is_pinned: bool = False):
-        """`is_shared`: with the process it is sent to; `is_pinned`: for fast copies from a GPU."""
+    def __init__(self, device: torch.device, *, is_shared: bool = False):
+        """`device`: where the states are; `is_shared`: with the process that the memory is sent to."""
+        self._device = device
         self._is_shared = is_shared
-        self._is_pinned = is_pinned
+        self._locks = ExitStack()
         self.memory = torch.empty(0, dtype=torch.uint8)
         """The bytes, one-dimensional; replaced where a state needs more."""
 
@@ -121,20 +131,29 @@ class Arena:
                     f"has {free / GIB:.3f} GiB free; enlarge it (docker run --shm-size), or set "
                     'checkpoint.async_mode = "thread"'
                 )
+        self.release()
         try:
-            memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)
+            memory = torch.empty(size, dtype=torch.uint8)
             self.memory = memory.share_memory_() if self._is_shared else memory
         except RuntimeError as error:  # PyTorch has no other class for it
             reason = str(error).partition("\n")[0]
             raise OSError(f"there is no host memory for a copy of {size / GIB:.3f} GiB: {reason}") from error
+        self._locks.enter_context(page_locked(self.memory, self._device))
+
+    def release(self) -> None:
+        """Give the memory up; `reserve` allocates it anew."""
+        self._locks.close()
+        self.memory = torch.empty(0, dtype=torch.uint8)
 
     def fill(self, state: State, slots: State) -> None:
-        """Copy the tensors of a state into their slots. Waits for the device."""
+        """Copy the tensors of a state into their slots. The host waits for the device once, at the end."""
         for leaf, slot in zip(leaves(state), leaves(slots), strict=True):
             if isinstance(leaf, Shard):
-                slot.local.view(self.memory).copy_(leaf.local)
+                slot.local.view(self.memory).copy_(leaf.local, non_blocking=True)
             elif isinstance(leaf, Tensor):
-                slot.view(self.memory).copy_(leaf)
+                slot.view(self.memory).copy_(leaf, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 def lay_out(state: State) -> tuple[State, int]:

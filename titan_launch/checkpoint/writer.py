@@ -21,10 +21,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from titan_launch.checkpoint.manifest import FileRecord, checkpoint_name, record_of, write_manifest
 from titan_launch.checkpoint.request import WriteRequest, Written
 from titan_launch.checkpoint.retention import TEMPORARY, clean, set_aside, tidy
-from titan_launch.checkpoint.snapshot import Shard, State, hash_of_names, total_bytes
+from titan_launch.checkpoint.snapshot import Shard, State, hash_of_names, is_on_host, total_bytes
 from titan_launch.collective import on_all, on_main
 from titan_launch.files import sync_folder
 from titan_launch.plan.hardware import GIB
+
+_COPY_AHEAD = 10_000_000
+"""Bytes that are copied from a GPU while those before are written; DCP's default."""
 
 _SPARE = 1.02
 """Room for headers and metadata, relative to the tensors."""
@@ -64,7 +67,9 @@ def _make_room(folder: Path, temporary: Path, needed: int) -> None:
 
 def _write_files(temporary: Path, state: State, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
     """The files of all ranks, each read back and found as it was meant."""
-    writer = FileSystemWriter(temporary)
+    # Where CUDA is available, DCP copies ahead through a stream, even tensors on the host. In a writer thread, that
+    # opens a CUDA context on GPU 0, whatever the rank.
+    writer = FileSystemWriter(temporary, per_thread_copy_ahead=0 if is_on_host(state) else _COPY_AHEAD)
     files = _RecordingFileSystem()
     writer.fs = files
     # Replicated values (buffers, the optimizer's step counts) come from rank 0. By default DCP takes each from the

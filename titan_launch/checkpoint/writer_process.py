@@ -21,6 +21,7 @@ from torch import Tensor
 from titan_launch.checkpoint.request import WriteRequest, Written
 from titan_launch.checkpoint.snapshot import State, in_memory
 from titan_launch.collective import on_main
+from titan_launch.patches import environment
 from titan_launch.signals import leave_signals_to_parent, stop_with_parent
 from titan_launch.torch_private import set_timeout
 
@@ -55,7 +56,8 @@ class WriterProcess:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, place), name="checkpoint writer", daemon=True)
-        self.process.start()
+        with environment(CUDA_VISIBLE_DEVICES=""):  # each writer could open a context of 0.5 GB, all of them on GPU 0
+            self.process.start()
         theirs.close()  # so that reading ends when the process does
 
     def write(self, order: Order) -> Written:

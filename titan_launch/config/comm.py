@@ -22,9 +22,10 @@ class CommConfig(Section):
 
     hang_seconds: Annotated[int, Field(ge=0)] | None = None
     """When a rank makes no progress for so long, every rank writes the stacks of its threads to `hangs/rank_N.txt` and
-    its collectives to `flight_recorder/rank_N`, and the log names the ranks that are behind. Until the end of the first
-    step, and while a checkpoint is saved or loaded, it is longer, in the proportion of `init_timeout_seconds` to
-    `timeout_seconds`. Unset: half of `timeout_seconds`. 0: nobody looks."""
+    its collectives to `flight_recorder/rank_N` (with NCCL, those of gloo to `flight_recorder_gloo/rank_N`), and the log
+    names the ranks that are behind. Until the end of the first step, and while a checkpoint is saved or loaded, it is
+    longer, in the proportion of `init_timeout_seconds` to `timeout_seconds`. Unset: half of `timeout_seconds`.
+    0 disables hang detection."""
 
     flight_recorder_size: Annotated[int, Field(ge=0)] = 2000
     """Collectives that PyTorch's flight recorder remembers on each rank, to be written to `flight_recorder/rank_N` when

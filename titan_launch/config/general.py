@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -32,3 +33,8 @@ class GeneralConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What to compute on. `auto` takes CUDA where there is a GPU. The backend follows: NCCL on `cuda`, gloo on
     `cpu`."""
+
+    @property
+    def run_folder(self) -> Path:
+        """The folder that everything goes to that a run writes."""
+        return Path(self.dump_folder, self.name)

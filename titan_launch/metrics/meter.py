@@ -148,9 +148,14 @@ class Meter:
         names: dict[str, list[str]] = {"sum": [], "max": [], "same": []}
         for name in local:
             names[BY_NAME[name].combine if name in BY_NAME else "same"].append(name)
+        on_device = {name: value for name, value in local.items() if isinstance(value, Tensor)}
+        on_host = [name for name in local if name not in on_device]
         # float64 holds every integer up to 2^53, float32 only up to 16 million: too few for the targets of a window.
+        # One copy for all of them: the host waits for each copy.
+        copied = torch.tensor([local[name] for name in on_host], dtype=torch.float64).to(self._device)
+        on_device |= dict(zip(on_host, copied.unbind(), strict=True))
         vectors = {
-            how: torch.stack([torch.as_tensor(local[name]).to(self._device, torch.float64) for name in group])
+            how: torch.stack([on_device[name].to(self._device, torch.float64) for name in group])
             for how, group in names.items()
         }
         if self._world_size > 1:

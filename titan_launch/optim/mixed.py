@@ -33,6 +33,9 @@ class MixedOptimizer(Optimizer):
         self._is_mixed = is_mixed
         self._seed = seed if config.rounding == "stochastic" else None
         self._names = {p: name for group in groups for name, p in group.parameters.items()}
+        self._histories: dict[Tensor, float] = {}
+        """A number for each parameter; parameters of a group with equal numbers have equal step counts."""
+
         super().__init__([as_param_group(group) for group in groups], {"lr": config.lr})
 
     @property
@@ -69,16 +72,34 @@ class MixedOptimizer(Optimizer):
         )
         for key, parameter in zip(given, own, strict=True):
             if key in state_dict["state"]:
-                self.state[parameter] = dict(state_dict["state"][key])
+                state = dict(state_dict["state"][key])
+                self.state[parameter] = state
+                self._histories[parameter] = float(state["step"])
 
     def _step_mixed(self, group: dict[str, Any], left_out: Tensor | None) -> None:
-        shards = list(self._shards(group))
-        if shards:
+        for shards in self._shards_by_step(group):
             left_out = _on_device(left_out, shards[0])
             mask_gradients(shards, left_out)
             kept = share_kept(left_out, shards[0].parameter.device)
             betas = (self._config.beta1, self._config.beta2)
             update_adamw(shards, group["lr"], group["weight_decay"], betas, self._config.eps, kept)
+
+    def _shards_by_step(self, group: Mapping[str, Any]) -> list[list[Shard]]:
+        """Return the shards of a group in lists with equal step counts: one list, as long as all parameters have
+        gradients in every step.
+
+        The counts are on the device, since a skipped step does not count. A skipped step is skipped for all parameters.
+        So counts stay equal where parameters have gradients in the same steps, and that the host knows.
+        """
+        numbers: dict[tuple[float | None, bool], int] = {}
+        for parameter in group["params"]:
+            before = self._histories[parameter] if self.state.get(parameter) else None
+            number = numbers.setdefault((before, parameter.grad is not None), len(numbers))
+            self._histories[parameter] = number
+        lists: dict[float, list[Shard]] = {}
+        for shard in self._shards(group):
+            lists.setdefault(self._histories[shard.whole], []).append(shard)
+        return list(lists.values())
 
     def _step_plain(self, group: dict[str, Any], found_inf: Tensor | None) -> None:
         shards = list(self._shards(group))

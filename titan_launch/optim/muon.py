@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titan_launch.config.optimizer import MuonConfig
 from titan_launch.optim.exchange import Division, division_of
-from titan_launch.optim.shards import Shard
+from titan_launch.optim.shards import Shard, masters, store
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic polynomial: chosen for its slope at 0, so that small singular values grow fast."""
@@ -93,14 +93,14 @@ def _direction(shard: Shard, config: MuonConfig, kept: Tensor) -> Tensor:
     momentum.lerp_(gradient, ((1 - config.momentum) * kept).float())
     direction = gradient.lerp(momentum, config.momentum) if config.nesterov else momentum
     direction = direction.to(torch.bfloat16, copy=True)
-    shard.write(momentum_buffer=momentum)
+    store([shard], "momentum_buffer", [momentum])
     return direction
 
 
 def _apply(matrix: Matrix, update: Tensor, config: MuonConfig, kept: Tensor) -> None:
     shard = matrix.shard
     rows, columns = shard.whole.shape
-    parameter = shard.master
+    (parameter,) = masters([shard])
     parameter.mul_(1 - matrix.lr * matrix.weight_decay * kept)
     parameter.add_(update.to(parameter.device), alpha=-matrix.lr * scale_of_update(config, rows, columns))
-    shard.write(parameter=parameter)
+    store([shard], "parameter", [parameter])

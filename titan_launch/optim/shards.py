@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,25 +28,8 @@ class Shard:
     seed: int | None
     """Of stochastic rounding; None: to the nearest."""
 
-    @property
-    def master(self) -> Tensor:
-        """The parameter in float32, to be updated: its master, or itself, or a copy."""
-        return self.state.get("master", self.parameter).float()
-
-    def write(self, **values: Tensor) -> None:
-        """Store float32 values, which are used up: of the `parameter`, or by the name in the state.
-
-        A parameter with a master is the nearest to that.
-        """
-        for name, value in values.items():
-            if name == "parameter" and "master" in self.state:
-                self.state["master"].copy_(value)
-                self.parameter.copy_(value)
-            else:
-                target = self.parameter if name == "parameter" else self.state[name]
-                round_to(target, value, self._draw(name))
-
-    def _draw(self, what: str) -> Draw | None:
+    def draw(self, what: str) -> Draw | None:
+        """Random numbers for the stochastic rounding of the `parameter`, or of a name of the state; None without it."""
         if self.seed is None:
             return None
         offsets = division_of(self.whole).offsets(self.whole.shape)
@@ -59,14 +43,58 @@ def shard_of(name: str, parameter: Tensor, state: dict[str, Any], seed: int | No
     return Shard(name, parameter, local_tensor(parameter), local_tensor(parameter.grad), local_state, seed)
 
 
-def mask_gradients(shards: list[Shard], left_out: Tensor | None) -> None:
-    """Set the gradients to zero, in place, where the step is left out: what is not finite would not vanish by a factor.
-    `left_out`: a boolean on the device."""
-    if left_out is not None:
-        for shard in shards:
-            shard.gradient.masked_fill_(left_out, 0)
+def mask_gradients(shards: Sequence[Shard], left_out: Tensor | None) -> None:
+    """Set the gradients to zero, in place, where the step is skipped. `left_out`: a boolean on the device.
+
+    They are multiplied as integers of the same size: a gradient that is not finite would not vanish by a factor of 0.
+    """
+    if left_out is None:
+        return
+    for dtype in (torch.int16, torch.int32, torch.int64):
+        same_size = [s.gradient.view(dtype) for s in shards if s.gradient.itemsize == dtype.itemsize]
+        if same_size:
+            torch._foreach_mul_(same_size, (~left_out).to(dtype))
 
 
 def share_kept(left_out: Tensor | None, device: torch.device) -> Tensor:
     """1, or 0 where the step is left out: float64, which takes the dtype of what it multiplies."""
     return torch.ones((), dtype=torch.float64, device=device) if left_out is None else (~left_out).double()
+
+
+def in_float32(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors in float32: a copy of each one in another dtype, and the others themselves."""
+    results = [t if t.dtype == torch.float32 else torch.empty_like(t, dtype=torch.float32) for t in tensors]
+    _copy(results, tensors)
+    return results
+
+
+def masters(shards: Sequence[Shard]) -> list[Tensor]:
+    """Return the parameters in float32, to be updated: their masters, themselves, or copies."""
+    return in_float32([shard.state.get("master", shard.parameter) for shard in shards])
+
+
+def store(shards: Sequence[Shard], name: str, values: Sequence[Tensor]) -> None:
+    """Store float32 values, which are used up, as the `parameter` of each shard, or by a name of its state.
+
+    The value of a parameter with a master is that master, updated in place; the parameter is rounded to the nearest.
+    """
+    nearest: list[tuple[Tensor, Tensor]] = []
+    for shard, value in zip(shards, values, strict=True):
+        target = shard.parameter if name == "parameter" else shard.state[name]
+        if shard.seed is None or (name == "parameter" and "master" in shard.state):
+            nearest.append((target, value))
+        else:
+            round_to(target, value, shard.draw(name))
+    _copy([target for target, _ in nearest], [value for _, value in nearest])
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy the tensors that are not their own targets; those of the same two dtypes in one operation."""
+    alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if target is not source:
+            into, out_of = alike.setdefault((target.dtype, source.dtype), ([], []))
+            into.append(target)
+            out_of.append(source)
+    for into, out_of in alike.values():
+        torch._foreach_copy_(into, out_of)

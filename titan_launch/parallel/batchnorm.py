@@ -194,27 +194,37 @@ def _scatter(norms: list[_BatchNorm], name: str, values: Tensor) -> None:
 
 
 class RunningStatistics:
-    """The running statistics of a model as they were, to go back to when a step is left out or abandoned."""
+    """A copy of a model's running statistics, to restore after a skipped or an abandoned step.
+
+    The copy is one flat tensor of bytes, whatever the dtypes of the buffers. So a step of a deep model launches as few
+    kernels as a step of a shallow one.
+    """
 
     def __init__(self, model: nn.Module):
-        self._buffers = [buffer for _, norm in _batch_norms(model) for buffer in norm.buffers(recurse=False)]
-        self.saved = [buffer.clone() for buffer in self._buffers]
-        """What to go back to."""
+        """The buffers of the model's norms stay the same tensors from now on: they are written in place only."""
+        buffers = [buffer for _, norm in _batch_norms(model) for buffer in norm.buffers(recurse=False)]
+        self._buffers = [buffer.view(-1).view(torch.uint8) for buffer in buffers]
+        self._sizes = [buffer.numel() for buffer in self._buffers]
+        self.saved = torch.cat(self._buffers) if buffers else torch.empty(0, dtype=torch.uint8)
+        """The bytes of all buffers, one after the other."""
 
     @torch.no_grad()
     def save(self) -> None:
-        """Remember them as they are now."""
-        for saved, buffer in zip(self.saved, self._buffers, strict=True):
-            saved.copy_(buffer)
+        """Copy the buffers."""
+        if self._buffers:
+            torch.cat(self._buffers, out=self.saved)
 
     @torch.no_grad()
     def restore_if(self, flag: Tensor) -> None:
-        """Go back to what was saved where `flag`, a scalar on the device, is not 0; waits for nothing."""
-        for saved, buffer in zip(self.saved, self._buffers, strict=True):
-            buffer.copy_(torch.where(flag != 0, saved, buffer))
+        """Restore the buffers where `flag`, a scalar on the device, is not 0. The host does not wait for the device."""
+        if self._buffers:
+            self._write(torch.where(flag != 0, self.saved, torch.cat(self._buffers)))
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Go back to what was saved."""
-        for saved, buffer in zip(self.saved, self._buffers, strict=True):
-            buffer.copy_(saved)
+        """Restore the buffers."""
+        self._write(self.saved)
+
+    def _write(self, values: Tensor) -> None:
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, values.split(self._sizes))

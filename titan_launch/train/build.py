@@ -70,7 +70,7 @@ def build_run(
     """
     watchdog = watchdog or Watchdog(config.comm, ranks)
     attempt = this_attempt()
-    settled = settle(config, ranks, run_folder(config), attempt)
+    settled = settle(config, ranks, config.job.run_folder, attempt)
     config, recorded, layout, built = settled.config, settled.recorded, settled.layout, settled.built
     _log.info("%s", format_plan(config, settled.plan, layout, place))
     use_kernels(config, built, settled.plan, layout, ranks.device, stack)
@@ -138,11 +138,6 @@ def own_tokens(config: JobConfig, mesh: Mesh, ranks: Ranks, stack: ExitStack) ->
     return sequence_part(mesh.context, config.parallelism)
 
 
-def run_folder(config: JobConfig) -> Path:
-    """Where everything goes that a run writes."""
-    return Path(config.job.dump_folder, config.job.name)
-
-
 def open_run_folder(
     config: JobConfig,
     attempt: Attempt,
@@ -152,7 +147,7 @@ def open_run_folder(
     stack: ExitStack,
 ) -> Path:
     """The run's folder, made ready by the main rank before any rank goes on, with the logs of this attempt."""
-    folder = run_folder(config)
+    folder = config.job.run_folder
 
     def prepare() -> Path:
         prepare_run_folder(folder, config, attempt, stack)

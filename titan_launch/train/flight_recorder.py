@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d
-from torch.distributed import distributed_c10d
 
 from titan_launch.parallel.timeouts import LEFT_OUT
-
-FOLDER = "flight_recorder"
+from titan_launch.torch_private import flight_record, flight_record_entries, process_groups
+from titan_launch.train.flight_records import FOLDER, GLOO_FOLDER, record_path
 
 
 def configure_flight_recorder(run_folder: Path, size: int) -> None:
@@ -23,7 +20,7 @@ def configure_flight_recorder(run_folder: Path, size: int) -> None:
     PyTorch reads these settings when the first process group is made, so this comes before.
     """
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(size)
-    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str((run_folder / FOLDER / "rank_").absolute())
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(record_path(run_folder, FOLDER, "").absolute())
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1" if size else "0"
 
 
@@ -35,13 +32,16 @@ def make_room_for_nccl(run_folder: Path) -> None:
 def dump_flight_recorder(run_folder: Path) -> None:
     """Write this rank's collectives to `flight_recorder/rank_N`, as `torchfrtrace` reads them; from any thread.
 
-    NCCL does that by itself when a collective times out; gloo records, but never writes. What cannot be written is
-    left out: this is called when something has gone wrong already.
+    With NCCL, those of gloo go to `flight_recorder_gloo/rank_N`. When a collective of NCCL times out, NCCL writes its
+    own to the same file; gloo records, but never writes. What cannot be written is left out: this is called when
+    something has gone wrong already.
     """
-    path = run_folder / FOLDER / f"rank_{dist.get_rank()}"
-    with suppress(OSError, RuntimeError):
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(_trace())
+    folders = {FOLDER: "nccl", GLOO_FOLDER: "gloo"} if _has_nccl() else {FOLDER: "gloo"}
+    for folder, backend in folders.items():
+        path = record_path(run_folder, folder, dist.get_rank())
+        with suppress(OSError, RuntimeError, AttributeError):
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(flight_record("nccl") if backend == "nccl" else _gloo_record())
 
 
 def collectives_begun() -> int:
@@ -49,12 +49,12 @@ def collectives_begun() -> int:
 
     The same on ranks that are at the same place, as long as all belong to the same kinds of groups.
     """
-    dump = _distributed_c10d._dump_nccl_trace_json if _has_nccl() else _distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]
-    last: dict[str, int] = {}
-    for entry in json.loads(dump(True, False)).get("entries", []):
-        name, description = entry["process_group"]
-        if description not in LEFT_OUT:
-            last[name] = max(last.get(name, 0), entry["collective_seq_id"])
+    last: dict[tuple[str, str], int] = {}
+    for backend in ("gloo", "nccl") if _has_nccl() else ("gloo",):  # a group of both has a count of each
+        for entry in flight_record_entries(backend):
+            name, description = entry["process_group"]
+            if description not in LEFT_OUT:
+                last[backend, name] = max(last.get((backend, name), 0), entry["collective_seq_id"])
     return sum(last.values())
 
 
@@ -62,18 +62,15 @@ def _has_nccl() -> bool:
     return dist.is_nccl_available() and dist.get_backend() != "gloo"
 
 
-def _trace() -> bytes:
-    """NCCL's record where there is one, else gloo's, to which the ranks of its groups are added: it lacks them, and
-    without them `torchfrtrace` cannot compare ranks."""
-    if _has_nccl():
-        return bytes(_distributed_c10d._dump_nccl_trace())  # type: ignore[attr-defined]
-    trace = pickle.loads(_distributed_c10d._dump_fr_trace(True, True, False))  # type: ignore[attr-defined]
+def _gloo_record() -> bytes:
+    """Gloo's record, with the ranks of its groups: it lacks them, and without them ranks cannot be compared."""
+    trace = pickle.loads(flight_record("gloo"))  # which this process has just made
     trace["pg_config"] = {
         group.group_name: {
             "name": group.group_name,
             "desc": group.group_desc,
             "ranks": str(dist.get_process_group_ranks(group)),
         }
-        for group in list(distributed_c10d._world.pg_map)
+        for group in process_groups()
     }
     return pickle.dumps(trace)

@@ -9,13 +9,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.backends.cuda import (
-    SDPAParams,
-    can_use_cudnn_attention,
-    can_use_efficient_attention,
-    can_use_flash_attention,
-)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_launch.config.job import JobConfig
@@ -42,12 +37,10 @@ BACKENDS = {
 }
 """What `kernels.attention` names, the fastest first, on Hopper and later."""
 
-_CHECKS = {
-    "cudnn": can_use_cudnn_attention,
-    "flash": can_use_flash_attention,
-    "efficient": can_use_efficient_attention,
-}
 _HOPPER = (9, 0)
+
+_SAFE_CUDNN = 91501
+"""The first version of cuDNN that is used for attention: 9.15.1, as `torch.backends.cudnn.version()` writes it."""
 
 
 def use_kernels(
@@ -70,13 +63,20 @@ def use_kernels(
         return
     set_precision(kernels)
     order = priority(torch.cuda.get_device_capability(device))
+    unsafe = unsafe_cudnn(torch.backends.cudnn.version())
+    if unsafe is not None:
+        order = without_cudnn(kernels.attention, order, unsafe)
+    chosen: list[str] = []
     for dtype in attention_dtypes(built, plan):
         check = _check_on(device, built, layout, dtype, config.training.seq_len)
-        _log.info("attention in %s: %s", dtype, choose(kernels.attention, order, check))
+        name, *reasons = choose(kernels.attention, order, check)
+        _log.info("attention in %s: %s", dtype, "; ".join([name, *reasons]))
+        chosen.append(name)
     if kernels.attention != "auto":
         stack.enter_context(sdpa_kernel(BACKENDS[kernels.attention]))
     else:  # PyTorch goes by the order in every call, so that models of which nothing is known do too
-        stack.enter_context(sdpa_kernel([BACKENDS[name] for name in order], set_priority=True))
+        tried = order[min(map(order.index, chosen), default=0) :]  # what fails before the first would end the run
+        stack.enter_context(sdpa_kernel([BACKENDS[name] for name in tried], set_priority=True))
 
 
 def _use_on_cpu(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, stack: ExitStack) -> None:
@@ -106,27 +106,16 @@ def attention_failures_explained(kernels: KernelsConfig) -> Iterator[None]:
     if kernels.attention == "auto":
         yield  # math is always left
         return
-    reasons: list[str] = []
-    show = warnings.showwarning
-
-    def keep_reasons(message: Warning | str, *rest: Any, **others: Any) -> None:
-        if "sdp_utils" not in str(message):  # the source file of the checks
-            show(message, *rest, **others)
-        elif not _reason(message).endswith("because:"):  # a heading
-            reasons.append(_reason(message))
-
-    warnings.showwarning = keep_reasons  # unlike catch_warnings, it does not show again what was shown
-    try:
-        yield
-    except RuntimeError as error:
-        if "No available kernel" not in str(error):
-            raise
-        place = user_place(error)
-        why = ", ".join(dict.fromkeys(reasons)) or _UNSAID
-        reason = f'cannot be used{f" at {place}" if place else ""}: {why}; set "auto", which finds one, or "math"'
-        raise config_error(("kernels", "attention"), reason, kernels.attention) from error
-    finally:
-        warnings.showwarning = show
+    with _refusals_collected() as reasons:
+        try:
+            yield
+        except RuntimeError as error:
+            if _NO_KERNEL not in str(error):
+                raise
+            place = user_place(error)
+            where = f" at {place}" if place else ""
+            reason = f'cannot be used{where}: {_listed(reasons)}; set "auto", which finds one, or "math"'
+            raise config_error(("kernels", "attention"), reason, kernels.attention) from error
 
 
 def set_precision(kernels: KernelsConfig) -> None:
@@ -144,6 +133,32 @@ def priority(capability: tuple[int, int]) -> tuple[str, ...]:
     return tuple(BACKENDS) if capability >= _HOPPER else ("flash", "cudnn", "efficient", "math")
 
 
+def unsafe_cudnn(version: int | None) -> str | None:
+    """Why this version of cuDNN must not compute attention, or None. `version`: as `torch.backends.cudnn.version()`
+    returns it; None without cuDNN."""
+    if version is None or version >= _SAFE_CUDNN:
+        return None
+    return (
+        f"cuDNN {_dotted(version)} is older than {_dotted(_SAFE_CUDNN)}, and accesses memory wrongly where the length "
+        "of a sequence is not a multiple of 128 (pytorch issue 169849)"
+    )
+
+
+def without_cudnn(wanted: str, order: Sequence[str], unsafe: str) -> tuple[str, ...]:
+    """Return the backends other than cuDNN, and log why. Raise ConfigError where cuDNN is the wanted one."""
+    if wanted == "cudnn":
+        reason = f'cannot be used: {unsafe}; install cuDNN {_dotted(_SAFE_CUDNN)} or later, or set "auto"'
+        raise config_error(("kernels", "attention"), reason, wanted)
+    if wanted == "auto":
+        _log.info("attention: cudnn is not used: %s", unsafe)
+    return tuple(name for name in order if name != "cudnn")
+
+
+def _dotted(version: int) -> str:
+    major, rest = divmod(version, 10_000 if version >= 90_000 else 1_000)  # 8.9.7 is 8907
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
 def attention_dtypes(built: BuiltModel, plan: ModelPlan) -> list[str]:
     """What the model's attention computes in, each once; nothing where its attention is not known."""
     if built.attention is None:
@@ -152,8 +167,8 @@ def attention_dtypes(built: BuiltModel, plan: ModelPlan) -> list[str]:
     return list(dict.fromkeys(plan.unit_of[path].compute_dtype for path in paths))
 
 
-def choose(wanted: str, order: Sequence[str], obstacle: Callable[[str], str | None]) -> str:
-    """The backend that is used, and why not those before it, in words. `obstacle`: why one cannot be used, or None.
+def choose(wanted: str, order: Sequence[str], obstacle: Callable[[str], str | None]) -> list[str]:
+    """The backend that is used, and why not each of those before it. `obstacle`: why one cannot be used, or None.
 
     Raises ConfigError where the wanted one cannot be.
     """
@@ -163,12 +178,12 @@ def choose(wanted: str, order: Sequence[str], obstacle: Callable[[str], str | No
             raise config_error(
                 ("kernels", "attention"), f'cannot be used: {reason}; set "auto", which finds one', wanted
             )
-        return wanted
+        return [wanted]
     reasons: list[str] = []
     for name in order:
         reason = obstacle(name)
         if reason is None:
-            return "; ".join([name, *reasons])
+            return [name, *reasons]
         reasons.append(f"not {name}: {reason}")
     raise AssertionError("math can always be used")
 
@@ -176,7 +191,7 @@ def choose(wanted: str, order: Sequence[str], obstacle: Callable[[str], str | No
 def _check_on(
     device: torch.device, built: BuiltModel, layout: Layout, dtype: str, seq_len: int
 ) -> Callable[[str], str | None]:
-    """Asks PyTorch about one call of the model's attention on a rank."""
+    """Return a function that tries one call of the model's attention, as a rank makes it, on a backend."""
     heads = built.attention
     assert heads is not None
     tokens = seq_len // layout.context
@@ -185,25 +200,57 @@ def _check_on(
         shape = (layout.local_batch_size, tokens, num_heads // layout.tensor, heads.width)
         return torch.empty(shape, dtype=torch_dtype(dtype), device=device, requires_grad=True).transpose(1, 2)
 
-    query = made(heads.queries)
-    key = made(heads.queries if takes_equal_heads_only(query) else heads.keys)
-    parameters = SDPAParams(query, key, key, None, 0.0, True, query.shape[1] != key.shape[1])
+    def call() -> Tensor:
+        query = made(heads.queries)
+        key = made(heads.queries if takes_equal_heads_only(query) else heads.keys)
+        has_groups = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=has_groups)
 
-    def obstacle(name: str) -> str | None:
-        if name == "math":
-            return None
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            if _CHECKS[name](parameters, debug=True):
-                return None
-        return ", ".join(_reason(warning.message) for warning in said) or _UNSAID
-
-    return obstacle
+    return lambda name: None if name == "math" else refusal(BACKENDS[name], call)  # math stores all scores
 
 
-_UNSAID = "PyTorch does not say why"
+def refusal(backend: SDPBackend, call: Callable[[], object]) -> str | None:
+    """Make a call of attention with this backend alone. Return why PyTorch refuses it, or None where it does not.
+
+    PyTorch's own checks (`torch.backends.cuda.can_use_flash_attention` and others) write their reasons to standard
+    error only.
+    """
+    with warnings.catch_warnings(), _refusals_collected() as reasons, sdpa_kernel(backend):
+        warnings.simplefilter("always")
+        try:
+            call()
+        except RuntimeError as error:
+            return _listed(reasons) if _NO_KERNEL in str(error) else str(error).partition("\n")[0]
+    return None
 
 
-def _reason(message: Warning | str) -> str:
-    """PyTorch warns once for each reason, followed by where in its source that is."""
-    return str(message).partition("(Triggered internally")[0].strip().rstrip(".")
+_NO_KERNEL = "No available kernel"
+"""What PyTorch raises where no enabled backend takes a call; why, it says in warnings before."""
+
+_NO_REASONS = ("because:", "runtime disabled")
+"""Ends of warnings that are headings, or of backends that the call was not to use."""
+
+
+@contextmanager
+def _refusals_collected() -> Iterator[list[str]]:
+    """Collect the warnings that say why a backend is refused, instead of showing them. Other warnings are shown."""
+    reasons: list[str] = []
+    show = warnings.showwarning
+
+    def keep_reasons(message: Warning | str, *rest: Any, **others: Any) -> None:
+        text, _, place = str(message).partition("(Triggered internally")
+        text = text.strip().rstrip(".")
+        if "sdp_utils" not in place:  # the source file of the checks
+            show(message, *rest, **others)
+        elif not text.endswith(_NO_REASONS):
+            reasons.append(text)
+
+    warnings.showwarning = keep_reasons  # unlike catch_warnings, it does not show again what was shown
+    try:
+        yield reasons
+    finally:
+        warnings.showwarning = show
+
+
+def _listed(reasons: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(reasons)) or "PyTorch does not say why"

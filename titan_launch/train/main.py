@@ -13,7 +13,7 @@ from titan_launch.config.provenance import Provenance
 from titan_launch.errors import RunError
 from titan_launch.parallel.distributed import process_group
 from titan_launch.torch_private import warn_of_untested_release
-from titan_launch.train.build import build_run, run_folder
+from titan_launch.train.build import build_run
 from titan_launch.train.flight_recorder import configure_flight_recorder
 from titan_launch.train.host_memory import keep_freed_memory
 from titan_launch.train.logs import console_log, rank_log
@@ -28,7 +28,7 @@ def train(config: JobConfig, provenance: Provenance, stop: StopRequest) -> None:
     """Train as one rank, to the end or to `stop`. Every path out closes writers and destroys the process group."""
     with full_disk_explained(config), ExitStack() as stack:
         log_file = stack.enter_context(rank_log())
-        configure_flight_recorder(run_folder(config), config.comm.flight_recorder_size)
+        configure_flight_recorder(config.job.run_folder, config.comm.flight_recorder_size)
         timeout = config.comm.init_timeout_seconds
         ranks = stack.enter_context(process_group(config.job.device, timeout, lambda: stop.signal))
         stack.enter_context(console_log(ranks.is_main))
@@ -53,7 +53,7 @@ def full_disk_explained(config: JobConfig) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        reason = f"{run_folder(config)} cannot be written to: {os.strerror(error.errno)}"
+        reason = f"{config.job.run_folder} cannot be written to: {os.strerror(error.errno)}"
         advice = how_to_resume(config) if config.checkpoint.enable else "begin again (checkpoint.enable is false)"
         raise RunError(f"{reason}; make room, and {advice}") from error
 

@@ -29,4 +29,6 @@ def seed_everything(seed: int, deterministic: bool) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, after this
         torch.use_deterministic_algorithms(True)
+        # By default torch.empty would fill with NaN whatever it allocates, the buffers of FSDP2's collectives included.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False

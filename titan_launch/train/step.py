@@ -115,8 +115,8 @@ class TrainStep:
             self._after_update()
 
     @property
-    def kept_statistics(self) -> list[Tensor]:
-        """Copies of BatchNorm's running statistics, which are there all the time."""
+    def kept_statistics(self) -> Tensor:
+        """The copy of BatchNorm's running statistics, which is held all the time."""
         return self._statistics.saved
 
     @contextmanager

@@ -17,8 +17,8 @@ from typing import TypeVar
 from titan_launch.config.comm import CommConfig
 from titan_launch.errors import RunError
 from titan_launch.parallel.distributed import Ranks
-from titan_launch.train.flight_recorder import FOLDER as FLIGHT_RECORDER
 from titan_launch.train.flight_recorder import dump_flight_recorder
+from titan_launch.train.flight_records import FOLDER as FLIGHT_RECORDER
 from titan_launch.train.whereabouts import SECONDS_TO_ANSWER, Board, Moment, counted, who_is_behind
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,9 @@ _STDERR = 2
 
 _TIMED_OUT = ("Timed out waiting", "wait timeout after", "operation timeout")
 _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer")
-"""How gloo and NCCL word what they raise: they have no classes for it."""
+"""Parts of the texts of errors that gloo raises in the training thread: it has no classes for them. NCCL raises none
+there unless TORCH_NCCL_BLOCKING_WAIT=1: by default its own watchdog thread aborts the process, and `launch` says which
+collective did not finish."""
 
 _GUESSES = ". This is typically caused by"
 """What gloo goes on with."""
@@ -107,8 +109,8 @@ class Watchdog:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Turns the error of a collective that timed out, or lost its connection, into a RunError that says which ranks
-        were behind. After any error, ranks that hang are told to end."""
+        """Raise a RunError that says which ranks were behind, instead of the error of a collective of gloo that timed
+        out or lost its connection. After any error, ranks that hang are told to end."""
         try:
             yield
         except BaseException as error:

@@ -7,11 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
-from torch.distributed import distributed_c10d
-
-from titan_launch.errors import listed
 from titan_launch.parallel.distributed import Ranks
+from titan_launch.torch_private import default_store
 from titan_launch.train.flight_recorder import collectives_begun
+from titan_launch.train.flight_records import ranks_listed
 
 SECONDS_TO_ANSWER = 5
 """How long the store may take."""
@@ -52,7 +51,7 @@ class Board:
     def __init__(self, ranks: Ranks):
         self.rank, self._world_size = ranks.rank, ranks.world_size
         # A client of its own: one that waits for an answer makes another thread wait.
-        self._store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._store = default_store().clone()
         self._store.set_timeout(timedelta(seconds=SECONDS_TO_ANSWER))
 
     def publish(self, moment: Moment) -> None:
@@ -98,7 +97,7 @@ def who_is_behind(board: Board, now: Moment) -> str:
         return f"rank {board.rank} is {own}; where the others are cannot be read any more"
     silent = [rank for rank, place in enumerate(seen) if place is None]
     if silent:
-        return f"nothing was ever heard of {_listed(silent)}; rank {board.rank} is {own}"
+        return f"nothing was ever heard of {ranks_listed(silent)}; rank {board.rank} is {own}"
     places = [place for place in seen if place is not None]
     least, most = (extreme(places, key=lambda place: place.progress) for extreme in (min, max))
     behind = [rank for rank, place in enumerate(places) if place.progress == least.progress]
@@ -106,9 +105,9 @@ def who_is_behind(board: Board, now: Moment) -> str:
         return f"no rank is behind: all are {least}" if len(places) > 1 else f"the only rank is {least}"
     is_are, it_is = ("is", "it is") if len(behind) == 1 else ("are", "they are")
     if least.sequence < most.sequence:
-        return f"{_listed(behind)} {is_are} behind: {it_is} {least} while the others are {most}"
+        return f"{ranks_listed(behind)} {is_are} behind: {it_is} {least} while the others are {most}"
     counts = f"has begun {least.collectives} collectives there, and others {most.collectives}"
-    return f"{_listed(behind)} {is_are} behind: all are {least}, but {_listed(behind)} {counts}"
+    return f"{ranks_listed(behind)} {is_are} behind: all are {least}, but {ranks_listed(behind)} {counts}"
 
 
 def counted(moment: Moment) -> Moment:
@@ -117,7 +116,3 @@ def counted(moment: Moment) -> Moment:
         return replace(moment, collectives=collectives_begun())
     except (RuntimeError, ValueError):  # an account of what has gone wrong, which must not go wrong itself
         return moment
-
-
-def _listed(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed([*map(str, ranks)], most=8)}"

@@ -1,0 +1,114 @@
+"""Which collective did not finish, from the records of all ranks."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import run_ranks
+from titan_launch.launch import _why_aborted
+from titan_launch.train import flight_recorder
+from titan_launch.train.flight_recorder import collectives_begun, dump_flight_recorder
+from titan_launch.train.flight_records import FOLDER, GLOO_FOLDER, record_path, unfinished_collectives
+
+
+def wait_for_the_last_rank(folder: Path) -> int:
+    """Record on every rank that all ranks but the last have begun a collective of a group; how many it has begun."""
+    pair = dist.new_group([1, 2], group_desc="pair")
+    dist.all_reduce(torch.ones(1))
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    group = None if dist.get_rank() == 0 else pair
+    if not is_last:
+        work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    time.sleep(0.2)
+    dump_flight_recorder(folder)
+    begun = collectives_begun()
+    if is_last:
+        dist.all_reduce(torch.ones(1), group=pair)
+        dist.all_reduce(torch.ones(1))
+    else:
+        work.wait()
+        if group is not None:
+            dist.all_reduce(torch.ones(1))
+    return begun
+
+
+def test_collectives_that_did_not_finish_are_named_with_the_ranks_that_did_not_begin_them(tmp_path: Path) -> None:
+    assert run_ranks(wait_for_the_last_rank, 3, tmp_path) == [2, 2, 1]
+    last = "gloo:all_reduce number 1 of group default_pg"
+    assert list(unfinished_collectives(tmp_path, since=0)) == [
+        "gloo:all_reduce number 2 of group default_pg: begun by rank 0, not by ranks 1, 2 "
+        f"(last begun on rank 1: gloo:all_reduce number 1 of group pair, on rank 2: {last})",
+        f"gloo:all_reduce number 1 of group pair: begun by rank 1, not by rank 2 (last begun on rank 2: {last})",
+    ]
+    assert list(unfinished_collectives(tmp_path, since=time.time() + 60)) == []  # of an earlier start
+    assert _why_aborted(tmp_path, since=0).startswith(": native code aborted the process, and may have said why above")
+
+
+def entry(number: int, state: str, description: str = "dp_shard") -> dict[str, Any]:
+    return {
+        "process_group": ("5", description),
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "is_p2p": False,
+        "profiling_name": "nccl:all_gather",
+        "state": state,
+        "retired": state == "completed",
+    }
+
+
+def write_record(folder: Path, rank: int, *entries: dict[str, Any]) -> None:
+    path = record_path(folder, FOLDER, rank)
+    path.parent.mkdir(exist_ok=True)
+    groups = {"5": {"name": "5", "desc": "dp_shard", "ranks": "[0, 1, 2]"}}
+    path.write_bytes(pickle.dumps({"entries": entries, "pg_config": groups}))
+
+
+def test_the_end_of_a_run_that_nccl_aborted_names_the_collective_and_the_ranks(tmp_path: Path) -> None:
+    write_record(tmp_path, 0, entry(7, "completed"), entry(8, "started"), entry(9, "scheduled"))
+    write_record(tmp_path, 1, entry(7, "completed"), entry(8, "started", "checkpoint"))
+    record_path(tmp_path, FOLDER, 2).write_bytes(b"half of a rec")
+    assert _why_aborted(tmp_path, since=0).splitlines() == [
+        ": NCCL's watchdog thread aborts the process when a collective takes longer than comm.timeout_seconds "
+        "(comm.init_timeout_seconds until the end of the first step)",
+        "not finished: nccl:all_gather number 8 of group dp_shard: begun by rank 0, not by ranks 1, 2 (last begun on "
+        "rank 1: nccl:all_gather number 7 of group dp_shard, on rank 2: no record); see the flight records and stacks "
+        f"in {tmp_path}",
+    ]
+
+
+def test_a_record_cannot_run_code(tmp_path: Path) -> None:
+    class Harmful:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    write_record(tmp_path, 0, {"process_group": Harmful()})
+    assert list(unfinished_collectives(tmp_path, since=0)) == []
+    assert not (tmp_path / "made").exists()
+
+
+def dump_beside_nccl(folder: Path) -> tuple[bytes, int]:
+    """Write the records where NCCL has one, too; that one, and the collectives begun in both."""
+    dist.all_reduce(torch.ones(1))
+    json = b'{"entries": [{"process_group": ["0", "default_pg"], "collective_seq_id": 40}]}'
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flight_recorder, "_has_nccl", lambda: True)
+        library = flight_recorder._distributed_c10d
+        patch.setattr(library, "_dump_nccl_trace", lambda: b"of NCCL", raising=False)
+        patch.setattr(library, "_dump_nccl_trace_json", lambda *_: json, raising=False)
+        dump_flight_recorder(folder)
+        return record_path(folder, FOLDER, dist.get_rank()).read_bytes(), collectives_begun()
+
+
+def test_gloos_record_is_written_beside_nccls(tmp_path: Path) -> None:
+    assert run_ranks(dump_beside_nccl, 2, tmp_path) == [(b"of NCCL", 41)] * 2
+    trace = pickle.loads(record_path(tmp_path, GLOO_FOLDER, 1).read_bytes())
+    assert [entry["profiling_name"] for entry in trace["entries"]] == ["gloo:all_reduce"]
+    assert trace["pg_config"]["0"]["ranks"] == "[0, 1]"
