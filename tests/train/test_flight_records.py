@@ -100,7 +100,7 @@ def dump_beside_nccl(folder: Path) -> tuple[bytes, int]:
     json = b'{"entries": [{"process_group": ["0", "default_pg"], "collective_seq_id": 40}]}'
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flight_recorder, "_has_nccl", lambda: True)
-        library = flight_recorder._distributed_c10d
+        library = torch._C._distributed_c10d
         patch.setattr(library, "_dump_nccl_trace", lambda: b"of NCCL", raising=False)
         patch.setattr(library, "_dump_nccl_trace_json", lambda *_: json, raising=False)
         dump_flight_recorder(folder)

@@ -51,7 +51,7 @@ class Board:
     def __init__(self, ranks: Ranks):
         self.rank, self._world_size = ranks.rank, ranks.world_size
         # A client of its own: one that waits for an answer makes another thread wait.
-        self._store = default_store().clone()
+        self._store = default_store().clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=SECONDS_TO_ANSWER))
 
     def publish(self, moment: Moment) -> None:
