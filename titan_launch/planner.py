@@ -31,6 +31,7 @@ from titan_launch.plan.table import (
 )
 from titan_launch.plan.traffic import Traffic
 from titan_launch.plan.types import Inventory, ModelPlan
+from titan_launch.torch_release import planned_release
 
 EngineName = Literal["analytic", "trace"]
 
@@ -208,6 +209,7 @@ def _describe(planned: _Planned, place: Place) -> dict[str, Any]:
         "units": describe_units(planned.plan, planned.layout, place),
         "collectives_per_step": asdict(planned.resolution.row.traffic.collectives),
         "engine": planned.subject.engine_name,
+        "torch_release": planned_release(),
         "assumptions": asdict(planned.hardware),
         "flops_are_exact": planned.subject.flops.is_exact,
         "rows": describe_comparison(planned.comparison, planned.resolution.row),

@@ -25,6 +25,11 @@ def is_tested_release() -> bool:
     return torch_release() <= NEWEST_TESTED
 
 
+def planned_release() -> str:
+    """Return the release whose schedule the planner follows, such as `2.13`: the installed one, or the newest tested."""
+    return ".".join(map(str, min(torch_release(), NEWEST_TESTED)))
+
+
 CAN_SHARE_UNITS = torch_release() >= (2, 13)
 """Whether one `fully_shard` call casts the inputs and outputs of every module it is given. Before torch 2.13 it cast
 the inputs of the first that runs and the outputs of the last, and lost count when one of them did not run."""

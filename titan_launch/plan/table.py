@@ -11,6 +11,7 @@ from titan_launch.plan.choices import is_auto
 from titan_launch.plan.comparison import Comparison, Row
 from titan_launch.plan.flops import ModelFlops
 from titan_launch.plan.hardware import GIB, Hardware
+from titan_launch.torch_release import planned_release
 
 
 def honesty(flops: ModelFlops, config: JobConfig) -> str:
@@ -123,8 +124,8 @@ def format_assumptions(hardware: Hardware, flops: ModelFlops, engine: str) -> st
     device = hardware.device or ("cpu" if hardware.kernels == "cpu" else "no device")
     lines = [
         f"assumed: {device}; {memory}{source}; {hardware.kernels} kernels, memory by the "
-        f"{engine} engine; reserved = {'streams' if hardware.kernels == 'cuda' else 'active'} x "
-        f"{1 + hardware.fragmentation:g} + {hardware.overhead_gib:g} GiB; {peak}; {_links(hardware)}"
+        f"{engine} engine for torch {planned_release()}; "
+        f"reserved = {'streams' if hardware.kernels == 'cuda' else 'active'} x {1 + hardware.fragmentation:g} + {hardware.overhead_gib:g} GiB; {peak}; {_links(hardware)}"
     ]
     lines += _unknowns(hardware, flops)
     return "\n".join(lines)
