@@ -26,7 +26,7 @@ def is_tested_release() -> bool:
 
 
 def planned_release() -> str:
-    """Return the release whose schedule the planner follows, such as `2.13`: the installed one, or the newest tested."""
+    """Return the release whose schedule the planner follows, as `2.13`: the installed one, or the newest tested."""
     return ".".join(map(str, min(torch_release(), NEWEST_TESTED)))
 
 

@@ -125,7 +125,8 @@ def format_assumptions(hardware: Hardware, flops: ModelFlops, engine: str) -> st
     lines = [
         f"assumed: {device}; {memory}{source}; {hardware.kernels} kernels, memory by the "
         f"{engine} engine for torch {planned_release()}; "
-        f"reserved = {'streams' if hardware.kernels == 'cuda' else 'active'} x {1 + hardware.fragmentation:g} + {hardware.overhead_gib:g} GiB; {peak}; {_links(hardware)}"
+        f"reserved = {'streams' if hardware.kernels == 'cuda' else 'active'} x {1 + hardware.fragmentation:g} + "
+        f"{hardware.overhead_gib:g} GiB; {peak}; {_links(hardware)}"
     ]
     lines += _unknowns(hardware, flops)
     return "\n".join(lines)
