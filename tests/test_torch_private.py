@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_param, _fsdp_param_group
+from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
@@ -40,6 +41,8 @@ NAMES: dict[str, set[str]] = {
     "HSDPMeshInfo": {"replicate_process_group"},
     "modules": {"foreach_reduce", "DefaultAllGather", "DefaultReduceScatter", "TrainingState"},
     "distributed": {"_world", "_get_default_store", "_dump_fr_trace", "_dump_fr_trace_json"},
+    "DTensor": {"_op_dispatcher"},
+    "torch._C": {"_clear_DTensor_sharding_propagator_cache"},
 }
 """By owner: what `torch_private` uses on every release."""
 
@@ -85,6 +88,8 @@ def missing_names() -> list[str]:
         "HSDPMeshInfo": (group.mesh_info,),
         "modules": (_fsdp_param_group, _fsdp_collectives, _fsdp_param, _fsdp_common),
         "distributed": (distributed_c10d, torch._C._distributed_c10d),
+        "DTensor": (DTensor,),
+        "torch._C": (torch._C,),
     }
     return [
         f"{owner}.{name}"

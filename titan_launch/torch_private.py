@@ -1,4 +1,4 @@
-"""Private state of `torch.distributed`: the only module that touches it, with one function per question.
+"""Private state of FSDP2, DTensor and process groups: the only module that touches it, with one function per question.
 
 Each function was read in torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, unless its docstring names other releases. A
 test lists every private name that is used here, and fails by name on a release that lacks one. On a release newer than
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from titan_launch.patches import replaced
 from titan_launch.torch_release import ACCUMULATES_IN_GRAD, NEWEST_TESTED, is_tested_release, torch_release
@@ -304,7 +305,18 @@ def drop_unsharded_gradients(model: nn.Module) -> None:
                 parameter._unsharded_param.grad = None
 
 
-# Process groups
+# Meshes and process groups
+
+
+def forget_meshes() -> None:
+    """Empty the caches of DTensor's operations, which keep the mesh of each result and take an equal mesh for the same.
+
+    Where this process has trained another job, they bring back its groups, on some ranks and not on others, which then
+    wait for each other for ever. What PyTorch offers for it (torch.distributed.tensor.debug) is slow to import.
+    """
+    with suppress(AttributeError):  # an untested release; `launch` trains one job in a process
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def process_groups() -> Iterable[dist.ProcessGroup]:

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from titan_launch.parallel.gloo_all_gather import replace_gloo_all_gather
 from titan_launch.plan.layout import Layout
+from titan_launch.torch_private import forget_meshes
 
 PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pp", "dp_replicate", "dp_shard", "cp", "tp"
 
@@ -99,7 +98,7 @@ class Mesh:
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """The grid of the ranks of the default process group; collective."""
-    _forget_earlier_meshes()
+    forget_meshes()
     replace_gloo_all_gather()
     axes = {
         PIPELINE: layout.pipeline,
@@ -110,16 +109,6 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     }
     axes = {name: degree for name, degree in axes.items() if degree > 1 or name == SHARD}
     return Mesh(layout, init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes)))
-
-
-def _forget_earlier_meshes() -> None:
-    """Empty the caches of DTensor's operations, which keep the mesh of each result and take an equal mesh for the same.
-
-    Where this process has trained another job, they bring back its groups, on some ranks and not on others, which then
-    wait for each other for ever. What PyTorch offers for it (torch.distributed.tensor.debug) is slow to import.
-    """
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _own_group(groups: list[list[int]], timeout: timedelta, description: str) -> dist.ProcessGroup:
