@@ -160,7 +160,9 @@ class Boundaries:
     def _on_one_rank(self, tensor: Tensor) -> Tensor:
         """What a rank has of what is between two stages, `(batch, tokens, features)` under sequence parallelism."""
         part = tensor if self._token_shards == 1 else tensor.chunk(self._token_shards, dim=1)[0]
-        return part.contiguous()  # PyTorch receives into a tensor with the same strides, and takes no others
+        # PyTorch receives into a tensor with the same strides, and takes no others. `contiguous` would not change the
+        # stride of a dimension of size 1.
+        return torch.empty(part.shape, dtype=part.dtype, device=part.device)
 
 
 class _Links:
