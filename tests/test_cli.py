@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.train.jobs import model_source
+from titan_launch.torch_release import CAN_SHARE_UNITS
 
 REPO = Path(__file__).parent.parent
 
@@ -94,7 +95,8 @@ def test_plan_shows_what_every_module_becomes_and_which_line_says_so(job: Path, 
     assert f"precision.rules.0 ({job}:{line})" in text.stdout
     assert "ranks: 4 (1 replicas x 4 shards)" in text.stdout and "AG + " in text.stdout
     plan = json.loads(run("titan_launch", "plan", "--config", job, "--world-size", "4", "--json", override).stdout)
-    (unit,) = [unit for unit in plan["units"] if unit["reason"] == "precision.rules.0"]
+    unit, *others = [unit for unit in plan["units"] if unit["reason"] == "precision.rules.0"]
+    assert bool(others) is not CAN_SHARE_UNITS
     assert (unit["compute_dtype"], unit["output_dtype"], unit["place"]) == ("float32", "bfloat16", f"{job}:{line}")
     assert sum(unit["parameters"] for unit in plan["units"]) == plan["parameters"]
     assert not (tmp_path / "tiny").exists()
