@@ -49,7 +49,8 @@ def run_at_once(tests: list[str], count: int, environment: dict[str, str]) -> li
         outputs = [Path(folder, str(number)) for number in range(count)]
         processes = []
         for output in outputs:
-            command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--basetemp", f"{output}.tmp", *tests]
+            options = ["-m", "not multi_node", "-p", "no:cacheprovider", "--basetemp", f"{output}.tmp"]
+            command = [sys.executable, "-m", "pytest", *options, *tests]
             with output.open("w") as file:
                 processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
         statuses = [process.wait() for process in processes]

@@ -121,6 +121,10 @@ def test_globs_select_cases_and_tests() -> None:
         (f"{TRACEBACK}[rank0]:[W1] destroy_process_group() was not called\n", TRACEBACK.splitlines()[-1]),
         ("".join(f"[rank3]: {line}\n" for line in TRACEBACK.splitlines()), TRACEBACK.splitlines()[-1]),
         (f"{TRACEBACK}{TRACEBACK.replace('torch.OutOfMemoryError', 'ChildFailedError')}", TRACEBACK.splitlines()[-1]),
+        (
+            f"{TRACEBACK}{TRACEBACK.replace('torch.OutOfMemoryError', 'torch.ChildFailedError')}{'=' * 60}\nFAILED\n",
+            TRACEBACK.splitlines()[-1],
+        ),
         (f"{TRACEBACK}During handling:\nTraceback (most recent call last):\n  File\nValueError: b", "ValueError: b"),
         (
             "Traceback (most recent call last):\n  File\nBackendError: raised:\nKeyError: 1",

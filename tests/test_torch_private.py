@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_param, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
@@ -43,6 +45,8 @@ NAMES: dict[str, set[str]] = {
     "distributed": {"_world", "_get_default_store", "_dump_fr_trace", "_dump_fr_trace_json"},
     "DTensor": {"_op_dispatcher"},
     "torch._C": {"_clear_DTensor_sharding_propagator_cache"},
+    "torch.distributed": {"_apply_to_tensors"},
+    "ShardingPropagator": {"_propagate_tensor_meta_non_cached"},
 }
 """By owner: what `torch_private` uses on every release."""
 
@@ -90,6 +94,8 @@ def missing_names() -> list[str]:
         "distributed": (distributed_c10d, torch._C._distributed_c10d),
         "DTensor": (DTensor,),
         "torch._C": (torch._C,),
+        "torch.distributed": (torch.distributed.utils,),
+        "ShardingPropagator": (ShardingPropagator,),
     }
     return [
         f"{owner}.{name}"
@@ -131,12 +137,21 @@ def test_nothing_else_touches_private_state_of_fsdp() -> None:
         assert str(path.relative_to(ROOT)) in allowed or not marks & set(attributes(path)), path
 
 
+def test_private_modules_are_imported_only_where_they_are_used() -> None:
+    """A release that lacks one then fails only the jobs that need it."""
+    for path in (path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] != "trace"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
+                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+                assert not [name for name in names if name.startswith("_")], (path, names)
+
+
 def refuse(*_: Any) -> Any:
-    raise AttributeError("private state was touched")
+    raise RuntimeError("the private state of a unit was touched")
 
 
 def train_on(folder: Path, newest_tested: tuple[int, int]) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Train, and collect what is logged; where the release is untested, without any private state of units."""
+    """Train, and collect what is logged; on an untested release, without private state of units."""
     lines: list[str] = []
     sections: dict[str, Any] = {
         "precision": {"param_dtype": "bfloat16"},
@@ -150,7 +165,7 @@ def train_on(folder: Path, newest_tested: tuple[int, int]) -> tuple[dict[str, to
         torch_private.warn_of_untested_release()
         if torch_release.is_tested_release():
             return run_job(tiny_job(folder, **sections)), lines
-        with replaced(torch_private, "parameter_group", refuse):
+        with replaced(FSDPState, "_fsdp_param_group", property(refuse)):  # PyTorch itself uses another name
             return run_job(tiny_job(folder, **sections)), lines
 
 

@@ -91,8 +91,7 @@ def _run_torchrun(
 def _import_torch_quietly() -> None:
     """The native code of this process, not of the workers, logs errors only: when a host has gone, it would warn of
     that with twenty lines of addresses, and this module says it in one."""
-    name = "TORCH_CPP_LOG_LEVEL"
-    with environment(**{name: os.environ.get(name, "ERROR")}):
+    with environment(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
         importlib.import_module("torch")
 
 
@@ -181,17 +180,18 @@ def _report_failure(exit_codes: Mapping[int, int], run_folder: Path, stopping: S
 
 
 def _why_aborted(run_folder: Path, since: float) -> str:
-    """What is known of a process that aborted itself: native code does that, and no Python code learns of it.
+    """Return the cause of a SIGABRT as far as the flight records show it. Native code aborts; no Python code runs then.
 
-    `since`: when the workers were started; what is older is of an earlier start.
+    `since`: start time of the workers. Older records are ignored.
     """
     from titan_launch.train.flight_records import unfinished_collectives
 
     unfinished = list(unfinished_collectives(run_folder, since))
     if any(collective.startswith("nccl:") for collective in unfinished):
         cause = (
-            ": NCCL's watchdog thread aborts the process when a collective takes longer than comm.timeout_seconds "
-            "(comm.init_timeout_seconds until the end of the first step)"
+            ": NCCL's watchdog thread aborts the process when CUDA fails, or when a collective takes longer than "
+            "comm.timeout_seconds (comm.init_timeout_seconds until the end of the first step); PyTorch's lines above "
+            "say which"
         )
     else:
         cause = ": native code aborted the process, and may have said why above"

@@ -1,8 +1,8 @@
-"""Private state of FSDP2, DTensor and process groups: the only module that touches it, with one function per question.
+"""Private state of FSDP2 and of process groups: the only module that touches it, with one function per question.
 
 Each function was read in torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, unless its docstring names other releases. A
 test lists every private name that is used here, and fails by name on a release that lacks one. On a release newer than
-`torch_release.NEWEST_TESTED` the callers do without these functions, because a name may have kept its spelling and
+`torch_release.NEWEST_TESTED` the functions find no units and do nothing, because a name may have kept its spelling and
 changed its meaning.
 """
 
@@ -35,9 +35,10 @@ def warn_of_untested_release() -> None:
     """Log one line if the installed torch is newer than every tested release."""
     if not is_tested_release():
         _log.warning(
-            "torch %d.%d is newer than the newest release that was tested, %d.%d. Features that rest on private state "
-            "of PyTorch are off: predicted memory, measured memory on a CPU, counted traffic, dtypes of collectives in "
-            "the precision audit (its differences are only logged), all-reduces that overlap with backward on a CPU",
+            "torch %d.%d is newer than the newest release that was tested, %d.%d. Switched off: traces, "
+            "predicted memory, measured memory on a CPU, counted traffic, dtypes of collectives in the precision audit "
+            "(its differences are only logged), all-reduces that overlap with backward on a CPU, prefetching by "
+            "microbatch in pipelines, the workaround for gloo's all-gather",
             *torch_release(),
             *NEWEST_TESTED,
         )
@@ -59,13 +60,19 @@ def roots(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def parameter_group(module: nn.Module) -> FSDPParamGroup | None:
-    """Return the state of the unit that a wrapped module belongs to. None: the unit holds no parameters."""
+    """Return the state of the unit that a wrapped module belongs to. None if the unit holds no parameters, and on an
+    untested release."""
     assert isinstance(module, FSDPModule), "fully_shard was not called on this module"
+    if not is_tested_release():
+        return None
     return module._get_fsdp_state()._fsdp_param_group
 
 
 def parameter_groups(model: nn.Module) -> list[FSDPParamGroup]:
-    """Return the state of every unit that holds parameters, once each: the modules of one unit share it."""
+    """Return the state of every unit that holds parameters, once each: the modules of one unit share it. On an untested
+    release: an empty list."""
+    if not is_tested_release():
+        return []
     modules = [module for root in roots(model) for module in root.modules()]
     groups = [parameter_group(module) for module in modules if isinstance(module, FSDPModule)]
     return list({id(group): group for group in groups if group is not None}.values())
@@ -76,7 +83,7 @@ def parameter_groups(model: nn.Module) -> list[FSDPParamGroup]:
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 
 See = Callable[[str, Tensor, Tensor], None]
-"""Is told of a collective: `ALL_GATHER`, `REDUCE_SCATTER` or `ALL_REDUCE`, its output and its input."""
+"""Callback for a collective: its kind (`ALL_GATHER`, `REDUCE_SCATTER` or `ALL_REDUCE`), its output and its input."""
 
 
 @contextmanager
@@ -162,6 +169,23 @@ def unit_steps_wrapped(wraps: dict[str, Callable[[Any], Any]]) -> Iterator[None]
             owner, name = places[step]
             stack.enter_context(replaced(owner, name, wrap(getattr(owner, name))))
         yield
+
+
+@contextmanager
+def shape_propagation_wrapped(wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace the function in which DTensor computes shapes, with tensors of the whole size, by `wrap(function)`."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    name = "_propagate_tensor_meta_non_cached"
+    with replaced(ShardingPropagator, name, wrap(getattr(ShardingPropagator, name))):
+        yield
+
+
+def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return a value with `function` applied to its tensors, in the collections that FSDP2 looks into."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    return _apply_to_tensors(function, value)
 
 
 def unsharded_parameter(parameter: Any) -> nn.Parameter:
@@ -311,8 +335,8 @@ def drop_unsharded_gradients(model: nn.Module) -> None:
 def forget_meshes() -> None:
     """Empty the caches of DTensor's operations, which keep the mesh of each result and take an equal mesh for the same.
 
-    Where this process has trained another job, they bring back its groups, on some ranks and not on others, which then
-    wait for each other for ever. What PyTorch offers for it (torch.distributed.tensor.debug) is slow to import.
+    After another job in this process, stale entries return that job's process groups, on some ranks only, which
+    deadlocks. PyTorch's function for it (torch.distributed.tensor.debug) is slow to import.
     """
     with suppress(AttributeError):  # an untested release; `launch` trains one job in a process
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-OLDEST_TESTED, NEWEST_TESTED = (2, 11), (2, 15)
-"""The releases on which the whole test suite has passed, from and to (docs/pytorch_releases.md)."""
+NEWEST_TESTED = (2, 15)
+"""The newest release that was tested (docs/pytorch_releases.md)."""
 
 
 def torch_release() -> tuple[int, int]:
@@ -31,10 +31,17 @@ def planned_release() -> str:
 
 
 CAN_SHARE_UNITS = torch_release() >= (2, 13)
-"""Whether one `fully_shard` call casts the inputs and outputs of every module it is given. Before torch 2.13 it cast
+"""True if one `fully_shard` call casts the inputs and outputs of every module it is given. Before torch 2.13 it cast
 the inputs of the first that runs and the outputs of the last, and lost count when one of them did not run."""
 
 ACCUMULATES_IN_GRAD = torch_release() >= (2, 15)
-"""Whether autograd accumulates an unsharded parameter's gradients in the dtype of the reduction (`Tensor.grad_dtype`).
-Before torch 2.15 it accumulated them in the dtype of the parameter, and FSDP2 converted them after the backward of the
-unit. Only the first gradient of a step is converted; later ones are added to it as they are."""
+"""True if autograd accumulates an unsharded parameter's gradients in the reduce dtype (`Tensor.grad_dtype`). Before
+torch 2.15 it accumulated them in the dtype of the parameter, and FSDP2 converted them after the backward of the unit.
+Only the first gradient of a step is converted; later ones are added to it as they are."""
+
+FREES_EARLIER = torch_release() >= (2, 15)
+"""True if FSDP2 frees the previous all-gather before it copies out the next, and gradients before it reduces them.
+Before torch 2.15 local variables kept one of each alive longer."""
+
+SKIPS_DIVISION_BY_ONE = torch_release() >= (2, 15)
+"""True if FSDP2 does not divide gradients by the factor 1 where there is one shard, which costs a copy of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,8 +27,12 @@ def num_workers(free_gib: float, num_cpus: int) -> int:
 
 
 def free_gib() -> float:
-    """Return the free memory of the GPU; 0 without one."""
-    return torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0
+    """Return the free memory of the GPU; 0 without one. PyTorch's function would open a CUDA context in this process,
+    which takes memory from everything that is measured."""
+    if not torch.cuda.is_available():
+        return 0
+    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", "--id=0"]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) / 1024
 
 
 def workers() -> int:

@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ _KILL_SECONDS = 10
 """A process that is killed inside a driver call may take a while to end."""
 
 _running: set[subprocess.Popen[Any]] = set()
+_is_stopping = threading.Event()
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ def run_process(command: Sequence[str], limit: float, log: Path) -> Ended:
             command, cwd=REPO, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         _running.add(process)
+        if _is_stopping.is_set():  # the handler has not seen this process
+            _kill(process)
         try:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -77,6 +81,7 @@ def ended_by_signals() -> Iterator[None]:
     """Raise SystemExit on SIGTERM and SIGINT, after all processes of `run_process` were killed."""
 
     def end(number: int, _: object) -> None:
+        _is_stopping.set()
         for process in list(_running):
             _kill(process)
         raise SystemExit(128 + number)

@@ -65,5 +65,6 @@ def gather_with_several_in_flight() -> None:
             functional.wait_tensor(gathered)
 
 
+@pytest.mark.slow  # passes mostly without the workaround, too; benchmarks/memory_check.py repeats it
 def test_many_all_gathers_leave_the_memory_intact() -> None:
     run_ranks(gather_with_several_in_flight, 1)

@@ -76,8 +76,9 @@ def test_the_end_of_a_run_that_nccl_aborted_names_the_collective_and_the_ranks(t
     write_record(tmp_path, 1, entry(7, "completed"), entry(8, "started", "checkpoint"))
     record_path(tmp_path, FOLDER, 2).write_bytes(b"half of a rec")
     assert _why_aborted(tmp_path, since=0).splitlines() == [
-        ": NCCL's watchdog thread aborts the process when a collective takes longer than comm.timeout_seconds "
-        "(comm.init_timeout_seconds until the end of the first step)",
+        ": NCCL's watchdog thread aborts the process when CUDA fails, or when a collective takes longer than "
+        "comm.timeout_seconds (comm.init_timeout_seconds until the end of the first step); PyTorch's lines above say "
+        "which",
         "not finished: nccl:all_gather number 8 of group dp_shard: begun by rank 0, not by ranks 1, 2 (last begun on "
         "rank 1: nccl:all_gather number 7 of group dp_shard, on rank 2: no record); see the flight records and stacks "
         f"in {tmp_path}",

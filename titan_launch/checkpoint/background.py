@@ -104,7 +104,7 @@ class InThread(Background):
         self._executor = ThreadPoolExecutor(1, "checkpoint")
 
     def get_ready(self, make_state: Callable[[], State]) -> None:
-        """Load what writes, and reserve the memory of the copy."""
+        """Import the writer, and reserve the memory of the copy."""
         super().get_ready(make_state)
         _reserve(make_state(), self._arena)
 
@@ -136,7 +136,7 @@ class InProcess(Background):
         self._writer = WriterProcess()
 
     def get_ready(self, make_state: Callable[[], State]) -> None:
-        """Reserve the memory of the copy. The process loads by itself what writes."""
+        """Reserve the memory of the copy. The writer process imports the writer itself."""
         _reserve(make_state(), self._arena)
 
     def _has_died(self) -> bool:
@@ -167,7 +167,7 @@ def _copied(state: State, arena: Arena) -> State:
 
 
 def _reserve(state: State, arena: Arena) -> State:
-    """Have room for a copy of the state, whose slots are returned. Collective: where one rank finds no room, all raise
+    """Reserve memory for a copy of the state, and return its slots. Collective: if one rank finds no room, all raise
     OSError."""
     slots, size = lay_out(state)
     on_all(lambda: arena.reserve(size))

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_launch.checkpoint.page_locking import page_locked
 from titan_launch.dtensors import local_tensor
@@ -79,7 +78,7 @@ def total_bytes(state: State) -> int:
 
 
 def is_on_host(state: State) -> bool:
-    """Whether no tensor of a state is on a GPU."""
+    """Return True if all tensors of a state are on the host."""
     parts = (leaf.local if isinstance(leaf, Shard) else leaf for leaf in leaves(state))
     return all(part.is_cpu for part in parts if isinstance(part, Tensor))
 
@@ -211,5 +210,7 @@ def _map_leaves(state: Mapping[str, Any], change: Callable[[Any], Any]) -> State
 
 
 def _shard(tensor: DTensor) -> Shard:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # it has no public name
+
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return Shard(local_tensor(tensor), tuple(offsets), tuple(tensor.shape))

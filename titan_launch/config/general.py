@@ -36,5 +36,5 @@ class GeneralConfig(Section):
 
     @property
     def run_folder(self) -> Path:
-        """The folder that everything goes to that a run writes."""
+        """Folder of all files that a run writes."""
         return Path(self.dump_folder, self.name)

@@ -8,13 +8,12 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, UntypedStorage, nn
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim import Optimizer
 
 from titan_launch.metrics.live_memory import LiveMemory
 from titan_launch.patches import replaced
 from titan_launch.plan.footprint import Category, Ledger
-from titan_launch.torch_private import unit_steps_wrapped, unsharded_parameter
+from titan_launch.torch_private import shape_propagation_wrapped, unit_steps_wrapped, unsharded_parameter
 
 
 @contextmanager
@@ -59,8 +58,7 @@ def _watch_storage(memory: LiveMemory, stack: ExitStack) -> None:
         return result
 
     stack.enter_context(replaced(UntypedStorage, "resize_", resize_))
-    name = "_propagate_tensor_meta_non_cached"
-    stack.enter_context(replaced(ShardingPropagator, name, memory.paused(getattr(ShardingPropagator, name))))
+    stack.enter_context(shape_propagation_wrapped(memory.paused))
 
 
 def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:

@@ -89,7 +89,8 @@ class MixedOptimizer(Optimizer):
         gradients in every step.
 
         The counts are on the device, since a skipped step does not count. A skipped step is skipped for all parameters.
-        So counts stay equal where parameters have gradients in the same steps, and that the host knows.
+        So counts stay equal where parameters have gradients in the same steps. The host knows these steps, so it can
+        group parameters without reading the counts.
         """
         numbers: dict[tuple[float | None, bool], int] = {}
         for parameter in group["params"]:

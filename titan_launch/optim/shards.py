@@ -46,7 +46,7 @@ def shard_of(name: str, parameter: Tensor, state: dict[str, Any], seed: int | No
 def mask_gradients(shards: Sequence[Shard], left_out: Tensor | None) -> None:
     """Set the gradients to zero, in place, where the step is skipped. `left_out`: a boolean on the device.
 
-    They are multiplied as integers of the same size: a gradient that is not finite would not vanish by a factor of 0.
+    They are multiplied as integers of the same size, because NaN * 0 is NaN.
     """
     if left_out is None:
         return

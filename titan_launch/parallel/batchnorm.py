@@ -201,7 +201,9 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module):
-        """The buffers of the model's norms stay the same tensors from now on: they are written in place only."""
+        """The buffers of the model's norms must not be replaced after this call; they may be written in place."""
+        for _, norm in _batch_norms(model):
+            norm._buffers.update({name: b.contiguous() for name, b in norm._buffers.items() if b is not None})
         buffers = [buffer for _, norm in _batch_norms(model) for buffer in norm.buffers(recurse=False)]
         self._buffers = [buffer.view(-1).view(torch.uint8) for buffer in buffers]
         self._sizes = [buffer.numel() for buffer in self._buffers]

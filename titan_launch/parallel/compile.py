@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.compile import CompileConfig
@@ -114,6 +113,8 @@ def _compiled(compute: Callable[..., Any], config: CompileConfig, name: str) -> 
 def _materialized(value: Any) -> Any:
     """Arguments with the results of collectives that nobody has waited for (tensor parallelism hands them on) waited
     for: as inputs of a graph they would meet backward as tensors of another class."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor  # it has no public name
+
     if isinstance(value, Tensor):
         return value.clone() if isinstance(local_tensor(value), AsyncCollectiveTensor) else value
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):

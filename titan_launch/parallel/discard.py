@@ -1,4 +1,4 @@
-"""Bringing a wrapped model back to between two steps, after a step that ended between its microbatches."""
+"""Reset of a wrapped model after an abandoned step."""
 
 from __future__ import annotations
 

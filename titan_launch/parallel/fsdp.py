@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.utils import _apply_to_tensors
 
 from titan_launch.parallel.replicas import overlap_all_reduces
 from titan_launch.plan.prefetch import plan_backward_prefetch
 from titan_launch.plan.types import ModelPlan, Policy
 from titan_launch.precision.policy import mixed_precision_policy, torch_dtype
+from titan_launch.torch_private import apply_to_tensors
 
 
 def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, offloads: bool = False) -> None:
@@ -75,7 +75,7 @@ def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return _apply_to_tensors(cast, value)
+    return apply_to_tensors(cast, value)
 
 
 def _fsdp_module(model: nn.Module, path: str) -> FSDPModule:

@@ -11,21 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_launch.torch_private import replace_replica_groups, replica_groups, sharded_parameters
-from titan_launch.torch_release import is_tested_release
 
 
 def overlap_all_reduces(model: nn.Module) -> None:
     """Let backward go on while a unit's gradients are summed between the replicas (HSDP) of a model on a CPU, which is
     wrapped already and only sums. On an untested release of PyTorch FSDP2 waits for each."""
-    if not is_tested_release():
-        return
     begun = _Begun()
     replace_replica_groups(model, lambda group, unit: _Replicas(group, sharded_parameters(unit), begun))
 
 
 def forget_all_reduces(model: nn.Module) -> None:
     """Wait for none of those that a backward has begun which an error has ended: nobody wants its gradients."""
-    for group in replica_groups(model) if is_tested_release() else ():
+    for group in replica_groups(model):
         if isinstance(group, _Replicas):
             group.begun.forget()
 

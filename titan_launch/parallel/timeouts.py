@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from titan_launch.constants import UNWATCHED_GROUPS
 from titan_launch.torch_private import process_groups, set_timeout
-
-LEFT_OUT = ("checkpoint",)
-"""Descriptions of groups that go their own way: while a rank writes its part of a checkpoint, others wait long."""
 
 
 def set_timeouts(seconds: int) -> None:
@@ -17,5 +15,5 @@ def set_timeouts(seconds: int) -> None:
     timeout (30 minutes on gloo, 10 on NCCL), whatever the process group was given.
     """
     for group in process_groups():
-        if group.group_desc not in LEFT_OUT:
+        if group.group_desc not in UNWATCHED_GROUPS:
             set_timeout(group, timedelta(seconds=seconds))

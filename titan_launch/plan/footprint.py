@@ -235,7 +235,7 @@ def with_growth(footprint: Footprint, longer: Footprint, factor: float) -> Footp
 
 
 def _grown(peak: Peak, num_bytes: float) -> Peak:
-    """A peak with so many bytes of activations more."""
+    """Return a peak with `num_bytes` more of activations."""
     held, streams = list(peak.by_category), list(peak.by_stream)
     held[Category.ACTIVATIONS] += num_bytes
     streams[_STREAM_OF[Category.ACTIVATIONS]] += num_bytes

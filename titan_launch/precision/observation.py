@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from titan_launch.plan.types import ModelPlan
 from titan_launch.torch_private import collectives_watched, parameter_group
-from titan_launch.torch_release import is_tested_release
 
 INPUTS, OUTPUTS = "inputs", "outputs"
 PARAMETERS, GRADIENTS = "parameters", "gradients"
@@ -69,9 +68,8 @@ def observe(model: nn.Module, plan: ModelPlan) -> Iterator[Observations]:
     with ExitStack() as hooks:
         for path, seen in observed.modules.items():
             _watch_module(model.get_submodule(path), seen, hooks)
-        if is_tested_release():
-            for unit, seen in zip(plan.units, observed.units, strict=True):
-                _watch_unit(model.get_submodule(unit.modules[0]), seen, hooks)
+        for unit, seen in zip(plan.units, observed.units, strict=True):
+            _watch_unit(model.get_submodule(unit.modules[0]), seen, hooks)
         yield observed
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from titan_launch.config.compile import CompileConfig
 from titan_launch.config.job import JobConfig
+from titan_launch.errors import UserError
 from titan_launch.models.build import build_model
 from titan_launch.plan.choices import Choice, with_choice
 from titan_launch.plan.footprint import Footprint
@@ -14,6 +15,7 @@ from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.traffic import Traffic
 from titan_launch.plan.types import Inventory, ModelPlan
+from titan_launch.torch_release import NEWEST_TESTED, is_tested_release, torch_release
 from titan_launch.trace.depth import trace_rank
 from titan_launch.trace.step import TracedStep
 from titan_launch.train.plan import inspect_model
@@ -79,5 +81,10 @@ def trace_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> TraceEn
     """What answers for any model the job can build, in a process that has no process group.
 
     `kernels`: whose memory is meant, CUDA's, for which some stand in (see `titan_launch.trace.kernels`), or the CPU's.
+    Raises UserError on an untested release of PyTorch.
     """
+    if not is_tested_release():
+        release, newest = (".".join(map(str, numbers)) for numbers in (torch_release(), NEWEST_TESTED))
+        reason = f"torch {release} is newer than the newest release that was tested, {newest}, so jobs cannot be traced"
+        raise UserError(f"{reason}; plan with an older release")
     return TraceEngine(config, layout, kernels)

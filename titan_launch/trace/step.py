@@ -63,8 +63,8 @@ def trace_step(
 ) -> TracedStep:
     """Go through a step on a rank of `layout.world_size`. `built` is on the meta device, and is wrapped here.
 
-    As many microbatches are gone through as fill memory; of a pipeline also some more, which tell what its schedule
-    keeps of each until the end of the step. Raises ConfigError for what dtypes explain, as a run
+    Traces the number of microbatches after which peak memory stops growing. Traces a pipeline a second time with more
+    microbatches, and extrapolates the growth of each phase's peak. Raises ConfigError for what dtypes explain, as a run
     does, but not for all of it: matrix products of fake tensors take two dtypes. Other errors of the model's forward
     and backward come as they are.
     """
@@ -114,7 +114,7 @@ def _go_through(
     """Forward and backward over microbatches of a step, and the optimizer's update in closed form.
 
     `model`: wrapped and on the CPU, with real tensors or fake ones, without gradients. `plan`: of the whole model.
-    `num_microbatches`: those that are gone through.
+    `num_microbatches`: number of microbatches to trace.
     """
     layout = mesh.layout
     ledger.enter(Place(0, "forward", ""))
@@ -146,7 +146,7 @@ def _makes_logits(model: nn.Module, module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Accumulation:
-    """The microbatches of a step that are gone through, and what watches them."""
+    """The traced microbatches of a step, and what watches them."""
 
     config: JobConfig
     model: nn.Module

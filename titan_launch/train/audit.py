@@ -74,7 +74,7 @@ def _settle(run: Run, watched: Sequence[_Watched]) -> None:
     _name_views(watched)
     if differences and is_tested_release():
         raise UserError(_explain(run, differences))
-    if differences:  # what an untested release does otherwise ends no run
+    if differences:  # on an untested release they do not end the run
         _log.warning("precision audit: differences on an untested release of PyTorch:\n  %s", "\n  ".join(differences))
     else:
         _log.info("precision audit: %s: as planned", _size(audit))

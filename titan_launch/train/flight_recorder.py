@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titan_launch.parallel.timeouts import LEFT_OUT
+from titan_launch.constants import UNWATCHED_GROUPS
 from titan_launch.torch_private import flight_record, flight_record_entries, process_groups
 from titan_launch.train.flight_records import FOLDER, GLOO_FOLDER, record_path
 
@@ -45,7 +45,7 @@ def dump_flight_recorder(run_folder: Path) -> None:
 
 
 def collectives_begun() -> int:
-    """How many collectives this rank has begun, in all groups but those of `LEFT_OUT`; 0 where nothing is recorded.
+    """Return how many collectives this rank has begun, without those of `UNWATCHED_GROUPS`; 0 if nothing is recorded.
 
     The same on ranks that are at the same place, as long as all belong to the same kinds of groups.
     """
@@ -53,7 +53,7 @@ def collectives_begun() -> int:
     for backend in ("gloo", "nccl") if _has_nccl() else ("gloo",):  # a group of both has a count of each
         for entry in flight_record_entries(backend):
             name, description = entry["process_group"]
-            if description not in LEFT_OUT:
+            if description not in UNWATCHED_GROUPS:
                 last[backend, name] = max(last.get((backend, name), 0), entry["collective_seq_id"])
     return sum(last.values())
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan_launch.constants import UNWATCHED_GROUPS
 from titan_launch.errors import listed
-from titan_launch.parallel.timeouts import LEFT_OUT
 
 FOLDER = "flight_recorder"
 """The records of NCCL's collectives; of a run on CPUs, those of gloo's."""
@@ -48,7 +48,7 @@ class _Record:
 
     begun: list[_Collective]
     unfinished: _Collective | None
-    """The first one."""
+    """The first collective that did not finish."""
 
 
 def record_path(run_folder: Path, folder: str, rank: int | str) -> Path:
@@ -100,7 +100,7 @@ def _parse(trace: dict[str, Any]) -> _Record:
     unfinished: _Collective | None = None
     for entry in trace["entries"]:
         group, description = entry["process_group"]
-        if description in LEFT_OUT:
+        if description in UNWATCHED_GROUPS:
             continue
         number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
         ranks = members.get(group, ())
@@ -114,5 +114,5 @@ class _PlainUnpickler(pickle.Unpickler):
     """Reads numbers, strings and tables only: a record names no classes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Refuse."""
+        """Raise UnpicklingError for every class."""
         raise pickle.UnpicklingError(f"a flight record does not name {module}.{name}")

@@ -20,11 +20,14 @@ from titan_launch.errors import ConfigError, RunError, UserError, format_key
 from titan_launch.models.build import BuiltModel
 from titan_launch.parallel.distributed import Ranks
 from titan_launch.plan.analytic.engine import analytic_engine, unknown_part
+from titan_launch.plan.candidates import is_own_choice, possible_choices
 from titan_launch.plan.choices import Choice, is_auto, own_choice, with_choice
 from titan_launch.plan.flops import flops_of_model
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.resolution import resolve_auto
+from titan_launch.plan.types import Inventory
+from titan_launch.torch_release import is_tested_release
 from titan_launch.train.attempt import Attempt
 from titan_launch.train.folder import recorded_modes
 from titan_launch.train.plan import inspect_model
@@ -109,13 +112,21 @@ def _obstacles(config: JobConfig, choice: Choice) -> Iterator[str]:
 
 
 def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware) -> Decision:
-    if unknown_part(config) is not None:
-        return _resolved_by_trace(config, layout, hardware)
     inventory = inspect_model(config, built)
+    if unknown_part(config) is not None:
+        traces = is_tested_release()
+        return _resolved_by_trace(config, layout, hardware) if traces else _least_memory(config, layout, inventory)
     flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks, built.flops_per_sample)
     engine = analytic_engine(config, layout, hardware.kernels)
     resolution = resolve_auto(config, layout, inventory, flops, hardware, engine)
     return resolution.row.choice, resolution.reason
+
+
+def _least_memory(config: JobConfig, layout: Layout, inventory: Inventory) -> Decision:
+    """Return the choice that holds the least memory: the most recomputation, with the first mode of accumulation."""
+    own = [choice for choice in possible_choices(config, layout, inventory)[0] if is_own_choice(config, choice)]
+    choice = next(choice for choice in own if choice.recomputation == own[-1].recomputation)
+    return choice, f"{choice.label}: the least memory, since jobs are not traced on an untested release of PyTorch"
 
 
 def _resolved_by_trace(config: JobConfig, layout: Layout, hardware: Hardware) -> Decision:

@@ -150,7 +150,7 @@ class Autograd:
         return results
 
     def _converted(self, following: Node | None, gradient: Tensor | None) -> Tensor | None:
-        """Return a gradient in the dtype that a parameter takes, while what it was computed from is there still."""
+        """Return a gradient in the dtype that a parameter takes. The unconverted gradient is freed afterwards."""
         if not isinstance(following, Leaf) or gradient is None:
             return gradient
         dtype = following.grad_dtype(gradient.dtype)

@@ -19,10 +19,7 @@ from titan_launch.plan.footprint import Category
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.traffic import DTYPE_BYTES, padded_numel
 from titan_launch.plan.types import TensorInfo, Unit
-from titan_launch.torch_release import ACCUMULATES_IN_GRAD, torch_release
-
-_FREES_EARLIER = torch_release() >= (2, 15)
-"""Whether FSDP2 has moved into functions of their own what its local variables used to keep alive."""
+from titan_launch.torch_release import ACCUMULATES_IN_GRAD, FREES_EARLIER, SKIPS_DIVISION_BY_ONE
 
 
 class State(Enum):
@@ -139,7 +136,7 @@ class ShardedUnit:
             return
         is_forward, world = self.group_state is State.FORWARD, self.context.layout.shard
         # Outlives the copy before torch 2.15: a local variable in FSDP2 too.
-        before = self.context.all_gather if is_forward and not _FREES_EARLIER else None
+        before = self.context.all_gather if is_forward and not FREES_EARLIER else None
         if is_forward:
             self.context.all_gather = None
         if world == 1:
@@ -320,10 +317,10 @@ class ShardedUnit:
         padded = sum(parameter.padded for parameter in parameters)
         reduce_input = new(padded, dtype, Category.REDUCE_SCATTER)
         # Before torch 2.15 a loop variable over there, until the function ends.
-        last = gradients[-1] if world > 1 and not _FREES_EARLIER else None
+        last = gradients[-1] if world > 1 and not FREES_EARLIER else None
         gradients.clear()
         output = new(padded // world, dtype, Category.REDUCE_SCATTER)
-        if world == 1 and is_hsdp and torch_release() < (2, 15):  # by the factor 1 that is set among several ranks
+        if world == 1 and is_hsdp and not SKIPS_DIVISION_BY_ONE:  # by the factor 1 that is set among several ranks
             divided = new(padded, dtype, Category.REDUCE_SCATTER)
             del divided
         self.context.reduce_scatter_inputs.append(reduce_input)

@@ -82,4 +82,4 @@ class Leaf(Node):
         super().__init__(inf, (), None)
         self.accumulate = accumulate
         self.grad_dtype = grad_dtype
-        """From the dtype of a gradient to the dtype that it is converted to before."""
+        """Returns the dtype that a gradient of a dtype is converted to before it is accumulated."""
