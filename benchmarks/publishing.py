@@ -1,4 +1,4 @@
-"""What the benchmarks of this folder share: where they put their results, and the commit they measured."""
+"""Helpers of the benchmarks in this folder: the files for their results, and the commit that they measured."""
 
 from __future__ import annotations
 

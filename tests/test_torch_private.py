@@ -72,7 +72,7 @@ ONLY_OLDER = {
     *("_dump_nccl_trace", "_dump_nccl_trace_json"),  # of a build with NCCL
     *("_to_sharded", "_all_gather_result", "_all_reduce_state", "_post_reduce_event", "_reshard_after_forward_event"),
 }
-"""What is in the source for releases older than the installed one."""
+"""Names in the source for releases older than the installed one."""
 
 
 def missing_names() -> list[str]:

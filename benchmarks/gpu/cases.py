@@ -65,7 +65,7 @@ class Case:
         return self.shape.eager_s + 25 * self.is_compiled
 
     def does_the_same_as(self, bare: Case) -> bool:
-        """Whether a bare loop does the same work, so that their step times can be compared."""
+        """Return True if a bare loop does the same work, so that their step times can be compared."""
         is_plain = not self.is_bare and not self.options and self.microbatches == 1
         return is_plain and bare.is_bare and (bare.shape, bare.is_compiled) == (self.shape, self.is_compiled)
 

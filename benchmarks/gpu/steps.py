@@ -62,7 +62,7 @@ class Step:
     """Time limit of each command in seconds."""
 
     is_quoted: bool = False
-    """Whether the summary holds the whole output."""
+    """True if the summary holds the whole output."""
 
     skipped: str = ""
     """Reason for not running the step on this machine."""
@@ -142,7 +142,7 @@ class FirstLook:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a step or a case has failed."""
+        """Return True if a step or a case has failed."""
         return bool(self._suite.failed) or any(outcome.result == "failed" for outcome in self._outcomes)
 
     def run(self, steps: Sequence[Step]) -> None:

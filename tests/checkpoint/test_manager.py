@@ -228,7 +228,7 @@ def test_a_copy_that_finds_no_memory_is_a_failed_save_on_all_ranks(tmp_path: Pat
 
 
 def reserve_before_the_first_save(folder: Path, mode: str) -> tuple[bool, bool, list[str]]:
-    """Whether memory is reserved before the first save and used by it, and what is logged where there is none."""
+    """Return True if memory is reserved before the first save and used by it, and the lines that are logged."""
     warnings: list[str] = []
     logger = logging.getLogger("titan_launch.checkpoint.manager")
     logger.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""Which collective did not finish, from the records of all ranks."""
+"""The collective that did not finish is found in the records of all ranks."""
 
 from __future__ import annotations
 

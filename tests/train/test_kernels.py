@@ -76,7 +76,7 @@ def test_a_cudnn_that_accesses_memory_wrongly_is_not_used(caplog: pytest.LogCapt
 
 
 def enabled_on_hopper(cudnn: int, refused: tuple[str, ...]) -> dict[str, bool]:
-    """Which backends may be used on a GPU of the Hopper generation that refuses some of them."""
+    """Return the backends that may be used on a GPU of the Hopper generation that refuses some of them."""
     config = JobConfig()
     built = build_model(config.model, 16)
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:

@@ -67,7 +67,7 @@ def _make_room(folder: Path, temporary: Path, needed: int) -> None:
 
 def _write_files(temporary: Path, state: State, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
     """The files of all ranks, each read back and found as it was meant."""
-    # Where CUDA is available, DCP copies ahead through a stream, even tensors on the host. In a writer thread, that
+    # If CUDA is available, DCP copies ahead through a stream, even tensors on the host. In a writer thread, that
     # opens a CUDA context on GPU 0, whatever the rank.
     writer = FileSystemWriter(temporary, per_thread_copy_ahead=0 if is_on_host(state) else _COPY_AHEAD)
     files = _RecordingFileSystem()

@@ -44,7 +44,7 @@ class _Collective:
 
 @dataclass(frozen=True)
 class _Record:
-    """What one rank remembers, the oldest first."""
+    """Collectives that one rank recorded, the oldest first."""
 
     begun: list[_Collective]
     unfinished: _Collective | None

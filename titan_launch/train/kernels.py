@@ -225,7 +225,7 @@ def refusal(backend: SDPBackend, call: Callable[[], object]) -> str | None:
 
 
 _NO_KERNEL = "No available kernel"
-"""What PyTorch raises where no enabled backend takes a call; why, it says in warnings before."""
+"""Text of PyTorch's error if no enabled backend takes a call. Warnings before the error give the reasons."""
 
 _NO_REASONS = ("because:", "runtime disabled")
 """Ends of warnings that are headings, or of backends that the call was not to use."""
