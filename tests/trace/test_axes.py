@@ -61,14 +61,14 @@ def test_stages_send_what_is_between_them(rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "mode", "num_microbatches", "rank"),
-    [("1F1B", "deferred", 5, 2), ("Interleaved1F1B", "immediate", 8, 0)],
+    [("1F1B", "deferred", 5, 2), ("Interleaved1F1B", "immediate", 8, 0), ("ZBVZeroBubble", "deferred", 8, 2)],
 )
 def test_a_full_pipeline_tells_of_a_longer_step(
     schedule: str, mode: str, num_microbatches: int, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sections: dict[str, Any] = {
         "parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule},
-        "gradient_accumulation": {"mode": mode},
+        "gradient_accumulation": {"mode": mode, "keep_params_unsharded": "Zero" in schedule},
         "training": {"global_batch_size": 2 * num_microbatches},
     }
     short = trace(4, rank, n_layers=4, **sections)
