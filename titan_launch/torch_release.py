@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 NEWEST_TESTED = (2, 15)
 """The newest release that was tested (docs/pytorch_releases.md)."""
 
 
+@cache  # reads a file, and is asked in every microbatch of a pipeline
 def torch_release() -> tuple[int, int]:
     """Major and minor number of the installed torch, such as (2, 13). Without torch: the newest one tested."""
     try:
