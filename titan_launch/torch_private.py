@@ -351,7 +351,7 @@ def process_groups() -> Iterable[dist.ProcessGroup]:
 
 def default_store() -> dist.Store:
     """Return the store with which the default process group was made. On an untested release that lacks it: one in
-    memory, in which this rank finds nobody else."""
+    memory, which no other rank shares."""
     try:
         store: dist.Store = distributed_c10d._get_default_store()
     except AttributeError:

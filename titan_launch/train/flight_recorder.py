@@ -33,8 +33,8 @@ def dump_flight_recorder(run_folder: Path) -> None:
     """Write this rank's collectives to `flight_recorder/rank_N`, as `torchfrtrace` reads them; from any thread.
 
     With NCCL, those of gloo go to `flight_recorder_gloo/rank_N`. When a collective of NCCL times out, NCCL writes its
-    own to the same file; gloo records, but never writes. What cannot be written is left out: this is called when
-    something has gone wrong already.
+    own to the same file; gloo records, but never writes. Errors are suppressed, because this function runs after
+    another error.
     """
     folders = {FOLDER: "nccl", GLOO_FOLDER: "gloo"} if _has_nccl() else {FOLDER: "gloo"}
     for folder, backend in folders.items():

@@ -112,10 +112,12 @@ def _obstacles(config: JobConfig, choice: Choice) -> Iterator[str]:
 
 
 def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware) -> Decision:
+    is_unknown = unknown_part(config) is not None
+    if is_unknown and is_tested_release():
+        return _resolved_by_trace(config, layout, hardware)
     inventory = inspect_model(config, built)
-    if unknown_part(config) is not None:
-        traces = is_tested_release()
-        return _resolved_by_trace(config, layout, hardware) if traces else _least_memory(config, layout, inventory)
+    if is_unknown:
+        return _least_memory(config, layout, inventory)
     flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks, built.flops_per_sample)
     engine = analytic_engine(config, layout, hardware.kernels)
     resolution = resolve_auto(config, layout, inventory, flops, hardware, engine)
