@@ -183,9 +183,13 @@ def loss_of(logits: Tensor, targets: Tensor, valid_global: Tensor, loss_sum: Los
 
 
 def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """A model's outputs, which must be the logits. Raises ConfigError that says so where they are anything else."""
+    """Return a model's logits: its output, or the `logits` of it, as the classes of `transformers` return them.
+
+    Raises ConfigError where there are none.
+    """
     outputs = model(inputs)
-    if not isinstance(outputs, Tensor):
+    logits = getattr(outputs, "logits", outputs)
+    if not isinstance(logits, Tensor):
         reason = f"its forward must return the logits, a tensor (..., classes); it returns a {type(outputs).__name__}"
         raise config_error(("model", "name"), reason)
-    return outputs
+    return logits
