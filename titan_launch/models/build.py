@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +11,23 @@ from torch import nn
 
 from titan_launch.config.architectures import resolve_args
 from titan_launch.config.model import ModelConfig
-from titan_launch.errors import ConfigError, Problem, config_error, did_you_mean
+from titan_launch.errors import ConfigError, Problem
 from titan_launch.globs import matches
 from titan_launch.models import llama3, resnet
-from titan_launch.models.initializers import Initializer, call_reset_parameters, check_reset_parameters
+from titan_launch.models.factory import (
+    HostBuild,
+    HostValues,
+    build_for_planning,
+    build_on_host,
+    build_on_meta,
+    uses_meta_device,
+)
+from titan_launch.models.initializers import Initializer, call_reset_parameters
 from titan_launch.models.inventory import has_forward
 from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
 from titan_launch.plan.patterns import nothing_matched
 from titan_launch.plan.types import enclosing, full_name, parent
-from titan_launch.registry import import_factory, user_traceback
+from titan_launch.registry import import_factory
 
 SPECS: dict[str, ModelSpec] = {"llama3": llama3.SPEC, "resnet": resnet.SPEC}
 """The models of this package, by their name in `[model]`."""
@@ -41,8 +48,8 @@ class BuiltModel:
     flops_per_sample: int | None
     """FLOPs of forward and backward for one sample (of a language model, a sequence); None where unknown."""
 
-    initializer: Initializer
-    """Fills the parameters and buffers, once the model has memory."""
+    initializer: Initializer | HostValues
+    """Fills the parameters and buffers, once the model has memory; or has their values."""
 
     embeddings: tuple[str, ...] = ()
     """Paths of the modules whose weights only their own forward reads; empty where nothing is known about them."""
@@ -61,15 +68,18 @@ class BuiltModel:
     """What attention is called with; None where it is not known."""
 
 
-def build_model(config: ModelConfig, seq_len: int) -> BuiltModel:
+def build_model(config: ModelConfig, seq_len: int, host: HostBuild | None = None) -> BuiltModel:
     """Build a model of this package by its name, or one of the user's own by its import string.
+
+    With `host` the factory of a user's own is called on the host, and its values are kept; without it the model is for
+    planning, and has none.
 
     Raises ConfigError for what the user can fix; names, flavors and arguments of the package's own models are checked
     by `titan_launch.config` before. A user's module can define `flops_per_sample(seq_len)`, and, as attributes,
     `pipeline_chain` (the `chain` of `ModelSpec`), and its `tensor_parallel` and `context_parallel`.
     """
     if ":" in config.name:
-        return _build_users_own(config, seq_len)
+        return _build_users_own(config, seq_len, host)
     spec = SPECS[config.name]
     args = resolve_args(config.name, config.flavor, config.args)
     with torch.device("meta"):
@@ -88,10 +98,15 @@ def build_model(config: ModelConfig, seq_len: int) -> BuiltModel:
     )
 
 
-def _build_users_own(config: ModelConfig, seq_len: int) -> BuiltModel:
-    module = _call_factory(config, import_factory(config.name))
-    _check_no_scalars(module)
-    check_reset_parameters(module)
+def _build_users_own(config: ModelConfig, seq_len: int, host: HostBuild | None) -> BuiltModel:
+    factory = import_factory(config.name)
+    initializer: Initializer | HostValues = call_reset_parameters
+    if uses_meta_device(factory):
+        module = build_on_meta(config, factory)
+    elif host is None:
+        module = build_for_planning(config, factory)
+    else:
+        module, initializer = build_on_host(config, factory, host)
     _check_declarations(module)
     count_flops = getattr(module, "flops_per_sample", None)
     return BuiltModel(
@@ -99,48 +114,11 @@ def _build_users_own(config: ModelConfig, seq_len: int) -> BuiltModel:
         blocks=tuple(_list_entries(module)) if config.blocks is None else find_blocks(module, config.blocks),
         head=(),
         flops_per_sample=None if count_flops is None else count_flops(seq_len),
-        initializer=call_reset_parameters,
+        initializer=initializer,
         chain=find_chain(module, getattr(module, "pipeline_chain", ())),
         tensor_parallel=getattr(module, "tensor_parallel", None),
         context_parallel=getattr(module, "context_parallel", None),
     )
-
-
-def _call_factory(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module:
-    _check_arguments(factory, config)
-    try:
-        with torch.device("meta"):
-            module = factory(**config.args)
-    except Exception as error:
-        reason = (
-            "failed; it is called on the meta device, where tensors have shapes but no values:\n"
-            f"{user_traceback(error)}"
-        )
-        raise config_error(("model", "name"), reason, config.name) from error
-    if not isinstance(module, nn.Module):
-        reason = f"must return a torch.nn.Module; it returns a {type(module).__name__}"
-        raise config_error(("model", "name"), reason, config.name)
-    return module
-
-
-def _check_arguments(factory: Callable[..., Any], config: ModelConfig) -> None:
-    try:
-        signature = inspect.signature(factory)
-    except ValueError:  # some callables in C have none
-        return
-    try:
-        signature.bind(**config.args)
-    except TypeError as error:
-        unknown = [name for name in config.args if name not in signature.parameters]
-        hint = did_you_mean(unknown[0], signature.parameters) if unknown else ""
-        raise config_error(("model", "args"), f"{config.name}{signature}: {error}{hint}", config.args) from None
-
-
-def _check_no_scalars(module: nn.Module) -> None:
-    reason = "is a scalar, and FSDP2 shards along the first axis; give it the shape (1,)"
-    scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
-    if scalars:
-        raise ConfigError(Problem(("model", "name"), f"the parameter {name} {reason}") for name in scalars)
 
 
 def _check_declarations(module: nn.Module) -> None:

@@ -16,7 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titan_launch.dtensors import local_tensor, own_part
+from titan_launch.models.factory import HostValues
 from titan_launch.models.initializers import Initializer, own_tensors
+from titan_launch.plan.types import full_name
 
 
 def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = False) -> None:
@@ -31,19 +33,29 @@ def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = 
                 module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
-def initialize(model: nn.Module, initializer: Initializer, seed: int, device: torch.device) -> None:
-    """Fill a model that `allocate` has given memory, sharded or not, in place.
+def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: int, device: torch.device) -> None:
+    """Fill a model that `allocate` has given memory, sharded or not, in place; with `HostValues` copy them.
 
     Values are made on `device`, so that they are the same where parameters are on the host. A shared tensor is filled
     once, by the first module in `named_modules` that owns it. Children come before parents. No communication. Beyond
     the model itself it needs the memory of the largest single module, whole and in fp32.
     """
+    if isinstance(initializer, HostValues):
+        _copy_values(model, initializer)
+        return
     for path, module, names in reversed(list(_owners(model))):
         twin = _whole_twin(module, device)
         with _seeded(_module_seed(seed, path), device), torch.no_grad():
             initializer(twin, path)
             for name in names:
                 _copy_shard(own_tensors(module)[name], own_tensors(twin)[name])
+
+
+@torch.no_grad()
+def _copy_values(model: nn.Module, values: HostValues) -> None:
+    for path, module, names in _owners(model):
+        for name in names:
+            _copy_shard(own_tensors(module)[name], values.by_name[full_name(path, name)])
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:

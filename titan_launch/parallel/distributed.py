@@ -32,6 +32,11 @@ class Ranks:
         """Whether this is the rank that writes and prints."""
         return self.rank == 0
 
+    @property
+    def on_host(self) -> int:
+        """Number of ranks on this host, as torchrun says; all ranks where nothing says it."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+
 
 @contextmanager
 def process_group(

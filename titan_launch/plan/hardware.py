@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -122,16 +123,47 @@ def _memory(
     return None, "unknown"
 
 
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Files with a container's memory limit and its memory usage in bytes, of cgroup versions 2 and 1."""
+
+
 def machine_memory_gib() -> float:
     """Memory of this machine, or what a container is allowed of it."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
+    return min([memory, *(limit for limit, _ in _container_limits())]) / GIB
+
+
+def free_memory_gib() -> float:
+    """Memory of this machine that processes can still take, or what a container may still take of it, in GiB.
+
+    Page cache counts as free. Without /proc/meminfo all memory of the machine does.
+    """
+    free = [machine_memory_gib() * GIB]
+    with suppress(OSError):
+        free += [kib * 1024 for kib in _table(Path("/proc/meminfo"), ("MemAvailable:",))]
+    for limit, usage in _container_limits():
+        with suppress(OSError):
+            cache = sum(_table(usage.with_name("memory.stat"), ("inactive_file", "active_file")))
+            free.append(limit - int(usage.read_text()) + cache)
+    return max(0.0, min(free)) / GIB
+
+
+def _container_limits() -> Iterator[tuple[int, Path]]:
+    """Limits of this container in bytes, each with the file that has the usage."""
+    for limit, usage in _CGROUPS:
+        with suppress(OSError):
             text = Path(limit).read_text().strip()
-        except OSError:
-            continue
-        memory = min(memory, int(text)) if text.isdecimal() else memory
-    return memory / GIB
+            if text.isdecimal():
+                yield int(text), Path(usage)
+
+
+def _table(file: Path, names: Sequence[str]) -> list[int]:
+    """The numbers that a file of lines `name number ...` has for some names."""
+    rows = (line.split() for line in file.read_text().splitlines())
+    return [int(row[1]) for row in rows if len(row) > 1 and row[0] in names]
 
 
 def _first(given: float | None, default: float) -> float:

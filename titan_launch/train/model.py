@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+
 from torch import nn
 
+from titan_launch.collective import on_all
 from titan_launch.config.job import JobConfig
 from titan_launch.data.sequence_part import SequencePart
 from titan_launch.data.sources import SampleSource
-from titan_launch.models.build import BuiltModel
+from titan_launch.errors import ConfigError, config_error, listed
+from titan_launch.models.build import BuiltModel, build_model
+from titan_launch.models.factory import HostBuild, HostValues
 from titan_launch.models.init import allocate, initialize
 from titan_launch.parallel.apply import parallelize
 from titan_launch.parallel.context_parallel import divide_buffers
@@ -15,8 +23,64 @@ from titan_launch.parallel.distributed import Ranks
 from titan_launch.parallel.mesh import Mesh
 from titan_launch.parallel.pipeline import divide, pipeline_of
 from titan_launch.parallel.tensor_parallel import token_shards
+from titan_launch.plan.hardware import GIB, free_memory_gib
 from titan_launch.plan.layout import Layout
+from titan_launch.plan.table import format_gib
 from titan_launch.plan.types import ModelPlan
+
+_log = logging.getLogger(__name__)
+
+
+def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
+    """Build a job's model on each rank, with the initial values of a factory of the user's own; collective.
+
+    Raises ConfigError, on all ranks alike, as `build_model` does, and where a factory gives ranks different values.
+    """
+    if ":" not in config.model.name:
+        return build_model(config.model, config.training.seq_len)
+    free_bytes = on_all(lambda: int(free_memory_gib() * GIB))[ranks.rank]  # before any rank takes its part
+    host = HostBuild(config.training.seed, free_bytes, ranks.on_host)
+    models: list[BuiltModel] = []
+
+    def build() -> str:
+        models.append(build_model(config.model, config.training.seq_len, host))
+        return _digest(_host_digests(models[0]))
+
+    if len(set(on_all(build))) > 1:
+        raise _different_values(config, on_all(lambda: _host_digests(models[0])))
+    (built,) = models
+    if isinstance(built.initializer, HostValues):
+        where = f"on each of {host.ranks} ranks of this host"
+        size, free = format_gib(built.initializer.num_bytes), format_gib(free_bytes)
+        _log.info(
+            "initial values: from %s with seed %d, %s GiB %s; free: %s GiB",
+            config.model.name,
+            host.seed,
+            size,
+            where,
+            free,
+        )
+    return built
+
+
+def _host_digests(built: BuiltModel) -> dict[str, str]:
+    """Digests of the values that a factory made, by full name; nothing for a model that is filled later."""
+    return built.initializer.digests() if isinstance(built.initializer, HostValues) else {}
+
+
+def _digest(digests: Mapping[str, str]) -> str:
+    return hashlib.blake2b(json.dumps(digests).encode(), digest_size=16).hexdigest()
+
+
+def _different_values(config: JobConfig, digests: list[dict[str, str]]) -> ConfigError:
+    """The error for the first rank whose tensors are not those of rank 0."""
+    rank, other = next((rank, other) for rank, other in enumerate(digests) if other != digests[0])
+    differing = [name for name in {**digests[0], **other} if digests[0].get(name) != other.get(name)]
+    reason = (
+        f"makes other values on rank {rank} than on rank 0, in {listed(differing)}; its result may depend only on its "
+        "arguments and on the random generators of torch, random and numpy, which are seeded alike on all ranks"
+    )
+    return config_error(("model", "name"), reason, config.model.name)
 
 
 def shard_model(config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mesh) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,13 +43,12 @@ def hardware_of_run(config: JobConfig, ranks: Ranks) -> Hardware:
 
     The memory is that of the smallest device, unless `[planner]` says otherwise.
     """
-    on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
     if ranks.device.type != "cuda":
-        return hardware_of(config, on_machine, kernels="cpu")
+        return hardware_of(config, ranks.on_host, kernels="cpu")
     properties = torch.cuda.get_device_properties(ranks.device)
     memory = torch.tensor(properties.total_memory, dtype=torch.int64, device=ranks.device)
     dist.all_reduce(memory, op=dist.ReduceOp.MIN)
-    return hardware_of(config, on_machine, "cuda", properties.name, memory.item() / GIB)
+    return hardware_of(config, ranks.on_host, "cuda", properties.name, memory.item() / GIB)
 
 
 def settle_modes(

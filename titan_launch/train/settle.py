@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_launch.config.job import JobConfig
-from titan_launch.models.build import BuiltModel, build_model
+from titan_launch.models.build import BuiltModel
 from titan_launch.optim.groups import check_param_groups
 from titan_launch.parallel.distributed import Ranks
 from titan_launch.plan.float8 import check_shards
@@ -16,6 +16,7 @@ from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.types import ModelPlan
 from titan_launch.train.attempt import Attempt
 from titan_launch.train.measure import check_profiling
+from titan_launch.train.model import build_on_all_ranks
 from titan_launch.train.modes import hardware_of_run, settle_modes
 from titan_launch.train.plan import plan_precision
 
@@ -50,7 +51,7 @@ def settle(config: JobConfig, ranks: Ranks, folder: Path, attempt: Attempt) -> S
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
     job = with_global_batch_size(config, layout)
     config = with_whole_parameters(job, layout)
-    built = build_model(config.model, config.training.seq_len)
+    built = build_on_all_ranks(config, ranks)
     check_param_groups(built.module, config.optimizer, built.head)
     check_profiling(config.comm, ranks.device)
     hardware = hardware_of_run(config, ranks)

@@ -1,0 +1,274 @@
+"""A model of the user's own: its factory is called on the host, whose values it keeps, or on the meta device."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
+
+from titan_launch.config.model import ModelConfig
+from titan_launch.errors import ConfigError, Problem, config_error, did_you_mean
+from titan_launch.models.initializers import check_reset_parameters, own_tensors
+from titan_launch.plan.hardware import GIB, free_memory_gib
+from titan_launch.plan.types import full_name
+from titan_launch.registry import user_traceback
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtypes by their size in bytes."""
+
+
+@dataclass(frozen=True)
+class HostBuild:
+    """How a factory is called on the host."""
+
+    seed: int
+    """Seed of all random generators."""
+
+    free_bytes: int
+    """Free memory of the host before any rank calls the factory."""
+
+    ranks: int = 1
+    """Number of ranks that call it at the same time on this host."""
+
+
+@dataclass(frozen=True)
+class HostValues:
+    """The values that a factory gave its module's tensors."""
+
+    by_name: Mapping[str, Tensor]
+    """Tensors on the host by full name. A shared tensor has several names."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory of the values in bytes."""
+        return _num_bytes(self.by_name.values())
+
+    def digests(self) -> dict[str, str]:
+        """Return a digest of each tensor's dtype, shape and elements, by full name."""
+        return {name: _digest(tensor) for name, tensor in self.by_name.items()}
+
+
+def uses_meta_device(factory: Callable[..., Any]) -> bool:
+    """Return whether a factory declares, by the attribute `meta_device = True`, that its module is built on the meta
+    device and filled by `reset_parameters`."""
+    return getattr(factory, "meta_device", False) is True
+
+
+def build_on_meta(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module:
+    """Build a factory's module on the meta device, to be filled by `call_reset_parameters`.
+
+    Raises ConfigError where that fails, and for a module that `reset_parameters` cannot fill.
+    """
+    with torch.device("meta"):
+        module = _call(config, factory, "; it is called on the meta device, where tensors have shapes but no values")
+    check_reset_parameters(module)
+    return module
+
+
+def build_for_planning(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module:
+    """Build a factory's module on the meta device, without values; where the factory fails there, on the host.
+
+    Raises ConfigError where both fail. Tensors that are plain attributes hold zeros, on the host.
+    """
+    try:
+        with torch.device("meta"):
+            module = _call(config, factory)
+    except ConfigError:
+        module, _ = build_on_host(config, factory, HostBuild(seed=0, free_bytes=int(free_memory_gib() * GIB)))
+    for child in module.modules():
+        for name, value in vars(child).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                setattr(child, name, torch.zeros_like(value, device="cpu"))
+    return module
+
+
+def build_on_host(config: ModelConfig, factory: Callable[..., Any], host: HostBuild) -> tuple[nn.Module, HostValues]:
+    """Build a factory's module on the host, with all random generators seeded as `torch.manual_seed` does.
+
+    Returns the module, whose tensors are moved to the meta device, and their values. Raises ConfigError where the
+    factory fails, where its tensors need more memory than the host has free, and for a module with tensors that are not
+    on the host.
+    """
+    with _seeded(host.seed), _memory_limited(host.free_bytes // host.ranks):
+        try:
+            module = _call(config, factory)
+        except _OutOfHostMemory as error:
+            raise _too_large(config, factory, error, host) from None
+    _check_is_on_host(module)
+    if not module.training:  # `from_pretrained` returns a module in evaluation mode
+        module.train()
+    return module, _take_values(module)
+
+
+def _call(config: ModelConfig, factory: Callable[..., Any], where: str = "") -> nn.Module:
+    _check_arguments(factory, config)
+    try:
+        module = factory(**config.args)
+    except (ConfigError, _OutOfHostMemory):
+        raise
+    except Exception as error:
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            raise _OutOfHostMemory(0) from error
+        advice = "; a factory builds its module on the host, without .cuda() or .to(device), and the launcher moves it"
+        hint = advice if any(word in str(error) for word in ("CUDA", "NVIDIA")) else ""
+        reason = f"failed{where}{hint}:\n{user_traceback(error)}"
+        raise config_error(("model", "name"), reason, config.name) from error
+    if not isinstance(module, nn.Module):
+        reason = f"must return a torch.nn.Module; it returns a {type(module).__name__}"
+        raise config_error(("model", "name"), reason, config.name)
+    _check_shapes(module)
+    return module
+
+
+def _check_arguments(factory: Callable[..., Any], config: ModelConfig) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # some callables in C have none
+        return
+    try:
+        signature.bind(**config.args)
+    except TypeError as error:
+        unknown = [name for name in config.args if name not in signature.parameters]
+        hint = did_you_mean(unknown[0], signature.parameters) if unknown else ""
+        raise config_error(("model", "args"), f"{config.name}{signature}: {error}{hint}", config.args) from None
+
+
+def _check_shapes(module: nn.Module) -> None:
+    """Raise ConfigError for parameters that FSDP2 cannot shard."""
+    problems = []
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            problems.append(f"the parameter {name} is lazy and has no shape; give its module the number of features")
+        elif parameter.ndim == 0:
+            reason = "is a scalar, and FSDP2 shards along the first axis; give it the shape (1,)"
+            problems.append(f"the parameter {name} {reason}")
+    if problems:
+        raise ConfigError(Problem(("model", "name"), reason) for reason in problems)
+
+
+def _check_is_on_host(module: nn.Module) -> None:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.is_meta:
+            reason = (
+                f"has {name} on the meta device, without values; build the module on the host, or give the factory the "
+                "attribute meta_device = True and let reset_parameters fill the module"
+            )
+            raise config_error(("model", "name"), reason)
+        if tensor.device.type != "cpu":
+            reason = f"has {name} on {tensor.device}; leave the module on the host, and the launcher moves it"
+            raise config_error(("model", "name"), reason)
+
+
+def _take_values(module: nn.Module) -> HostValues:
+    """Move a module's tensors to the meta device, in place, and return their values. Shared tensors stay shared."""
+    values: dict[str, Tensor] = {}
+    twins: dict[Tensor, Tensor] = {}
+    for path, owner in module.named_modules():
+        for name, tensor in own_tensors(owner).items():
+            values[full_name(path, name)] = tensor.detach()
+            if tensor not in twins:
+                twins[tensor] = _meta_twin(tensor)
+            table: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+            table[name] = twins[tensor]
+    return HostValues(values)
+
+
+def _meta_twin(tensor: Tensor) -> Tensor:
+    """A contiguous tensor on the meta device of the same shape and dtype, with the same attributes."""
+    twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        twin = nn.Parameter(twin, tensor.requires_grad)
+    vars(twin).update(vars(tensor))
+    return twin
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the host's generators of PyTorch, Python and NumPy; restore their states afterwards."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+class _OutOfHostMemory(Exception):  # noqa: N818 - never leaves this module
+    """The tensors of a factory's module do not fit into the host's memory."""
+
+    def __init__(self, counted_bytes: int):
+        super().__init__(counted_bytes)
+        self.counted_bytes = counted_bytes
+        """Bytes of the tensors that were registered until then."""
+
+
+@contextmanager
+def _memory_limited(limit_bytes: int) -> Iterator[None]:
+    """Raise _OutOfHostMemory as soon as modules of the block register tensors of more than `limit_bytes` in all.
+
+    Parameters are counted when they are registered: `torch.empty` has not touched their memory yet.
+    """
+    counted: set[int] = set()
+    total = 0
+
+    def count(_: nn.Module, __: str, tensor: Tensor | None) -> None:
+        nonlocal total
+        if tensor is None or is_lazy(tensor) or tensor.is_meta or id(tensor) in counted:
+            return
+        counted.add(id(tensor))
+        total += tensor.nbytes
+        if total > limit_bytes:
+            raise _OutOfHostMemory(total)
+
+    handles = [register_module_parameter_registration_hook(count), register_module_buffer_registration_hook(count)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _too_large(
+    config: ModelConfig, factory: Callable[..., Any], error: _OutOfHostMemory, host: HostBuild
+) -> ConfigError:
+    try:
+        with torch.device("meta"):
+            module = factory(**config.args)
+        needed, qualifier = _num_bytes([*module.parameters(), *module.buffers()]), ""
+    except Exception:  # a factory that needs values; what it has registered so far is known
+        needed, qualifier = error.counted_bytes, "more than "
+    reason = (
+        f"needs {qualifier}{needed / GIB:.1f} GiB of host memory on each of {host.ranks} ranks of this host, "
+        f"{needed * host.ranks / GIB:.1f} GiB in all, and {host.free_bytes / GIB:.1f} GiB are free; start fewer ranks "
+        "on a host, or give the factory the attribute meta_device = True and let reset_parameters fill the module"
+    )
+    return config_error(("model", "name"), reason, config.name)
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum({tensor.untyped_storage().data_ptr() or id(tensor): tensor.nbytes for tensor in tensors}.values())
+
+
+def _digest(tensor: Tensor) -> str:
+    """A digest of dtype and shape, and of the sum of the elements' bits as integers, which runs at memory bandwidth."""
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = plain.reshape(-1).view(_INTEGERS[plain.element_size()])
+    text = f"{tensor.dtype} {tuple(tensor.shape)} {bits.sum(dtype=torch.int64).item()}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
