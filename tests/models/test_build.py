@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def fails(width: int) -> nn.Module:
-    return nn.Linear(width, int(torch.ones(2).sum().item()))
+    raise ValueError(f"width {width}")
 
 
 def not_a_module() -> dict[str, Any]:
@@ -109,8 +109,8 @@ def test_wrong_arguments_are_named() -> None:
 def test_a_failing_factory_shows_the_users_traceback() -> None:
     problem = _problem(name=f"{THIS}:fails", args={"width": 2})
     assert problem.key == ("model", "name")
-    assert problem.reason.startswith("failed; it is called on the meta device")
-    assert "in fails" in problem.reason and "models/build.py" not in problem.reason
+    assert problem.reason.startswith("failed:\n") and problem.reason.endswith("ValueError: width 2")
+    assert "in fails" in problem.reason and "models/factory.py" not in problem.reason
 
 
 def test_what_cannot_be_trained_is_refused() -> None:

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,10 +83,10 @@ def build_for_planning(config: ModelConfig, factory: Callable[..., Any]) -> nn.M
 
     Raises ConfigError where both fail. Tensors that are plain attributes hold zeros, on the host.
     """
-    try:
-        with torch.device("meta"):
-            module = _call(config, factory)
-    except ConfigError:
+    module = None
+    with suppress(ConfigError), torch.device("meta"):
+        module = _call(config, factory)
+    if module is None:
         module, _ = build_on_host(config, factory, HostBuild(seed=0, free_bytes=int(free_memory_gib() * GIB)))
     for child in module.modules():
         for name, value in vars(child).items():

@@ -1,0 +1,280 @@
+"""Factories of the user's own: the values that they make are the model's, and wrong ones are explained."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.distributed import run_ranks
+from tests.tensors import assert_equal, whole_state
+from tests.train.jobs import this_rank
+from titan_launch.config.job import JobConfig
+from titan_launch.config.model import ModelConfig
+from titan_launch.errors import ConfigError, Problem
+from titan_launch.models.build import BuiltModel, build_model
+from titan_launch.models.factory import HostBuild, HostValues
+from titan_launch.models.init import allocate, initialize
+from titan_launch.parallel.mesh import build_mesh
+from titan_launch.plan.layout import plan_layout
+from titan_launch.train.model import build_on_all_ranks, shard_model
+from titan_launch.train.plan import plan_precision
+
+SEED = 7
+GIB = 2**30
+CPU = torch.device("cpu")
+
+
+class Own(nn.Module):
+    """Makes values in every way that a module has, without any `reset_parameters` of its own."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.scale = nn.Parameter(torch.rand(3) + random.random() + float(np.random.rand()))
+        self.register_buffer("mask", torch.ones(width, width).tril())
+        self.register_buffer("positions", torch.arange(width), persistent=False)
+        self.output = nn.Linear(width, 9, bias=False)
+        self.output.weight = self.embedding.weight
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+
+
+def pretrained() -> nn.Module:
+    """Loads a state dict, in evaluation mode, as `from_pretrained` leaves a module."""
+    model = Own()
+    model.load_state_dict({name: torch.full_like(value, 3) for name, value in model.state_dict().items()})
+    return model.eval()
+
+
+def on_meta() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+on_meta.meta_device = True  # type: ignore[attr-defined]
+
+
+def _expected(factory: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
+    """The tensors of plain PyTorch under the same seeds."""
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    np.random.seed(SEED)
+    return whole_state(factory())
+
+
+def _config(name: str, **sections: Any) -> JobConfig:
+    name = name if ":" in name else f"{__name__}:{name}"
+    return JobConfig.model_validate({"model": {"name": name}, "training": {"seed": SEED}, **sections})
+
+
+def _built(name: str, free_bytes: int = 2**40, ranks: int = 1, **args: Any) -> BuiltModel:
+    name = name if ":" in name else f"{__name__}:{name}"
+    return build_model(ModelConfig(name=name, args=args), 8, HostBuild(SEED, free_bytes, ranks))
+
+
+@pytest.mark.parametrize("factory", [Own, pretrained])
+def test_the_values_are_those_of_the_factory(factory: Callable[[], nn.Module]) -> None:
+    expected = _expected(factory)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    built = _built(factory.__name__)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
+    module = built.module
+    assert isinstance(module, Own) and module.training
+    assert all(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
+    assert module.output.weight is module.embedding.weight
+    assert isinstance(built.initializer, HostValues)
+    assert built.initializer.num_bytes == sum(tensor.nbytes for tensor in expected.values())
+    allocate(module, CPU)
+    initialize(module, built.initializer, 0, CPU)
+    assert_equal({name: module.state_dict(keep_vars=True).get(name, module.positions) for name in expected}, expected)
+    assert list(module.state_dict()) == list(factory().state_dict())
+
+
+def _sharded_values() -> dict[str, torch.Tensor]:
+    config = _config("Own", precision={"storage_dtype": "bfloat16"})
+    built = build_on_all_ranks(config, this_rank())
+    mesh = build_mesh(plan_layout(config.parallelism, config.training, dist.get_world_size()), "cpu")
+    model = shard_model(config, built, plan_precision(config, built), mesh)
+    allocate(model, CPU)
+    initialize(model, built.initializer, 0, CPU)
+    return whole_state(model)
+
+
+def test_every_sharding_has_them() -> None:
+    """Three ranks shard unevenly; parameters that are stored in bfloat16 are rounded once."""
+    expected = _expected(Own)
+    parameters = dict(Own().named_parameters())
+    rounded = {name: tensor.bfloat16() if name in parameters else tensor for name, tensor in expected.items()}
+    for values in run_ranks(_sharded_values, 3):
+        assert_equal(values, rounded)
+
+
+def test_a_factory_may_declare_the_meta_device() -> None:
+    built = _built("on_meta")
+    assert not isinstance(built.initializer, HostValues)
+    assert all(parameter.is_meta for parameter in built.module.parameters())
+
+
+class Large(nn.Module):
+    """Many GiB, of which no byte is touched."""
+
+    def __init__(self, gib: int, needs_values: bool = False) -> None:
+        super().__init__()
+        for index in range(gib):
+            setattr(self, f"part_{index}", nn.Parameter(torch.empty(GIB // 4)))
+            if needs_values:
+                torch.zeros(1).item()
+
+
+class Huge(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(2**50))
+
+
+class OnMeta(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(2, device="meta"))
+
+
+class OnGpu(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.cuda()
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = nn.LazyLinear(3)
+
+
+_REMEDY = (
+    "start fewer ranks on a host, or give the factory the attribute meta_device = True and let reset_parameters fill "
+    "the module"
+)
+
+
+@pytest.mark.parametrize(
+    ("factory", "args", "reason"),
+    [
+        (
+            "Large",
+            {"gib": 9},
+            f"needs 9.0 GiB of host memory on each of 2 ranks of this host, 18.0 GiB in all, and 4.0 GiB are free; "
+            f"{_REMEDY}",
+        ),
+        (
+            "Large",
+            {"gib": 9, "needs_values": True},
+            "needs more than 3.0 GiB of host memory on each of 2 ranks of this host, 6.0 GiB in all, and 4.0 GiB are "
+            f"free; {_REMEDY}",
+        ),
+        (
+            "Huge",
+            {},
+            "needs 4194304.0 GiB of host memory on each of 2 ranks of this host, 8388608.0 GiB in all, and 4.0 GiB are "
+            f"free; {_REMEDY}",
+        ),
+        (
+            "OnMeta",
+            {},
+            "has table on the meta device, without values; build the module on the host, or give the factory the "
+            "attribute meta_device = True and let reset_parameters fill the module",
+        ),
+        (
+            "OnGpu",
+            {},
+            "failed; a factory builds its module on the host, without .cuda() or .to(device), and the launcher moves "
+            "it:",
+        ),
+        ("Lazy", {}, "the parameter output.weight is lazy and has no shape; give its module the number of features"),
+    ],
+)
+def test_a_factory_that_cannot_be_used(factory: str, args: dict[str, Any], reason: str) -> None:
+    if factory == "OnGpu" and torch.cuda.is_available():
+        reason = "has weight on cuda:0; leave the module on the host, and the launcher moves it"
+    with pytest.raises(ConfigError) as caught:
+        _built(factory, free_bytes=4 * GIB, ranks=2, **args)
+    problem = caught.value.problems[0]
+    assert problem.key == ("model", "name")
+    assert problem.reason.splitlines()[0] == reason
+
+
+def other_on_rank_1() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if dist.get_rank() == 1:
+        nn.init.zeros_(model[1].bias)
+    return model
+
+
+def fails_on_rank_1() -> nn.Module:
+    if dist.get_rank() == 1:
+        raise FileNotFoundError("weights.pt")
+    return nn.Linear(2, 2)
+
+
+def _problems_of(names: list[str]) -> list[Problem]:
+    problems = []
+    for name in names:
+        with pytest.raises(ConfigError) as caught:
+            build_on_all_ranks(_config(name), this_rank())
+        problems += caught.value.problems
+    return problems
+
+
+def test_all_ranks_say_the_same_of_a_factory_that_differs() -> None:
+    both = run_ranks(_problems_of, 2, ["other_on_rank_1", "fails_on_rank_1"])
+    assert both[0] == both[1]
+    differs, fails = both[0]
+    assert differs.key == fails.key == ("model", "name")
+    assert differs.reason == (
+        "makes other values on rank 1 than on rank 0, in 1.bias; its result may depend only on its arguments and on "
+        "the random generators of torch, random and numpy, which are seeded alike on all ranks"
+    )
+    assert fails.reason.startswith("failed:") and fails.reason.endswith("FileNotFoundError: weights.pt")
+
+
+def needs_values() -> nn.Module:
+    return nn.Linear(int(torch.ones(2).sum().item()), 2)
+
+
+class PlainTensor(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.table = torch.ones(2)
+
+
+@pytest.mark.parametrize("name", ["Own", "needs_values", "PlainTensor"])
+def test_a_model_for_planning_has_no_values(name: str) -> None:
+    module = build_model(ModelConfig(name=f"{__name__}:{name}"), 8).module
+    assert all(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
+    if isinstance(module, PlainTensor):
+        assert not module.table.is_meta  # a trace computes with it
+
+
+def from_file(path: str) -> nn.Module:
+    model = Own()
+    model.load_state_dict(torch.load(path, weights_only=True))
+    return model
+
+
+def test_a_factory_that_reads_a_file_starts_from_it(tmp_path: Path) -> None:
+    model = Own()
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    built = _built("from_file", path=str(tmp_path / "weights.pt"))
+    assert isinstance(built.initializer, HostValues)
+    assert_equal(dict(built.initializer.by_name), {**model.state_dict(), "positions": model.positions})
