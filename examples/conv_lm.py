@@ -1,7 +1,6 @@
 """A model of one's own: any function that returns an `nn.Module`. See configs/custom_model.toml.
 
-The launcher builds it on the meta device, shards it, and then lets each module's `reset_parameters` fill it, as
-PyTorch's own layers do; only a module with parameters or buffers of its own needs to define the method.
+The launcher calls `build` on the host of each rank, seeded by `training.seed`, shards the module, and keeps its values.
 """
 
 import torch.nn.functional as F
@@ -42,5 +41,5 @@ class ConvLM(nn.Module):
 
 
 def build(vocab_size: int = 257, dim: int = 128, n_layers: int = 4, kernel_size: int = 8) -> nn.Module:
-    """What `[model] name = "examples.conv_lm:build"` calls, with `[model.args]` as its arguments."""
+    """Return the model; `[model] name = "examples.conv_lm:build"` calls this with `[model.args]` as its arguments."""
     return ConvLM(vocab_size, dim, n_layers, kernel_size)

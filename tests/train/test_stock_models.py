@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from tests.distributed import run_ranks
 from tests.train.jobs import read_metrics, run_job, this_rank
 from titan_launch.config.job import JobConfig
+from titan_launch.models.factory import HostValues
 from titan_launch.registry import import_factory
 from titan_launch.train.build import build_run
 from titan_launch.train.records import AUDIT_FILE
@@ -131,6 +133,8 @@ def first_loss_in_plain_pytorch(job: dict[str, Any]) -> float:
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         inputs, targets = next(run.train_batches)
+        gc.collect()
+        assert not any(isinstance(thing, HostValues) for thing in gc.get_objects())  # their memory is free again
     torch.manual_seed(SEED)
     outputs = import_factory(job["model"]["name"])()(inputs)
     logits = getattr(outputs, "logits", outputs)

@@ -35,7 +35,7 @@ SPECS: dict[str, ModelSpec] = {"llama3": llama3.SPEC, "resnet": resnet.SPEC}
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model on the meta device: nothing is allocated."""
+    """A model on the meta device: it has no values yet."""
 
     module: nn.Module
 

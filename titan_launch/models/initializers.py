@@ -78,7 +78,7 @@ class InitTable:
 
 
 def call_reset_parameters(module: nn.Module, path: str) -> None:
-    """The initializer of modules that are not this package's: each fills its own tensors in `reset_parameters`.
+    """The initializer of a factory that declares `meta_device = True`: each module fills its own tensors in `reset_parameters`.
 
     That is PyTorch's convention, which its own layers follow. Raises UserError where the method fails, or leaves a
     tensor as it was.
@@ -97,8 +97,9 @@ def call_reset_parameters(module: nn.Module, path: str) -> None:
     unfilled = [name for name, tensor in own_tensors(module).items() if not _is_filled(tensor, *before[name])]
     if unfilled:
         raise UserError(
-            f"{where} leaves {', '.join(unfilled)} unset. Models are built on the meta device, so what __init__ put "
-            "there is lost: reset_parameters must fill every parameter and buffer that the module owns itself"
+            f"{where} leaves {', '.join(unfilled)} unset. The factory declares meta_device = True, so values that "
+            "__init__ made are lost: let reset_parameters fill every parameter and buffer that the module owns itself, "
+            "or drop meta_device"
         )
 
 
@@ -123,8 +124,9 @@ def _lost_tensors(model: nn.Module) -> Iterator[Problem]:
             where = f"{type(module).__name__} ({path or 'the model itself'})"
             yield Problem(
                 ("model", "name"),
-                f"{where} holds the tensor {name} as a plain attribute; models are built on the meta device, so its "
-                f'values are lost: use register_buffer("{name}", ...), and fill it in reset_parameters',
+                f"{where} holds the tensor {name} as a plain attribute; the factory declares meta_device = True, so its "
+                f'values are lost: use register_buffer("{name}", ...), and fill it in reset_parameters, or drop '
+                "meta_device",
             )
 
 
@@ -138,8 +140,8 @@ def _without_reset_parameters(model: nn.Module) -> Iterator[Problem]:
         yield Problem(
             ("model", "name"),
             f"{type(module).__name__} ({path or 'the model itself'}) owns {', '.join(tensors)} but has no "
-            "reset_parameters to fill them; models are built on the meta device, so what __init__ put there is lost: "
-            "add the method, and call it in __init__",
+            "reset_parameters to fill them; the factory declares meta_device = True, so values that __init__ made are "
+            "lost: add the method, and call it in __init__, or drop meta_device",
         )
 
 

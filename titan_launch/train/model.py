@@ -25,7 +25,6 @@ from titan_launch.parallel.pipeline import divide, pipeline_of
 from titan_launch.parallel.tensor_parallel import token_shards
 from titan_launch.plan.hardware import GIB, free_memory_gib
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.table import format_gib
 from titan_launch.plan.types import ModelPlan
 
 _log = logging.getLogger(__name__)
@@ -50,17 +49,15 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
         raise _different_values(config, on_all(lambda: _host_digests(models[0])))
     (built,) = models
     if isinstance(built.initializer, HostValues):
-        where = f"on each of {host.ranks} ranks of this host"
-        size, free = format_gib(built.initializer.num_bytes), format_gib(free_bytes)
-        _log.info(
-            "initial values: from %s with seed %d, %s GiB %s; free: %s GiB",
-            config.model.name,
-            host.seed,
-            size,
-            where,
-            free,
-        )
+        size, free = _format_bytes(built.initializer.num_bytes), _format_bytes(free_bytes)
+        message = "initial values: from %s with seed %d, %s on each of %d ranks of this host; free: %s"
+        _log.info(message, config.model.name, host.seed, size, host.ranks, free)
     return built
+
+
+def _format_bytes(num_bytes: int) -> str:
+    """`22.4 GiB`, and below 1 GiB `22.4 MiB`."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / GIB * 1024:.1f} MiB"
 
 
 def _host_digests(built: BuiltModel) -> dict[str, str]:

@@ -43,7 +43,7 @@ class Settled:
 
 
 def settle(config: JobConfig, ranks: Ranks, folder: Path, attempt: Attempt) -> Settled:
-    """Divide the ranks, build the model on the meta device, decide on modes, and plan units and dtypes; collective.
+    """Divide the ranks, build the model, decide on modes, and plan units and dtypes; collective.
 
     `folder`: the run's, whose modes are kept where it goes on. Raises ConfigError, on all ranks alike, for whatever of
     the job does not go with the ranks, the devices or the model.
