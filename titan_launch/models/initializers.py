@@ -78,7 +78,7 @@ class InitTable:
 
 
 def call_reset_parameters(module: nn.Module, path: str) -> None:
-    """The initializer of a factory that declares `meta_device = True`: each module fills its own tensors in `reset_parameters`.
+    """Fill a module's own tensors by its `reset_parameters`: for factories that declare `meta_device = True`.
 
     That is PyTorch's convention, which its own layers follow. Raises UserError where the method fails, or leaves a
     tensor as it was.
@@ -124,8 +124,8 @@ def _lost_tensors(model: nn.Module) -> Iterator[Problem]:
             where = f"{type(module).__name__} ({path or 'the model itself'})"
             yield Problem(
                 ("model", "name"),
-                f"{where} holds the tensor {name} as a plain attribute; the factory declares meta_device = True, so its "
-                f'values are lost: use register_buffer("{name}", ...), and fill it in reset_parameters, or drop '
+                f"{where} holds the tensor {name} as a plain attribute; the factory declares meta_device = True, so "
+                f'its values are lost: use register_buffer("{name}", ...), and fill it in reset_parameters, or drop '
                 "meta_device",
             )
 
