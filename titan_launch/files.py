@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import stat
 from pathlib import Path
 
 
@@ -31,3 +33,15 @@ def free_name(pattern: Path) -> Path:
     """The first of a row of numbered names that nothing has; `{}` in the last part stands for the number."""
     names = (pattern.with_name(pattern.name.format(number)) for number in itertools.count(1))
     return next(name for name in names if not name.exists())
+
+
+def read_regular(path: Path) -> bytes:
+    """Return a file's content. Raises OSError for what is no regular file: reading a FIFO would wait for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)

@@ -51,26 +51,23 @@ EVERYTHING = Selection()
 def load_state(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     """Take what is selected out of a valid checkpoint, whatever the number of ranks that wrote it; collective.
 
-    Raises UserError, on all ranks, when its model is another, or it is not safe to load.
+    Raises UserError, on all ranks, when its model is another, or its files are damaged.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from titan_launch.checkpoint.safe import UnsafeCheckpointError
-
     try:
         _load(checkpoint, state, selection)
-    except (CheckpointException, UnsafeCheckpointError, DamagedCheckpointError, OSError) as error:
+    except (CheckpointException, DamagedCheckpointError, OSError) as error:
         raise UserError(f"the checkpoint {checkpoint} cannot be loaded: {_cause(error)}") from error
 
 
 def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     import torch.distributed.checkpoint as dcp
 
-    from titan_launch.checkpoint.safe import SafeLoadPlanner, SafeReader
+    from titan_launch.checkpoint.index import IndexReader
 
-    reader = SafeReader(checkpoint)
-    index = reader.read_metadata().state_dict_metadata
-    saved = {key: tuple(entry.size) if hasattr(entry, "size") else None for key, entry in index.items()}
+    reader = IndexReader(checkpoint)
+    saved = {name: tensor.shape for name, tensor in reader.index.items()}
     names = _check_model(checkpoint, state.shapes(), _below("model", saved), selection)
     updated = {key.rpartition(".")[0] for key in _below("optimizer", saved)} if selection.takes("optimizer") else set()
     updated = {name for name in updated if selection.takes_tensor(name)}
@@ -85,7 +82,7 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     has_statistics = selection == EVERYTHING and _has_local_statistics(state, saved)
     if has_statistics:
         target["local_statistics"] = {own: state.local_statistics.targets()}
-    dcp.load(target, storage_reader=reader, planner=SafeLoadPlanner())
+    dcp.load(target, storage_reader=reader)
     _take_over(state, target, selection)
     if has_statistics:
         state.local_statistics.load_state_dict(target["local_statistics"][own])
@@ -128,7 +125,7 @@ def _known(values: Mapping[str, Any], prefix: str, saved: Mapping[str, Any]) -> 
 def _check_model(
     checkpoint: Path,
     own: Mapping[str, tuple[int, ...]],
-    saved: Mapping[str, tuple[int, ...] | None],
+    saved: Mapping[str, tuple[int, ...]],
     selection: Selection,
 ) -> set[str]:
     """The names of the tensors to be loaded. Raises UserError for a model with others or with other shapes, and
@@ -168,7 +165,7 @@ def _check_optimizer(checkpoint: Path, own: Mapping[str, Values], saved: Mapping
         )
 
 
-def _differences(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...] | None]) -> Iterator[str]:
+def _differences(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     missing = [name for name in own if name not in saved]
     unexpected = [name for name in saved if name not in own]
     misshaped = [f"{n} is {own[n]}, was {saved[n]}" for n in own if n in saved and own[n] != saved[n]]
@@ -184,8 +181,5 @@ def _differences(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[i
 def _cause(error: BaseException) -> str:
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from titan_launch.checkpoint.safe import UnsafeCheckpointError
-
     cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-    known = isinstance(cause, UnsafeCheckpointError | DamagedCheckpointError)
-    return str(cause) if known else f"{type(cause).__name__}: {cause}"
+    return str(cause) if isinstance(cause, DamagedCheckpointError) else f"{type(cause).__name__}: {cause}"

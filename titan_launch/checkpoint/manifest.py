@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_launch.files import replace_text
+from pydantic import TypeAdapter, ValidationError
+
+from titan_launch.files import read_regular, replace_text
 
 MANIFEST_FILE = "manifest.json"
 """Written last: a checkpoint without it is not complete."""
@@ -57,6 +59,15 @@ class Manifest:
     """Every file of the folder but the manifest itself."""
 
 
+@dataclass(frozen=True)
+class _ManifestFile:
+    manifest: Manifest
+    crc32: str
+
+
+_MANIFEST = TypeAdapter(_ManifestFile)
+
+
 def checkpoint_name(step: int) -> str:
     """The name of a step's folder."""
     return f"step-{step}"
@@ -76,33 +87,33 @@ def complete_steps(folder: Path) -> list[int]:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write it into a checkpoint's folder, durably."""
-    content = json.dumps(asdict(manifest), indent=1, sort_keys=True)
-    text = json.dumps({"manifest": asdict(manifest), "crc32": _crc32(content.encode())}, indent=1, sort_keys=True)
+    file = _ManifestFile(manifest, _crc32(_content(manifest)))
+    text = json.dumps(asdict(file), indent=1, sort_keys=True)
     replace_text(folder / MANIFEST_FILE, text + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint's folder. Raises DamagedCheckpointError."""
     try:
-        data = json.loads((folder / MANIFEST_FILE).read_bytes())
-        content, expected = data["manifest"], data["crc32"]
-        files = {name: FileRecord(**record) for name, record in content["files"].items()}
-        manifest = Manifest(**{**content, "files": files})
+        file = _MANIFEST.validate_json(read_regular(folder / MANIFEST_FILE), strict=True)
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} is missing") from None
     except OSError as error:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except ValidationError:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} is damaged") from None
-    if _crc32(json.dumps(content, indent=1, sort_keys=True).encode()) != expected:
+    if _crc32(_content(file.manifest)) != file.crc32:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} does not have its checksum")
-    return manifest
+    return file.manifest
 
 
 def check(folder: Path, share: slice = slice(None)) -> Manifest:
     """The manifest of a checkpoint's folder whose files are all there, with their sizes, and those of a share (of their
     names in order) with their contents. Raises DamagedCheckpointError."""
     manifest = read_manifest(folder)
+    named = _STEP.fullmatch(folder.resolve().name)
+    if named and int(named[1]) != manifest.step:
+        raise DamagedCheckpointError(f"{MANIFEST_FILE} is of step {manifest.step}")
     _check_sizes(folder, manifest)
     _check_contents(folder, manifest, sorted(manifest.files)[share])
     return manifest
@@ -138,6 +149,10 @@ def record_of(path: Path) -> FileRecord:
             size += len(chunk)
             checksum = zlib.crc32(chunk, checksum)
     return FileRecord(size, f"{checksum:08x}")
+
+
+def _content(manifest: Manifest) -> bytes:
+    return json.dumps(asdict(manifest), indent=1, sort_keys=True).encode()
 
 
 def _crc32(content: bytes) -> str:

@@ -29,7 +29,7 @@ _ALIGNMENT = 64  # bytes; more than any dtype needs
 _SHARED_MEMORY = Path("/dev/shm")  # of Linux; elsewhere there is no limit to look at
 
 State = dict[str, Any]
-"""Nested tables whose leaves are `Shard`s, tensors that all ranks have, and plain numbers."""
+"""Nested tables whose leaves are `Shard`s, and tensors that all ranks have."""
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,15 @@ from torch.optim import Optimizer
 from titan_launch.checkpoint.random_state import RandomState, random_key
 from titan_launch.collective import on_all
 
-Values = dict[str, Any]
-"""A flat table of tensors and plain numbers, the same on all ranks."""
+Values = dict[str, Tensor]
+"""A flat table of tensors, the same on all ranks."""
 
 
 class Part(Protocol):
     """Something besides model and optimizer that a run goes on with. The same on all ranks."""
 
     def state_dict(self) -> Values:
-        """Its state: tensors and plain numbers."""
+        """Return its state, as tensors."""
 
     def load_state_dict(self, state: Values) -> None:
         """Take over a state, which may lack what was not there when it was saved."""
@@ -54,12 +54,12 @@ class Progress:
         return self.samples_seen + self.samples_skipped
 
     def state_dict(self) -> Values:
-        """As plain integers."""
-        return dict(vars(self))
+        """As tensors: a checkpoint holds nothing else."""
+        return {name: torch.tensor(value) for name, value in vars(self).items()}
 
     def load_state_dict(self, state: Values) -> None:
         """Take over what was saved."""
-        vars(self).update(state)
+        vars(self).update({name: int(value) for name, value in state.items()})
 
 
 class ModelAndOptimizer:
@@ -200,7 +200,7 @@ class TrainingState:
         return {name: shape for part in on_all(self.weights.shapes, self._pipeline) for name, shape in part.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Nested tables, whose leaves are DTensors, tensors and plain numbers; nothing is copied."""
+        """Nested tables, whose leaves are DTensors and tensors; nothing is copied."""
         parts = {name: part.state_dict() for name, part in self.parts.items()}
         return {
             **self.weights.state_dict(),

@@ -14,10 +14,13 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 
+from titan_launch.checkpoint.index import DCP_INDEX_FILE, INDEX_FILE, index_of, index_text
 from titan_launch.checkpoint.manifest import FileRecord, checkpoint_name, record_of, write_manifest
 from titan_launch.checkpoint.request import WriteRequest, Written
 from titan_launch.checkpoint.retention import TEMPORARY, clean, set_aside, tidy
@@ -69,7 +72,7 @@ def _write_files(temporary: Path, state: State, group: dist.ProcessGroup | None)
     """The files of all ranks, each read back and found as it was meant."""
     # If CUDA is available, DCP copies ahead through a stream, even tensors on the host. In a writer thread, that
     # opens a CUDA context on GPU 0, whatever the rank.
-    writer = FileSystemWriter(temporary, per_thread_copy_ahead=0 if is_on_host(state) else _COPY_AHEAD)
+    writer = _Writer(temporary, per_thread_copy_ahead=0 if is_on_host(state) else _COPY_AHEAD)
     files = _RecordingFileSystem()
     writer.fs = files
     # Replicated values (buffers, the optimizer's step counts) come from rank 0. By default DCP takes each from the
@@ -115,12 +118,25 @@ def _first_failure(error: dcp.api.CheckpointException) -> Exception:
     return cause if isinstance(cause, OSError) else RuntimeError(f"{type(cause).__name__}: {cause}")
 
 
+class _Writer(FileSystemWriter):
+    """DCP's own, which also writes the launcher's index."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        text = index_text(index_of(metadata), Path(self.path, DCP_INDEX_FILE).read_bytes())
+        with self.fs.create_stream(Path(self.path, INDEX_FILE), "wb") as file:
+            file.write(text.encode())
+            os.fsync(file.fileno())
+
+
 class _Planner(DefaultSavePlanner):
-    """DCP's own, which also finds the tensor of a `Shard`."""
+    """DCP's own, which also finds the tensor of a `Shard`. Records hold contiguous tensors."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
-        return value.local if isinstance(value, Shard) else super().lookup_object(index)
+        value = value.local if isinstance(value, Shard) else super().lookup_object(index)
+        assert isinstance(value, Tensor), f"{index.fqn} is a {type(value).__name__}"
+        return value.contiguous()
 
 
 class _RecordingFileSystem(FileSystem):

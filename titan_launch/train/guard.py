@@ -150,15 +150,15 @@ class StepGuard:
         self._skips = torch.zeros_like(self._skips)
         self._stopped = torch.zeros_like(self._stopped)
 
-    def state_dict(self) -> dict[str, int | float | Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """What the next decisions depend on, as of a step that is settled; the same on all ranks."""
         return {"history": self._history.clone(), "filled": self._filled.clone(), "skips": self._skips.clone()}
 
-    def load_state_dict(self, state: dict[str, int | float | Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on with what was saved. A history is dropped where spikes are not looked for, so that it does not age."""
         for name, own in (("history", self._history), ("filled", self._filled), ("skips", self._skips)):
             if name in state:
-                own.copy_(torch.as_tensor(state[name]))
+                own.copy_(state[name])
         if self._sigma is None:
             self._filled.zero_()
         self._records.clear()

@@ -1,0 +1,223 @@
+"""The index of a checkpoint's tensors as JSON, and reading tensors as plain bytes.
+
+Nothing in a checkpoint is unpickled. DCP's own index, `.metadata`, and the headers of its records are pickles for other
+tools. The launcher reads neither.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import struct
+import warnings
+import zipfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, TypeAdapter, ValidationError
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from titan_launch.checkpoint.manifest import DamagedCheckpointError
+from titan_launch.files import read_regular
+
+INDEX_FILE = "index.json"
+"""The launcher's index."""
+
+DCP_INDEX_FILE = ".metadata"
+"""DCP's index, for other tools."""
+
+Count = Annotated[int, Field(ge=0, lt=2**62)]
+"""A number of elements or bytes."""
+
+_LOCAL_HEADER_BYTES = 30
+_NAME_LENGTHS_AT = 26  # in a zip file's local header: lengths of the name and of the extra field, two bytes each
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor, and the record that holds it."""
+
+    offsets: tuple[Count, ...]
+    """First element along each axis of the whole tensor."""
+
+    sizes: tuple[Count, ...]
+    file: str
+    """Name of a file in the checkpoint's folder."""
+
+    start: Count
+    """First byte of the record in the file. A record is what `torch.save` writes for a tensor."""
+
+    length: Count
+    """Bytes of the record."""
+
+
+@dataclass(frozen=True)
+class IndexedTensor:
+    """A tensor of a checkpoint."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    chunks: tuple[Chunk, ...]
+
+
+Index = dict[str, IndexedTensor]
+"""The tensors of a checkpoint by full name."""
+
+
+@dataclass(frozen=True)
+class _IndexFile:
+    tensors: Index
+    dcp_index_sha256: str
+
+
+_INDEX = TypeAdapter(_IndexFile)
+
+
+def index_of(metadata: Metadata) -> Index:
+    """Describe what DCP has written."""
+    return {
+        name: IndexedTensor(
+            dtype=str(entry.properties.dtype).removeprefix("torch."),
+            shape=tuple(entry.size),
+            chunks=tuple(_written_chunk(name, chunk, metadata.storage_data) for chunk in entry.chunks),
+        )
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _written_chunk(name: str, chunk: ChunkStorageMetadata, places: Mapping[MetadataIndex, Any]) -> Chunk:
+    place = places[MetadataIndex(name, chunk.offsets)]
+    return Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length)
+
+
+def index_text(index: Index, dcp_index: bytes) -> str:
+    """An index as JSON. `dcp_index`: content of DCP's own, whose digest is in it."""
+    file = _IndexFile(index, hashlib.sha256(dcp_index).hexdigest())
+    return json.dumps(asdict(file)) + "\n"
+
+
+def read_index(folder: Path) -> Index:
+    """Read the index of a checkpoint. Raises DamagedCheckpointError."""
+    try:
+        file = _INDEX.validate_json(read_regular(folder / INDEX_FILE), strict=True)
+        dcp_index = read_regular(folder / DCP_INDEX_FILE)
+    except OSError as error:
+        raise DamagedCheckpointError(f"{Path(error.filename).name} cannot be read: {error.strerror}") from None
+    except ValidationError:
+        raise DamagedCheckpointError(f"{INDEX_FILE} is damaged") from None
+    if hashlib.sha256(dcp_index).hexdigest() != file.dcp_index_sha256:
+        raise DamagedCheckpointError(f"{DCP_INDEX_FILE} is not the one that was written with {INDEX_FILE}")
+    for name, tensor in file.tensors.items():
+        if not _is_possible(tensor):
+            raise DamagedCheckpointError(f"{INDEX_FILE} does not describe a tensor and its parts: {name}")
+    return file.tensors
+
+
+def _is_possible(tensor: IndexedTensor) -> bool:
+    """Whether PyTorch has such tensors, and the parts lie within the tensor and are as many elements."""
+    if not isinstance(vars(torch).get(tensor.dtype), torch.dtype):
+        return False
+    for chunk in tensor.chunks:
+        if not len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape) or Path(chunk.file).name != chunk.file:
+            return False
+        if any(o + size > whole for o, size, whole in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)):
+            return False
+    return sum(math.prod(chunk.sizes) for chunk in tensor.chunks) == math.prod(tensor.shape)
+
+
+class IndexReader(FileSystemReader):
+    """DCP's reader of a checkpoint, by the launcher's index, without unpickling anything."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.folder = folder
+        self.index = read_index(folder)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index in DCP's form."""
+        tensors: dict[str, STORAGE_TYPES] = {
+            name: TensorStorageMetadata(
+                properties=TensorProperties(dtype=getattr(torch, tensor.dtype)),
+                size=torch.Size(tensor.shape),
+                chunks=[ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks],
+            )
+            for name, tensor in self.index.items()
+        }
+        chunks = {
+            MetadataIndex(name, torch.Size(chunk.offsets)): (tensor.dtype, chunk)
+            for name, tensor in self.index.items()
+            for chunk in tensor.chunks
+        }
+        return Metadata(tensors, storage_data=chunks, storage_meta=StorageMeta(load_id=self.load_id))
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy the planned parts of tensors to where they belong. Raises DamagedCheckpointError."""
+        for item in plan.items:
+            dtype, chunk = self.storage_data[item.storage_index]
+            part = read_chunk(self.folder, chunk, getattr(torch, dtype))
+            for axis, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                part = part.narrow(axis, offset, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    """Read a part of a tensor. Raises DamagedCheckpointError.
+
+    Reads the bytes of the tensor and nothing else. Allocates at most twice what the file has.
+    """
+    path = folder / chunk.file
+    try:
+        if chunk.start + chunk.length > path.stat().st_size:
+            raise DamagedCheckpointError(f"{INDEX_FILE} names a record beyond the end of {chunk.file}")
+        with path.open("rb") as file:
+            file.seek(chunk.start)
+            content = _content_of(file.read(chunk.length))
+    except OSError as error:
+        raise DamagedCheckpointError(f"{chunk.file} cannot be read: {error.strerror}") from None
+    num_elements = math.prod(chunk.sizes)
+    if content is None or len(content) != num_elements * dtype.itemsize:
+        raise DamagedCheckpointError(f"{chunk.file} does not hold {chunk.sizes} of {dtype} at byte {chunk.start:,}")
+    if not num_elements:
+        return torch.empty(chunk.sizes, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
+        return torch.frombuffer(content, dtype=dtype, count=num_elements).view(chunk.sizes)
+
+
+def _content_of(record: bytes) -> memoryview | None:
+    """Return the tensor's bytes in a record of `torch.save`: the one entry below `data/` of a zip file, not compressed.
+
+    Returns None where there is no such entry.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(record)) as archive:
+            (entry,) = (entry for entry in archive.infolist() if "/data/" in entry.filename)
+        name_length, extra_length = struct.unpack_from("<HH", record, entry.header_offset + _NAME_LENGTHS_AT)
+    except (zipfile.BadZipFile, ValueError, OverflowError, NotImplementedError, UnicodeDecodeError, struct.error):
+        return None
+    start = entry.header_offset + _LOCAL_HEADER_BYTES + name_length + extra_length
+    content = memoryview(record)[start : start + entry.file_size]
+    return content if entry.compress_type == zipfile.ZIP_STORED and len(content) == entry.file_size else None
