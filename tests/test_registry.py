@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from titan_launch.errors import ConfigError
-from titan_launch.registry import import_factory
+from titan_launch.registry import import_factory, refuse_imports_from
 
 
 @pytest.fixture
@@ -73,3 +73,21 @@ def test_a_module_that_fails_shows_the_users_traceback_only(folder: Path, source
     assert reason.startswith("importing reg_broken failed:\nTraceback") or "SyntaxError" in reason
     assert "reg_broken.py" in reason and cause in reason
     assert "registry.py" not in reason and "importlib" not in reason
+
+
+def test_nothing_is_imported_from_a_runs_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the path below the working directory, and not where a folder of runs is on the import path itself."""
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    for place in ("outputs/other/checkpoints", "shared/step-3", "reg_pkg"):
+        Path(place).mkdir(parents=True)
+        Path(place, "payload.py").write_text("import os\nos.mkdir('executed')\nbuild = dict\n")
+    refuse_imports_from([Path("shared/step-3"), Path("..")], parent=Path("outputs"))
+    advice = "lies in a folder of a run or a checkpoint, from which nothing is imported; move the module out of it"
+    assert _error("outputs.other.checkpoints.payload:build") == f"{folder}/outputs/other {advice}"
+    assert _error("shared.step-3.payload:build") == f"{folder}/shared/step-3 {advice}"
+    sys.path.insert(0, str(folder / "outputs/other/checkpoints"))
+    assert _error("payload:build") == f"{folder}/outputs/other/checkpoints/payload {advice}"
+    assert not Path("executed").exists()
+    Path("reg_pkg/payload.py").write_text("build = dict\n")
+    Path("outputs/beside.py").write_text("build = dict\n")
+    assert import_factory("reg_pkg.payload:build") is import_factory("outputs.beside:build") is dict

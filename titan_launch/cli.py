@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from titan_launch import __version__
@@ -14,6 +15,7 @@ from titan_launch.config.load import LoadedJob, load_job
 from titan_launch.errors import ConfigError, Problem, UserError, did_you_mean
 from titan_launch.imports import without_garbage_collection
 from titan_launch.process import BAD_INPUT, OK, announce_once, run_and_leave
+from titan_launch.registry import refuse_imports_from
 
 if TYPE_CHECKING:
     from titan_launch.train.signals import StopRequest
@@ -204,7 +206,14 @@ def _load(
         except ConfigError as error:
             yield from error.problems
 
-    return load_job(arguments.config, arguments.overrides, (planned_device_exists, elastic_rule, layout_rule), aliases)
+    rules = (planned_device_exists, elastic_rule, layout_rule)
+    loaded = load_job(arguments.config, arguments.overrides, rules, aliases)
+    checkpoint = loaded.config.checkpoint
+    named = [path for path in (checkpoint.load, checkpoint.initial_load_path) if os.sep in str(path)]
+    refuse_imports_from(
+        [loaded.config.job.run_folder, *map(Path, map(str, named))], Path(loaded.config.job.dump_folder)
+    )
+    return loaded
 
 
 def parse_arguments(args: list[str], options: Sequence[str]) -> _Arguments:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,47 @@ def import_factory(name: str, key: KeyPath = ("model", "name")) -> Callable[...,
     return found
 
 
+class RefusedImportError(ImportError):
+    """A module that lies in a folder from which nothing is imported."""
+
+
+def refuse_imports_from(folders: Iterable[Path], parent: Path) -> None:
+    """Let nothing be imported from `folders`, from the folders in `parent`, and below, in this process from now on.
+
+    The working directory is importable, and the folders of runs and checkpoints lie below it. Files in them may come
+    from somebody else. A folder around the working directory is left out. Replaces an earlier call.
+    """
+    here = Path.cwd().resolve()
+    inside = [str(folder) for folder in map(Path.resolve, folders) if not here.is_relative_to(folder)]
+    parent = parent.resolve()
+    finder = _RefusingFinder(inside, None if here.is_relative_to(parent) else str(parent))
+    sys.meta_path[:] = [finder, *(other for other in sys.meta_path if not isinstance(other, _RefusingFinder))]
+
+
+class _RefusingFinder(importlib.abc.MetaPathFinder):
+    """Raises RefusedImportError for a module in one of some folders, and finds nothing itself."""
+
+    def __init__(self, folders: Iterable[str], parent: str | None):
+        self._folders = tuple(folder + os.sep for folder in folders)
+        self._parent = None if parent is None else parent + os.sep
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> None:
+        for entry in sys.path if path is None else path:
+            place = os.path.join(_real_path(entry), name.rpartition(".")[2])
+            if self._is_inside(place) and any(os.path.exists(place + end) for end in _ENDINGS):
+                reason = f"{place} lies in a folder of a run or a checkpoint, from which nothing is imported"
+                raise RefusedImportError(f"{reason}; move the module out of it")
+
+    def _is_inside(self, place: str) -> bool:
+        if self._parent is not None and place.startswith(self._parent):
+            return os.sep in place[len(self._parent) :] or os.path.isdir(place)
+        return f"{place}{os.sep}".startswith(self._folders)
+
+
+_real_path = lru_cache(os.path.realpath)
+_ENDINGS = ("", *importlib.machinery.all_suffixes())
+
+
 def user_traceback(error: BaseException) -> str:
     """The traceback of an error raised in code of the user's, without the frames of ours that led there."""
     trace = traceback.TracebackException.from_exception(error)
@@ -64,6 +108,8 @@ def _import_module(module_name: str, name: str, key: KeyPath) -> Any:
     _make_working_directory_importable()
     try:
         return importlib.import_module(module_name)
+    except RefusedImportError as error:
+        raise config_error(key, str(error), name) from None
     except ModuleNotFoundError as error:
         if error.name is not None and _is_or_contains(error.name, module_name):
             raise _missing_module(error.name, name, key) from None

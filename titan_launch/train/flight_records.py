@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pickle
+import pickletools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from titan_launch.constants import UNWATCHED_GROUPS
 from titan_launch.errors import listed
+from titan_launch.files import read_regular
 
 FOLDER = "flight_recorder"
 """The records of NCCL's collectives; of a run on CPUs, those of gloo's."""
@@ -88,8 +90,7 @@ def _read_records(folder: Path, since: float) -> Iterator[tuple[int, _Record]]:
         rank = path.name.removeprefix(_PREFIX)
         try:
             if rank.isdecimal() and path.stat().st_mtime >= since:
-                with path.open("rb") as file:
-                    yield int(rank), _parse(_PlainUnpickler(file).load())
+                yield int(rank), _parse(_load(read_regular(path)))
         except Exception:  # an aborted process may leave a damaged record; those of other ranks are still of use
             continue
 
@@ -110,9 +111,19 @@ def _parse(trace: dict[str, Any]) -> _Record:
     return _Record(begun, unfinished)
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads numbers, strings and tables only: a record names no classes."""
+_PLAIN_OPCODES = {
+    *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2"),
+    *("LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE"),
+    *("EMPTY_LIST", "LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    *("EMPTY_DICT", "DICT", "SETITEM", "SETITEMS"),
+    *("GET", "BINGET", "LONG_BINGET", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"),
+}
+"""Opcodes of pickles that make numbers, strings and tables, and neither name, call nor set anything."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        """Raise UnpicklingError for every class."""
-        raise pickle.UnpicklingError(f"a flight record does not name {module}.{name}")
+
+def _load(content: bytes) -> Any:
+    """Unpickle numbers, strings and tables. Raises UnpicklingError for every other opcode."""
+    for opcode, _, _ in pickletools.genops(content):
+        if opcode.name not in _PLAIN_OPCODES:
+            raise pickle.UnpicklingError(f"a flight record has the opcode {opcode.name}")
+    return pickle.loads(content)
