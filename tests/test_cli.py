@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -301,41 +302,53 @@ def test_a_folder_that_cannot_be_written_is_one_message(job: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def launch_with_model(job: Path, action: str = "pass", build: str = "pass") -> subprocess.CompletedProcess[str]:
-    """Train on two ranks a model that does `action` in rank 1's first forward."""
+LAUNCH = ("titan_launch", "launch", "--nproc-per-node", "2")
+TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "-m", "titan_launch")
+BUSY = "\n        else: time.sleep(1)"
+
+
+def run_with_model(
+    job: Path, action: str = "pass", build: str = "pass", command: Sequence[str] = LAUNCH
+) -> subprocess.CompletedProcess[str]:
+    """Train on two ranks a model that does `action` in rank 1's forward."""
     in_forward = f'if os.environ["RANK"] == "1": {action}'
     job.with_name("my_model.py").write_text(model_source(in_forward, build))
     text = job.read_text()
     start, end = text.index("[model.args]"), text.index("[data]")
     job.write_text(f'{text[:start]}[model]\nname = "my_model:build"\n\n{text[end:]}')
-    return run("titan_launch", "launch", "--nproc-per-node", "2", "--config", job, PYTHONPATH=str(job.parent))
+    return run(*command, "--config", job, PYTHONPATH=str(job.parent))
 
 
 def test_a_model_of_ones_own_trains(job: Path) -> None:
-    result = launch_with_model(job)
+    result = run_with_model(job)
     assert result.returncode == 0, result.stderr
     assert len(losses(job.parent)) == 3
 
 
 def test_a_model_that_cannot_be_built_shows_its_own_traceback_once(job: Path) -> None:
-    result = launch_with_model(job, build="raise RuntimeError('no model today')")
+    result = run_with_model(job, build="raise RuntimeError('no model today')")
     assert result.returncode == 2
     assert result.stderr.count("RuntimeError: no model today") == 1
     assert "my_model.py" in result.stderr and "titan_launch/models" not in result.stderr
 
 
-def test_a_run_that_fails_ends_with_the_failing_ranks_traceback_and_no_banner(job: Path) -> None:
-    result = launch_with_model(job, action="raise RuntimeError('no forward today')")
+@pytest.mark.parametrize("command", [LAUNCH, TORCHRUN], ids=["launch", "torchrun"])
+def test_a_run_that_fails_ends_with_the_failing_ranks_traceback(job: Path, command: Sequence[str]) -> None:
+    """Rank 0 is busy when it is ended, so that it would have time to announce the SIGTERM. The banner is torchrun's."""
+    result = run_with_model(job, "raise RuntimeError('no forward today')" + BUSY, command=command)
     assert result.returncode == 1
     assert result.stderr.count("RuntimeError: no forward today") == 1
     assert "error: the run failed on rank 1; see the traceback above" in result.stderr
-    assert "ChildFailedError" not in result.stderr and "=====" not in result.stderr
+    assert "SIGTERM" not in result.stdout
+    has_banner = any(text in result.stderr for text in ("ChildFailedError", "=====", "SIGTERM"))
+    assert has_banner == (command == TORCHRUN)
 
 
 def test_a_killed_rank_is_named(job: Path) -> None:
-    result = launch_with_model(job, action="os.kill(os.getpid(), signal.SIGKILL)")
+    result = run_with_model(job, "os.kill(os.getpid(), signal.SIGKILL)" + BUSY)
     assert result.returncode == 128 + 9
     assert result.stderr.splitlines()[-1].startswith("error: rank 1 was killed by SIGKILL")
+    assert "SIGTERM" not in result.stdout + result.stderr
 
 
 def test_launch_python_and_torchrun_train_the_same(job: Path) -> None:

@@ -203,7 +203,7 @@ def _of_all(seen: Sequence[Traffic], num_microbatches: int) -> Traffic:
 def _group_sizes(config: JobConfig, model: nn.Module, plan: ModelPlan) -> list[GroupSizes]:
     """What is trained, as the optimizer groups it."""
     groups = group_parameters(model, config.optimizer, plan.inventory.head)
-    return [GroupSizes(g.settings.algorithm, [_shard_size(p) for p in g.parameters.values()]) for g in groups]
+    return [GroupSizes(g.settings, [_shard_size(p) for p in g.parameters.values()]) for g in groups]
 
 
 def _shard_size(parameter: nn.Parameter) -> ShardSize:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from titan_launch.collective import on_all
 from titan_launch.errors import Stopped
 from titan_launch.models.tensor_plan import shapes_explained
-from titan_launch.optim.schedule import lr_factor, set_lr
+from titan_launch.optim.schedule import describe_clipping, lr_factor, set_lr
 from titan_launch.parallel.batchnorm import largest_divergence, pool_running_statistics
 from titan_launch.parallel.pipeline import parts
 from titan_launch.parallel.timeouts import set_timeouts
@@ -34,6 +34,8 @@ def fit(run: Run) -> None:
     if run.progress.step >= last:
         _log.info("nothing to do: the run is at step %d of %d; raise training.steps to go on", run.progress.step, last)
         return
+    if clipping := describe_clipping(run.config.lr_scheduler, last):
+        _log.info("%s", clipping)
     with scheduled_garbage_collection(run.config.training.gc_freq) as collect_garbage:
         run.control.agree()  # a signal may have come while the run was built
         while run.progress.step < last and not run.control.stop_signal:
