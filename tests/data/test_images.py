@@ -77,6 +77,13 @@ def test_gray_images_get_a_channel(tmp_path: Path) -> None:
     assert torch.equal(image, torch.full((1, 2, 3), 4.0))
 
 
+def test_a_part_has_the_classes_of_the_whole(tmp_path: Path) -> None:
+    """A class may be in one part only."""
+    held_out = build(path=numbered(tmp_path / "a.npz"), split="validation", validation_percent=20)
+    assert held_out.num_classes == 60
+    assert held_out.describe() == f"{len(held_out)} images (1, 2, 3) of 60 classes"
+
+
 def test_the_split_is_disjoint_and_complete(tmp_path: Path) -> None:
     path = numbered(tmp_path / "a.npz", 300)
     held_out = [i for i in range(300) if is_validation_image(i, 20)]
