@@ -58,7 +58,7 @@ def test_digits_are_images_with_a_class_each() -> None:
 
 def test_scikit_learn_is_not_needed_until_the_digits_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    assert problem() == 'data.path: needs scikit-learn, which is not installed: pip install "titan-launch[images]"'
+    assert problem() == "data.path: needs scikit-learn, which is not installed: pip install scikit-learn"
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "float64"])

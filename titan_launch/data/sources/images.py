@@ -78,7 +78,7 @@ def _read_digits(path_key: KeyPath) -> tuple[Pixels, Labels]:
     try:
         from sklearn.datasets import load_digits  # optional, and slow to import
     except ImportError:
-        reason = 'needs scikit-learn, which is not installed: pip install "titan-launch[images]"'
+        reason = "needs scikit-learn, which is not installed: pip install scikit-learn"
         raise config_error(path_key, reason, SKLEARN_DIGITS) from None
     digits = load_digits()
     return (digits.images[:, None] / _DIGITS_MAXIMUM).astype(np.float32), digits.target.astype(np.int64)
