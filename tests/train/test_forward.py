@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tests.distributed import run_command
 from titan_launch.errors import ConfigError
 from titan_launch.loss import cross_entropy_sum
-from titan_launch.train.forward import checked_loss
+from titan_launch.train.forward import check_signature, checked_loss
 
 MODEL = """
 import torch
@@ -175,6 +176,11 @@ def test_classes_of_images_are_compared_too() -> None:
         loss(torch.zeros(4, 9), torch.zeros(4, dtype=torch.int64))
     reason = "returns logits of 9 classes, but the images of the data have 10 classes; give its last layer 10 outputs"
     assert str(caught.value) == f"model.name: its forward {reason}"
+
+
+def test_a_model_without_a_forward_is_refused() -> None:
+    with pytest.raises(ConfigError, match="its forward is missing: ModuleList defines none; forward"):
+        check_signature(nn.ModuleList(), "tokens")
 
 
 def test_auto_and_several_ranks_say_it_once(tmp_path: Path) -> None:
