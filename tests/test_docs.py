@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tomli
 
 from titan_launch.cli import FAKE_OPTIONS, main, parse_arguments
 from titan_launch.launch_options import LAUNCH_OPTIONS, plan_processes
@@ -83,6 +85,10 @@ def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.Capture
             pass
         case ["python", "-m", "tests.parallel.matrix", *arguments]:
             check_benchmark("-m tests.parallel.matrix", arguments)
+        case ["source", ".venv/bin/activate"]:
+            assert '-m venv "$ROOT/.venv"' in (REPO / "scripts" / "setup.sh").read_text()
+        case ["pip", "install", "-e", target]:
+            check_install(target)
         case ["python", "-m", "titan_launch.config.reference"]:
             pass  # tests/config/test_schema.py runs what it does
         case _:
@@ -119,6 +125,15 @@ def check_benchmark(script: str, arguments: list[str]) -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     usage = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     assert all(argument in usage for argument in arguments if argument.startswith("--"))
+
+
+def check_install(target: str) -> None:
+    """The extras exist, and what is installed has the command."""
+    project = tomli.loads((REPO / "pyproject.toml").read_text())["project"]
+    extras = target.removeprefix(".").strip("[]")
+    assert target.startswith(".") and set(filter(None, extras.split(","))) <= project["optional-dependencies"].keys()
+    module, _, function = project["scripts"]["titan-launch"].partition(":")
+    assert getattr(importlib.import_module(module), function) is main
 
 
 def check_script(script: str, arguments: list[str]) -> None:

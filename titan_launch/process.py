@@ -53,12 +53,15 @@ def _run(action: Callable[[], None], provenance: Provenance) -> int:
         return _announce("error: nobody reads the output any more (a closed pipe), so the run ends", FAILED)
     except KeyboardInterrupt:
         return _announce("interrupted", INTERRUPTED)
-    except BaseException:
+    except BaseException as error:
         import traceback
 
+        from titan_launch.registry import is_of_users_forward, user_traceback
+
+        trace = user_traceback(error) if is_of_users_forward(error) else traceback.format_exc().rstrip()
         rank = os.environ.get("RANK")
         where = f" on rank {rank}" if rank else ""
-        return _announce(f"{traceback.format_exc()}error: the run failed{where}; see the traceback above", FAILED)
+        return _announce(f"{trace}\nerror: the run failed{where}; see the traceback above", FAILED)
 
 
 def _announce(text: str, status: int) -> int:

@@ -98,6 +98,8 @@ class Recorded:
     def __init__(self, source: Any, asked: list[int]):
         self._source = source
         self._asked = asked
+        self.num_classes = source.num_classes
+        self.describe = source.describe
 
     def __len__(self) -> int:
         return len(self._source)
