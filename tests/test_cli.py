@@ -45,6 +45,9 @@ param_dtype = "float32"
 
 [metrics]
 log_freq = 1
+
+[checkpoint]
+save_last = false
 """
 
 
