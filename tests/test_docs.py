@@ -33,6 +33,8 @@ from titan_launch.train.loop import fit
 REPO = Path(__file__).parent.parent
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
 CONFIGS = sorted((REPO / "configs").rglob("*.toml"))
+NO_EARLIER_RUN = "--job.dump_folder=no_such_folder"
+"""Runs in `outputs/` of whoever runs the tests do not decide what `check` finds."""
 
 
 def blocks(language: str) -> Iterator[tuple[str, str]]:
@@ -63,7 +65,8 @@ def test_toml_blocks_pass_the_check(name: str, block: str, tmp_path: Path, capsy
     shutil.copytree(REPO / "configs", tmp_path, dirs_exist_ok=True)  # what a block may extend
     job = tmp_path / "job.toml"
     job.write_text(block)
-    assert main(["check", "--config", str(job), "--world-size", "2"]) == 0, capsys.readouterr().err
+    command = ["check", "--config", str(job), "--world-size", "2", NO_EARLIER_RUN]
+    assert main(command) == 0, capsys.readouterr().err
 
 
 RESULT = [  # less and smaller than the main job, and in fp32, so that the same numbers come out
@@ -157,7 +160,7 @@ def check(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         arguments = ["--config", started.config, *started.overrides, "--world-size", ranks]
     if arguments[0] != "check":
         arguments = ["check", *arguments]
-    assert main(arguments) == 0, capsys.readouterr().err
+    assert main([*arguments, NO_EARLIER_RUN]) == 0, capsys.readouterr().err
 
 
 def plan(arguments: list[str]) -> str:

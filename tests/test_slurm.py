@@ -53,9 +53,8 @@ def submit(folder: Path, status: str = "", after_signal: str = "0", nodes: str =
 def test_a_run_that_saved_when_the_time_was_over_is_queued_again(tmp_path: Path) -> None:
     status, lines = submit(tmp_path, nodes="2")
     assert status == 0 and lines[-1] == "scontrol requeue 4711"
-    assert "-m titan_launch launch --config job.toml" in lines[0] and lines[0].endswith(
-        " --checkpoint.enable=true --training.steps=20"
-    )
+    assert "-m titan_launch launch --config job.toml" in lines[0]
+    assert lines[0].endswith(" --checkpoint.enable=true --training.steps=20")
     assert "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint node7:24711 --rdzv-id 4711.0" in lines[0]
 
 
