@@ -370,6 +370,8 @@ def test_launch_python_and_torchrun_train_the_same(job: Path) -> None:
     ):
         result = run(*command)
         assert result.returncode == 0, result.stderr
+        assert result.stdout.count("checkpoints: none will be saved") == 1
+        assert result.stdout.splitlines()[-1].startswith("done: 3 steps; nothing was saved (")
         seen.append(losses(job.parent))
     assert seen[1] == pytest.approx(seen[0], rel=1e-6) and seen[2] == pytest.approx(seen[0], rel=1e-6)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -47,6 +48,7 @@ def run_stopped(job: dict[str, Any], nth: int, number: int = signal.SIGTERM) -> 
     """Train until the signal; how the run says that it ended."""
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack, format_key, StopAt(nth, int(number)))
+        assert not multiprocessing.active_children(), "these jobs need no process that writes checkpoints"
         fit(run)
         return ending(run)
 

@@ -38,7 +38,7 @@ def best_checkpoints_are_validated(config: JobConfig) -> Iterator[Problem]:
 
 
 def a_step_is_loaded_from_checkpoints(config: JobConfig) -> Iterator[Problem]:
-    """Without checkpoints the run's folder is never resumed from."""
+    """Without `checkpoint.enable` the run's folder is never resumed from."""
     if isinstance(config.checkpoint.load, int) and not config.checkpoint.enable:
         reason = "resumes the run's own checkpoints, and checkpoint.enable is false; set it"
         yield Problem(_LOAD, reason, config.checkpoint.load, also=(_ENABLE,))

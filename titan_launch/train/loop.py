@@ -135,15 +135,15 @@ def current_lr_factor(run: Run, step: int) -> float:
 
 
 def is_validation_step(run: Run) -> bool:
-    """Every `validation.freq` steps, and after the last; not when a signal ends the run before: there is only so much
-    time until the scheduler kills it, and a checkpoint to write."""
+    """Return True every `validation.freq` steps, and for the last step. The step after which a signal ends the run is
+    not validated: the time until the scheduler kills the run is short, and the checkpoint needs it."""
     freq, step = run.config.validation.freq, run.progress.step
     return freq > 0 and (is_last_step(run) or (step % freq == 0 and not run.control.stop_signal))
 
 
 def is_report_step(run: Run) -> bool:
-    """The first step of this process, every `metrics.log_freq` steps, the last, and where there is a validation or a
-    checkpoint."""
+    """Return True for the first step of this process, every `metrics.log_freq` steps, the last step, and a step that is
+    validated or saved."""
     step = run.progress.step
     regular = step % run.config.metrics.log_freq == 0 or is_last_step(run)
     return regular or step == run.first_step or needs_pooled_statistics(run)

@@ -58,7 +58,7 @@ def open_checkpoints(
     """Return what writes the run's checkpoints, closed with `stack`; for a run that saves nothing log that, and return
     None. Collective."""
     if not config.checkpoint.enable and not config.checkpoint.save_last:
-        _log.info("checkpoints: none, not even of the last step (checkpoint.enable and checkpoint.save_last are false)")
+        _log.info("checkpoints: none will be saved (checkpoint.enable and checkpoint.save_last are false)")
         return None
     origin = Origin(
         world_size=ranks.world_size,
@@ -95,7 +95,7 @@ def how_to_resume(config: JobConfig) -> str:
     """Return what somebody has to do for the run to resume from its newest checkpoint."""
     options = [] if config.checkpoint.enable else ["--checkpoint.enable=true"]
     options += [] if config.checkpoint.load == "latest" else ["--checkpoint.load=latest"]
-    return " with ".join([SAME_COMMAND, *filter(None, [" ".join(options)])])
+    return f"{SAME_COMMAND} with {' '.join(options)}" if options else SAME_COMMAND
 
 
 def _own_checkpoint(folder: Path, load: Load) -> Path | None:
