@@ -64,6 +64,7 @@ def job_of(storage: str, optimizer: dict[str, Any], seed: int, steps: int, lr: f
             "validation": {"freq": steps, "max_samples": 64, "data": {**text, "split": "validation"}},
             "metrics": {"enable_tensorboard": False},
             "debug": {"audit_precision": False},
+            "checkpoint": {"save_last": False},
         }
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.train.jobs import model_source
+from titan_launch.config.load import dump_job, load_job
 from titan_launch.torch_release import CAN_SHARE_UNITS
 
 REPO = Path(__file__).parent.parent
@@ -46,6 +47,9 @@ param_dtype = "float32"
 
 [metrics]
 log_freq = 1
+
+[checkpoint]
+save_last = false
 """
 
 
@@ -270,6 +274,25 @@ def test_launch_answers_a_bad_job_with_one_line(job: Path) -> None:
     assert "training.global_batch_size = 8" in result.stderr and "3 data-parallel ranks" in result.stderr
 
 
+def test_another_experiment_is_refused_before_torch_is_imported(job: Path) -> None:
+    job.write_text(job.read_text().replace("save_last = false", "enable = true"))
+    checkpoint = job.parent / "tiny/checkpoints/step-3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    (job.parent / "tiny/config.json").write_text(dump_job(load_job(str(job)).config))
+    other = ("--config", job, "--optimizer.lr=0.5")
+    for command in (("check", "--world-size", "2"), ("launch", "--nproc-per-node", "2"), ("train",)):
+        result = run_without_torch(*command, *other)
+        assert (result.returncode, result.stdout) == (2, "") and len(result.stderr.splitlines()) == 5, result.stderr
+        assert f'{job}:3: job.name = "tiny": {job.parent}/tiny holds a run of another experiment' in result.stderr
+        assert ", is 0.5\n" in result.stderr and "--checkpoint.load=none" in result.stderr
+    assert run_without_torch("check", *other, "--checkpoint.load=none").returncode == 0
+    job.write_text(job.read_text().replace("global_batch_size = 8\n", ""))
+    sizes = {ranks: run_without_torch("check", "--config", job, "--world-size", ranks) for ranks in ("2", "4")}
+    assert "training.global_batch_size was 8, is 4" in sizes["2"].stderr and sizes["4"].returncode == 0
+    assert run_without_torch("check", "--config", job).returncode == 0  # no number of ranks, no batch to compare
+
+
 def test_launch_wants_to_know_the_batch_where_ranks_may_change(job: Path) -> None:
     job.write_text(job.read_text().replace("global_batch_size = 8\n", ""))
     result = run("titan_launch", "launch", "--nnodes", "1:2", "--config", job)
@@ -360,6 +383,8 @@ def test_launch_python_and_torchrun_train_the_same(job: Path) -> None:
     ):
         result = run(*command)
         assert result.returncode == 0, result.stderr
+        assert result.stdout.count("checkpoints: none will be saved") == 1
+        assert result.stdout.splitlines()[-1].startswith("done: 3 steps; nothing was saved (")
         seen.append(losses(job.parent))
     assert seen[1] == pytest.approx(seen[0], rel=1e-6) and seen[2] == pytest.approx(seen[0], rel=1e-6)
 
