@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from titan_launch.config.job import JobConfig
 from titan_launch.parallel.distributed import Ranks, process_group
 from titan_launch.plan.optimizer_memory import GroupSizes, ShardSize, state_bytes
+from titan_launch.plan.param_groups import GroupSettings
 from titan_launch.process import leave
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import train_one_step, validation_scalars
@@ -63,6 +64,7 @@ def job_of(storage: str, optimizer: dict[str, Any], seed: int, steps: int, lr: f
             "validation": {"freq": steps, "max_samples": 64, "data": {**text, "split": "validation"}},
             "metrics": {"enable_tensorboard": False},
             "debug": {"audit_precision": False},
+            "checkpoint": {"save_last": False},
         }
     )
 
@@ -77,7 +79,7 @@ def bytes_per_parameter(run: Run) -> float:
     """Parameters, gradients and the optimizer's state."""
     parameters = list(run.model.parameters())
     sizes = [ShardSize(tuple(p.shape), p.numel(), str(p.dtype).removeprefix("torch.")) for p in parameters]
-    state = state_bytes(run.config.optimizer, [GroupSizes("AdamW", sizes)])
+    state = state_bytes(run.config.optimizer, [GroupSizes(GroupSettings("AdamW", 1.0, 0.1), sizes)])
     return (state + sum(2 * p.numel() * p.element_size() for p in parameters)) / sum(p.numel() for p in parameters)
 
 

@@ -87,6 +87,7 @@ def job_of(args: dict[str, Any], precision: dict[str, Any], seed: int, steps: in
             "validation": {"freq": steps, "max_samples": 64, "data": {**text, "split": "validation"}},
             "metrics": {"enable_tensorboard": False},
             "debug": {"audit_precision": False},
+            "checkpoint": {"save_last": False},
         }
     )
 

@@ -8,10 +8,11 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,23 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
                 process.join()
 
 
+def run_command(args: Sequence[str], folder: Path) -> tuple[int, str, str]:
+    """Run a command of the launcher in `folder`, in a process of its own that has loaded what it needs.
+
+    Returns the exit status, and what the command printed and reported as errors.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        files = Path(temporary, "stdout"), Path(temporary, "stderr")
+        process = _CONTEXT.Process(target=_command_main, args=(args, folder, *files))
+        process.start()
+        process.join(120)
+        status = process.exitcode
+        process.kill()
+        assert status is not None, f"{args} did not end in time"
+        printed, reported = (file.read_text() for file in files)
+        return status, printed, reported
+
+
 def join_fake_group(world_size: int) -> None:
     """On a rank of `run_ranks(..., 1)`: be rank 0 of so many that do not exist; nothing is communicated."""
     import torch.distributed as dist
@@ -86,6 +104,15 @@ def _receive(pipe: multiprocessing.connection.Connection, process: Any, rank: in
         raise AssertionError(died) from None
     assert succeeded, f"rank {rank} failed:\n{result}"
     return result
+
+
+def _command_main(args: Sequence[str], folder: Path, stdout: Path, stderr: Path) -> None:
+    from titan_launch.cli import main
+
+    for stream, file in ((sys.stdout, stdout), (sys.stderr, stderr)):
+        os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), stream.fileno())
+    os.chdir(folder)
+    os._exit(main(args))
 
 
 def _rank_main(

@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.train.jobs import model_source
+from titan_launch.config.load import dump_job, load_job
 from titan_launch.torch_release import CAN_SHARE_UNITS
 
 REPO = Path(__file__).parent.parent
@@ -45,6 +47,9 @@ param_dtype = "float32"
 
 [metrics]
 log_freq = 1
+
+[checkpoint]
+save_last = false
 """
 
 
@@ -269,6 +274,25 @@ def test_launch_answers_a_bad_job_with_one_line(job: Path) -> None:
     assert "training.global_batch_size = 8" in result.stderr and "3 data-parallel ranks" in result.stderr
 
 
+def test_another_experiment_is_refused_before_torch_is_imported(job: Path) -> None:
+    job.write_text(job.read_text().replace("save_last = false", "enable = true"))
+    checkpoint = job.parent / "tiny/checkpoints/step-3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    (job.parent / "tiny/config.json").write_text(dump_job(load_job(str(job)).config))
+    other = ("--config", job, "--optimizer.lr=0.5")
+    for command in (("check", "--world-size", "2"), ("launch", "--nproc-per-node", "2"), ("train",)):
+        result = run_without_torch(*command, *other)
+        assert (result.returncode, result.stdout) == (2, "") and len(result.stderr.splitlines()) == 5, result.stderr
+        assert f'{job}:3: job.name = "tiny": {job.parent}/tiny holds a run of another experiment' in result.stderr
+        assert ", is 0.5\n" in result.stderr and "--checkpoint.load=none" in result.stderr
+    assert run_without_torch("check", *other, "--checkpoint.load=none").returncode == 0
+    job.write_text(job.read_text().replace("global_batch_size = 8\n", ""))
+    sizes = {ranks: run_without_torch("check", "--config", job, "--world-size", ranks) for ranks in ("2", "4")}
+    assert "training.global_batch_size was 8, is 4" in sizes["2"].stderr and sizes["4"].returncode == 0
+    assert run_without_torch("check", "--config", job).returncode == 0  # no number of ranks, no batch to compare
+
+
 def test_launch_wants_to_know_the_batch_where_ranks_may_change(job: Path) -> None:
     job.write_text(job.read_text().replace("global_batch_size = 8\n", ""))
     result = run("titan_launch", "launch", "--nnodes", "1:2", "--config", job)
@@ -301,41 +325,53 @@ def test_a_folder_that_cannot_be_written_is_one_message(job: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def launch_with_model(job: Path, action: str = "pass", build: str = "pass") -> subprocess.CompletedProcess[str]:
-    """Train on two ranks a model that does `action` in rank 1's first forward."""
+LAUNCH = ("titan_launch", "launch", "--nproc-per-node", "2")
+TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "-m", "titan_launch")
+BUSY = "\n        else: time.sleep(1)"
+
+
+def run_with_model(
+    job: Path, action: str = "pass", build: str = "pass", command: Sequence[str] = LAUNCH
+) -> subprocess.CompletedProcess[str]:
+    """Train on two ranks a model that does `action` in rank 1's forward."""
     in_forward = f'if os.environ["RANK"] == "1": {action}'
     job.with_name("my_model.py").write_text(model_source(in_forward, build))
     text = job.read_text()
     start, end = text.index("[model.args]"), text.index("[data]")
     job.write_text(f'{text[:start]}[model]\nname = "my_model:build"\n\n{text[end:]}')
-    return run("titan_launch", "launch", "--nproc-per-node", "2", "--config", job, PYTHONPATH=str(job.parent))
+    return run(*command, "--config", job, PYTHONPATH=str(job.parent))
 
 
 def test_a_model_of_ones_own_trains(job: Path) -> None:
-    result = launch_with_model(job)
+    result = run_with_model(job)
     assert result.returncode == 0, result.stderr
     assert len(losses(job.parent)) == 3
 
 
 def test_a_model_that_cannot_be_built_shows_its_own_traceback_once(job: Path) -> None:
-    result = launch_with_model(job, build="raise RuntimeError('no model today')")
+    result = run_with_model(job, build="raise RuntimeError('no model today')")
     assert result.returncode == 2
     assert result.stderr.count("RuntimeError: no model today") == 1
     assert "my_model.py" in result.stderr and "titan_launch/models" not in result.stderr
 
 
-def test_a_run_that_fails_ends_with_the_failing_ranks_traceback_and_no_banner(job: Path) -> None:
-    result = launch_with_model(job, action="raise RuntimeError('no forward today')")
+@pytest.mark.parametrize("command", [LAUNCH, TORCHRUN], ids=["launch", "torchrun"])
+def test_a_run_that_fails_ends_with_the_failing_ranks_traceback(job: Path, command: Sequence[str]) -> None:
+    """Rank 0 is busy when it is ended, so that it would have time to announce the SIGTERM. The banner is torchrun's."""
+    result = run_with_model(job, "raise RuntimeError('no forward today')" + BUSY, command=command)
     assert result.returncode == 1
     assert result.stderr.count("RuntimeError: no forward today") == 1
     assert "error: the run failed on rank 1; see the traceback above" in result.stderr
-    assert "ChildFailedError" not in result.stderr and "=====" not in result.stderr
+    assert "SIGTERM" not in result.stdout
+    has_banner = any(text in result.stderr for text in ("ChildFailedError", "=====", "SIGTERM"))
+    assert has_banner == (command == TORCHRUN)
 
 
 def test_a_killed_rank_is_named(job: Path) -> None:
-    result = launch_with_model(job, action="os.kill(os.getpid(), signal.SIGKILL)")
+    result = run_with_model(job, "os.kill(os.getpid(), signal.SIGKILL)" + BUSY)
     assert result.returncode == 128 + 9
     assert result.stderr.splitlines()[-1].startswith("error: rank 1 was killed by SIGKILL")
+    assert "SIGTERM" not in result.stdout + result.stderr
 
 
 def test_launch_python_and_torchrun_train_the_same(job: Path) -> None:
@@ -347,6 +383,8 @@ def test_launch_python_and_torchrun_train_the_same(job: Path) -> None:
     ):
         result = run(*command)
         assert result.returncode == 0, result.stderr
+        assert result.stdout.count("checkpoints: none will be saved") == 1
+        assert result.stdout.splitlines()[-1].startswith("done: 3 steps; nothing was saved (")
         seen.append(losses(job.parent))
     assert seen[1] == pytest.approx(seen[0], rel=1e-6) and seen[2] == pytest.approx(seen[0], rel=1e-6)
 

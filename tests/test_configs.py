@@ -73,7 +73,6 @@ def train_a_step(path: str, folder: str) -> None:
         "--job.device=cpu",
         "--training.steps=1",
         "--training.seq_len=32",
-        "--lr_scheduler={kind='warmup_stable_decay', warmup_steps=0}",
     ]
     if load_job(path).config.data.unit == "tokens":
         overrides.append("--data={kind='synthetic'}")  # nothing to read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
@@ -9,18 +10,33 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from tests.distributed import run_ranks
+from tests.train.jobs import read_metrics, this_rank
 from titan_launch.cli import FAKE_OPTIONS, main, parse_arguments
+from titan_launch.config.load import load_job
+from titan_launch.data.sources import build_source
 from titan_launch.launch_options import LAUNCH_OPTIONS, plan_processes
 from titan_launch.metrics.tags import markdown_table
+from titan_launch.tokenizer import build_tokenizer
 from titan_launch.torch_release import CAN_SHARE_UNITS
+from titan_launch.train.build import build_run
+from titan_launch.train.loop import fit
 
 REPO = Path(__file__).parent.parent
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
 CONFIGS = sorted((REPO / "configs").rglob("*.toml"))
+NO_EARLIER_RUN = "--job.dump_folder=no_such_folder"
+"""Runs in `outputs/` of whoever runs the tests do not decide what `check` finds."""
 
 
 def blocks(language: str) -> Iterator[tuple[str, str]]:
@@ -51,7 +67,51 @@ def test_toml_blocks_pass_the_check(name: str, block: str, tmp_path: Path, capsy
     shutil.copytree(REPO / "configs", tmp_path, dirs_exist_ok=True)  # what a block may extend
     job = tmp_path / "job.toml"
     job.write_text(block)
-    assert main(["check", "--config", str(job), "--world-size", "2"]) == 0, capsys.readouterr().err
+    command = ["check", "--config", str(job), "--world-size", "2", NO_EARLIER_RUN]
+    assert main(command) == 0, capsys.readouterr().err
+
+
+RESULT = [  # less and smaller than the main job, and in fp32, so that the same numbers come out
+    "--model.args.n_layers=2",
+    "--model.args.dim=64",
+    "--training.steps=2",
+    "--lr_scheduler.warmup_steps=1",
+    "--training.seq_len=32",
+    "--precision.param_dtype=float32",
+    "--validation.max_samples=8",
+    "--job.device=cpu",
+]
+
+
+def train_main_job(folder: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """Train on this rank; return held-out tokens, their targets, and the logits of the trained model."""
+    os.chdir(folder)
+    config = load_job(str(REPO / "configs/llama_bn.toml"), RESULT).config
+    with ExitStack() as stack:
+        run = build_run(config, this_rank(), stack)
+        fit(run)
+        assert config.validation.data is not None and config.validation.max_samples is not None
+        source = build_source(config.validation.data, build_tokenizer(config.tokenizer), config.training.seq_len)
+        samples = [source[index] for index in range(config.validation.max_samples)]
+        tokens, targets = (torch.stack(column) for column in zip(*samples, strict=True))
+        run.model.eval()
+        with torch.no_grad():
+            return tokens, targets, run.model(tokens)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_readme_loads_the_result_in_plain_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, targets, trained = run_ranks(train_main_job, 2, tmp_path)[0]
+    monkeypatch.chdir(tmp_path)
+    ((_, lines),) = [block for block in blocks("python") if "checkpoints/latest" in block[1]]
+    assert len(lines.split("\n")) == 5 + 2, "five lines, and empty ones after the imports and at the end"
+    names: dict[str, Any] = {}
+    exec(lines, names)
+    with torch.no_grad():
+        logits = names["model"](tokens)
+    torch.testing.assert_close(logits, trained, rtol=1e-6, atol=1e-6)
+    reported = read_metrics(tmp_path / "outputs", "llama_bn")[-1]["validation/loss"]
+    assert float(F.cross_entropy(logits.flatten(0, 1), targets.flatten())) == pytest.approx(reported, rel=1e-6)
 
 
 @pytest.mark.parametrize("command", commands())
@@ -83,6 +143,10 @@ def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.Capture
             pass
         case ["python", "-m", "tests.parallel.matrix", *arguments]:
             check_benchmark("-m tests.parallel.matrix", arguments)
+        case ["source", ".venv/bin/activate"]:
+            assert '-m venv "$ROOT/.venv"' in (REPO / "scripts" / "setup.sh").read_text()
+        case ["pip", "install", "-e", target]:
+            check_install(target)
         case ["python", "-m", "titan_launch.config.reference"]:
             pass  # tests/config/test_schema.py runs what it does
         case _:
@@ -102,7 +166,7 @@ def check(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         arguments = ["--config", started.config, *started.overrides, "--world-size", ranks]
     if arguments[0] != "check":
         arguments = ["check", *arguments]
-    assert main(arguments) == 0, capsys.readouterr().err
+    assert main([*arguments, NO_EARLIER_RUN]) == 0, capsys.readouterr().err
 
 
 def plan(arguments: list[str]) -> str:
@@ -119,6 +183,15 @@ def check_benchmark(script: str, arguments: list[str]) -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     usage = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     assert all(argument in usage for argument in arguments if argument.startswith("--"))
+
+
+def check_install(target: str) -> None:
+    """The extras exist, and what is installed has the command."""
+    project = tomli.loads((REPO / "pyproject.toml").read_text())["project"]
+    extras = target.removeprefix(".").strip("[]")
+    assert target.startswith(".") and set(filter(None, extras.split(","))) <= project["optional-dependencies"].keys()
+    module, _, function = project["scripts"]["titan-launch"].partition(":")
+    assert getattr(importlib.import_module(module), function) is main
 
 
 def check_script(script: str, arguments: list[str]) -> None:

@@ -102,11 +102,12 @@ def test_a_killed_rank_and_a_signal_leave_no_trace_in_the_result(job: dict[str, 
         killed_after = steps_done(tmp_path)  # they go back to a checkpoint before
         wait_for(lambda: steps_done(tmp_path) >= killed_after + 3, process)
         ranks = ranks_of(process)
-        process.send_signal(signal.SIGUSR1)
+        process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=120)
     assert process.returncode == 0
     stopped = int(read_metrics(tmp_path)[-1]["step"])
-    assert f"stopped by SIGUSR1 after step {stopped} of {STEPS}, which is saved; to resume, " in output.splitlines()[-1]
+    assert output.count("SIGTERM: the run ends after this step") == 1  # not when the ranks beside the killed one ended
+    assert f"stopped by SIGTERM after step {stopped} of {STEPS}, which is saved; to resume, " in output.splitlines()[-1]
     assert "killed by SIGKILL" in errors and "starting all ranks again: restart 1 of at most 1" in errors
     assert "Traceback" not in errors
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)

@@ -12,7 +12,7 @@ from titan_launch.config import data, lr_scheduler
 from titan_launch.config.architectures import ARCHITECTURES
 from titan_launch.config.base import Section
 from titan_launch.config.job import JobConfig
-from titan_launch.config.optimizer import MuonConfig, ParamGroup
+from titan_launch.config.optimizer import MuonConfig, ParamGroup, SGDConfig
 from titan_launch.config.precision import PrecisionRule
 
 REPO = Path(__file__).parent.parent
@@ -25,8 +25,8 @@ def sections() -> Iterator[type[Section]]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield field.annotation
     yield from (data.TextData, data.SyntheticData, data.ImageData)
-    yield from (lr_scheduler.WarmupStableDecay, lr_scheduler.Cosine, lr_scheduler.Linear)
-    yield from (PrecisionRule, ParamGroup, MuonConfig)
+    yield from (lr_scheduler.WarmupStableDecay, lr_scheduler.Cosine, lr_scheduler.Linear, lr_scheduler.Constant)
+    yield from (PrecisionRule, ParamGroup, MuonConfig, SGDConfig)
     yield from (architecture.args for architecture in ARCHITECTURES.values())
 
 

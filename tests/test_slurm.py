@@ -53,7 +53,8 @@ def submit(folder: Path, status: str = "", after_signal: str = "0", nodes: str =
 def test_a_run_that_saved_when_the_time_was_over_is_queued_again(tmp_path: Path) -> None:
     status, lines = submit(tmp_path, nodes="2")
     assert status == 0 and lines[-1] == "scontrol requeue 4711"
-    assert "-m titan_launch launch --config job.toml" in lines[0] and lines[0].endswith(" --training.steps=20")
+    assert "-m titan_launch launch --config job.toml" in lines[0]
+    assert lines[0].endswith(" --checkpoint.enable=true --training.steps=20")
     assert "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint node7:24711 --rdzv-id 4711.0" in lines[0]
 
 
@@ -65,7 +66,7 @@ def test_a_run_that_is_done_or_failed_is_not(status: str, after_signal: str, end
 
 def test_the_options_are_known_to_launch(tmp_path: Path) -> None:
     words = submit(tmp_path, status="0", nodes="2")[1][0].split()
-    options = words[words.index("job.toml") + 1 : -1]
+    options = words[words.index("job.toml") + 1 : words.index("--checkpoint.enable=true")]
     processes = plan_processes(
         {name.removeprefix("--"): value for name, value in zip(*[iter(options)] * 2, strict=True)}
     )

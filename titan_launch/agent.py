@@ -11,6 +11,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
+from titan_launch.process import claim_announcement
 from titan_launch.signals import RESTART_SIGNAL, RESTART_STATUS, held_back
 
 _SECONDS_AFTER_A_FAILURE = 30  # as torchrun's own
@@ -44,23 +45,29 @@ class Agent(LocalElasticAgent):
         self._stop_timeout_s = stop_timeout_s
         self._final_statuses = final_statuses
         self._has_failed = False
+        self._workers: Sequence[subprocess.Popen[bytes]] = ()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with held_back():
             ids: dict[int, Any] = super()._start_workers(worker_group)
         context = self._pcontext
         assert isinstance(context, SubprocessContext)
-        self._on_start([handler.proc for handler in context.subprocess_handlers.values()])
+        self._workers = [handler.proc for handler in context.subprocess_handlers.values()]
+        self._on_start(self._workers)
         return ids
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Before a restart, or at the end. Ranks that are well (a host has come) get the time to save; those that have
-        lost another cannot, and on GPUs may not even notice."""
+        """End the ranks, before a restart or at the end. If a new host joined, they get the time to save. If another
+        rank has failed, they cannot save, and on GPUs may not even notice the signal."""
         if self._pcontext is not None:
             self._pcontext.close(RESTART_SIGNAL, _SECONDS_AFTER_A_FAILURE if self._has_failed else self._stop_timeout_s)
         super()._stop_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if any((worker.poll() or 0) < 0 for worker in self._workers):
+            # `on_failure` will say which rank was killed. The others need not announce the SIGTERM that they get now.
+            assert self._pcontext is not None
+            claim_announcement(self._pcontext.envs[0])
         result = super()._monitor_workers(worker_group)
         if result.state not in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._has_failed = False

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from titan_launch import __version__
+from titan_launch.config.explain import render
 from titan_launch.config.job import JobConfig
 from titan_launch.config.load import LoadedJob, load_job
 from titan_launch.errors import ConfigError, Problem, UserError, did_you_mean
@@ -31,7 +33,8 @@ usage: titan-launch --version
           with --fake-world-size instead build what rank R (0) of N ranks would: mesh, units, optimizer and a step, on
           the CPU and without values; say what the rank holds, and write nothing (launch takes it too)
   check   parse the job file and check it, without torch or a GPU; with --world-size also how ranks and batch divide.
-          What needs the model (a factory of your own, a rule that matches nothing) is left to `plan`, and to a run
+          Where the run's folder is on this host, also check that the run may start in it. What needs the model (a
+          factory of your own, a rule that matches nothing) is left to `plan`, and to a run
   plan    show what a run would do, without a GPU or memory: what every module is stored, computed and reduced in, and
           for every mode of accumulation and recomputation the memory it takes, whether that fits, what it communicates
           and how long a step takes; and which mode "auto" stands for
@@ -84,7 +87,7 @@ def _train(args: list[str]) -> int:
 
     stop = StopRequest()
     with stop.listening():  # before torch is imported, so that a signal of these seconds is not lost
-        loaded = _load(arguments, world_size=_positive("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+        loaded = _load_to_train(arguments, _positive("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
         run_and_leave(lambda: _import_and_train(loaded, stop), loaded.provenance)
 
 
@@ -125,7 +128,7 @@ def _import_and_build(loaded: LoadedJob, world_size: int, rank: int) -> None:
 def _check(args: list[str]) -> int:
     arguments = parse_arguments(args, options=("world-size",))
     world_size = arguments.options.get("world-size")
-    _load(arguments, None if world_size is None else _positive("--world-size", world_size))
+    _load_to_train(arguments, None if world_size is None else _positive("--world-size", world_size))
     print(f"{arguments.config}: no problems found (what only the model can tell: plan; the data: a run)")
     return OK
 
@@ -176,9 +179,33 @@ def _launch(args: list[str]) -> int:
             reason = f"there are {processes.world_size} processes by --nnodes and --nproc-per-node"
             raise UserError(f"error: --fake-world-size {fake.get('fake-world-size')}: {reason}; drop these, or it")
         return _dry_run(replace(arguments, options=fake))
-    loaded = _load(arguments, processes.world_size, is_elastic=processes.world_size is None)
+    loaded = _load_to_train(arguments, processes.world_size, is_elastic=processes.world_size is None)
     worker_args = ["--config", arguments.config, *arguments.overrides]
     return launch(processes, worker_args, final_statuses=(BAD_INPUT,), run_folder=loaded.config.job.run_folder)
+
+
+def _load_to_train(arguments: _Arguments, world_size: int | None, is_elastic: bool = False) -> LoadedJob:
+    """Return the job, checked, also against the earlier run in its folder where this host sees one.
+
+    The global batch size is part of that check. Without a world size, a job that leaves it unset is not compared.
+    """
+    loaded = _load(arguments, world_size, is_elastic=is_elastic)
+    config = loaded.config
+    if not config.job.run_folder.exists():
+        return loaded
+    from titan_launch.plan.layout import plan_layout, with_global_batch_size
+    from titan_launch.train.folder import check_earlier_run
+
+    if world_size is not None:
+        config = with_global_batch_size(config, plan_layout(config.parallelism, config.training, world_size))
+    elif config.training.global_batch_size is None:
+        return loaded
+    try:
+        with suppress(OSError):  # a folder that cannot be read: the run says so when it opens the folder
+            check_earlier_run(config.job.run_folder, config, config.checkpoint.load)
+    except ConfigError as error:
+        raise UserError(render(error.problems, loaded.provenance)) from None
+    return loaded
 
 
 def _load(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NoReturn
 
@@ -53,12 +53,15 @@ def _run(action: Callable[[], None], provenance: Provenance) -> int:
         return _announce("error: nobody reads the output any more (a closed pipe), so the run ends", FAILED)
     except KeyboardInterrupt:
         return _announce("interrupted", INTERRUPTED)
-    except BaseException:
+    except BaseException as error:
         import traceback
 
+        from titan_launch.registry import is_of_users_forward, user_traceback
+
+        trace = user_traceback(error) if is_of_users_forward(error) else traceback.format_exc().rstrip()
         rank = os.environ.get("RANK")
         where = f" on rank {rank}" if rank else ""
-        return _announce(f"{traceback.format_exc()}error: the run failed{where}; see the traceback above", FAILED)
+        return _announce(f"{trace}\nerror: the run failed{where}; see the traceback above", FAILED)
 
 
 def _announce(text: str, status: int) -> int:
@@ -67,25 +70,39 @@ def _announce(text: str, status: int) -> int:
 
 
 def announce_once(text: str) -> None:
-    """Print an error on the first rank of this host that has one; the others' errors are its echo.
+    """Print an error on the first rank of this host that has one; the errors of the other ranks follow from it.
 
-    "Rank 0 prints" would lose the message: torchrun stops all ranks as soon as the first one fails. So whoever first
-    creates a file in torchrun's folder for this attempt prints.
+    Rank 0 alone could not print: torchrun stops all ranks as soon as the first one fails. So the rank that creates the
+    file of `claim_announcement` prints.
     """
-    if _is_first():
+    if claim_announcement(os.environ):
         over_the_bar = "\r\x1b[K" if sys.stderr.isatty() else ""  # a progress bar leaves the cursor in its line
         print(over_the_bar + text, file=sys.stderr, flush=True)
 
 
-def _is_first() -> bool:
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file is None:  # started by hand, or by another launcher: nothing stops the ranks, each may speak
+def claim_announcement(environment: Mapping[str, str]) -> bool:
+    """Create the file which says that the reason of a failure is printed. Returns False if it exists already.
+
+    `environment`: that of a rank. torchrun names a folder in it for each start of the ranks.
+    """
+    path = _announcement(environment)
+    if path is None:  # started by hand, or by another launcher: nothing stops the other ranks, so each may print
         return True
     try:
-        attempt_folder = os.path.dirname(os.path.dirname(error_file))
-        os.close(os.open(os.path.join(attempt_folder, "announced"), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
         return False
     except OSError:  # a message twice is better than none
         return True
     return True
+
+
+def is_announced() -> bool:
+    """Whether the reason why a rank of this host failed is printed, by that rank or by `launch`."""
+    path = _announcement(os.environ)
+    return path is not None and os.path.exists(path)
+
+
+def _announcement(environment: Mapping[str, str]) -> str | None:
+    error_file = environment.get("TORCHELASTIC_ERROR_FILE")
+    return os.path.join(os.path.dirname(os.path.dirname(error_file)), "announced") if error_file else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -83,25 +84,41 @@ _ENDINGS = ("", *importlib.machinery.all_suffixes())
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback of an error raised in code of the user's, without the frames of ours that led there."""
+    """Return the traceback of an error raised while the user's code ran, without our frames and PyTorch's."""
     trace = traceback.TracebackException.from_exception(error)
-    frames = list(trace.stack)
-    while frames and frames[0].filename.startswith((_OWN_FOLDER, *_IMPORT_MACHINERY)):
-        del frames[0]
-    trace.stack = traceback.StackSummary.from_list(frames)
+    link: traceback.TracebackException | None = trace
+    while link is not None:
+        link.stack = traceback.StackSummary.from_list([frame for frame in link.stack if is_user_file(frame.filename)])
+        link = link.__cause__ or link.__context__
     return "".join(trace.format()).rstrip()
+
+
+def is_of_users_forward(error: BaseException) -> bool:
+    """Return whether an error was raised while a forward of the user's own ran."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(frame.name == "forward" and is_user_file(frame.filename) for frame in frames)
 
 
 def user_place(error: BaseException, or_own: bool = False) -> str | None:
     """`file:line` of the innermost frame of an error that is neither PyTorch's nor ours; None where there is none. With
     `or_own` then of the innermost one that is ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if is_user_file(frame.filename)]
+    own = [frame for frame in frames if or_own and frame.filename.startswith(_OWN_FOLDER)]
+    named = users or own
+    return f"{named[-1].filename}:{named[-1].lineno}" if named else None
+
+
+def is_user_file(name: str) -> bool:
+    """Return whether a source file is neither ours, nor PyTorch's, nor of Python's import machinery."""
+    return not name.startswith((_OWN_FOLDER, _pytorchs_folder(), *_IMPORT_MACHINERY))
+
+
+@functools.cache
+def _pytorchs_folder() -> str:
     torch = importlib.util.find_spec("torch")
     assert torch is not None and torch.origin is not None
-    pytorchs = os.path.dirname(torch.origin) + os.sep
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(pytorchs)]
-    users = [frame for frame in frames if not frame.filename.startswith(_OWN_FOLDER)]
-    named = users or (frames if or_own else [])
-    return f"{named[-1].filename}:{named[-1].lineno}" if named else None
+    return os.path.dirname(torch.origin) + os.sep
 
 
 def _import_module(module_name: str, name: str, key: KeyPath) -> Any:

@@ -72,6 +72,7 @@ def job_of(case: Case, device: Device, folder: str) -> dict[str, Any]:
         "training.global_batch_size": shape.batch * case.microbatches,
         "metrics.log_freq": shape.steps,
         "compile.enable": case.is_compiled,
+        "checkpoint.save_last": False,
         **case.options,
     }
 

@@ -102,7 +102,8 @@ def job_words(name: str, options: Mapping[str, Any], is_smoke: bool, scratch: Pa
     """Return the launcher's arguments for a short run that reports after its first and its last step."""
     folder = scratch / "runs" / Path(log_name(name)).stem
     job = shape_of_job(SMOKE if is_smoke else _SHAPE, device_of(is_smoke), str(folder))
-    job |= {"training.steps": _STEPS, "metrics.log_freq": 100, **options}
+    job |= {"training.steps": _STEPS, "metrics.log_freq": 100}
+    job |= {"checkpoint.save_last": options.get("checkpoint.enable", False), **options}
     if is_smoke and "compile.enable" in job:
         job["compile.backend"] = "aot_eager"  # inductor would compile C++ for a minute
     if is_smoke and "float8.enable" in job:

@@ -121,6 +121,7 @@ def launcher_sections(job: Job, folder: Path) -> dict[str, dict[str, Any]]:
         "optimizer": {"lr": job.lr},
         "precision": {"param_dtype": job.precision},
         "parallelism": {"data_parallel_replicate_degree": replicas},
+        "checkpoint": {"save_last": False},  # the other contestants save nothing
     }
 
 

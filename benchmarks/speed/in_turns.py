@@ -129,7 +129,7 @@ def launcher_step(job: Job, stack: ExitStack, ranks: object) -> Callable[[], obj
     assert isinstance(ranks, Ranks)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     sections = launcher_sections(Job(**vars(job) | {"steps": 10_000}), folder)
-    run = build_run(JobConfig.model_validate(sections | {"checkpoint": {"enable": False}}), ranks, stack)
+    run = build_run(JobConfig.model_validate(sections), ranks, stack)
 
     def step() -> None:
         train_one_step(run)

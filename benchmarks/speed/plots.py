@@ -20,7 +20,7 @@ _METADATA: dict[str, Any] = {"Date": None}
 def check_matplotlib() -> None:
     """End with a sentence where it is missing, before anything is measured for a picture."""
     if find_spec("matplotlib") is None:
-        raise SystemExit('error: the plots need matplotlib: pip install "titan-launch[plot]"; or leave out --images')
+        raise SystemExit("error: the plots need matplotlib: pip install matplotlib; or leave out --images")
 
 
 def plot_scaling(runs: Sequence[Run], path: Path) -> None:

@@ -14,7 +14,7 @@ import tomli
 from titan_launch.config.data import SyntheticData, TextData
 from titan_launch.config.job import JobConfig
 from titan_launch.config.load import LoadedJob, dump_job, load_job
-from titan_launch.config.lr_scheduler import Cosine
+from titan_launch.config.lr_scheduler import Constant, Cosine
 from titan_launch.errors import Problem, UserError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -83,10 +83,13 @@ def test_problems_name_the_file_that_won() -> None:
 
 def test_a_new_kind_drops_the_keys_of_the_old_one_only() -> None:
     base = "[data]\npath = 'nowhere'\nshuffle = false\n[lr_scheduler]\nwarmup_steps = 5\ndecay_ratio = 0.1\n"
+    base += "min_lr_factor = 0.3\n"
     text = "extends = 'base.toml'\n[data]\nkind = 'synthetic'\nvocab_size = 9\n"
     config = load(text, "--lr_scheduler.kind=cosine", base=base).config
     assert config.data == SyntheticData(kind="synthetic", shuffle=False, vocab_size=9)
-    assert config.lr_scheduler == Cosine(kind="cosine", warmup_steps=5)
+    assert config.lr_scheduler == Cosine(kind="cosine", warmup_steps=5, min_lr_factor=0.3)
+    config = load(text, "--lr_scheduler.kind=constant", base=base).config
+    assert config.lr_scheduler == Constant(kind="constant", warmup_steps=5)
 
 
 def test_a_new_kind_drops_no_misspelt_key() -> None:
@@ -180,10 +183,11 @@ def test_all_files_are_judged_at_once() -> None:
 
 
 def test_a_rule_is_silent_about_what_is_wrong_already() -> None:
-    """Without `steps`, the default is too short for the warm-up; that says nothing."""
-    text = "[training]\nsteps = '5000'\n[lr_scheduler]\nwarmup_steps = 1000\n"
-    assert "warmup" not in complaint(text)
-    assert "warmup" not in complaint(text.replace("steps = '5000'", "step = 5000"))
+    """The default of `storage_dtype` does not go with master weights, but the job meant to set another value."""
+    text = "[precision]\nstorage_dtype = 'bf16'\n[optimizer]\nmaster_weights = true\n"
+    assert "master_weights" not in complaint(text)
+    assert "master_weights" not in complaint(text.replace("storage_dtype = 'bf16'", "storage_dtyp = 'bfloat16'"))
+    assert "master_weights" in complaint(text.replace("bf16", "float32"))
 
 
 def test_extra_rules_report_along() -> None:

@@ -58,7 +58,7 @@ def test_digits_are_images_with_a_class_each() -> None:
 
 def test_scikit_learn_is_not_needed_until_the_digits_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    assert problem() == 'data.path: needs scikit-learn, which is not installed: pip install "titan-launch[images]"'
+    assert problem() == "data.path: needs scikit-learn, which is not installed: pip install scikit-learn"
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "float64"])
@@ -75,6 +75,13 @@ def test_pixels_are_scaled_after_uint8_became_0_to_1(tmp_path: Path, dtype: str)
 def test_gray_images_get_a_channel(tmp_path: Path) -> None:
     image, _ = build(path=numbered(tmp_path / "a.npz"), mean=0.0, std=2.0)[8]
     assert torch.equal(image, torch.full((1, 2, 3), 4.0))
+
+
+def test_a_part_has_the_classes_of_the_whole(tmp_path: Path) -> None:
+    """A class may be in one part only."""
+    held_out = build(path=numbered(tmp_path / "a.npz"), split="validation", validation_percent=20)
+    assert held_out.num_classes == 60
+    assert held_out.describe() == f"{len(held_out)} images (1, 2, 3) of 60 classes"
 
 
 def test_the_split_is_disjoint_and_complete(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed import run_command
 from titan_launch.config.data import TextData
 from titan_launch.data.sources import build_source
-from titan_launch.data.sources.text import TokenSource, is_validation_document
+from titan_launch.data.sources.text import TokenSource, is_text, is_validation_document
 from titan_launch.errors import ConfigError
 from titan_launch.tokenizer import ByteTokenizer
 
@@ -109,3 +110,102 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     file.write_text("text")
     monkeypatch.setattr(Path, "read_bytes", refuse)  # chmod does not stop root
     assert problem(TextData(path=str(file))) == f"data.path: cannot read {file}: Permission denied"
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"", True),
+        ("Grüße, \N{SNOWMAN} \N{GRINNING FACE}".encode(), True),
+        (b"a" * ((1 << 20) - 1) + "é".encode(), True),  # a character across two parts
+        ("Grüße".encode("latin-1"), False),
+        (b"a" * (1 << 20) + b"\xc3", False),  # a character that ends too early
+        (b"text\0", False),
+        ("text".encode("utf-16"), False),
+    ],
+)
+def test_text_is_utf8_without_nul_bytes(data: bytes, expected: bool) -> None:
+    assert is_text(data) is expected
+
+
+def test_files_that_are_not_text_are_skipped_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_bytes(b"abcdefg")
+    alone = build(TextData(path=str(tmp_path)))
+    assert alone.describe() == "1 file, 8 tokens, 1 sample of 4"
+    (tmp_path / "a.bin").write_bytes(b"\x80\x81")
+    assert build(TextData(path=str(tmp_path))).describe() == (
+        "1 file, 8 tokens, 1 sample of 4; skipped 1 file that is not UTF-8 text, first: a.bin"
+    )
+    (tmp_path / "c.bin").write_bytes(b"c\0")
+    source = build(TextData(path=str(tmp_path)))
+    assert source.describe().endswith("; skipped 2 files that are not UTF-8 text, first: a.bin")
+    assert torch.equal(source[0][0], alone[0][0])
+
+
+def test_data_without_text_is_refused(tmp_path: Path) -> None:
+    for name in ("a.bin", "b.bin"):
+        (tmp_path / name).write_bytes(b"\xff\xfe\0")
+    rest = "without NUL bytes (first: a.bin); convert it to UTF-8, or name text files"
+    assert problem(TextData(path=str(tmp_path / "a.bin"))) == f"data.path: is not UTF-8 text {rest}"
+    assert problem(TextData(path=str(tmp_path))) == f"data.path: none of its 2 files is UTF-8 text {rest}"
+
+
+JOB = """
+[job]
+name = "tiny"
+dump_folder = "."
+device = "cpu"
+
+[model.args]
+dim = 32
+n_layers = 1
+n_heads = 4
+n_kv_heads = 2
+
+[data]
+path = "text"
+split = "train"
+validation_percent = 30
+
+[training]
+seq_len = 16
+steps = 1
+
+[validation]
+freq = 1
+max_samples = 2
+
+[validation.data]
+path = "text"
+split = "validation"
+validation_percent = 30
+"""
+
+
+def test_a_run_logs_how_much_data_it_has(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    documents = write_documents(tmp_path / "text")
+    (tmp_path / "text" / "picture.png").write_bytes(b"\x89PNG\0")
+    (tmp_path / "job.toml").write_text(JOB)
+    status, printed, reported = run_command(["train", "--config", "job.toml"], tmp_path)
+    assert (status, reported) == (0, "")
+    held_out = {name for name in documents if is_validation_document(name, 30)}
+    expected = {}
+    for what, names in (("data", documents.keys() - held_out), ("validation data", held_out)):
+        tokens = sum(len(documents[name]) + 1 for name in names)
+        expected[what] = f"{len(names)} files, {tokens:,} tokens, {(tokens - 1) // 16} samples of 16"
+    skipping = "validation data" if is_validation_document("picture.png", 30) else "data"
+    expected[skipping] += "; skipped 1 file that is not UTF-8 text, first: picture.png"
+    expected["validation data"] += "; the first 2 samples are used"
+    assert [line for line in printed.splitlines() if "data: " in line] == [f"{w}: {s}" for w, s in expected.items()]
+
+
+def test_a_run_refuses_a_file_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"\xff\xfe\0")
+    (tmp_path / "job.toml").write_text(JOB.replace('split = "train"\n', "").partition("[validation]")[0])
+    status, _, reported = run_command(["train", "--config", "job.toml"], tmp_path)
+    assert (status, reported) == (
+        2,
+        'error: job.toml:14: data.path = "text": is not UTF-8 text without NUL bytes (first: text); convert it to '
+        "UTF-8, or name text files\n",
+    )

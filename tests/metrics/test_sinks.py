@@ -53,14 +53,16 @@ def test_tensorboard_gets_the_dashboard_once(tmp_path: Path) -> None:
             assert sorted(shown) == sorted(expected)
 
 
-def test_tensorboard_drops_the_steps_that_a_resumed_run_repeats(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume_step", [0, 3])
+def test_tensorboard_drops_the_steps_that_a_resumed_or_restarted_run_repeats(tmp_path: Path, resume_step: int) -> None:
     first = TensorBoardSink(tmp_path / "tb")
     for step in range(1, 6):
         first.write(step, {"train/loss": step})
-    resumed = TensorBoardSink(tmp_path / "tb", resume_step=3)  # the first one was killed: it is not closed
-    resumed.write(4, {"train/loss": 40})
+    resumed = TensorBoardSink(tmp_path / "tb", resume_step)  # the first one was killed: it is not closed
+    resumed.write(resume_step + 1, {"train/loss": 40})
     events = read_events(tmp_path / "tb")
-    assert scalar(events, "train/loss") == [(1, 1), (2, 2), (3, 3), (4, 40)]
+    kept = [(step, step) for step in range(1, resume_step + 1)]
+    assert scalar(events, "train/loss") == [*kept, (resume_step + 1, 40)]
     first.close()
     resumed.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 from titan_launch.config.model import ModelConfig
 from titan_launch.errors import ConfigError, Problem
-from titan_launch.models.build import build_model
+from titan_launch.models.build import build_model, recorded_model
 from titan_launch.models.initializers import call_reset_parameters
 from titan_launch.models.llama3 import Llama3
 
@@ -122,4 +123,8 @@ def test_factories_are_found_in_the_working_directory(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("build_net.py").write_text("from torch import nn\n\ndef build(width):\n    return nn.Linear(width, 1)\n")
-    assert build_model(ModelConfig(name="build_net:build", args={"width": 3}), 8).module.in_features == 3
+    config = ModelConfig(name="build_net:build", args={"width": 3})
+    assert build_model(config, 8).module.in_features == 3
+    Path("config.json").write_text(json.dumps({"model": config.model_dump(mode="json"), "training": {"seq_len": 8}}))
+    whole = recorded_model("config.json")
+    assert isinstance(whole, nn.Linear) and whole.weight.device.type == "cpu"

@@ -97,6 +97,18 @@ def test_muon_is_for_the_matrices_within() -> None:
     assert named["param_groups.0, Muon, weight decay 0.1"] == ["output.weight"]
 
 
+def test_weight_decay_is_of_algorithms_that_apply_it_alike() -> None:
+    """The weight decay of AdamW is not added to the gradients of SGD, nor the other way round."""
+    model = nn.ModuleDict({"one": nn.Linear(2, 2, bias=False), "other": nn.Linear(2, 2, bias=False)})
+    assert list(_named(model, name="SGD")) == ["default, SGD, weight decay 0"]
+    assert list(_named(model, name="SGD", weight_decay=1e-4)) == ["default, SGD, weight decay 0.0001"]
+    sgd, adamw = ({"match": "other.*", "algorithm": algorithm} for algorithm in ("SGD", "AdamW"))
+    names = ["default, weight decay 0.3", "param_groups.0, SGD, weight decay 0"]
+    assert list(_named(model, weight_decay=0.3, param_groups=[sgd])) == names
+    names = ["default, SGD, weight decay 0.0001", "param_groups.0, weight decay 0.1"]
+    assert list(_named(model, name="SGD", weight_decay=1e-4, param_groups=[adamw])) == names
+
+
 def test_what_muon_cannot_update_is_an_error() -> None:
     def reasons(model: nn.Module, head: tuple[str, ...] = (), **config: Any) -> list[str]:
         with pytest.raises(ConfigError) as caught:

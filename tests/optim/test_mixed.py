@@ -1,4 +1,4 @@
-"""Muon, and AdamW in several dtypes: the published algorithms, on every division of the parameters among ranks."""
+"""Muon, SGD, and AdamW in several dtypes: the published algorithms, on every division of parameters among ranks."""
 
 from __future__ import annotations
 
@@ -38,11 +38,16 @@ MUON = {
     ],
 }
 STOCHASTIC = {"rounding": "stochastic", "lr": 0.02}
+SGD = {"name": "SGD", "lr": 0.02, "weight_decay": 0.1, "sgd": {"momentum": 0.8, "nesterov": True}}
 CASES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "muon": (MUON, torch.float32),
     "muon, stochastic": ({**MUON, "rounding": "stochastic"}, torch.bfloat16),
     "stochastic": (STOCHASTIC, torch.bfloat16),
     "masters": ({"master_weights": True, "state_dtype": "float32", "lr": 0.02}, torch.bfloat16),
+    "sgd": ({**SGD, "param_groups": [{"match": "3.weight", "algorithm": "Muon"}]}, torch.float32),
+    "sgd, stochastic": ({**SGD, "rounding": "stochastic"}, torch.bfloat16),
+    "sgd, masters": ({**SGD, "sgd": {}, "master_weights": True, "state_dtype": "float32"}, torch.bfloat16),
+    "sgd without momentum": ({**SGD, "sgd": {"momentum": 0.0}, "master_weights": True}, torch.bfloat16),
     "states": ({"state_dtype": "bfloat16", "rounding": "stochastic", "lr": 0.02}, torch.float32),
 }
 
@@ -138,6 +143,36 @@ def test_muon_is_pytorchs(adjust_lr_fn: str, nesterov: bool) -> None:
         reference.step()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop", "mixed"])
+@pytest.mark.parametrize(
+    ("momentum", "nesterov", "weight_decay"), [(0.9, False, 1e-2), (0.9, True, 0.0), (0.0, False, 0.1)]
+)
+def test_sgd_is_pytorchs(implementation: str, momentum: float, nesterov: bool, weight_decay: float) -> None:
+    """Bit for bit with PyTorch's own implementations; the one of this package rounds otherwise."""
+    ours, theirs = (nn.ModuleList([nn.Linear(9, 30, bias=False), nn.Linear(9, 5, bias=False)]) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    sgd = {"momentum": momentum, "nesterov": nesterov}
+    settings: dict[str, Any] = {"name": "SGD", "lr": 0.1, "weight_decay": weight_decay, "sgd": sgd}
+    how: dict[str, Any] = {"for-loop": {"foreach": False}, "mixed": {}}.get(implementation, {implementation: True})
+    if implementation == "mixed":
+        config = OptimizerConfig.model_validate(settings)
+        optimizer: Optimizer = MixedOptimizer(group_parameters(ours, config), config, is_mixed=True, seed=0)
+    else:
+        settings["implementation"] = implementation
+        optimizer = build_optimizer(ours, OptimizerConfig.model_validate(settings))
+    reference = torch.optim.SGD(theirs.parameters(), lr=0.1, weight_decay=weight_decay, **sgd, **how)
+    for step in range(3):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        optimizer.step()
+        reference.step()
+    tolerance = 1e-6 if implementation == "mixed" else 0.0
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
+        names = {"step", "momentum_buffer"} if momentum else {"step"}
+        assert optimizer.state[mine].keys() == names and optimizer.state[mine]["step"] == 3
 
 
 def test_singular_values_come_near_one() -> None:
@@ -252,8 +287,14 @@ def test_only_what_is_stored_in_bfloat16_has_a_master() -> None:
 
 TENSOR_PARALLEL = ("shard", "tp")
 DIVISIONS: dict[int, list[tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]]] = {
-    2: [((2,), ("shard",), tuple(CASES)), ((1, 2), TENSOR_PARALLEL, ("muon, stochastic", "masters"))],
-    4: [((2, 2), ("replicate", "shard"), ("muon",)), ((2, 2), TENSOR_PARALLEL, ("muon", "muon, stochastic"))],
+    2: [
+        ((2,), ("shard",), tuple(CASES)),
+        ((1, 2), TENSOR_PARALLEL, ("muon, stochastic", "masters", "sgd, stochastic")),
+    ],
+    4: [
+        ((2, 2), ("replicate", "shard"), ("muon", "sgd")),
+        ((2, 2), TENSOR_PARALLEL, ("muon", "muon, stochastic", "sgd")),
+    ],
 }
 """By ranks: meshes, the names of their axes, and cases."""
 
@@ -275,8 +316,8 @@ def _train_divided() -> list[tuple[str, Values]]:
 
 @pytest.mark.parametrize("world_size", DIVISIONS)
 def test_every_division_gives_the_same_parameters(world_size: int) -> None:
-    """To the last bit, but for PyTorch's fused AdamW, which is beside Muon: it rounds otherwise where a shard ends."""
+    """To the last bit, but for PyTorch's fused AdamW (beside Muon) and SGD: they round otherwise where a shard ends."""
     alone = {case: trained_alone(case) for case in CASES}
     for results in run_ranks(_train_divided, world_size):
         for case, values in results:
-            assert_same(values, alone[case], 1e-6 if case == "muon" else 0.0)
+            assert_same(values, alone[case], 1e-6 if case in ("muon", "sgd") else 0.0)

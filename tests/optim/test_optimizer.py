@@ -34,9 +34,10 @@ def _sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def _config(implementation: str) -> OptimizerConfig:
+def _config(implementation: str, name: str = "AdamW") -> OptimizerConfig:
     groups = [{"match": "2.weight", "lr_factor": 0.5}]
-    return OptimizerConfig.model_validate({"lr": 0.1, "implementation": implementation, "param_groups": groups})
+    settings = {"name": name, "lr": 0.1, "implementation": implementation, "param_groups": groups}
+    return OptimizerConfig.model_validate(settings)
 
 
 def _train(model: nn.Module, optimizer: Optimizer, steps: list[int], bad: tuple[int, ...] = ()) -> None:
@@ -99,10 +100,10 @@ def test_set_lr_scales_every_group() -> None:
     }
 
 
-def _check_skipping(implementation: str, shard: bool) -> dict[str, torch.Tensor]:
+def _check_skipping(implementation: str, shard: bool, name: str = "AdamW") -> dict[str, torch.Tensor]:
     """A model that skips bad steps stays, bit for bit, one that never saw them; the first step is bad too."""
     model, never = (_sharded(_model()) if shard else _model() for _ in range(2))
-    optimizer, never_optimizer = (build_optimizer(m, _config(implementation)) for m in (model, never))
+    optimizer, never_optimizer = (build_optimizer(m, _config(implementation, name)) for m in (model, never))
     _train(model, optimizer, [0, 1], bad=(0,))
     before = _state(model, optimizer)
     _train(model, optimizer, [2], bad=(2,))
@@ -114,21 +115,24 @@ def _check_skipping(implementation: str, shard: bool) -> dict[str, torch.Tensor]
     return _state(model, optimizer)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_skipped_step_leaves_no_trace(implementation: str) -> None:
-    _check_skipping(implementation, shard=False)
+def test_a_skipped_step_leaves_no_trace(implementation: str, name: str) -> None:
+    _check_skipping(implementation, shard=False, name=name)
 
 
 def _check_all_sharded() -> dict[str, Any]:
-    return {implementation: _check_skipping(implementation, shard=True) for implementation in IMPLEMENTATIONS}
+    states = {implementation: _check_skipping(implementation, shard=True) for implementation in IMPLEMENTATIONS}
+    return states | {"SGD": _check_skipping("fused", shard=True, name="SGD")}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_skipped_step_leaves_no_trace_on_shards(world_size: int) -> None:
-    plain = _check_skipping("fused", shard=False)
+    plain = {"fused": _check_skipping("fused", shard=False), "SGD": _check_skipping("fused", shard=False, name="SGD")}
     for states in run_ranks(_check_all_sharded, world_size):
-        for name, tensor in states["fused"].items():
-            torch.testing.assert_close(tensor, plain[name], rtol=1e-5, atol=1e-6, msg=name)
+        for case, expected in plain.items():
+            for name, tensor in states[case].items():
+                torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_the_fused_update_does_not_ask_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,16 @@ import pytest
 from pydantic import TypeAdapter
 
 from titan_launch.config.lr_scheduler import SchedulerConfig
-from titan_launch.optim.schedule import lr_factor
+from titan_launch.optim.schedule import describe_clipping, lr_factor
+
+
+def _schedule(**config: Any) -> SchedulerConfig:
+    schedule: SchedulerConfig = TypeAdapter(SchedulerConfig).validate_python({"kind": "warmup_stable_decay", **config})
+    return schedule
 
 
 def _curve(total_steps: int, **config: Any) -> list[float]:
-    schedule = TypeAdapter(SchedulerConfig).validate_python({"kind": "warmup_stable_decay", **config})
+    schedule = _schedule(**config)
     return [lr_factor(schedule, step, total_steps) for step in range(1, total_steps + 2)]
 
 
@@ -52,6 +57,26 @@ def test_no_decay_and_nothing_but_warm_up() -> None:
     assert _curve(4, warmup_steps=4, decay_ratio=0)[:4] == [0.25, 0.5, 0.75, 1]
 
 
-@pytest.mark.parametrize("kind", ["warmup_stable_decay", "cosine", "linear"])
+def test_a_constant_schedule_stays_at_the_peak_after_warm_up() -> None:
+    assert _curve(5, kind="constant", warmup_steps=2) == [0.5, 1, 1, 1, 1, 1]
+
+
+def test_phases_are_clipped_to_the_run() -> None:
+    """Warm-up takes at most all steps, and the decay what is left of them."""
+    assert _curve(4, warmup_steps=8, decay_ratio=0.5)[:4] == [0.25, 0.5, 0.75, 1]
+    assert _curve(4, warmup_steps=3, decay_ratio=0.5)[:4] == pytest.approx([1 / 3, 2 / 3, 1, 0.5])
+    assert _curve(4, kind="cosine", warmup_steps=8)[:4] == [0.25, 0.5, 0.75, 1]
+    assert describe_clipping(_schedule(warmup_steps=8, decay_ratio=0.5), 4) == (
+        "learning rate: warm-up is clipped from 8 to 4 steps and decay is clipped from 2 to 0 steps, because "
+        "training.steps = 4"
+    )
+    decay = "learning rate: decay is clipped from 2 to 1 steps, because training.steps = 4"
+    assert describe_clipping(_schedule(warmup_steps=3, decay_ratio=0.5), 4) == decay
+    warm_up = "learning rate: warm-up is clipped from 8 to 4 steps, because training.steps = 4"
+    assert describe_clipping(_schedule(kind="cosine", warmup_steps=8), 4) == warm_up
+    assert describe_clipping(_schedule(warmup_steps=2, decay_ratio=0.5), 4) is None
+
+
+@pytest.mark.parametrize("kind", ["warmup_stable_decay", "cosine", "linear", "constant"])
 def test_a_run_of_one_step_takes_it_at_the_peak(kind: str) -> None:
     assert _curve(1, kind=kind)[0] == 1

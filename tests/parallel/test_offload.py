@@ -17,6 +17,7 @@ OFFLOAD = {"enable_cpu_offload": True, "steps": 3}
 BATCHNORM: dict[str, Any] = {
     "model": {"args": {"norm": "batchnorm"}},
     "precision": {"param_dtype": "bfloat16"},
+    "optimizer": {"name": "SGD", "lr": 0.1, "weight_decay": 1e-4},
     "gradient_accumulation": {"mode": "deferred", "keep_params_unsharded": True},
 }
 CHECKPOINTS = {"enable": True, "interval": 2, "async_mode": "thread"}

@@ -27,6 +27,15 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "masters": ({"master_weights": True, "state_dtype": "float32"}, torch.bfloat16),
     "muon": ({"name": "Muon"}, torch.float32),
     "muon, stochastic": ({"name": "Muon", "rounding": "stochastic"}, torch.bfloat16),
+    "sgd": ({"name": "SGD", "weight_decay": 1e-4}, torch.float32),
+    "sgd without momentum": ({"name": "SGD", "sgd": {"momentum": 0.0}, "implementation": "foreach"}, torch.float32),
+    "sgd, foreach": ({"name": "SGD", "weight_decay": 1e-4, "implementation": "foreach"}, torch.float32),
+    "sgd, for-loop": (
+        {"name": "SGD", "weight_decay": 1e-4, "implementation": "for-loop", "sgd": {"nesterov": True}},
+        torch.float32,
+    ),
+    "sgd, stochastic": ({"name": "SGD", "rounding": "stochastic"}, torch.bfloat16),
+    "sgd, masters": ({"name": "SGD", "master_weights": True, "state_dtype": "float32"}, torch.bfloat16),
     "muon, masters": ({"name": "Muon", "master_weights": True}, torch.bfloat16),
 }
 
@@ -56,7 +65,7 @@ def measure(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, int], tuple[i
             optimizer.step()
             seen.append((ledger.footprint().peak_bytes - before, ledger.live[Category.OPTIMIZER]))
     groups = [
-        GroupSizes(group.settings.algorithm, [shard_size(p) for p in group.parameters.values()])
+        GroupSizes(group.settings, [shard_size(p) for p in group.parameters.values()])
         for group in group_parameters(model, config, head=("4",))
     ]
     return min(seen[1:]), (temporary_bytes(config, groups, shape[-1]), state_bytes(config, groups))
@@ -74,4 +83,4 @@ def measure_all() -> dict[str, Any]:
 def test_bytes_are_the_measured_ones() -> None:
     """On the rank that has the larger shards, of two and of one."""
     for name, (measured, planned) in run_ranks(measure_all, 2)[0].items():
-        assert measured == pytest.approx(planned, rel=0.01), name
+        assert measured == pytest.approx(planned, rel=0.01, abs=64), name  # a few scalars

@@ -21,7 +21,7 @@ from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.mesh import build_mesh
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.layout import Layout
-from titan_launch.trace.inputs import make_microbatch, sample_shape
+from titan_launch.trace.inputs import make_microbatch, sample_format
 from titan_launch.trace.ranks import imagined_ranks
 from titan_launch.train.model import shard_model
 from titan_launch.train.pipeline import PipelinedStep
@@ -63,7 +63,7 @@ def allocated_peaks(config: JobConfig, layout: Layout, rank: int = 0) -> tuple[i
 def _accumulate(config: JobConfig, model: nn.Module, layout: Layout) -> PipelinedStep | None:
     """Forward and backward of a step. Returns what holds memory until the next one, if anything does."""
     strategy = build_strategy(config.gradient_accumulation)
-    shape, valid = sample_shape(config), torch.ones((), dtype=torch.int64)
+    (shape, _), valid = sample_format(config), torch.ones((), dtype=torch.int64)
     loss_sum = loss_in_chunks(config.training.loss_chunks)
     pipeline = pipeline_of(model)
     if pipeline is not None:

@@ -18,6 +18,7 @@ from titan_launch.train.plan import plan_precision
 
 ARGS = {"dim": 48, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 100, "vocab_size": 320}
 FP32_NORMS = {"rules": [{"match": ["layers.*.*_norm", "norm"], "param_dtype": "float32"}]}
+SGD = {"name": "SGD", "weight_decay": 1e-4}
 FULL, SELECTIVE = {"mode": "full"}, {"mode": "selective"}
 
 
@@ -34,7 +35,7 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
     "hsdp": ((2, 4), 3, "cuda", {}, {"gradient_accumulation": accumulation("deferred_all_reduce")}),
     "hsdp at once": ((2, 4), 2, "cpu", {}, {"activation_checkpoint": SELECTIVE, "precision": FP32_NORMS}),
     "replicated": ((4, 1), 2, "cuda", {}, {"gradient_accumulation": accumulation("deferred"), "precision": FP32_NORMS}),
-    "alone": ((1, 1), 4, "cpu", {"norm": "layernorm"}, {"optimizer": {"implementation": "foreach"}}),
+    "alone": ((1, 1), 4, "cpu", {"norm": "layernorm"}, {"optimizer": {**SGD, "implementation": "foreach"}}),
     "tied": ((1, 4), 2, "cuda", {"tie_embeddings": True}, {"training": {"loss_chunks": 5}}),
     "batchnorm": ((1, 2), 2, "cpu", {"norm": "batchnorm"}, {"activation_checkpoint": FULL}),
     "synchronized": (

@@ -30,7 +30,8 @@ TINY_ARGS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_di
 
 
 def tiny_job(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A job of well under a second: fp32, synthetic data, four samples a step. `sections` are merged over it."""
+    """A job of well under a second: fp32, synthetic data, four samples a step. `sections` are merged over it. Without
+    `checkpoint.enable` it saves nothing, unless `checkpoint.save_last` is given."""
     job: dict[str, dict[str, Any]] = {
         "job": {"name": "tiny", "dump_folder": str(folder), "device": "cpu"},
         "model": {"args": dict(TINY_ARGS)},
@@ -46,6 +47,8 @@ def tiny_job(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
         job[name] = {**job[name], **values}
         if args:
             job[name]["args"] = args
+    checkpoint = job.get("checkpoint", {})
+    job["checkpoint"] = {"save_last": checkpoint.get("enable", False), **checkpoint}
     return job
 
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from contextlib import ExitStack
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,12 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def set_start(folder: Path, started: datetime) -> str:
+    """Let the run in a folder have started at that time; returns the name that it gets when it is moved aside."""
+    os.utime(folder / "tiny/lock", (started.timestamp(), started.timestamp()))
+    return f"tiny.{started:%Y-%m-%d_%H-%M-%S}"
+
+
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -67,12 +74,31 @@ def refusal(folder: Path, **sections: dict[str, Any]) -> str:
     return str(error.value)
 
 
-def test_an_earlier_run_is_moved_aside_as_a_whole(tmp_path: Path) -> None:
-    for number in range(3):
+def test_an_earlier_run_is_moved_aside_as_a_whole_and_named_after_its_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="titan_launch")
+    for number, hour in enumerate((15, 15, 16)):
         prepare(tmp_path)
         (tmp_path / "tiny" / "metrics.jsonl").write_text(str(number))
-    assert names(tmp_path) == ["tiny", "tiny.1", "tiny.2"]
-    assert [(tmp_path / n / "metrics.jsonl").read_text() for n in ("tiny.1", "tiny.2", "tiny")] == ["0", "1", "2"]
+        aside = set_start(tmp_path, datetime(2026, 11, 22, hour, 4, 5))
+    prepare(tmp_path)
+    moved = ["tiny.2026-11-22_15-04-05", "tiny.2026-11-22_15-04-05_1", "tiny.2026-11-22_16-04-05"]
+    assert names(tmp_path) == ["tiny", *moved] and aside == moved[-1]
+    assert [(tmp_path / name / "metrics.jsonl").read_text() for name in moved] == ["0", "1", "2"]
+    lines = [f"moved the earlier run in {tmp_path}/tiny to {tmp_path}/{name}" for name in moved]
+    assert [record.getMessage() for record in caplog.records] == lines
+    started = datetime.fromtimestamp((tmp_path / "tiny/lock").stat().st_mtime)
+    assert datetime.now() - started < timedelta(minutes=1)
+
+
+def test_a_resumed_run_keeps_the_time_of_its_first_start(tmp_path: Path) -> None:
+    prepare(tmp_path, checkpoint=CHECKPOINT)
+    save_steps(tmp_path, 2)
+    aside = set_start(tmp_path, datetime(2026, 11, 22, 15, 4, 5))
+    prepare(tmp_path, checkpoint=CHECKPOINT)
+    prepare(tmp_path, checkpoint={**CHECKPOINT, "load": "none"})
+    assert names(tmp_path) == ["tiny", aside]
 
 
 def test_a_folder_that_is_not_a_runs_is_left_alone(tmp_path: Path) -> None:
@@ -84,8 +110,11 @@ def test_a_folder_that_is_not_a_runs_is_left_alone(tmp_path: Path) -> None:
 def test_a_start_that_failed_before_the_run_began_leaves_no_folder_behind(tmp_path: Path) -> None:
     with ExitStack() as stack:
         prepare_run_folder(tmp_path / "tiny", JobConfig.model_validate(tiny_job(tmp_path)), ALONE, stack)
+    too_early = set_start(tmp_path, datetime(2026, 11, 22, 15, 4, 5))
     prepare(tmp_path, optimizer={"lr": 1.0})
     assert names(tmp_path) == ["tiny"]
+    prepare(tmp_path)
+    assert len(names(tmp_path)) == 2 and too_early not in names(tmp_path)
 
 
 def test_two_runs_cannot_write_into_one_folder(tmp_path: Path) -> None:
@@ -136,26 +165,41 @@ def test_changes_of_the_operation_are_logged_key_by_key(tmp_path: Path, caplog: 
     ]
 
 
-@pytest.mark.parametrize("checkpoint", [{"enable": False}, CHECKPOINT])
-def test_another_experiment_is_refused_with_every_difference(tmp_path: Path, checkpoint: dict[str, Any]) -> None:
-    prepare(tmp_path, checkpoint=checkpoint)
+OTHER: dict[str, Any] = {"optimizer": {"lr": 0.5}, "data": {"noise": 0.0, "num_workers": 1}}
+
+
+def test_another_experiment_that_could_be_resumed_is_refused_with_every_difference(tmp_path: Path) -> None:
+    prepare(tmp_path, checkpoint=CHECKPOINT)
     save_steps(tmp_path, 2)
-    other: dict[str, Any] = {"optimizer": {"lr": 0.5}, "data": {"noise": 0.0, "num_workers": 1}}
-    message = refusal(tmp_path, checkpoint=checkpoint, **other)
-    ways = ["--checkpoint.load=none starts anew, and moves it aside", "--job.name=... takes another folder"]
-    if checkpoint["enable"]:
-        ways.insert(0, "--checkpoint.accept_changes=true resumes it all the same")
-    assert message.split("\n") == [
+    aside = set_start(tmp_path, datetime(2026, 11, 22, 15, 4, 5))
+    assert refusal(tmp_path, checkpoint=CHECKPOINT, **OTHER).split("\n") == [
         f"job.name: {tmp_path}/tiny holds a run of another experiment; {tmp_path}/tiny/config.json records",
         "    data.noise was 0.1, is 0.0",
         "    optimizer.lr was 0.01, is 0.5",
-        *(f"  {way}" for way in ways),
+        "  --checkpoint.accept_changes=true resumes it all the same",
+        "  --checkpoint.load=none starts anew, and moves it aside",
+        "  --job.name=... takes another folder",
     ]
-    if checkpoint["enable"]:
-        prepare(tmp_path, checkpoint={**checkpoint, "accept_changes": True}, **other)
-        assert names(tmp_path) == ["tiny"]
-    prepare(tmp_path, checkpoint={**checkpoint, "load": "none"})
-    assert names(tmp_path) == ["tiny", "tiny.1"]
+    prepare(tmp_path, checkpoint={**CHECKPOINT, "accept_changes": True}, **OTHER)
+    assert names(tmp_path) == ["tiny"]
+    prepare(tmp_path, checkpoint={**CHECKPOINT, "load": "none"})
+    assert names(tmp_path) == ["tiny", aside]
+
+
+@pytest.mark.parametrize("sections", [OTHER, {"model": {"args": {"n_layers": 1}}}], ids=["experiment", "model"])
+@pytest.mark.parametrize("enable", [False, True])
+def test_another_experiment_with_nothing_to_resume_is_moved_aside(
+    tmp_path: Path, enable: bool, sections: dict[str, Any]
+) -> None:
+    prepare(tmp_path)
+    if not enable:
+        save_steps(tmp_path, 2)  # the result of a run that is over
+    (tmp_path / "tiny/metrics.jsonl").write_text("reports")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "tiny").rglob("*") if path.is_file()}
+    aside = set_start(tmp_path, datetime(2026, 11, 22, 15, 4, 5))
+    prepare(tmp_path, checkpoint={"enable": enable}, **sections)
+    assert names(tmp_path) == ["tiny", aside] and names(tmp_path / "tiny") == ["config.json", "launch.json", "lock"]
+    assert {path.name: path.read_bytes() for path in (tmp_path / aside).rglob("*") if path.is_file()} == before
 
 
 def test_another_model_is_refused_whatever_is_accepted(tmp_path: Path) -> None:
@@ -167,8 +211,9 @@ def test_another_model_is_refused_whatever_is_accepted(tmp_path: Path) -> None:
     assert "accept_changes" not in message
 
 
-def test_what_cannot_be_resumed_is_not_accepted(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_not_moved_aside_unasked(tmp_path: Path) -> None:
     prepare(tmp_path, checkpoint=CHECKPOINT)
+    (save_steps(tmp_path, 2) / "step-2/manifest.json").unlink()
     message = refusal(tmp_path, checkpoint={**CHECKPOINT, "accept_changes": True}, training={"seed": 1})
     assert "training.seed was 0, is 1" in message and "accept_changes" not in message
 
@@ -182,10 +227,21 @@ def test_a_step_or_a_path_that_does_not_fit_the_folder_is_refused(tmp_path: Path
     assert "checkpoints of its own, up to step 4" in message
 
 
-def test_a_damaged_record_is_an_error_and_not_a_new_run(tmp_path: Path) -> None:
+def test_a_checkpoint_is_not_loaded_from_a_folder_that_is_moved_aside(tmp_path: Path) -> None:
     prepare(tmp_path)
+    save_steps(tmp_path, 2)
+    for key, path in (("load", tmp_path / "tiny/checkpoints/step-2"), ("initial_load_path", tmp_path / "tiny")):
+        message = refusal(tmp_path, checkpoint={key: str(path)})
+        assert message.startswith(f"checkpoint.{key}: is in {tmp_path}/tiny, where this run would begin anew; resume ")
+
+
+def test_a_damaged_record_of_what_could_be_resumed_is_an_error(tmp_path: Path) -> None:
+    prepare(tmp_path, checkpoint=CHECKPOINT)
+    save_steps(tmp_path, 2)
     (tmp_path / "tiny" / "config.json").write_text("{")
-    assert "config.json is damaged" in refusal(tmp_path)
+    assert "config.json is damaged" in refusal(tmp_path, checkpoint=CHECKPOINT)
+    prepare(tmp_path)
+    assert len(names(tmp_path)) == 2
 
 
 AGENT = Agent("host", "/tmp/torchelastic_1/none_2", 1, None)
@@ -202,22 +258,32 @@ AGENT = Agent("host", "/tmp/torchelastic_1/none_2", 1, None)
         (ALONE, ALONE, False),
     ],
 )
-def test_a_restart_does_not_apply_the_load_again(
-    tmp_path: Path, first: Attempt, second: Attempt, is_restart: bool
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_restart_keeps_its_folder_and_does_not_apply_the_load_again(
+    tmp_path: Path, first: Attempt, second: Attempt, is_restart: bool, saved: bool
 ) -> None:
     def start(load: Load, attempt: Attempt) -> Load:
         config = JobConfig.model_validate(tiny_job(tmp_path, checkpoint={**CHECKPOINT, "load": load}))
         with ExitStack() as stack:
             prepare_run_folder(tmp_path / "tiny", config, attempt, stack)
             effective = effective_load(tmp_path / "tiny", config, attempt)
-            assert (recorded_modes(tmp_path / "tiny", config, attempt) is None) == (effective == "none")
+            assert (recorded_modes(tmp_path / "tiny", config, attempt) is None) == (effective == "none" or not saved)
             record_run(tmp_path / "tiny", config, attempt, stack)
         return effective
 
     assert start("none", first) == "none"
-    save_steps(tmp_path, 2)
+    if saved:
+        save_steps(tmp_path, 2)
+    aside = set_start(tmp_path, datetime(2026, 11, 22, 15, 4, 5))
     assert start("none", second) == ("latest" if is_restart else "none")
-    assert names(tmp_path) == ["tiny"] if is_restart else ["tiny", "tiny.1"]
+    assert names(tmp_path) == ["tiny"] if is_restart else ["tiny", aside]
+
+
+def test_a_restart_after_the_end_of_its_run_keeps_the_result_apart(tmp_path: Path) -> None:
+    prepare(tmp_path, attempt=Attempt((AGENT,)))
+    save_steps(tmp_path, 4)
+    prepare(tmp_path, attempt=Attempt((AGENT,)))
+    assert len(names(tmp_path)) == 2 and not (tmp_path / "tiny/checkpoints").exists()
 
 
 def test_a_restart_starts_at_the_other_runs_checkpoint_until_it_has_one(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from tests.tensors import assert_equal, whole_state
 from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.data.sources import build_source
+from titan_launch.errors import RunError
 from titan_launch.train import batches
 from titan_launch.train.build import build_run
-from titan_launch.train.loop import report, train_one_step, validation_scalars
+from titan_launch.train.loop import fit, report, train_one_step, validation_scalars
 from titan_launch.train.validate import validate
 
 
@@ -98,6 +99,8 @@ class Recorded:
     def __init__(self, source: Any, asked: list[int]):
         self._source = source
         self._asked = asked
+        self.num_classes = source.num_classes
+        self.describe = source.describe
 
     def __len__(self) -> int:
         return len(self._source)
@@ -138,6 +141,21 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert len(whole) == 4 * 30
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
     assert len(losses(tmp_path / "parts")) == 30
+
+
+def fit_without_a_place_to_save(folder: Path) -> str:
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate(tiny_job(folder, checkpoint={"save_last": True})), this_rank(), stack)
+        (folder / "tiny/checkpoints").touch()
+        with pytest.raises(RunError) as error:
+            fit(run)
+        return str(error.value)
+
+
+def test_a_last_step_that_cannot_be_saved_is_an_error(tmp_path: Path) -> None:
+    (message,) = run_ranks(fit_without_a_place_to_save, 1, tmp_path)
+    assert message.startswith(f"step 4 could not be saved to {tmp_path}/tiny/checkpoints: ")
+    assert message.endswith("; there is no checkpoint yet")
 
 
 def test_an_incomplete_checkpoint_is_not_resumed_from(tmp_path: Path) -> None:

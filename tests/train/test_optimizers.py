@@ -14,7 +14,8 @@ from titan_launch.errors import UserError
 
 STORED_IN_BF16 = {"param_dtype": "float32", "storage_dtype": "bfloat16"}
 JOBS: dict[str, dict[str, Any]] = {
-    "muon": {"optimizer": {"name": "Muon"}},
+    "muon": {"optimizer": {"name": "Muon", "param_groups": [{"match": "output.weight", "algorithm": "SGD"}]}},
+    "sgd": {"optimizer": {"name": "SGD", "weight_decay": 1e-4, "sgd": {"nesterov": True}}},
     "stochastic": {"optimizer": {"name": "Muon", "rounding": "stochastic"}, "precision": STORED_IN_BF16},
     "masters": {"optimizer": {"master_weights": True, "state_dtype": "float32"}, "precision": STORED_IN_BF16},
 }
@@ -27,7 +28,7 @@ def _job(folder: Path, name: str, case: str, **sections: Any) -> dict[str, Any]:
 
 
 def _train(folder: Path) -> None:
-    for case in ("stochastic", "masters"):
+    for case in ("stochastic", "masters", "sgd"):
         whole = run_job(_job(folder, f"{case}-whole", case))
         run_job_until(_job(folder, f"{case}-resumed", case), 3)
         resumed = run_job(_job(folder, f"{case}-resumed", case))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,29 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Te
     """A folder with a run of four steps, and its end."""
     folder = tmp_path_factory.mktemp("runs")
     return folder, run_ranks(run_job, 2, job(folder, "source", 4))[0]
+
+
+def logged(config: dict[str, Any]) -> list[str]:
+    """Train a job on this rank and return its log lines about the learning rate."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("titan_launch")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    run_job(config)
+    return [line for line in lines if line.startswith("learning rate")]
+
+
+def test_clipped_warm_up_is_not_clipped_any_more_when_a_run_is_resumed_with_more_steps(tmp_path: Path) -> None:
+    config = job(tmp_path, "tiny", 2) | {"lr_scheduler": {"kind": "constant", "warmup_steps": 5}}
+    clipped = "learning rate: warm-up is clipped from 5 to 2 steps, because training.steps = 2"
+    assert run_ranks(logged, 1, config) == [[clipped]]
+    assert json.loads((tmp_path / "tiny/config.json").read_text())["lr_scheduler"]["warmup_steps"] == 5
+    config["training"]["steps"] = 6
+    assert run_ranks(logged, 1, config) == [[]]
+    rates = [report["train/lr"] for report in read_metrics(tmp_path)]
+    assert rates == pytest.approx([0.005, 0.01, 0.006, 0.008, 0.01, 0.01])
 
 
 def start(config: dict[str, Any]) -> tuple[int, int, dict[str, Tensor], int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from tests.tensors import assert_equal
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.errors import Stopped, format_key
+from titan_launch.signals import RESTART_SIGNAL, RESTART_STATUS
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import ending, fit
 from titan_launch.train.signals import StopRequest
@@ -25,26 +28,27 @@ VALIDATION = {"freq": 1, "max_samples": 4, "data": {"kind": "synthetic", "vocab_
 class StopAt(StopRequest):
     """A signal that arrives on the last rank only, when it is asked for the nth time: before the first step is one."""
 
-    def __init__(self, nth: int):
+    def __init__(self, nth: int, number: int):
         super().__init__()
-        self.asked, self.nth = 0, nth
+        self.asked, self.nth, self.number = 0, nth, number
 
     @property
     def signal(self) -> int:
-        """15 from then on."""
+        """The signal's number from then on."""
         self.asked += 1
         has_come = self.asked >= self.nth and dist.get_rank() == dist.get_world_size() - 1
-        return int(signal.SIGTERM) if has_come else 0
+        return self.number if has_come else 0
 
     @signal.setter
     def signal(self, number: int) -> None:
         pass
 
 
-def run_stopped(job: dict[str, Any], nth: int) -> str:
+def run_stopped(job: dict[str, Any], nth: int, number: int = signal.SIGTERM) -> str:
     """Train until the signal; how the run says that it ended."""
     with ExitStack() as stack:
-        run = build_run(JobConfig.model_validate(job), this_rank(), stack, format_key, StopAt(nth))
+        run = build_run(JobConfig.model_validate(job), this_rank(), stack, format_key, StopAt(nth, int(number)))
+        assert not multiprocessing.active_children(), "these jobs need no process that writes checkpoints"
         fit(run)
         return ending(run)
 
@@ -80,19 +84,49 @@ def test_a_stop_between_checkpoints_leaves_each_rank_its_own_statistics(tmp_path
     run_ranks(stop_between_checkpoints, 2, tmp_path)
 
 
-def stop_without_checkpoints(folder: Path) -> None:
-    with pytest.raises(Stopped, match=r"after step 1 of 4; checkpoint.enable is false: nothing was saved") as end:
+def stop_and_enable_checkpoints(folder: Path) -> None:
+    batchnorm: dict[str, Any] = {"model": {"args": {"norm": "batchnorm"}}}  # each rank has statistics of its own
+    only_last = {"save_last": True, "interval": 2, "async_mode": "process"}  # the last two need enable
+    whole = run_job(tiny_job(folder, job={"name": "whole"}, checkpoint=only_last, **batchnorm))
+    text = run_stopped(tiny_job(folder, checkpoint=only_last, **batchnorm), nth=1)
+    assert text == "stopped by SIGTERM before step 1 of 4; to go on, run the same command again"
+    text = run_stopped(tiny_job(folder, checkpoint=only_last, **batchnorm), nth=3)
+    again = "run the same command again with --checkpoint.enable=true"
+    assert text == f"stopped by SIGTERM after step 2 of 4, which is saved; to resume, {again}"
+    assert [path.name for path in (folder / "tiny/checkpoints").glob("step-*")] == ["step-2"]
+    assert_equal(run_job(tiny_job(folder, checkpoint={**only_last, "enable": True}, **batchnorm)), whole)
+
+
+def test_a_stopped_run_without_checkpoints_can_be_resumed_with_checkpoints(tmp_path: Path) -> None:
+    run_ranks(stop_and_enable_checkpoints, 2, tmp_path)
+
+
+def stop_without_saving(folder: Path) -> None:
+    with pytest.raises(
+        Stopped, match=r"after step 1 of 4; nothing was saved \(checkpoint.enable and .* false\)"
+    ) as end:
         run_stopped(tiny_job(folder), nth=2)
     assert end.value.status == 128 + signal.SIGTERM
 
 
-def test_a_run_that_saves_nothing_says_so_and_does_not_end_with_success(tmp_path: Path) -> None:
-    run_ranks(stop_without_checkpoints, 1, tmp_path)
+def stop_for_more_hosts(folder: Path) -> None:
+    with pytest.raises(Stopped) as end:
+        run_stopped(tiny_job(folder, checkpoint={"save_last": True}), nth=2, number=RESTART_SIGNAL)
+    assert end.value.status == RESTART_STATUS and not (folder / "tiny/checkpoints").exists()
 
 
-def stop_in_the_last_step(folder: Path) -> None:
-    assert run_stopped(tiny_job(folder), nth=5).startswith("done: 4 steps")
+@pytest.mark.parametrize("stop", [stop_without_saving, stop_for_more_hosts])
+def test_a_run_that_saves_nothing_says_so_and_does_not_end_with_success(
+    stop: Callable[[Path], None], tmp_path: Path
+) -> None:
+    run_ranks(stop, 1, tmp_path)
 
 
-def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
-    run_ranks(stop_in_the_last_step, 1, tmp_path)
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_signal_in_the_last_step_changes_nothing(saves: bool, tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, checkpoint={"save_last": saves})
+    (text,) = run_ranks(run_stopped, 1, job, 5)
+    saved = f"the result is {tmp_path}/tiny/checkpoints/step-4"
+    nothing = "nothing was saved (checkpoint.enable and checkpoint.save_last are false)"
+    assert text == f"done: 4 steps; {saved if saves else f'{nothing}; the reports are in {tmp_path}/tiny'}"
+    assert (tmp_path / "tiny/checkpoints").exists() == saves

@@ -73,16 +73,17 @@ def build_background(mode: AsyncMode, device: torch.device) -> Background:
 
 
 class Inline(Background):
-    """The training thread itself: no copy is made, and training waits."""
+    """The training thread itself: no copy is made, and training waits. The first save makes the process group."""
 
     def __init__(self) -> None:
         super().__init__()
         self._start()
 
     def _start(self) -> None:
-        self._group = _own_group()
+        self._group: dist.ProcessGroup | None = None
 
     def _begin(self, request: WriteRequest, state: State) -> Future[Written]:
+        self._group = self._group or _own_group()
         future: Future[Written] = Future()
         try:
             future.set_result(_write(request, state, self._group))

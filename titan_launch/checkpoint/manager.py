@@ -65,7 +65,7 @@ class CheckpointManager:
         self._progress = progress
         self._origin = origin
         self._retention = Retention(config.keep_latest, config.keep_every, config.keep_best)
-        self._background = build_background(config.async_mode, device)
+        self._background = build_background(config.async_mode if config.enable else "disabled", device)
         self._pending: Future[Written] | None = None
         self._pending_step = 0
         self._pending_stall_s = 0.0

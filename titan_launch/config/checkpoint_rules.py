@@ -13,6 +13,13 @@ _INITIAL, _EXCLUDE = ("checkpoint", "initial_load_path"), ("checkpoint", "exclud
 _KEYWORDS = ("latest", "none")
 
 
+def checkpoints_include_the_last(config: JobConfig) -> Iterator[Problem]:
+    """A run with `checkpoint.enable` always saves its last step."""
+    if config.checkpoint.enable and not config.checkpoint.save_last:
+        reason = "checkpoint.enable = true always saves the last step; set this to true, or checkpoint.enable = false"
+        yield Problem(("checkpoint", "save_last"), reason, config.checkpoint.save_last, also=(_ENABLE,))
+
+
 def best_checkpoints_are_validated(config: JobConfig) -> Iterator[Problem]:
     """Only a step that is validated and saved can be among the best."""
     checkpoint, freq = config.checkpoint, config.validation.freq
@@ -31,7 +38,7 @@ def best_checkpoints_are_validated(config: JobConfig) -> Iterator[Problem]:
 
 
 def a_step_is_loaded_from_checkpoints(config: JobConfig) -> Iterator[Problem]:
-    """Without checkpoints the run's folder is never resumed from."""
+    """Without `checkpoint.enable` the run's folder is never resumed from."""
     if isinstance(config.checkpoint.load, int) and not config.checkpoint.enable:
         reason = "resumes the run's own checkpoints, and checkpoint.enable is false; set it"
         yield Problem(_LOAD, reason, config.checkpoint.load, also=(_ENABLE,))
@@ -78,6 +85,7 @@ def steps_of_a_folder_only_grow(config: JobConfig) -> Iterator[Problem]:
 
 
 CHECKPOINT_RULES = (
+    checkpoints_include_the_last,
     best_checkpoints_are_validated,
     a_step_is_loaded_from_checkpoints,
     load_is_a_word_or_a_path,

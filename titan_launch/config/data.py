@@ -38,7 +38,8 @@ class TextData(_Source):
     path: str | Array[str] = PYTHON_STDLIB
     """A file, a folder (every file below it), a glob (`**` crosses folders), or several of these, relative to the
     working directory. `python-stdlib` is the source code of the running Python's standard library: tens of MB of real
-    text that is on every machine. Every file is one document."""
+    text that is on every machine. Every file is one document. Files that are not text (valid UTF-8 without NUL bytes)
+    are skipped, and the log says how many."""
 
     split: Literal["all", "train", "validation"] = "all"
     """Which documents to take. `validation` takes `validation_percent` of them, chosen by a hash of their paths
@@ -81,7 +82,7 @@ class ImageData(_Source):
     path: str = SKLEARN_DIGITS
     """An `.npz` file, relative to the working directory, with `images`, (N, height, width) or (N, channels, height,
     width), uint8 or floating, and `labels`, (N) whole numbers from 0 on. `sklearn-digits` are 1,797 handwritten digits
-    of 8x8 pixels, which scikit-learn brings along: `pip install "titan-launch[images]"`."""
+    of 8x8 pixels that scikit-learn contains (`pip install scikit-learn`)."""
 
     split: Literal["all", "train", "validation"] = "all"
     """Which images to take. `validation` takes `validation_percent` of them, chosen by a hash of their indices, and

@@ -58,10 +58,9 @@ class Draft:
             self._put(table, name, value, (*key, name), source)
 
     def _make_way(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath) -> None:
-        """Where the kind of a table changes, the keys that only some kinds have mean nothing any more."""
-        kinds = TAGGED.get(key)
-        if kinds and kinds.is_changed(table, new):
-            for name in kinds.keys_of_some() & table.keys():
+        """Drop the keys that lose their meaning when `new` changes the kind of a table."""
+        if kinds := TAGGED.get(key):
+            for name in kinds.dropped_keys(table, new):
                 del table[name]
                 self._forget((*key, name))
 

@@ -76,6 +76,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "rounding": "experiment",
         "master_weights": "experiment",
         "muon": "experiment",
+        "sgd": "experiment",
         "implementation": "operation",
     },
     "lr_scheduler": "experiment",

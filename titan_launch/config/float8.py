@@ -8,10 +8,9 @@ from titan_launch.config.base import Array, Section
 
 
 class Float8Config(Section):
-    """The products of linear layers, forward and backward, in 8-bit floating point, on factors scaled as they come
-    (torchao, which `pip install 'titan-launch[float8]'` installs). Parameters stay as they are, and are gathered in
-    `precision.param_dtype`, or with `all_gather` in 8 bits. For GPUs with such units: NVIDIA from compute capability
-    8.9 (H100, H200, B200, L40S)."""
+    """The products of linear layers, forward and backward, in 8-bit floating point, on factors scaled as they come, by
+    torchao (`pip install torchao`). Parameters stay as they are, and are gathered in `precision.param_dtype`, or with
+    `all_gather` in 8 bits. For GPUs with such units: NVIDIA from compute capability 8.9 (H100, H200, B200, L40S)."""
 
     enable: bool = False
     """Convert. Worth it with `compile.enable` only: without it every scaling is a kernel of its own."""

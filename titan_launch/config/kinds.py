@@ -21,9 +21,17 @@ class Kinds:
         self.default: str = next(iter(self.variants))
         """What a table without `kind` is: the first of the union."""
 
-    def is_changed(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-        """Whether a table laid over another one makes it another kind."""
-        return "kind" in new and new["kind"] != old.get("kind", self.default)
+    def dropped_keys(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
+        """Return the keys of a table that lose their meaning when another table, laid over it, changes its kind.
+
+        A key keeps its meaning if both kinds inherit it from one class.
+        """
+        if "kind" not in new or new["kind"] == old.get("kind", self.default):
+            return set()
+        kinds = (str(table.get("kind", self.default)) for table in (old, new))  # str: a file may hold anything
+        before, after = (self.variants.get(kind, Section) for kind in kinds)
+        shared = [base for base in before.__mro__ if issubclass(base, Section) and issubclass(after, base)]
+        return self.keys_of_some() & old.keys() - {key for base in shared for key in base.model_fields}
 
     def keys_of_some(self) -> set[str]:
         """The keys that belong to one kind or another, but not to all."""

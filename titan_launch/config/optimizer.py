@@ -8,7 +8,7 @@ from pydantic import Field
 
 from titan_launch.config.base import Array, FloatDtype, Section
 
-Algorithm = Literal["AdamW", "Muon"]
+Algorithm = Literal["AdamW", "Muon", "SGD"]
 
 
 class ParamGroup(Section):
@@ -24,7 +24,7 @@ class ParamGroup(Section):
     """Weight decay of these parameters. Unset: as without this group."""
 
     algorithm: Algorithm | None = None
-    """What updates these parameters. Unset: as without this group."""
+    """The algorithm that updates these parameters. Unset: as without this group."""
 
 
 class MuonConfig(Section):
@@ -48,35 +48,50 @@ class MuonConfig(Section):
     """The learning rate of Muon's parameters is the scheduled one times this, and times that of their group."""
 
 
+class SGDConfig(Section):
+    """Stochastic gradient descent with momentum, as in `torch.optim.SGD`."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Factor by which the momentum decays in each step, before the gradient is added. 0: no momentum, and no state."""
+
+    nesterov: bool = False
+    """Whether the update looks one step ahead (Nesterov's momentum)."""
+
+
 class OptimizerConfig(Section):
     """The optimizer. Norms, biases and embeddings have no weight decay unless a parameter group says otherwise."""
 
     name: Algorithm = "AdamW"
-    """The algorithm: `AdamW` (decoupled weight decay, arXiv:1711.05101) for all parameters, or `Muon` for the matrices
-    within the model, and AdamW for everything else: embeddings, the output layer, norms, biases, convolutions."""
+    """The algorithm. `AdamW` (decoupled weight decay, arXiv:1711.05101) and `SGD` are for all parameters. `Muon` is for
+    the matrices within the model, with AdamW for everything else: embeddings, the output layer, norms, biases,
+    convolutions."""
 
     lr: Annotated[float, Field(gt=0)] = 3e-4
-    """Peak learning rate, which `[lr_scheduler]` scales."""
+    """Peak learning rate, which `[lr_scheduler]` scales. The default suits AdamW; image recipes with SGD use about
+    0.1."""
 
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the first moment."""
+    """Decay of AdamW's first moment."""
 
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of the second moment."""
+    """Decay of AdamW's second moment."""
 
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the denominator."""
+    """Added to the denominator of AdamW's update."""
 
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled weight decay of everything but norms, biases and embeddings."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Weight decay of everything but norms, biases and embeddings. AdamW and Muon decouple it from the gradient; unset,
+    they use 0.1. SGD adds `weight_decay` times the parameter to the gradient (L2 regularization, as `torch.optim.SGD`);
+    unset, it uses 0. A parameter group whose algorithm decays in the other way than `name` does not take this value,
+    but its algorithm's default."""
 
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """PyTorch's implementation of AdamW. `fused` is the fastest on CPU and CUDA; the others make the host wait for the
-    device before every update, to know whether it is left out. (With `state_dtype`, `rounding` or `master_weights` an
-    implementation of this package is used, which does not wait.)"""
+    """PyTorch's implementation of AdamW and SGD. `fused` is the fastest on CPU and CUDA. The others make the host wait
+    for the device before every update, to know whether the step is skipped. (With `state_dtype`, `rounding` or
+    `master_weights` an implementation of this package is used, which does not wait.)"""
 
     state_dtype: FloatDtype | None = None
-    """The moments are kept in it. Unset: in the dtype that each parameter is stored in."""
+    """Dtype of the optimizer's moments (SGD: of the momentum). Unset: the dtype that each parameter is stored in."""
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """How updated parameters and moments that are stored in bfloat16 are rounded to it. `stochastic` rounds up or down
@@ -88,6 +103,9 @@ class OptimizerConfig(Section):
 
     muon: MuonConfig = Field(default_factory=MuonConfig)
     """The settings of Muon."""
+
+    sgd: SGDConfig = Field(default_factory=SGDConfig)
+    """The settings of SGD."""
 
     param_groups: Array[ParamGroup] = ()
     """Other settings for some parameters; the first that matches a parameter wins. One that matches nothing is an

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import KeyPath, Problem
+from titan_launch.config.optimizer import Algorithm, OptimizerConfig
+from titan_launch.errors import KeyPath, Problem, format_key
 
 _NAME: KeyPath = ("optimizer", "name")
 _GROUPS: KeyPath = ("optimizer", "param_groups")
+_MOMENTUM: KeyPath = ("optimizer", "sgd", "momentum")
 _STATE_DTYPE: KeyPath = ("optimizer", "state_dtype")
 _ROUNDING: KeyPath = ("optimizer", "rounding")
 _MASTERS: KeyPath = ("optimizer", "master_weights")
@@ -16,17 +18,36 @@ _STORAGE: KeyPath = ("precision", "storage_dtype")
 _RULES: KeyPath = ("precision", "rules")
 
 
-def muon_is_used(config: JobConfig) -> Iterator[Problem]:
-    """Muon's settings are for parameters that it updates. (Defaults are let pass: a record has them.)"""
+def settings_are_of_a_used_algorithm(config: JobConfig) -> Iterator[Problem]:
+    """The settings of an algorithm need parameters that it updates. (Defaults pass: a recorded job has them.)"""
     optimizer = config.optimizer
-    if optimizer.name == "Muon" or any(group.algorithm == "Muon" for group in optimizer.param_groups):
-        return
-    reason = (
-        f'is for Muon, and optimizer.name is "{optimizer.name}" for all parameters; set that to "Muon", give '
-        'a parameter group algorithm = "Muon", or drop this key'
-    )
-    for name, value in optimizer.muon.changed():
-        yield Problem(("optimizer", "muon", name), reason, value, also=(_NAME, _GROUPS))
+    used = _algorithms(optimizer)
+    for algorithm, key, section, names in (
+        ("AdamW", ("optimizer",), optimizer, ("beta1", "beta2", "eps")),
+        ("Muon", ("optimizer", "muon"), optimizer.muon, ()),
+        ("SGD", ("optimizer", "sgd"), optimizer.sgd, ()),
+    ):
+        reason = (
+            f"is a setting of {algorithm}, which updates no parameter of this job; drop this key, set "
+            f'optimizer.name = "{algorithm}", or give a parameter group algorithm = "{algorithm}"'
+        )
+        for name, value in section.changed(*names) if algorithm not in used else ():
+            yield Problem((*key, name), reason, value, also=(_NAME, _GROUPS))
+
+
+def nesterov_has_momentum(config: JobConfig) -> Iterator[Problem]:
+    """Nesterov's momentum is a way to apply the momentum."""
+    if config.optimizer.sgd.nesterov and not config.optimizer.sgd.momentum:
+        reason = f"needs momentum, and {format_key(_MOMENTUM)} is 0; set that above 0, or nesterov = false"
+        yield Problem(("optimizer", "sgd", "nesterov"), reason, True, also=(_MOMENTUM,))
+
+
+def state_dtype_has_a_state(config: JobConfig) -> Iterator[Problem]:
+    """SGD without momentum keeps nothing that could have a dtype."""
+    optimizer = config.optimizer
+    if optimizer.state_dtype and not optimizer.sgd.momentum and _algorithms(optimizer) == {"SGD"}:
+        reason = f"is the dtype of the momentum, and {format_key(_MOMENTUM)} is 0; drop this key, or set that above 0"
+        yield Problem(_STATE_DTYPE, reason, optimizer.state_dtype, also=(_MOMENTUM, _NAME, _GROUPS))
 
 
 def masters_are_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
@@ -69,12 +90,20 @@ def implementation_is_pytorchs(config: JobConfig) -> Iterator[Problem]:
 
 
 OPTIMIZER_RULES = (
-    muon_is_used,
+    settings_are_of_a_used_algorithm,
+    nesterov_has_momentum,
+    state_dtype_has_a_state,
     masters_are_of_bfloat16,
     stochastic_rounding_is_of_bfloat16,
     implementation_is_pytorchs,
 )
 """All of them."""
+
+
+def _algorithms(optimizer: OptimizerConfig) -> set[Algorithm]:
+    """Return the algorithms that may update parameters."""
+    named = {optimizer.name, *(group.algorithm for group in optimizer.param_groups if group.algorithm)}
+    return named | {"AdamW"} if optimizer.name == "Muon" else named
 
 
 def _stores_bfloat16(config: JobConfig) -> bool:

@@ -70,8 +70,9 @@ Every key can be set on the command line: `--training.steps=20` or `--training.s
 ## Tables with a kind
 
 The keys of `[data]`, `[validation.data]` and `[lr_scheduler]` depend on their `kind`. Where a later file or an override
-changes it, the keys that only some kinds have are dropped, and those that all have stay: `--lr_scheduler.kind=cosine`
-keeps `warmup_steps` and drops `decay_ratio`.
+changes it, the keys that mean the same in both kinds stay and the others are dropped: `--lr_scheduler.kind=cosine`
+keeps `warmup_steps` and `min_lr_factor`, and drops `decay_ratio`. `--data.kind=images` keeps `shuffle` and drops
+`path`: the path of texts is not a path of images.
 
 ## What a run records
 

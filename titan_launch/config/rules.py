@@ -14,7 +14,6 @@ from titan_launch.config.fault_rules import FAULT_RULES
 from titan_launch.config.float8_rules import FLOAT8_RULES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.kernel_rules import KERNEL_RULES
-from titan_launch.config.lr_scheduler import WarmupStableDecay
 from titan_launch.config.model_rules import MODEL_RULES
 from titan_launch.config.optimizer_rules import OPTIMIZER_RULES
 from titan_launch.config.parallelism_rules import PARALLELISM_RULES
@@ -33,25 +32,11 @@ def kernels_are_profiled_on_cuda(config: JobConfig) -> Iterator[Problem]:
         yield Problem(("comm", "profile_freq"), reason, config.comm.profile_freq, also=(("job", "device"),))
 
 
-def schedule_fits_the_run(config: JobConfig) -> Iterator[Problem]:
-    """Warm-up, and the decay at the end, take no more steps than there are."""
-    schedule, steps = config.lr_scheduler, config.training.steps
-    decay_ratio = schedule.decay_ratio if isinstance(schedule, WarmupStableDecay) else 0.0
-    decay = round(decay_ratio * steps)
-    if schedule.warmup_steps + decay <= steps:
-        return
-    phases = f" and the {decay} steps of decay (decay_ratio = {decay_ratio})" if decay else ""
-    reason = f"warm-up{phases} must fit into training.steps ({steps}); set at most {steps - decay}"
-    also = (("training", "steps"), ("lr_scheduler", "kind"), ("lr_scheduler", "decay_ratio"))
-    yield Problem(("lr_scheduler", "warmup_steps"), reason, schedule.warmup_steps, also=also)
-
-
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *DATA_RULES,
     *PRECISION_RULES,
     kernels_are_profiled_on_cuda,
-    schedule_fits_the_run,
     *FAULT_RULES,
     *CHECKPOINT_RULES,
     *COMPILE_RULES,

@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 from titan_launch.config.base import Section
 from titan_launch.config.explain import toml_value
 from titan_launch.config.fields import locate
+from titan_launch.config.foreign_keys import foreign_key
 from titan_launch.config.unknown_keys import explain_unknown_key
 from titan_launch.errors import KeyPath, Problem, format_key, nearest
 
@@ -61,7 +62,8 @@ def _reason(details: ErrorDetails, key: KeyPath) -> str:
         case "value_error":
             return str(context["error"])
         case "model_type" | "model_attributes_type" | "dict_type":
-            return f"must be a table{_brackets_hint(key, value)}"
+            foreign = None if isinstance(value, list) else foreign_key(key)
+            return f"must be a table{f'; {foreign[0]}' if foreign else _brackets_hint(key, value)}"
         case "tuple_type":
             return f"must be an array{_array_hint(key, value)}"
         case kind if kind in _TYPES:

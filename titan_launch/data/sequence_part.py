@@ -48,3 +48,10 @@ class _PartOfSource:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.source[index]
         return self.part.of(inputs), self.part.of(targets)
+
+    @property
+    def num_classes(self) -> int:
+        return self.source.num_classes
+
+    def describe(self) -> str:
+        return self.source.describe()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,6 +98,20 @@ def build_model(config: ModelConfig, seq_len: int, host: HostBuild | None = None
         context_parallel=spec.context_parallel,
         attention=None if spec.attention is None else spec.attention(args),
     )
+
+
+def recorded_model(config_file: str | Path) -> nn.Module:
+    """Build the model of a finished run in plain PyTorch, from the `config.json` in the run's folder.
+
+    The module is whole and on the default device. Its constructor gives it its values; load a checkpoint into it.
+    """
+    recorded = json.loads(Path(config_file).read_text())
+    config = ModelConfig.model_validate(recorded["model"])
+    if ":" in config.name:
+        module: nn.Module = import_factory(config.name)(**config.args)
+        return module
+    args = resolve_args(config.name, config.flavor, config.args)
+    return SPECS[config.name].build(args, recorded["training"]["seq_len"])
 
 
 def _build_users_own(config: ModelConfig, seq_len: int, host: HostBuild | None) -> BuiltModel:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_launch.optim.shards import Shard, in_float32, masters, store
+from titan_launch.optim.shards import Shard, count_step, in_float32, masters, store
 from titan_launch.plan.param_groups import batches
 
 
@@ -19,9 +19,8 @@ def update_adamw(
 
     `kept`: 1, or 0 where nothing is to change, in which case the gradients must be 0. Nothing waits for the device.
     """
-    steps = [shard.state["step"] for shard in shards]
-    torch._foreach_add_(steps, [kept.float()] * len(steps))  # of one tensor, PyTorch would ask the device for it
-    step = steps[0].double().clamp(min=1)  # 0 before the first update, which may be skipped
+    count_step(shards, kept)
+    step = shards[0].state["step"].double().clamp(min=1)  # 0 before the first update, which may be skipped
     # Scalars in the dtype of the lists, without which PyTorch updates a list tensor by tensor.
     corrections = _Corrections(
         (1 - betas[1] ** step).sqrt().float(),

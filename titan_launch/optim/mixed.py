@@ -1,4 +1,4 @@
-"""One optimizer of several algorithms, and of several dtypes: AdamW and Muon, over the shards."""
+"""One optimizer of several algorithms, and of several dtypes: AdamW, Muon and SGD, over the shards."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
-from titan_launch.config.optimizer import OptimizerConfig
+from titan_launch.config.optimizer import Algorithm, OptimizerConfig
 from titan_launch.optim.adamw import update_adamw
 from titan_launch.optim.groups import Group
 from titan_launch.optim.muon import Matrix, update_muon
-from titan_launch.optim.shards import Shard, mask_gradients, shard_of, share_kept
+from titan_launch.optim.sgd import update_sgd
+from titan_launch.optim.shards import Shard, count_step, mask_gradients, shard_of, share_kept
+from titan_launch.plan.param_groups import moments_of
 
 
 class MixedOptimizer(Optimizer):
-    """AdamW for some groups, Muon for others. AdamW is PyTorch's, but where `is_mixed` says so: then moments,
-    parameters and masters have dtypes of their own.
+    """Each group has its algorithm. AdamW and SGD are PyTorch's, unless `is_mixed`: then moments, parameters and
+    masters have dtypes of their own.
 
-    The state of a parameter: `step`; `exp_avg` and `exp_avg_sq` (AdamW) or `momentum_buffer` (Muon); `master` where it
-    has one. But for the step they are DTensors like the parameter. Whether a step is left out is read from `found_inf`,
-    as PyTorch's fused optimizers do: see `titan_launch.optim.skip`.
+    The state of a parameter: `step`; `exp_avg` and `exp_avg_sq` (AdamW) or `momentum_buffer` (Muon, and SGD with
+    momentum); `master` where it has one. All but the step are DTensors like the parameter. (`torch.optim.SGD` makes its
+    buffers in the first step, and leaves them uninitialized when that step is skipped. So only its function is used.)
+    Whether a step is skipped is read from `found_inf`, as PyTorch's fused optimizers do: see `titan_launch.optim.skip`.
     """
 
     def __init__(self, groups: Sequence[Group], config: OptimizerConfig, *, is_mixed: bool, seed: int):
@@ -40,9 +44,9 @@ class MixedOptimizer(Optimizer):
 
     @property
     def reads_found_inf(self) -> bool:
-        """Whether it is decided on the device that a step is left out."""
-        has_adamw = any(group["algorithm"] == "AdamW" for group in self.param_groups)
-        return self._is_mixed or not has_adamw or self._config.implementation == "fused"
+        """Whether the device decides that a step is skipped."""
+        only_muon = all(group["algorithm"] == "Muon" for group in self.param_groups)
+        return self._is_mixed or only_muon or self._config.implementation == "fused"
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -81,8 +85,11 @@ class MixedOptimizer(Optimizer):
             left_out = _on_device(left_out, shards[0])
             mask_gradients(shards, left_out)
             kept = share_kept(left_out, shards[0].parameter.device)
-            betas = (self._config.beta1, self._config.beta2)
-            update_adamw(shards, group["lr"], group["weight_decay"], betas, self._config.eps, kept)
+            if group["algorithm"] == "SGD":
+                update_sgd(shards, group["lr"], group["weight_decay"], self._config.sgd, kept)
+            else:
+                betas = (self._config.beta1, self._config.beta2)
+                update_adamw(shards, group["lr"], group["weight_decay"], betas, self._config.eps, kept)
 
     def _shards_by_step(self, group: Mapping[str, Any]) -> list[list[Shard]]:
         """Return the shards of a group in lists with equal step counts: one list, as long as all parameters have
@@ -103,26 +110,36 @@ class MixedOptimizer(Optimizer):
         return list(lists.values())
 
     def _step_plain(self, group: dict[str, Any], found_inf: Tensor | None) -> None:
-        shards = list(self._shards(group))
-        implementation = self._config.implementation
-        adamw(
-            [shard.parameter for shard in shards],
-            [shard.gradient for shard in shards],
-            [shard.state["exp_avg"] for shard in shards],
-            [shard.state["exp_avg_sq"] for shard in shards],
-            [],
-            [shard.state["step"] for shard in shards],
-            foreach=implementation == "foreach",
-            fused=implementation == "fused",
-            found_inf=found_inf,
-            amsgrad=False,
-            beta1=self._config.beta1,
-            beta2=self._config.beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=self._config.eps,
-            maximize=False,
-        )
+        if not (shards := list(self._shards(group))):
+            return
+        parameters, gradients = [shard.parameter for shard in shards], [shard.gradient for shard in shards]
+        settings: dict[str, Any] = {
+            "foreach": self._config.implementation == "foreach",
+            "fused": self._config.implementation == "fused",
+            "found_inf": found_inf,
+            "lr": group["lr"],
+            "weight_decay": group["weight_decay"],
+            "maximize": False,
+        }
+        if group["algorithm"] == "SGD":
+            left_out = None if found_inf is None else _on_device(found_inf != 0, shards[0])
+            count_step(shards, share_kept(left_out, shards[0].parameter.device))
+            momenta = [shard.state.get("momentum_buffer") for shard in shards]
+            sgd(parameters, gradients, momenta, **self._config.sgd.model_dump(), dampening=0.0, **settings)
+        else:
+            adamw(
+                parameters,
+                gradients,
+                [shard.state["exp_avg"] for shard in shards],
+                [shard.state["exp_avg_sq"] for shard in shards],
+                [],
+                [shard.state["step"] for shard in shards],
+                amsgrad=False,
+                beta1=self._config.beta1,
+                beta2=self._config.beta2,
+                eps=self._config.eps,
+                **settings,
+            )
 
     def _shards(self, group: Mapping[str, Any]) -> Iterator[Shard]:
         """Of the parameters with a gradient; their state is made where it is not there yet."""
@@ -133,13 +150,12 @@ class MixedOptimizer(Optimizer):
                     state.update(self._initial_state(parameter, group["algorithm"]))
                 yield shard_of(self._names[parameter], parameter, state, self._seed)
 
-    def _initial_state(self, parameter: nn.Parameter, algorithm: str) -> dict[str, Tensor]:
+    def _initial_state(self, parameter: nn.Parameter, algorithm: Algorithm) -> dict[str, Tensor]:
         config = self._config
         on_host = algorithm == "AdamW" and not self._is_mixed and config.implementation != "fused"
         state = {"step": torch.zeros((), device="cpu" if on_host else parameter.device)}
         dtype = parameter.dtype if config.state_dtype is None else getattr(torch, config.state_dtype)
-        names = ("momentum_buffer",) if algorithm == "Muon" else ("exp_avg", "exp_avg_sq")
-        state |= {name: torch.zeros_like(parameter, dtype=dtype) for name in names}
+        state |= {name: torch.zeros_like(parameter, dtype=dtype) for name in moments_of(config, algorithm)}
         if config.master_weights and parameter.dtype == torch.bfloat16:
             state["master"] = parameter.detach().float()
         return state

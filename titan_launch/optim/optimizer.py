@@ -27,9 +27,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, head: Collection[
     `set_lr` sets the learning rates, before each step. `check_param_groups` says before what cannot be.
     """
     groups = group_parameters(model, config, head)
-    adamws = [p for group in groups if group.settings.algorithm == "AdamW" for p in group.parameters.values()]
-    mixed = is_mixed(config, (str(p.dtype).removeprefix("torch.") for p in adamws))
-    if mixed or any(group.settings.algorithm == "Muon" for group in groups):
+    plain = [p for group in groups if group.settings.algorithm != "Muon" for p in group.parameters.values()]
+    mixed = is_mixed(config, (str(p.dtype).removeprefix("torch.") for p in plain))
+    if mixed or any(group.settings.algorithm != "AdamW" for group in groups):
         return MixedOptimizer(groups, config, is_mixed=mixed, seed=seed)
     return torch.optim.AdamW(
         [as_param_group(group) for group in groups],

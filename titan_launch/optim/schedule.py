@@ -6,23 +6,33 @@ import math
 
 from torch.optim import Optimizer
 
-from titan_launch.config.lr_scheduler import SchedulerConfig, WarmupStableDecay
+from titan_launch.config.lr_scheduler import Constant, Cosine, Linear, SchedulerConfig, WarmupStableDecay
 
 
 def lr_factor(config: SchedulerConfig, step: int, total_steps: int) -> float:
-    """The learning rate of an optimizer step, as a fraction of the peak. Steps count from 1.
+    """Return the learning rate of an optimizer step, as a fraction of the peak. Steps count from 1.
 
-    Warm-up is linear from 0, before the first step, to the peak at step `warmup_steps` (without warm-up: at step 1).
-    The fall starts after the last step at the peak, and would reach `min_lr_factor` at step `total_steps + 1`, so that
-    no step is spent on a learning rate of 0.
+    Warm-up is linear from 0, before the first step, to the peak at its last step (without warm-up: at step 1). The
+    decay starts after the last step at the peak, and would reach `min_lr_factor` at step `total_steps + 1`, so that
+    no step is spent on a learning rate of 0. If the phases of the job do not fit into `total_steps`, they are clipped.
     """
-    if step < config.warmup_steps:
-        return step / config.warmup_steps
-    last_at_peak = max(config.warmup_steps, total_steps - _decay_steps(config, total_steps), 1)
-    if step <= last_at_peak:
+    warmup, decay = _clipped_phases(config, total_steps)
+    if step < warmup:
+        return step / warmup
+    last_at_peak = max(total_steps - decay, 1)
+    if isinstance(config, Constant) or step <= last_at_peak:
         return 1.0
     done = (step - last_at_peak) / (total_steps + 1 - last_at_peak)
     return config.min_lr_factor + (1 - config.min_lr_factor) * _fall(_shape(config), min(done, 1.0))
+
+
+def describe_clipping(config: SchedulerConfig, total_steps: int) -> str | None:
+    """Say to how many steps warm-up and decay are clipped; None if they fit into `total_steps`."""
+    phases = zip(("warm-up", "decay"), _phases(config, total_steps), _clipped_phases(config, total_steps), strict=True)
+    clipped = [f"{name} is clipped from {wanted} to {fits} steps" for name, wanted, fits in phases if fits < wanted]
+    if not clipped:
+        return None
+    return f"learning rate: {' and '.join(clipped)}, because training.steps = {total_steps}"
 
 
 def set_lr(optimizer: Optimizer, base_lr: float, factor: float) -> None:
@@ -31,16 +41,27 @@ def set_lr(optimizer: Optimizer, base_lr: float, factor: float) -> None:
         group["lr"] = base_lr * factor * group["lr_factor"]
 
 
-def _decay_steps(config: SchedulerConfig, total_steps: int) -> int:
-    return round(config.decay_ratio * total_steps) if isinstance(config, WarmupStableDecay) else total_steps
+def _phases(config: SchedulerConfig, total_steps: int) -> tuple[int, int]:
+    """Return the steps of warm-up and of decay that the job asks for. A decay without a length of its own takes the
+    steps after warm-up."""
+    if isinstance(config, WarmupStableDecay):
+        return config.warmup_steps, round(config.decay_ratio * total_steps)
+    return config.warmup_steps, 0 if isinstance(config, Constant) else max(total_steps - config.warmup_steps, 0)
 
 
-def _shape(config: SchedulerConfig) -> str:
+def _clipped_phases(config: SchedulerConfig, total_steps: int) -> tuple[int, int]:
+    """Return the steps of warm-up and of decay that fit into `total_steps`. Warm-up comes first."""
+    warmup, decay = _phases(config, total_steps)
+    warmup = min(warmup, total_steps)
+    return warmup, min(decay, total_steps - warmup)
+
+
+def _shape(config: WarmupStableDecay | Cosine | Linear) -> str:
     return config.decay_type if isinstance(config, WarmupStableDecay) else config.kind
 
 
 def _fall(shape: str, done: float) -> float:
-    """From 1 where nothing of the decay is done (0) to 0 where all is (1)."""
+    """Return the share of the decay that is left: 1 if none of it is done (0), 0 if all of it is (1)."""
     if shape == "cosine":
         return (1 + math.cos(math.pi * done)) / 2
     if shape == "sqrt":

@@ -61,6 +61,12 @@ def share_kept(left_out: Tensor | None, device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float64, device=device) if left_out is None else (~left_out).double()
 
 
+def count_step(shards: Sequence[Shard], kept: Tensor) -> None:
+    """Count a step that is kept."""
+    # A list of equal tensors: of one tensor, PyTorch would ask the device for its value.
+    torch._foreach_add_([shard.state["step"] for shard in shards], [kept.float()] * len(shards))
+
+
 def in_float32(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors in float32: a copy of each one in another dtype, and the others themselves."""
     results = [t if t.dtype == torch.float32 else torch.empty_like(t, dtype=torch.float32) for t in tensors]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from titan_launch.config.job import JobConfig
 from titan_launch.config.parallelism import ParallelismConfig
 from titan_launch.config.pipeline_rules import misfit_of_microbatches
 from titan_launch.config.training import TrainingConfig
@@ -167,3 +168,10 @@ def _in_words(degrees: dict[str, int]) -> str:
 
 def _key(name: str) -> KeyPath:
     return ("parallelism", name)
+
+
+def with_global_batch_size(config: JobConfig, layout: Layout) -> JobConfig:
+    """Return the job with its global batch size, which follows from the number of ranks where the job leaves it unset.
+    On another number of ranks it would be another size, and the run another experiment."""
+    training = config.training.model_copy(update={"global_batch_size": layout.global_batch_size})
+    return config.model_copy(update={"training": training})

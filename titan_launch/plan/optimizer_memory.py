@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from titan_launch.config.optimizer import Algorithm, OptimizerConfig
-from titan_launch.plan.param_groups import batches, has_master, is_mixed
+from titan_launch.config.optimizer import OptimizerConfig
+from titan_launch.plan.param_groups import GroupSettings, batches, has_master, is_mixed, moments_of
 from titan_launch.plan.traffic import DTYPE_BYTES
 
 _DRAW = 8
@@ -30,15 +30,15 @@ class ShardSize(NamedTuple):
 class GroupSizes(NamedTuple):
     """The parameters that are updated alike."""
 
-    algorithm: Algorithm
+    settings: GroupSettings
     shards: Sequence[ShardSize]
 
 
 def state_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes]) -> int:
-    """Two moments (AdamW) or one (Muon), and masters. (Step counts, a number for each parameter, are left out.)"""
+    """Moments and masters. (Step counts, a number for each parameter, are left out.)"""
     return sum(
         shard.num_elements
-        * ((1 if group.algorithm == "Muon" else 2) * _state_size(config, shard) + _master(config, shard))
+        * (len(moments_of(config, group.settings.algorithm)) * _state_size(config, shard) + _master(config, shard))
         for group in groups
         for shard in group.shards
     )
@@ -46,12 +46,20 @@ def state_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes]) -> int:
 
 def temporary_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes], ranks: int) -> int:
     """The most that is there at once during an update. `ranks`: those among which FSDP2 divides a parameter."""
-    adamw = [group.shards for group in groups if group.algorithm == "AdamW"]
-    muon = [shard for group in groups if group.algorithm == "Muon" for shard in group.shards]
-    if is_mixed(config, (shard.dtype for shards in adamw for shard in shards)):
-        peaks = [_mixed_adamw([shards[i] for i in batch], config) for shards in adamw for batch in _batches(shards)]
-    else:
-        peaks = [_plain_adamw(shards, config.implementation) for shards in adamw]
+    plain = [group for group in groups if group.settings.algorithm != "Muon"]
+    muon = [shard for group in groups if group.settings.algorithm == "Muon" for shard in group.shards]
+    mixed = is_mixed(config, (shard.dtype for group in plain for shard in group.shards))
+    peaks: list[int] = []
+    for settings, shards in plain:
+        is_sgd = settings.algorithm == "SGD"
+        if mixed:
+            peak = _mixed_sgd if is_sgd else _mixed_adamw
+            in_batches = batches([shard.num_elements for shard in shards])
+            peaks += [peak([shards[i] for i in batch], config) for batch in in_batches]
+        elif is_sgd:
+            peaks.append(_plain_sgd(shards, settings.weight_decay > 0, config))
+        else:
+            peaks.append(_plain_adamw(shards, config.implementation))
     in_order = sorted(muon, key=lambda shard: -_numel(shard))
     peaks += [_muon(in_order[start : start + ranks], config, ranks) for start in range(0, len(muon), ranks)]
     return max(peaks, default=0)
@@ -68,8 +76,15 @@ def _plain_adamw(shards: Sequence[ShardSize], implementation: str) -> int:
     return max(2 * size + before for before, size in pairwise([0, *sizes]))
 
 
-def _batches(shards: Sequence[ShardSize]) -> list[range]:
-    return batches([shard.num_elements for shard in shards])
+def _plain_sgd(shards: Sequence[ShardSize], is_decayed: bool, config: OptimizerConfig) -> int:
+    """PyTorch's: fused it works in place. The others add weight decay to a copy of the gradients: of all (foreach), or
+    of one parameter (the loop). The loop makes another copy for Nesterov's momentum."""
+    sizes = [shard.num_elements * DTYPE_BYTES[shard.dtype] for shard in shards]
+    if config.implementation == "fused":
+        return 0
+    if config.implementation == "foreach":
+        return is_decayed * sum(sizes)
+    return (is_decayed + config.sgd.nesterov) * max(sizes)
 
 
 def _mixed_adamw(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
@@ -85,6 +100,21 @@ def _mixed_adamw(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
         roots + 2 * moments + state_draw,
         roots + moments + parameters,
         parameters + moments + state_draw,
+        parameters + (draw if parameters else 0),
+    )
+
+
+def _mixed_sgd(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
+    """Of one batch in `titan_launch.optim.sgd`, at the moments when something new is there."""
+    gradients = sum(_copy(shard.num_elements, shard.dtype) for shard in shards)
+    updates = 4 * sum(shard.num_elements for shard in shards)
+    momenta = sum(shard.num_elements * (4 if _state_size(config, shard) < 4 else 0) for shard in shards)
+    momenta = momenta if config.sgd.momentum else 0
+    parameters = sum(0 if _master(config, shard) else _copy(shard.num_elements, shard.dtype) for shard in shards)
+    draw = _DRAW * max(shard.num_elements for shard in shards) if config.rounding == "stochastic" else 0
+    return max(
+        parameters + updates + gradients,
+        parameters + updates + momenta + (draw if momenta else 0),
         parameters + (draw if parameters else 0),
     )
 

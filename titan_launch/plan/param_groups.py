@@ -52,14 +52,31 @@ def settings_of(config: OptimizerConfig, index: int | None, undecayed: bool, inn
 
     `undecayed`: as `is_undecayed` says, of any module that has it; `inner_matrix`: as `is_inner_matrix` says, of all.
     """
-    algorithm: Algorithm = "Muon" if config.name == "Muon" and inner_matrix else "AdamW"
-    lr_factor, decay = 1.0, 0.0 if undecayed else config.weight_decay
+    algorithm: Algorithm = "AdamW" if config.name == "Muon" and not inner_matrix else config.name
+    lr_factor, decay = 1.0, None
     if index is not None:
         group = config.param_groups[index]
         algorithm = group.algorithm or algorithm
         lr_factor = group.lr_factor
-        decay = decay if group.weight_decay is None else group.weight_decay
+        decay = group.weight_decay
+    if decay is None:
+        decay = 0.0 if undecayed else _weight_decay(config, algorithm)
     return GroupSettings(algorithm, lr_factor * (config.muon.lr_factor if algorithm == "Muon" else 1.0), decay)
+
+
+def _weight_decay(config: OptimizerConfig, algorithm: Algorithm) -> float:
+    """The weight decay of an algorithm: the job's if `optimizer.name` decays in the same way, else a default."""
+    is_coupled = algorithm == "SGD"
+    if config.weight_decay is not None and is_coupled == (config.name == "SGD"):
+        return config.weight_decay
+    return 0.0 if is_coupled else 0.1
+
+
+def moments_of(config: OptimizerConfig, algorithm: Algorithm) -> tuple[str, ...]:
+    """Return the names of the tensors, each as large as the parameter, that an algorithm keeps for it."""
+    if algorithm == "AdamW":
+        return ("exp_avg", "exp_avg_sq")
+    return () if algorithm == "SGD" and not config.sgd.momentum else ("momentum_buffer",)
 
 
 def group_name(index: int | None, settings: GroupSettings) -> str:
@@ -70,8 +87,8 @@ def group_name(index: int | None, settings: GroupSettings) -> str:
 
 
 def is_mixed(config: OptimizerConfig, storage_dtypes: Iterable[str]) -> bool:
-    """Whether AdamW's moments and parameters, stored in these dtypes, are updated by this package: PyTorch's knows one
-    dtype, one rounding and no masters."""
+    """Whether this package updates the parameters of AdamW and SGD, which are stored in these dtypes. PyTorch's own
+    implementations know one dtype, one rounding and no masters."""
     dtypes = set(storage_dtypes)
     in_other_dtype = config.state_dtype is not None and dtypes != {config.state_dtype}
     return in_other_dtype or config.rounding == "stochastic" or has_master(config, *dtypes)

@@ -25,7 +25,7 @@ def check_plot(path: str) -> None:
     if Path(path).is_dir():
         raise UserError(f"error: --plot {path}: is a folder; name a file in it")
     if find_spec("matplotlib") is None:
-        raise UserError('error: --plot needs matplotlib: pip install "titan-launch[plot]"')
+        raise UserError("error: --plot needs matplotlib: pip install matplotlib")
 
 
 def plot_comparison(comparison: Comparison, hardware: Hardware, title: str, path: str, chosen: Row) -> None:

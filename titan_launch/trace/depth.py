@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from titan_launch.config.job import JobConfig
+from titan_launch.errors import ConfigError
 from titan_launch.models.build import build_model
 from titan_launch.models.tensor_plan import shapes_explained
 from titan_launch.plan.depth import Shortcut, block_signatures, find_shortcut, without_blocks
@@ -63,6 +64,8 @@ def _trace_short(
             if not _are_alike(_extrapolated(shorter, longer, 2), seen):
                 _log.warning("traced whole, which takes longer: the model's memory does not grow evenly with its depth")
                 return None
+    except ConfigError:  # of the whole model too, most likely: its trace raises it
+        return None
     except Exception as error:  # whatever a model raises that counts its blocks; if it cannot run at all, we will see
         _log.warning("traced whole, which takes longer: without some of its blocks the model does not run (%s)", error)
         return None

@@ -6,22 +6,23 @@ import torch
 from torch import Tensor, nn
 
 from titan_launch.config.architectures import images_taken
-from titan_launch.config.data import ImageData
+from titan_launch.config.data import ImageData, SyntheticData, TextData
 from titan_launch.config.job import JobConfig
 from titan_launch.data.sequence_part import SequencePart
 from titan_launch.data.sources.images import build_images
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.layout import Layout
+from titan_launch.tokenizer import build_tokenizer
 
 
 class Batches:
     """The microbatches of a rank: all alike."""
 
     def __init__(self, config: JobConfig, layout: Layout, part: SequencePart | None):
-        """`part`: of every sequence, what the rank has. Raises ConfigError as `sample_shape` does."""
+        """`part`: of every sequence, what the rank has. Raises ConfigError as `sample_format` does."""
         self._config = config
         self._batch_size = layout.local_batch_size
-        self._shape = sample_shape(config)
+        self._shape, self.num_classes = sample_format(config)
         self._part = part
 
     def make(self) -> tuple[Tensor, Tensor]:
@@ -39,19 +40,23 @@ class Batches:
                 pipeline.boundaries.of(self.make()[0])
 
 
-def sample_shape(config: JobConfig) -> tuple[int, ...]:
-    """The shape of one input: `[seq_len]`, or `[channels, height, width]`.
+def sample_format(config: JobConfig) -> tuple[tuple[int, ...], int]:
+    """Return the shape of one input, `[seq_len]` or `[channels, height, width]`, and the number of classes.
 
     Of images it is what the model takes; a user's own model takes what the data source holds, which is read for it.
     Raises ConfigError where that cannot be read.
     """
-    if not isinstance(config.data, ImageData):
-        return (config.training.seq_len,)
+    data = config.data
+    if isinstance(data, TextData):
+        return (config.training.seq_len,), build_tokenizer(config.tokenizer).vocab_size
+    if isinstance(data, SyntheticData):
+        return (config.training.seq_len,), data.vocab_size
     taken = images_taken(config.model)
     if taken is not None:
-        return (taken.channels, taken.height, taken.width)
-    image, _ = build_images(config.data, None, ("data",))[0]
-    return tuple(image.shape)
+        return (taken.channels, taken.height, taken.width), taken.num_classes
+    source = build_images(data, None, ("data",))
+    image, _ = source[0]
+    return tuple(image.shape), source.num_classes
 
 
 def make_microbatch(config: JobConfig, shape: tuple[int, ...], num_samples: int) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,7 @@ from titan_launch.trace.kernels import copies_from_host, kernels_in_place
 from titan_launch.trace.places import Places, stations
 from titan_launch.trace.ranks import imagined_ranks
 from titan_launch.trace.silence import silence
+from titan_launch.train.forward import check_embeddings, checked_loss
 from titan_launch.train.model import shard_model
 from titan_launch.train.pipeline import PipelinedStep
 from titan_launch.train.step import backward, loss_of
@@ -76,6 +77,8 @@ def trace_step(
         model = shard_model(config, built, replace(plan, float8=()), mesh)  # whose memory is not known
         batches = Batches(config, layout, part)
         batches.announce(model)
+        if config.data.unit == "tokens":
+            check_embeddings(model, batches.num_classes)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(kernels_in_place(kernels, config.kernels.attention))
         if on_host(config.training, kernels):
@@ -190,7 +193,8 @@ class _Accumulation:
 
     @property
     def _loss_sum(self) -> Loss:
-        return loss_in_chunks(self.config.training.loss_chunks)
+        loss_sum = loss_in_chunks(self.config.training.loss_chunks)
+        return checked_loss(loss_sum, self.config.data.unit, self.batches.num_classes)
 
 
 def _of_all(seen: Sequence[Traffic], num_microbatches: int) -> Traffic:
@@ -203,7 +207,7 @@ def _of_all(seen: Sequence[Traffic], num_microbatches: int) -> Traffic:
 def _group_sizes(config: JobConfig, model: nn.Module, plan: ModelPlan) -> list[GroupSizes]:
     """What is trained, as the optimizer groups it."""
     groups = group_parameters(model, config.optimizer, plan.inventory.head)
-    return [GroupSizes(g.settings.algorithm, [_shard_size(p) for p in g.parameters.values()]) for g in groups]
+    return [GroupSizes(g.settings, [_shard_size(p) for p in g.parameters.values()]) for g in groups]
 
 
 def _shard_size(parameter: nn.Parameter) -> ShardSize:

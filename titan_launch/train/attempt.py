@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_launch.collective import on_all
-
 _PREFIX = "attempt-"
 
 
@@ -90,7 +88,9 @@ def launch_of(attempt: Attempt, has_ended: bool) -> Launch:
 
 
 def this_attempt(environment: Mapping[str, str] = os.environ) -> Attempt:
-    """The start that this process is part of, the same on all ranks; collective."""
+    """Return the start that this process is part of, the same on all ranks; collective."""
+    from titan_launch.collective import on_all  # the rest of this module answers before torch is imported
+
     found = on_all(lambda: _agent_of(environment))
     return Attempt(
         agents=tuple(agent for agent in found if agent is not None),

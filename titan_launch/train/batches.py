@@ -55,6 +55,16 @@ def build_train_source(config: JobConfig, tokenizer: Tokenizer, part: SequencePa
     return part_of(source, part)
 
 
+def build_validation_source(config: JobConfig, tokenizer: Tokenizer, part: SequencePart | None) -> SampleSource | None:
+    """Return the samples to validate on, or None without validation. `part`: the tokens of each that this rank has."""
+    validation = config.validation
+    if not validation.freq or validation.data is None:
+        return None
+    key = ("validation", "data")
+    source = build_source(validation.data, tokenizer, config.training.seq_len, key, images_taken(config.model))
+    return part_of(source, part)
+
+
 def build_train_batches(
     config: JobConfig, source: SampleSource, layout: Layout, ranks: Ranks, position: int, stack: ExitStack
 ) -> TrainBatches:
@@ -82,16 +92,15 @@ def sample_order(config: JobConfig, epoch_size: int) -> SampleOrder:
 
 
 def build_validation_batches(
-    config: JobConfig, tokenizer: Tokenizer, layout: Layout, part: SequencePart | None, ranks: Ranks, stack: ExitStack
+    config: JobConfig, source: SampleSource | None, layout: Layout, ranks: Ranks, stack: ExitStack
 ) -> Iterable[Microbatch] | None:
-    """This rank's validation batches, or None where there is no validation. `part`: the tokens that it has."""
-    validation = config.validation
-    if not validation.freq or validation.data is None:
+    """Return this rank's batches of the validation source, or None where there is none."""
+    if source is None:
         return None
-    key = ("validation", "data")
-    source = build_source(validation.data, tokenizer, config.training.seq_len, key, images_taken(config.model))
+    validation = config.validation
+    assert validation.data is not None
     loader = build_validation_loader(
-        part_of(source, part),
+        source,
         local_batch_size=validation.local_batch_size,
         dp_rank=layout.data_rank(ranks.rank),
         dp_size=layout.data_parallel,

@@ -29,10 +29,16 @@ from titan_launch.parallel.timeouts import set_timeouts
 from titan_launch.plan.report import Place, describe_units, format_plan
 from titan_launch.tokenizer import build_tokenizer
 from titan_launch.train.attempt import Attempt, this_attempt
-from titan_launch.train.batches import build_train_batches, build_train_source, build_validation_batches
+from titan_launch.train.batches import (
+    build_train_batches,
+    build_train_source,
+    build_validation_batches,
+    build_validation_source,
+)
 from titan_launch.train.control import Control
 from titan_launch.train.flight_recorder import make_room_for_nccl
 from titan_launch.train.folder import effective_load, new_attempt_folder, prepare_run_folder
+from titan_launch.train.forward import check_embeddings, checked_loss
 from titan_launch.train.guard import StepGuard
 from titan_launch.train.kernels import use_kernels
 from titan_launch.train.logs import LogFile
@@ -82,9 +88,12 @@ def build_run(
     tokenizer = build_tokenizer(config.tokenizer)
     source = build_train_source(config, tokenizer, part)
     check_stages(model, source, layout)
-    validation_batches = build_validation_batches(config, tokenizer, layout, part, ranks, stack)
+    held_out = build_validation_source(config, tokenizer, part)
+    num_classes = max(data.num_classes for data in (source, held_out) if data is not None)
 
     fill_model(config, built, model, part, ranks)
+    if config.data.unit == "tokens":
+        check_embeddings(model, num_classes)
     optimizer = build_optimizer(model, config.optimizer, built.head, config.training.seed)
 
     folder = open_run_folder(recorded, attempt, ranks, log_file, watchdog, stack)
@@ -95,8 +104,8 @@ def build_run(
     if ranks.is_main:
         record_run(folder, recorded, attempt, stack)
         record_units(folder, describe_units(settled.plan, layout, place))
-    log_batches(config, layout, ranks, len(source), folder)
-    step = build_step(config, model, optimizer, guard, mesh, ranks)
+    log_batches(config, layout, ranks, source, held_out, folder)
+    step = build_step(config, model, optimizer, guard, mesh, ranks, num_classes)
     first_step = progress.step + 1
     console = ConsoleSink(total_steps=config.training.steps) if ranks.is_main else None
     return Run(
@@ -116,7 +125,7 @@ def build_run(
         first_step=first_step,
         epoch_size=len(source),
         train_batches=build_train_batches(config, source, layout, ranks, progress.data_position, stack),
-        validation_batches=validation_batches,
+        validation_batches=build_validation_batches(config, held_out, layout, ranks, stack),
         checkpoints=checkpoints,
         meter=build_meter(config, built, layout, ranks),
         measurements=StepMeasurements(
@@ -163,12 +172,19 @@ def open_run_folder(
 
 
 def build_step(
-    config: JobConfig, model: nn.Module, optimizer: Optimizer, guard: StepGuard, mesh: Mesh, ranks: Ranks
+    config: JobConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    guard: StepGuard,
+    mesh: Mesh,
+    ranks: Ranks,
+    num_classes: int,
 ) -> TrainStep:
-    """What trains on a step's microbatches."""
+    """What trains on a step's microbatches. `num_classes`: of the data."""
     accumulation = build_strategy(config.gradient_accumulation)
     training = config.training
     pipeline = pipeline_of(model)
+    loss_sum = compile_loss(loss_in_chunks(training.loss_chunks), config.compile)
     return TrainStep(
         model,
         optimizer,
@@ -177,7 +193,7 @@ def build_step(
         training.max_norm,
         mesh,
         ranks.device,
-        compile_loss(loss_in_chunks(training.loss_chunks), config.compile),
+        checked_loss(loss_sum, config.data.unit, num_classes),
         pipelined=None if pipeline is None else PipelinedStep(pipeline, config.parallelism, accumulation, ranks.device),
         after_update=scale_update(model, config.float8),
     )

@@ -1,4 +1,7 @@
-"""The folder that holds everything a run writes: whose it is, and what becomes of what an earlier run left there."""
+"""The folder that holds everything a run writes: whose it is, and what becomes of what an earlier run left there.
+
+Nothing here needs torch: the command line calls `check_earlier_run` before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
+from datetime import datetime
 from pathlib import Path
 
 from titan_launch.checkpoint.manifest import checkpoint_name, checkpoint_steps, complete_steps
@@ -32,27 +36,46 @@ from titan_launch.train.records import (
 _log = logging.getLogger(__name__)
 
 LOCK_FILE = "lock"
-"""Locked as long as a run writes to the folder."""
+"""Locked as long as a run writes to the folder. Its modification time is the time at which the run started."""
 
 Load = int | str
 """Where a run starts: `"latest"`, `"none"`, a step of its own folder, or the path of another run's checkpoint."""
 
 
 def prepare_run_folder(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
-    """Make the folder ready, on one rank: go on in it when the run will resume, else start with an empty one.
+    """Make the folder ready, on one rank: keep it when the run will resume, else start with an empty one.
 
-    What an earlier run left is moved aside as a whole, to `<name>.1`, `<name>.2` and so on: nothing is ever lost. The
-    folder is locked until `stack` is closed or the process ends.
+    An earlier run that is not resumed is moved aside as a whole, to `<name>.<time at which it started>`: nothing is
+    ever lost. A restart of the same launch keeps its folder. The folder is locked until `stack` is closed or the
+    process ends.
 
     Raises ConfigError when the folder cannot be written, belongs to something else than a run, is in use by another
-    launch, or holds what the job neither goes on with nor asks to have moved aside: another experiment, checkpoints of
-    another model, a run of its own where `checkpoint.load` is a path.
+    launch, has checkpoints of its own although `checkpoint.load` is a path, or for what `check_earlier_run` finds.
     """
     try:
         _prepare(folder, config, attempt, stack)
     except OSError as error:
         reason = f"the run's folder {folder} cannot be written: {error.strerror}"
         raise config_error(("job", "dump_folder"), reason, config.job.dump_folder) from error
+
+
+def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
+    """Raise ConfigError where a run must not start beside the earlier run in its folder: the folder has checkpoints of
+    another experiment that could be resumed, or the checkpoint to load is in a folder that is not resumed.
+
+    `config` has its global batch size. Reads files only.
+    """
+    if not _has_begun(folder):
+        return
+    checkpoints = checkpoint_folder(folder)
+    if config.checkpoint.enable and load != "none" and checkpoint_steps(checkpoints):
+        before = recorded_table(folder, config)
+        changed = [] if before is None else [d for d in differences(before, table_of(config)) if d.role != "operation"]
+        is_complete = bool(complete_steps(checkpoints))
+        if changed and not (is_complete and config.checkpoint.accept_changes and not _is_other_model(changed)):
+            raise _another_experiment(folder, config, load, changed, is_complete)
+    if not _resumes(folder, config, load):
+        _check_loads_from_elsewhere(folder, config, load)
 
 
 def effective_load(folder: Path, config: JobConfig, attempt: Attempt) -> Load:
@@ -62,16 +85,17 @@ def effective_load(folder: Path, config: JobConfig, attempt: Attempt) -> Load:
     Asked on one rank, any number of times before `record_run`. (A launch that was told to start from another run's
     checkpoint and has none of its own yet starts there again.)
     """
-    load, launch = config.checkpoint.load, recorded_launch(folder)
-    if launch is None or not attempt.continues(launch):
+    load = config.checkpoint.load
+    if not _is_restart(folder, attempt):
         return load
     return load if _is_path(load) and not complete_steps(checkpoint_folder(folder)) else "latest"
 
 
 def recorded_modes(folder: Path, config: JobConfig, attempt: Attempt) -> Choice | None:
-    """The modes with which the run in this folder trained so far; None where nothing will be resumed."""
-    saved = recorded_table(folder, config)
-    if saved is None or not _resumes(folder, config, effective_load(folder, config, attempt)):
+    """Return the modes with which the run in this folder trained so far; None where nothing will be resumed."""
+    resumes = _resumes(folder, config, effective_load(folder, config, attempt))
+    saved = recorded_table(folder, config) if resumes else None
+    if saved is None:
         return None
     accumulation = GradientAccumulationConfig.model_validate(saved["gradient_accumulation"])
     recomputation = ActivationCheckpointConfig.model_validate(saved["activation_checkpoint"])
@@ -121,13 +145,15 @@ def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack
         _check_no_launch_is_between_attempts(folder, config, attempt)
         load = effective_load(folder, config, attempt)
         _check_step_is_there(folder, load)
-        if _has_begun(folder):
-            _check_may_start(folder, config, load)
-            if not _resumes(folder, config, load):
-                _move_aside(folder)
-                folder.mkdir()
-                _lock(folder, config, stack)
-                return
+        check_earlier_run(folder, config, load)
+        _check_path_goes_with_folder(folder, config, load)
+        if not _has_begun(folder):
+            os.utime(folder / LOCK_FILE)  # the time at which this run starts: `_move_aside` reads it
+        elif not (_resumes(folder, config, load) or _begins_again(folder, attempt)):
+            _move_aside(folder)
+            folder.mkdir()
+            _lock(folder, config, stack)
+            return
         stack.push(lock.pop_all())
 
 
@@ -142,8 +168,20 @@ def _has_begun(folder: Path) -> bool:
     return (folder / CONFIG_FILE).exists() or bool(checkpoint_steps(checkpoint_folder(folder)))
 
 
+def _is_restart(folder: Path, attempt: Attempt) -> bool:
+    """Return True if the launch that wrote to the folder last has started its ranks again."""
+    launch = recorded_launch(folder)
+    return launch is not None and attempt.continues(launch)
+
+
+def _begins_again(folder: Path, attempt: Attempt) -> bool:
+    """Return True for a restart before the first checkpoint. With a checkpoint that is not resumed, the run before the
+    restart had ended, and its result is kept apart from the next one."""
+    return _is_restart(folder, attempt) and not checkpoint_steps(checkpoint_folder(folder))
+
+
 def _resumes(folder: Path, config: JobConfig, load: Load) -> bool:
-    """Whether a run goes on with what is in its folder."""
+    """Return True if a run goes on with what is in its folder."""
     possible = config.checkpoint.enable and load != "none" and not _is_path(load)
     return possible and bool(checkpoint_steps(checkpoint_folder(folder)))  # damaged ones are not begun anew over
 
@@ -159,15 +197,21 @@ def _check_step_is_there(folder: Path, load: Load) -> None:
         raise config_error(("checkpoint", "load"), f"no such step in {checkpoint_folder(folder)}; {there}", load)
 
 
-def _check_may_start(folder: Path, config: JobConfig, load: Load) -> None:
-    """Raise ConfigError where a run would go on, or move something aside, that the job does not ask for."""
-    if load == "none":
-        return
+def _check_loads_from_elsewhere(folder: Path, config: JobConfig, load: Load) -> None:
+    """Raise ConfigError where a run that begins anew would load a checkpoint from the folder that it moves aside."""
+    paths = {"load": str(load) if _is_path(load) else None, "initial_load_path": config.checkpoint.initial_load_path}
+    for key, path in paths.items():
+        if path is not None and Path(path).resolve().is_relative_to(folder.resolve()):
+            reason = (
+                f"is in {folder}, where this run would begin anew; resume that run with --checkpoint.enable=true "
+                "--checkpoint.load=latest, or choose another folder with --job.name"
+            )
+            raise config_error(("checkpoint", key), reason, path)
+
+
+def _check_path_goes_with_folder(folder: Path, config: JobConfig, load: Load) -> None:
+    """Raise ConfigError where a run would load another run's checkpoint beside checkpoints of its own."""
     steps = complete_steps(checkpoint_folder(folder)) if config.checkpoint.enable else []
-    before = recorded_table(folder, config)
-    changed = [] if before is None else [d for d in differences(before, table_of(config)) if d.role != "operation"]
-    if changed and not (steps and config.checkpoint.accept_changes and not _is_other_model(changed)):
-        raise _another_experiment(folder, config, load, changed, bool(steps))
     if _is_path(load) and steps:
         reason = (
             f"{folder} holds a run with checkpoints of its own, up to step {max(steps)}; go on with that run with "
@@ -201,7 +245,7 @@ def _is_other_model(changed: Sequence[Difference]) -> bool:
 
 
 def _check_no_launch_is_between_attempts(folder: Path, config: JobConfig, attempt: Attempt) -> None:
-    """The lock is free while torchrun starts its ranks anew; but it will."""
+    """Raise ConfigError where another launch, whose ranks have failed, will start them again. It holds no lock then."""
     launch = recorded_launch(folder)
     agent = None if launch is None or attempt.continues(launch) else launch.agent_alive_here()
     if agent is not None:
@@ -229,6 +273,10 @@ def _in_use(folder: Path, config: JobConfig) -> ConfigError:
 
 
 def _move_aside(folder: Path) -> None:
-    aside = free_name(folder.with_name(f"{folder.name}.{{}}"))
+    """Rename the folder of an earlier run, whose lock file is as old as the run."""
+    started = datetime.fromtimestamp((folder / LOCK_FILE).stat().st_mtime)
+    aside = folder.with_name(f"{folder.name}.{started:%Y-%m-%d_%H-%M-%S}")
+    if aside.exists():
+        aside = free_name(aside.with_name(f"{aside.name}_{{}}"))
     folder.rename(aside)
     _log.info("moved the earlier run in %s to %s", folder, aside)

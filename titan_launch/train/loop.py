@@ -6,10 +6,11 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from titan_launch.checkpoint.manifest import checkpoint_name
 from titan_launch.collective import on_all
 from titan_launch.errors import Stopped
 from titan_launch.models.tensor_plan import shapes_explained
-from titan_launch.optim.schedule import lr_factor, set_lr
+from titan_launch.optim.schedule import describe_clipping, lr_factor, set_lr
 from titan_launch.parallel.batchnorm import largest_divergence, pool_running_statistics
 from titan_launch.parallel.pipeline import parts
 from titan_launch.parallel.timeouts import set_timeouts
@@ -17,10 +18,11 @@ from titan_launch.precision.explanations import dtype_failures_explained
 from titan_launch.signals import RESTART_SIGNAL, RESTART_STATUS, signal_name
 from titan_launch.train.audit import audited_step, audits, is_audited
 from titan_launch.train.faults import settle_guard
+from titan_launch.train.folder import checkpoint_folder
 from titan_launch.train.garbage import scheduled_garbage_collection
 from titan_launch.train.kernels import attention_failures_explained
 from titan_launch.train.prediction import MEASURED
-from titan_launch.train.resume import how_to_resume
+from titan_launch.train.resume import NOTHING_SAVED, SAME_COMMAND, how_to_resume
 from titan_launch.train.run import Run
 from titan_launch.train.step import StepResult
 from titan_launch.train.validate import validate
@@ -34,6 +36,8 @@ def fit(run: Run) -> None:
     if run.progress.step >= last:
         _log.info("nothing to do: the run is at step %d of %d; raise training.steps to go on", run.progress.step, last)
         return
+    if clipping := describe_clipping(run.config.lr_scheduler, last):
+        _log.info("%s", clipping)
     with scheduled_garbage_collection(run.config.training.gc_freq) as collect_garbage:
         run.control.agree()  # a signal may have come while the run was built
         while run.progress.step < last and not run.control.stop_signal:
@@ -58,20 +62,27 @@ def fit(run: Run) -> None:
 
 
 def ending(run: Run) -> str:
-    """How the run ended. Raises Stopped where a signal has ended it and that is not success: its steps are lost, since
-    checkpoints are off, or all ranks are to be started again."""
+    """Describe how the run ended. Raises Stopped where a signal has ended the run and that is not success: its steps
+    are lost, since nothing is saved, or all ranks are to be started again."""
     step, last, number = run.progress.step, run.config.training.steps, run.control.stop_signal
     if step >= last or not number:
-        return f"done: {last} steps; everything is in {run.folder}"
+        return f"done: {last} steps; {result(run)}"
     if number == RESTART_SIGNAL:
         raise Stopped(f"ended after step {step} of {last}, to be started again with more hosts", RESTART_STATUS)
-    again = how_to_resume(run.config)
     if step < run.first_step:
+        again = how_to_resume(run.config) if run.config.checkpoint.enable else SAME_COMMAND
         return f"stopped by {signal_name(number)} before step {run.first_step} of {last}; to go on, {again}"
     stopped = f"stopped by {signal_name(number)} after step {step} of {last}"
     if run.checkpoints is None:
-        raise Stopped(f"{stopped}; checkpoint.enable is false: nothing was saved", 128 + number)
-    return f"{stopped}, which is saved; to resume, {again}"
+        raise Stopped(f"{stopped}; {NOTHING_SAVED}", 128 + number)
+    return f"{stopped}, which is saved; to resume, {how_to_resume(run.config)}"
+
+
+def result(run: Run) -> str:
+    """Describe where the result of a finished run is."""
+    if run.checkpoints is None:
+        return f"{NOTHING_SAVED}; the reports are in {run.folder}"
+    return f"the result is {checkpoint_folder(run.folder) / checkpoint_name(run.progress.step)}"
 
 
 def train_one_step(run: Run) -> StepResult:
@@ -114,7 +125,7 @@ def failures_explained(run: Run) -> Iterator[None]:
 
 def end_warm_up(run: Run) -> None:
     """The first steps of this process are done on all ranks, and with them what takes longer than later."""
-    if run.checkpoints is not None:
+    if run.checkpoints is not None and run.config.checkpoint.enable:
         run.checkpoints.get_ready()
     set_timeouts(run.config.comm.timeout_seconds)
     run.watchdog.end_warm_up()
@@ -126,18 +137,17 @@ def current_lr_factor(run: Run, step: int) -> float:
 
 
 def is_validation_step(run: Run) -> bool:
-    """Every `validation.freq` steps, and after the last; not when a signal ends the run before: there is only so much
-    time until the scheduler kills it, and a checkpoint to write."""
+    """Return True every `validation.freq` steps, and for the last step. The step after which a signal ends the run is
+    not validated: the time until the scheduler kills the run is short, and the checkpoint needs it."""
     freq, step = run.config.validation.freq, run.progress.step
-    is_last = step == run.config.training.steps
-    return freq > 0 and (is_last or (step % freq == 0 and not run.control.stop_signal))
+    return freq > 0 and (is_last_step(run) or (step % freq == 0 and not run.control.stop_signal))
 
 
 def is_report_step(run: Run) -> bool:
-    """The first step of this process, every `metrics.log_freq` steps, the last, and where there is a validation or a
-    checkpoint."""
+    """Return True for the first step of this process, every `metrics.log_freq` steps, the last step, and a step that is
+    validated or saved."""
     step = run.progress.step
-    regular = step % run.config.metrics.log_freq == 0 or step == run.config.training.steps
+    regular = step % run.config.metrics.log_freq == 0 or is_last_step(run)
     return regular or step == run.first_step or needs_pooled_statistics(run)
 
 
@@ -148,11 +158,27 @@ def is_settled_step(run: Run) -> bool:
 
 
 def is_checkpoint_step(run: Run) -> bool:
-    """Every `checkpoint.interval` steps or `interval_minutes`, after the last step, and before a signal's end."""
-    step = run.progress.step
-    regular = step % run.config.checkpoint.interval == 0 or step == run.config.training.steps
-    due = regular or run.control.save_is_due or run.control.stop_signal != 0
-    return run.checkpoints is not None and due
+    """Return True for the last step, for the step after which a signal ends the run, and with `checkpoint.enable` also
+    every `checkpoint.interval` steps or `interval_minutes`."""
+    if run.checkpoints is None:
+        return False
+    if run.config.checkpoint.enable:
+        return is_regular_checkpoint(run) or run.control.save_is_due or run.control.stop_signal != 0
+    # Before a restart nothing is saved: a run without checkpoint.enable would not resume from it.
+    return is_last_step(run) or run.control.stop_signal not in (0, RESTART_SIGNAL)
+
+
+def is_regular_checkpoint(run: Run) -> bool:
+    """Return True for a step that an undisturbed run saves whatever the clock says."""
+    if run.checkpoints is None:
+        return False
+    config = run.config.checkpoint
+    return is_last_step(run) or (config.enable and run.progress.step % config.interval == 0)
+
+
+def is_last_step(run: Run) -> bool:
+    """Return True at step `training.steps`."""
+    return run.progress.step == run.config.training.steps
 
 
 def needs_pooled_statistics(run: Run) -> bool:
@@ -161,11 +187,10 @@ def needs_pooled_statistics(run: Run) -> bool:
 
 
 def pools_anyway(run: Run) -> bool:
-    """Whether an undisturbed run pools at this step too: it saves or validates there. A checkpoint by the clock, or
-    before a signal's end, is not to change what follows."""
-    step, freq = run.progress.step, run.config.validation.freq
-    is_last = step == run.config.training.steps
-    return is_last or step % run.config.checkpoint.interval == 0 or (freq > 0 and step % freq == 0)
+    """Return True if an undisturbed run pools at this step too, because it saves or validates there. A checkpoint by
+    the clock, or before a signal's end, must not change the steps that follow."""
+    freq = run.config.validation.freq
+    return is_regular_checkpoint(run) or (freq > 0 and (is_last_step(run) or run.progress.step % freq == 0))
 
 
 def clear_progress(run: Run) -> None:
@@ -206,8 +231,8 @@ def report(run: Run, result: StepResult) -> dict[str, float]:
 
 
 def checkpoint_measurements(run: Run) -> dict[str, float]:
-    """What checkpoints have cost since the last report; nothing where they are off."""
-    return {} if run.checkpoints is None else run.checkpoints.take_measurements()
+    """Return what checkpoints have cost since the last report; nothing for a run that saves only its last step."""
+    return run.checkpoints.take_measurements() if run.checkpoints and run.config.checkpoint.enable else {}
 
 
 def pool_statistics(run: Run) -> dict[str, float]:

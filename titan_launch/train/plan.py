@@ -10,14 +10,16 @@ from titan_launch.models.tensor_plan import check_tensor_plan
 from titan_launch.parallel.batchnorm import check_batch_norms
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.types import Inventory, ModelPlan
+from titan_launch.train.forward import check_signature
 
 
 def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
-    """The table of a model's modules.
+    """Return the table of a model's modules.
 
-    Raises ConfigError for BatchNorm statistics, and tensor or context parallelism, that the model does not go with:
-    only its classes can tell.
+    Raises ConfigError for a forward that takes other arguments than the inputs, and for BatchNorm statistics, tensor
+    parallelism or context parallelism that the model does not go with: only its classes can tell.
     """
+    check_signature(built.module, config.data.unit)
     check_batch_norms(built.module, config.batchnorm)
     check_tensor_plan(built.module, built.tensor_parallel, config.parallelism)
     context, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len

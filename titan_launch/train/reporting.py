@@ -11,6 +11,7 @@ import torch
 from titan_launch.checkpoint.state import Progress
 from titan_launch.config.job import JobConfig
 from titan_launch.config.load import dump_job
+from titan_launch.data.sources import SampleSource
 from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink
 from titan_launch.models.build import BuiltModel
@@ -66,8 +67,15 @@ def build_sinks(
     return tuple(sinks)
 
 
-def log_batches(config: JobConfig, layout: Layout, ranks: Ranks, epoch_size: int, folder: Path) -> None:
-    """Say how the run divides its batch, and where it writes."""
-    _log.info("%s; an epoch has %s samples", format_batches(config, layout), f"{epoch_size:,}")
+def log_batches(
+    config: JobConfig, layout: Layout, ranks: Ranks, source: SampleSource, held_out: SampleSource | None, folder: Path
+) -> None:
+    """Log how the run divides its batch, what data it has, and where it writes. `held_out`: the validation source."""
+    _log.info("%s", format_batches(config, layout))
+    _log.info("data: %s", source.describe())
+    if held_out is not None:
+        most = config.validation.max_samples
+        used = f"; the first {most:,} samples are used" if most is not None and most < len(held_out) else ""
+        _log.info("validation data: %s%s", held_out.describe(), used)
     _log.info("device: %s", ranks.device.type)
     _log.info("folder: %s", folder)

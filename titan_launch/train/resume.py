@@ -27,6 +27,12 @@ from titan_launch.train.seed import random_stream
 
 _log = logging.getLogger(__name__)
 
+NOTHING_SAVED = "nothing was saved (checkpoint.enable and checkpoint.save_last are false)"
+"""The end of a run without any checkpoint."""
+
+SAME_COMMAND = "run the same command again"
+"""The way to continue a run that needs no other option."""
+
 
 def load_run(config: JobConfig, folder: Path, load: Load, state: TrainingState) -> None:
     """Bring a run's state to where it starts; collective.
@@ -49,8 +55,10 @@ def load_run(config: JobConfig, folder: Path, load: Load, state: TrainingState) 
 def open_checkpoints(
     config: JobConfig, folder: Path, state: TrainingState, progress: Progress, ranks: Ranks, stack: ExitStack
 ) -> CheckpointManager | None:
-    """What writes the run's checkpoints, closed with `stack`; None where they are off. Collective."""
-    if not config.checkpoint.enable:
+    """Return what writes the run's checkpoints, closed with `stack`; for a run that saves nothing log that, and return
+    None. Collective."""
+    if not config.checkpoint.enable and not config.checkpoint.save_last:
+        _log.info("checkpoints: none will be saved (checkpoint.enable and checkpoint.save_last are false)")
         return None
     origin = Origin(
         world_size=ranks.world_size,
@@ -84,9 +92,10 @@ def training_state(
 
 
 def how_to_resume(config: JobConfig) -> str:
-    """What somebody has to do for the run to go on from its newest checkpoint."""
-    again = "run the same command again"
-    return again if config.checkpoint.load == "latest" else f"{again} with --checkpoint.load=latest"
+    """Return what somebody has to do for the run to resume from its newest checkpoint."""
+    options = [] if config.checkpoint.enable else ["--checkpoint.enable=true"]
+    options += [] if config.checkpoint.load == "latest" else ["--checkpoint.load=latest"]
+    return f"{SAME_COMMAND} with {' '.join(options)}" if options else SAME_COMMAND
 
 
 def _own_checkpoint(folder: Path, load: Load) -> Path | None:

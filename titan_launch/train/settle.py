@@ -12,7 +12,7 @@ from titan_launch.parallel.distributed import Ranks
 from titan_launch.plan.float8 import check_shards
 from titan_launch.plan.hardware import Hardware
 from titan_launch.plan.job import with_whole_parameters
-from titan_launch.plan.layout import Layout, plan_layout
+from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 from titan_launch.plan.types import ModelPlan
 from titan_launch.train.attempt import Attempt
 from titan_launch.train.measure import check_profiling
@@ -60,10 +60,3 @@ def settle(config: JobConfig, ranks: Ranks, folder: Path, attempt: Attempt) -> S
     check_shards(config.float8, plan, layout)
     recorded = config.model_copy(update={"parallelism": job.parallelism})
     return Settled(config, recorded, reason, layout, hardware, built, plan)
-
-
-def with_global_batch_size(config: JobConfig, layout: Layout) -> JobConfig:
-    """The job with the batch that follows from the ranks where it names none: on other ranks it would be another one,
-    and the run another experiment."""
-    training = config.training.model_copy(update={"global_batch_size": layout.global_batch_size})
-    return config.model_copy(update={"training": training})

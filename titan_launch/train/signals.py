@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from titan_launch.process import is_announced
 from titan_launch.signals import RESTART_SIGNAL, STOP_SIGNALS, heard, signal_name, stop_with_parent
 
 _log = logging.getLogger(__name__)
@@ -36,8 +38,8 @@ class StopRequest:
         if not is_repeated:
             self.signal = number
             if number == RESTART_SIGNAL:
-                _log.info("a host has come: all ranks end after this step, and are started again with it")
-            else:
+                _log.info("a new host joined: all ranks end after this step and are restarted with it")
+            elif number != signal.SIGTERM or not is_announced():  # torchrun's SIGTERM after a failure is not news
                 _log.info("%s: the run ends after this step; a second signal ends it at once", name)
             return
         if os.environ.get("RANK", "0") == "0":  # not by print: the main thread may hold the stream's lock for ever

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from titan_launch.accumulation.strategies import AccumulationStrategy
-from titan_launch.errors import config_error
 from titan_launch.loss import Loss, count_valid, cross_entropy_sum
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.skip import step_unless
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.discard import discard_pending
 from titan_launch.parallel.mesh import Mesh
+from titan_launch.train.forward import logits_of
 from titan_launch.train.guard import StepGuard
 from titan_launch.train.pipeline import PipelinedStep
 
@@ -180,16 +180,3 @@ def backward(
 def loss_of(logits: Tensor, targets: Tensor, valid_global: Tensor, loss_sum: Loss) -> Tensor:
     """A microbatch's part of the step's loss: its sum, divided by the step's valid targets over all ranks."""
     return loss_sum(logits, targets) / valid_global.clamp(min=1)
-
-
-def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return a model's logits: its output, or the `logits` of it, as the classes of `transformers` return them.
-
-    Raises ConfigError where there are none.
-    """
-    outputs = model(inputs)
-    logits = getattr(outputs, "logits", outputs)
-    if not isinstance(logits, Tensor):
-        reason = f"its forward must return the logits, a tensor (..., classes); it returns a {type(outputs).__name__}"
-        raise config_error(("model", "name"), reason)
-    return logits

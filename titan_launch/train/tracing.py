@@ -13,8 +13,9 @@ from typing import Any
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.load import dump_job
-from titan_launch.errors import RunError, UserError
+from titan_launch.errors import RunError, UserError, config_error
 from titan_launch.plan.hardware import Hardware
+from titan_launch.train.forward import FORWARD
 
 _BAD_INPUT = 2
 """How a command ends for what the user can fix; its message is complete then (see `titan_launch.process`)."""
@@ -52,7 +53,8 @@ class Tracing:
     def result(self) -> dict[str, Any]:
         """The plan, as `plan --json` prints it; waits for it.
 
-        Raises UserError for what the user can fix, and RunError where the trace failed.
+        Raises UserError for what the user can fix, ConfigError for a forward of the wrong kind, and RunError where the
+        trace failed.
         """
         status = self._process.wait()
         if status == 0:
@@ -61,7 +63,11 @@ class Tracing:
         self._errors.seek(0)
         said = self._errors.read().strip() or f"it was ended with status {status}"
         if status == _BAD_INPUT:
-            raise UserError(said.removeprefix("error: ").replace(f"{self._job}: ", ""))  # no file of the user's
+            said = said.removeprefix("error: ").replace(f"{self._job}: ", "")  # no file of the user's
+            key, _, reason = said.partition(": ")
+            if reason.startswith(FORWARD):
+                raise config_error(tuple(key.split(".")), reason)
+            raise UserError(said)
         raise RunError(f"the model could not be traced:\n{said}")
 
     def _end(self) -> None:

@@ -13,7 +13,8 @@ from titan_launch.loss import Loss, count_correct, count_valid, cross_entropy_su
 from titan_launch.parallel.discard import reset_iterations
 from titan_launch.parallel.pipeline import pipeline_of, run_forward
 from titan_launch.torch_private import roots
-from titan_launch.train.step import Microbatch, logits_of
+from titan_launch.train.forward import logits_of
+from titan_launch.train.step import Microbatch
 
 
 @torch.no_grad()

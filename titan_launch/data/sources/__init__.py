@@ -28,6 +28,13 @@ class SampleSource(Protocol):
     def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]:
         """Sample `index`, from 0 to `len(self)` - 1."""
 
+    @property
+    def num_classes(self) -> int:
+        """Number of classes of the targets; of tokens, the size of their vocabulary."""
+
+    def describe(self) -> str:
+        """Return how much data the source has, as a part of a log line."""
+
 
 def build_source(
     config: DataConfig,

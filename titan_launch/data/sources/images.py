@@ -25,14 +25,20 @@ _UINT8_MAXIMUM = 255
 class ImageSource:
     """Images `[N, channels, height, width]` and labels `[N]`; pixels are scaled when a sample is asked for."""
 
-    def __init__(self, images: Pixels, labels: Labels, mean: Tensor, std: Tensor):
-        """`mean` and `std`: float32 `[1 or channels, 1, 1]`, of floating pixels, and of uint8 ones as 0 to 1."""
+    def __init__(self, images: Pixels, labels: Labels, num_classes: int, mean: Tensor, std: Tensor):
+        """`num_classes`: above all labels. `mean` and `std`: float32 `[1 or channels, 1, 1]`, of floating pixels, and
+        of uint8 ones as 0 to 1."""
+        self.num_classes = num_classes
         unit = _UINT8_MAXIMUM if images.dtype == np.uint8 else 1
         self._images, self._labels = images, labels
         self._mean, self._std = mean * unit, std * unit
 
     def __len__(self) -> int:
         return len(self._images)
+
+    def describe(self) -> str:
+        """Return how much data there is, as a part of a log line."""
+        return f"{len(self):,} images {self._images.shape[1:]} of {self.num_classes:,} classes"
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """A float32 image `[channels, height, width]` and its class, an int64 scalar."""
@@ -49,18 +55,18 @@ def build_images(config: ImageData, taken: ImageFormat | None, key: KeyPath) -> 
     """
     path_key = (*key, "path")
     images, labels = _read_digits(path_key) if config.path == SKLEARN_DIGITS else _read_npz(config.path, path_key)
+    _, channels, height, width = images.shape
+    held = ImageFormat(channels, height, width, num_classes=int(labels.max()) + 1)
     if taken is not None:
-        _, channels, height, width = images.shape
-        held = ImageFormat(channels, height, width, num_classes=int(labels.max()) + 1)
         problems = [Problem(path_key, reason, config.path) for reason in misfits(held, taken)]
         if problems:
             raise ConfigError(problems)
-    mean = _per_channel(config.mean, images.shape[1], (*key, "mean"))
-    std = _per_channel(config.std, images.shape[1], (*key, "std"))
+    mean = _per_channel(config.mean, channels, (*key, "mean"))
+    std = _per_channel(config.std, channels, (*key, "std"))
     if config.split != "all":
         chosen = _choose_split(len(images), config, key)
         images, labels = images[chosen], labels[chosen]
-    return ImageSource(images, labels, mean, std)
+    return ImageSource(images, labels, held.num_classes, mean, std)
 
 
 def is_validation_image(index: int, percent: int) -> bool:
@@ -72,7 +78,7 @@ def _read_digits(path_key: KeyPath) -> tuple[Pixels, Labels]:
     try:
         from sklearn.datasets import load_digits  # optional, and slow to import
     except ImportError:
-        reason = 'needs scikit-learn, which is not installed: pip install "titan-launch[images]"'
+        reason = "needs scikit-learn, which is not installed: pip install scikit-learn"
         raise config_error(path_key, reason, SKLEARN_DIGITS) from None
     digits = load_digits()
     return (digits.images[:, None] / _DIGITS_MAXIMUM).astype(np.float32), digits.target.astype(np.int64)

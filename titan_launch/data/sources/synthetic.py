@@ -29,6 +29,15 @@ class SyntheticSource:
     def __len__(self) -> int:
         return self._config.num_samples
 
+    @property
+    def num_classes(self) -> int:
+        """Size of the vocabulary."""
+        return self._config.vocab_size
+
+    def describe(self) -> str:
+        """Return how much data there is, as a part of a log line."""
+        return f"{len(self):,} random sequences of {self._seq_len} tokens, with a vocabulary of {self.num_classes:,}"
+
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, both int64 `[seq_len]`; a pure function of the source's seed and `index`."""
         if not 0 <= index < len(self):

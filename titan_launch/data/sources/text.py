@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,29 @@ from titan_launch.tokenizer import Tokenizer
 Files = list[tuple[str, Path]]
 """(name, path) pairs: the name decides a document's side of the split."""
 
+_CHECKED_BYTES = 1 << 20
+"""Bytes that are decoded at a time to find whether a file is text."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The text files of a source."""
+
+    tokens: npt.NDArray[np.uint16]
+    """The tokens of all files, one file after another."""
+
+    num_files: int
+    skipped: tuple[str, ...]
+    """Names of the files that are not text."""
+
+    @property
+    def note(self) -> str:
+        """The end of a sentence about the source: how many files were skipped."""
+        if not self.skipped:
+            return ""
+        are = "is" if len(self.skipped) == 1 else "are"
+        return f"; skipped {_count(len(self.skipped), 'file')} that {are} not UTF-8 text, first: {self.skipped[0]}"
+
 
 class TokenSource:
     """Consecutive windows over one array of tokens.
@@ -24,12 +49,20 @@ class TokenSource:
     The inputs of the samples do not overlap: a token is an input once per epoch and, but for the first, a target once.
     """
 
-    def __init__(self, tokens: npt.NDArray[np.uint16], seq_len: int):
-        self._tokens = tokens
+    def __init__(self, documents: Documents, seq_len: int, vocab_size: int):
+        self._documents = documents
+        self._tokens = documents.tokens
         self._seq_len = seq_len
+        self.num_classes = vocab_size
 
     def __len__(self) -> int:
         return max(0, len(self._tokens) - 1) // self._seq_len
+
+    def describe(self) -> str:
+        """Return how much data there is, as a part of a log line."""
+        documents, samples = self._documents, _count(len(self), "sample")
+        size = f"{_count(documents.num_files, 'file')}, {_count(len(self._tokens), 'token')}"
+        return f"{size}, {samples} of {self._seq_len}{documents.note}"
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, both int64 `[seq_len]`: the targets are the inputs one position on."""
@@ -43,14 +76,12 @@ class TokenSource:
 def build_text(config: TextData, tokenizer: Tokenizer, seq_len: int, key: KeyPath) -> TokenSource:
     """Read, tokenize and concatenate the files of `config`. Raises ConfigError that names a key below `key`."""
     files = _choose_split(_find_files(config, key), config, key)
-    tokens = _tokenize(files, tokenizer, (*key, "path"))
-    source = TokenSource(tokens, seq_len)
+    documents = _tokenize(files, tokenizer, config, (*key, "path"))
+    source = TokenSource(documents, seq_len, tokenizer.vocab_size)
     if not len(source):
-        raise config_error(
-            (*key, "path"),
-            f"holds no sample of seq_len + 1 = {seq_len + 1} tokens: {len(tokens)} tokens in {_count(files)}",
-            config.path,
-        )
+        found = f"{len(documents.tokens)} tokens in {_count(documents.num_files, 'file')}{documents.note}"
+        reason = f"holds no sample of seq_len + 1 = {seq_len + 1} tokens: {found}"
+        raise config_error((*key, "path"), reason, config.path)
     return source
 
 
@@ -84,16 +115,35 @@ def _choose_split(files: Files, config: TextData, key: KeyPath) -> Files:
     return chosen
 
 
-def _tokenize(files: Files, tokenizer: Tokenizer, path_key: KeyPath) -> npt.NDArray[np.uint16]:
-    documents = []
-    for _, path in files:
+def _tokenize(files: Files, tokenizer: Tokenizer, config: TextData, path_key: KeyPath) -> Documents:
+    tokens, skipped = [], []
+    for name, path in files:
         try:
             data = path.read_bytes()
         except OSError as error:
             raise config_error(path_key, f"cannot read {path}: {error.strerror}") from None
-        documents.append(tokenizer.encode_document(data))
-    return np.concatenate(documents)
+        if is_text(data):
+            tokens.append(tokenizer.encode_document(data))
+        else:
+            skipped.append(name)
+    if not tokens:
+        found = "is not UTF-8 text" if len(files) == 1 else f"none of its {len(files):,} files is UTF-8 text"
+        reason = f"{found} without NUL bytes (first: {skipped[0]}); convert it to UTF-8, or name text files"
+        raise config_error(path_key, reason, config.path)
+    return Documents(np.concatenate(tokens), len(tokens), tuple(skipped))
 
 
-def _count(files: Files) -> str:
-    return f"{len(files)} {'file' if len(files) == 1 else 'files'}"
+def is_text(data: bytes) -> bool:
+    """Return whether a file is text: valid UTF-8 without NUL bytes. The file is decoded in parts, to save memory."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for start in range(0, len(data), _CHECKED_BYTES):
+            decoder.decode(data[start : start + _CHECKED_BYTES])
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in data
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun if number == 1 else f'{noun}s'}"

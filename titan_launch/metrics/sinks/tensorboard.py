@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class TensorBoardSink(Sink):
     """Scalars, texts and the layout of the "Custom Scalars" dashboard, below one folder.
 
-    A resumed run continues the folder of the run before, and one that goes back to a checkpoint its own: TensorBoard
-    drops the steps that are computed again.
+    A run that is resumed, begins again, or goes back to a checkpoint continues the folder. TensorBoard drops the steps
+    that are computed again.
     """
 
     def __init__(self, log_dir: Path, resume_step: int = 0):
@@ -61,7 +61,7 @@ class TensorBoardSink(Sink):
         """The event file, with all texts in it."""
         if self._opened is None:
             is_new = not any(self._log_dir.glob("events.out.tfevents.*"))
-            self._opened = _open(self._log_dir, self._resume_step + 1 if self._resume_step else None)
+            self._opened = _open(self._log_dir, None if is_new else self._resume_step + 1)
             if is_new:
                 self._opened.add_custom_scalars(_custom_scalars())
         for tag, text in self._texts:

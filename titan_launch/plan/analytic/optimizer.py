@@ -42,4 +42,4 @@ def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> lis
         index = first_match(config.param_groups, paths[name])
         settings = settings_of(config, index, undecayed[name], inner[name])
         groups.setdefault(group_name(index, settings), (settings, []))[1].append(shard)
-    return [GroupSizes(settings.algorithm, group) for settings, group in groups.values()]
+    return [GroupSizes(settings, group) for settings, group in groups.values()]

@@ -1,0 +1,103 @@
+"""Hints for keys that do not exist: those of other tools, from a table, and those that are misspelt."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from titan_launch.config.architectures import ARCHITECTURES
+from titan_launch.config.fields import tables
+from titan_launch.config.foreign_keys import FOREIGN_KEYS
+from titan_launch.config.job import JobConfig
+from titan_launch.config.load import load_job
+from titan_launch.errors import UserError, format_key
+
+SECTIONS = set(JobConfig.model_fields)
+KEYS = {format_key((*table.key, name)) for table in tables(JobConfig) for name in table.section.model_fields}
+KEYS |= {f"model.args.{name}" for model in ARCHITECTURES.values() for name in model.args.model_fields}
+
+
+def complaint(text: str) -> str:
+    """What is said about a job with this text."""
+    Path("job.toml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_job("job.toml")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key", FOREIGN_KEYS)
+def test_a_key_of_another_tool_is_explained(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = FOREIGN_KEYS[key]
+    named = re.findall(r'"([^" ]+\.[^" ]+)"', text) if " " in text else [text]
+    assert [name for name in named if name not in KEYS | {"package.module:factory"}] == []
+    remedy = text if " " in text else f'here it is "{text}"'
+    section, _, name = key.rpartition(".")
+    if section:
+        assert section in SECTIONS and key not in KEYS
+        assert complaint(f"[{section}]\n{name} = 1\n") == f"error: job.toml:2: {key} = 1: unknown key; {remedy}"
+    elif key in SECTIONS:
+        assert complaint(f"{key} = 1\n") == f"error: job.toml:1: {key} = 1: must be a table; {remedy}"
+    else:
+        assert complaint(f"{key} = 1\n") == f"error: job.toml:1: {key} = 1: unknown key; {remedy}"
+        assert complaint(f"[{key}]\nx = 1\n") == f"error: job.toml:1: {key}: unknown section; {remedy}"
+        assert complaint(f"[comm]\n{key} = 1\n") == f"error: job.toml:2: comm.{key} = 1: unknown key; {remedy}"
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("job.seed", 'here it is "training.seed"'),
+        ("optimizer.betas", 'here they are "optimizer.beta1" and "optimizer.beta2"'),
+        ("training.lr", "it belongs in [optimizer]"),
+        ("training.warmup_steps", "it belongs in [lr_scheduler]"),
+        ("optimizer.nesterov", "it belongs in [optimizer.muon] or [optimizer.sgd]"),
+        ("training.stepz", 'did you mean "training.steps"?'),
+        ("training.local_batchsize", 'did you mean "training.local_batch_size"?'),
+        ("data.storage_dtypes", 'did you mean "precision.storage_dtype"?'),
+    ],
+)
+def test_a_hint_is_near_in_meaning(key: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    section, name = key.split(".")
+    assert complaint(f"[{section}]\n{name} = 1\n") == f"error: job.toml:2: {key} = 1: unknown key; {remedy}"
+
+
+GUESSES = {
+    "activation_checkpoint": ["enabled"],
+    "tokenizer": ["paths", "split"],
+    "metrics": ["mode", "path", "name"],
+    "comm": ["modules", "components"],
+    "training": ["alpha", "enable", "mode", "momentum"],
+    "optimizer": ["gamma", "path", "kind"],
+    "lr_scheduler": ["gamma"],
+    "data": ["cache", "device", "format"],
+    "debug": ["verbose", "enable", "freq"],
+    "job": ["interval", "path", "rules"],
+    "checkpoint": ["mode", "path", "device"],
+    "compile": ["modules", "level"],
+    "precision": ["mode", "type"],
+    "parallelism": ["mode", "backend"],
+    "validation": ["path", "interval"],
+    "model": ["type", "path", "norm"],
+    "planner": ["mode", "name"],
+    "float8": ["mode"],
+    "batchnorm": ["mode", "eps2"],
+}
+
+
+@pytest.mark.parametrize("section", GUESSES)
+def test_no_hint_is_given_for_a_guess(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the keys of the section are listed."""
+    monkeypatch.chdir(tmp_path)
+    for name in GUESSES[section]:
+        has = f"error: job.toml:2: {section}.{name} = 1: unknown key; {section} has "
+        assert complaint(f"[{section}]\n{name} = 1\n").startswith(has)
+
+
+@pytest.mark.parametrize("name", ["rope", "moe", "zero", "foo", "adapter", "loss", "io", "logger", "callbacks"])
+def test_no_section_is_suggested_for_a_guess(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert complaint(f"[{name}]\nx = 1\n").startswith(f"error: job.toml:1: {name}: unknown section; the sections are ")

@@ -1,0 +1,226 @@
+"""A forward of the wrong kind ends a run with one sentence; an error of the user's own keeps its traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed import run_command
+from titan_launch.errors import ConfigError
+from titan_launch.loss import cross_entropy_sum
+from titan_launch.train.forward import check_signature, checked_loss
+
+MODEL = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Output:
+    def __init__(self, logits):
+        self.logits = logits
+
+
+class Model(nn.Module):
+    def __init__(self, rows=257, classes=257, positions=16):
+        super().__init__()
+        self.embedding = nn.Embedding(rows, 8)
+        self.positions = nn.Embedding(positions, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+        self.output = nn.Linear(8, classes)
+
+    def logits(self, tokens):
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.output(x)
+
+    def loss(self, tokens, labels):
+        return F.cross_entropy(self.logits(tokens).flatten(0, 1), labels.flatten())
+
+    def forward({signature}):
+        {body}
+"""
+
+JOB = """
+[job]
+name = "tiny"
+dump_folder = "."
+device = "cpu"
+
+[model]
+name = "my_model:Model"
+args = {{ {args} }}
+
+[data]
+path = "text.txt"
+
+[training]
+seq_len = 16
+local_batch_size = 2
+steps = 1
+
+[metrics]
+enable_tensorboard = false
+
+[validation]
+freq = 1
+
+[validation.data]
+path = "held_out.txt"
+"""
+
+PLACE = "my_model.py:30"
+"""Where the body of the forward is, and the line before it its signature."""
+
+IS_GIVEN = (
+    "; forward(inputs) is given one tensor, token ids (batch, seq_len), and must return the logits, a tensor "
+    "(batch, seq_len, classes); the launcher computes the loss"
+)
+
+
+def write(folder: Path, signature: str, body: str, args: str = "") -> None:
+    (folder / "my_model.py").write_text(MODEL.format(signature=signature, body=body))
+    (folder / "job.toml").write_text(JOB.format(args=args))
+    for name in ("text.txt", "held_out.txt"):
+        (folder / name).write_text(f"a short text of {name} " * 20)
+
+
+def said(folder: Path, *command: str) -> str:
+    """The one line that a bad forward ends a command with, behind the key."""
+    status, _, reported = run_command([*command, "--config", "job.toml"], folder)
+    start, line = "error: job.toml:8: model.name: its forward ", reported.splitlines()[-1]
+    assert (status, line[: len(start)]) == (2, start), reported
+    assert len(reported.splitlines()) == 1 + (command[0] == "plan"), reported  # plan says that it traces
+    return line.removeprefix(start).replace(f"{folder}/", "")
+
+
+def fails(error: str) -> str:
+    return f"fails at {PLACE} ({error}){IS_GIVEN}"
+
+
+WRONG = {
+    "labels": (
+        ("self, tokens, labels", "return self.loss(tokens, labels)"),
+        f"at my_model.py:29 cannot be called with one argument (missing a required argument: 'labels'){IS_GIVEN}",
+    ),
+    "names": (
+        ("self, *, input_ids, labels=None", "return self.logits(input_ids)"),
+        f"at my_model.py:29 cannot be called with one argument (too many positional arguments){IS_GIVEN}",
+    ),
+    "a dict": (
+        ("self, batch", 'return self.logits(batch["input_ids"])'),
+        fails("IndexError: too many indices for tensor of dimension 2"),
+    ),
+    "an object": (
+        ("self, batch", "return self.logits(batch.input_ids)"),
+        fails("AttributeError: '{}' object has no attribute 'input_ids'"),
+    ),
+    "a mapping": (
+        ("self, batch", "return self.loss(**batch)"),
+        fails("TypeError: my_model.Model.loss() argument after ** must be a mapping, not {}"),
+    ),
+    "a tuple": (
+        ("self, batch", "tokens, labels, mask = batch"),
+        fails("ValueError: not enough values to unpack (expected 3, got 2)"),
+    ),
+    "any names": (
+        ("self, *args, **kwargs", 'return self.logits(kwargs["input_ids"])'),
+        fails("KeyError: 'input_ids'"),
+    ),
+    "optional labels": (
+        ("self, tokens, labels=None", "return F.cross_entropy(self.logits(tokens).flatten(0, 1), labels)"),
+        fails("TypeError: cross_entropy_loss(): argument 'target' (position 2) must be Tensor, not NoneType"),
+    ),
+    "a loss": (
+        ("self, tokens", "return self.loss(tokens, tokens)"),
+        f"returns a scalar, as if it computed the loss{IS_GIVEN}",
+    ),
+    "a tuple of logits": (
+        ("self, tokens", "return self.logits(tokens), None"),
+        f"returns a tuple{IS_GIVEN}",
+    ),
+    "one axis": (
+        ("self, tokens", "return self.logits(tokens).flatten(0, 1)"),
+        f"returns a tensor of the shape (32, 257) for targets of the shape (2, 16){IS_GIVEN}",
+    ),
+    "few classes": (
+        ("self, tokens", "return self.logits(tokens)", "classes = 256"),
+        "returns logits of 256 classes, but the vocabulary of the data has 257 tokens; give its last layer 257 outputs",
+    ),
+    "few rows": (
+        ("self, tokens", "return self.logits(tokens)", "rows = 256"),
+        "looks up token ids in embedding (Embedding), which has 256 rows, but the vocabulary of the data has 257 "
+        "tokens; give it 257 rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_forward_is_one_sentence(tmp_path: Path, kind: str) -> None:
+    model, expected = WRONG[kind]
+    write(tmp_path, *model)
+    assert said(tmp_path, "train") == expected.format("Tensor")
+    if kind in ("labels", "an object", "a loss", "few rows"):  # a trace has tensors without values
+        assert said(tmp_path, "plan") == expected.format("FakeTensor")
+
+
+def test_classes_of_images_are_compared_too() -> None:
+    loss = checked_loss(cross_entropy_sum, "images", num_classes=10)
+    with pytest.raises(ConfigError) as caught:
+        loss(torch.zeros(4, 9), torch.zeros(4, dtype=torch.int64))
+    reason = "returns logits of 9 classes, but the images of the data have 10 classes; give its last layer 10 outputs"
+    assert str(caught.value) == f"model.name: its forward {reason}"
+
+
+def test_a_model_without_a_forward_is_refused() -> None:
+    with pytest.raises(ConfigError, match="its forward is missing: ModuleList defines none; forward"):
+        check_signature(nn.ModuleList(), "tokens")
+
+
+def test_auto_and_several_ranks_say_it_once(tmp_path: Path) -> None:
+    model, expected = WRONG["few classes"]
+    write(tmp_path, *model)
+    assert said(tmp_path, "train", "--gradient_accumulation.mode=auto") == expected
+    command = [sys.executable, "-m", "titan_launch", "launch", "--nproc-per-node", "2", "--config", "job.toml"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (2, f"error: job.toml:8: model.name: its forward {expected}\n")
+
+
+def test_an_index_beyond_another_embedding_is_named_with_its_place(tmp_path: Path) -> None:
+    write(tmp_path, "self, tokens", "return self.logits(tokens)", "positions = 8")
+    assert said(tmp_path, "train") == (
+        "looks up the index 15 in positions (Embedding), which has 8 rows (at my_model.py:21); give it more, or lower "
+        "training.seq_len if the indices are positions"
+    )
+
+
+def test_validation_checks_the_forward_too(tmp_path: Path) -> None:
+    body = "return self.logits(tokens) if self.training else self.loss(tokens, tokens)"
+    write(tmp_path, "self, tokens", body)
+    assert said(tmp_path, "train").startswith("returns a scalar")
+
+
+def test_an_object_with_logits_trains(tmp_path: Path) -> None:
+    write(tmp_path, "self, tokens, labels=None, **kwargs", "return Output(self.logits(tokens))")
+    status, printed, reported = run_command(["train", "--config", "job.toml"], tmp_path)
+    assert (status, reported) == (0, "") and "validation loss" in printed
+
+
+def test_an_error_of_the_users_own_shows_the_users_frames(tmp_path: Path) -> None:
+    write(tmp_path, "self, tokens", "return self.logits(tokens) @ torch.ones(3, 3)")
+    status, _, reported = run_command(["train", "--config", "job.toml"], tmp_path)
+    assert status == 1
+    lines = [line for line in reported.splitlines() if set(line) - set(" ~^")]
+    assert lines[:3] == [
+        "Traceback (most recent call last):",
+        f'  File "{tmp_path}/my_model.py", line 30, in forward',
+        "    return self.logits(tokens) @ torch.ones(3, 3)",
+    ]
+    assert lines[3].startswith("RuntimeError: ") and "shapes cannot be multiplied (32x257 and 3x3)" in lines[3]
+    assert lines[4:] == ["error: the run failed; see the traceback above"]

@@ -1,0 +1,181 @@
+"""The forward of a model: how it is called, what it must return, and the errors of one that expects something else."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import re
+import traceback
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from titan_launch.config.data import SampleUnit
+from titan_launch.errors import ConfigError, config_error
+from titan_launch.loss import Loss
+from titan_launch.models.inventory import has_forward
+from titan_launch.registry import is_user_file
+from titan_launch.torch_private import roots
+
+FORWARD = "its forward "
+"""The first words of every error of this module, on the key `model.name`."""
+
+_INPUTS = {"tokens": "token ids (batch, seq_len)", "images": "images (batch, channels, height, width)"}
+_LOGITS = {"tokens": "(batch, seq_len, classes)", "images": "(batch, classes)"}
+_DATA = {"tokens": "the vocabulary of the data has {} tokens", "images": "the images of the data have {} classes"}
+
+
+def check_signature(model: nn.Module, unit: SampleUnit) -> None:
+    """Raise ConfigError for a model whose forward cannot be called with the inputs as its only argument."""
+    if not has_forward(model):
+        raise _error(f"is missing: {type(model).__name__} defines none", unit)
+    try:
+        inspect.signature(model.forward).bind(None)
+    except TypeError as error:
+        code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+        place = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
+        raise _error(f"{place} cannot be called with one argument ({error})".lstrip(), unit) from None
+
+
+def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Return a model's logits: its output, or the `logits` of it, as the classes of `transformers` return them.
+
+    Raises ConfigError where there are none, and for a forward that takes the inputs for something else than a tensor.
+    """
+    try:
+        outputs = model(inputs)
+    except Exception as error:
+        problem = _explanation(error, model, inputs)
+        if problem is None:
+            raise
+        raise problem from error
+    logits = getattr(outputs, "logits", outputs)
+    if not isinstance(logits, Tensor):
+        raise _error(f"returns a {type(outputs).__name__}", _unit_of(inputs))
+    return logits
+
+
+def checked_loss(loss_sum: Loss, unit: SampleUnit, num_classes: int) -> Loss:
+    """Return `loss_sum` with a check of the logits' shape before it, which does not wait for the device.
+
+    `num_classes`: number of classes of the data; of tokens, the size of their vocabulary. The check raises ConfigError
+    for logits that are not (*targets.shape, classes), or that have fewer classes: on a GPU the loss of a target beyond
+    them would abort the process.
+    """
+
+    def checked(logits: Tensor, targets: Tensor) -> Tensor:
+        if logits.ndim == 0:
+            raise _error("returns a scalar, as if it computed the loss", unit)
+        if logits.shape[:-1] != targets.shape:
+            shapes = f"{tuple(logits.shape)} for targets of the shape {tuple(targets.shape)}"
+            raise _error(f"returns a tensor of the shape {shapes}", unit)
+        if logits.shape[-1] < num_classes:
+            reason = f"returns logits of {logits.shape[-1]} classes, but {_DATA[unit].format(num_classes)}"
+            raise _error(f"{reason}; give its last layer {num_classes} outputs")
+        return loss_sum(logits, targets)
+
+    return checked
+
+
+def check_embeddings(model: nn.Module, vocab_size: int) -> None:
+    """Let the first forward of a model raise ConfigError if it looks up the token ids in an `nn.Embedding` that has
+    fewer than `vocab_size` rows.
+
+    The check does not read the ids: it does not wait for the device, and it works on tensors without values.
+    """
+    given: list[Any] = []
+    handles: list[RemovableHandle] = []
+
+    def note_inputs(module: nn.Module, args: tuple[Any, ...]) -> None:
+        given[:] = args[:1]
+
+    def compare(path: str, module: nn.Embedding, args: tuple[Any, ...]) -> None:
+        if given and args and args[0] is given[0] and module.num_embeddings < vocab_size:
+            reason = f"looks up token ids in {path} (Embedding), which has {module.num_embeddings} rows, but "
+            raise _error(f"{reason}{_DATA['tokens'].format(vocab_size)}; give it {vocab_size} rows")
+
+    def end(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+        given.clear()
+        for handle in handles:
+            handle.remove()
+
+    for root in roots(model):
+        handles.append(root.register_forward_pre_hook(note_inputs, prepend=True))
+        handles.append(root.register_forward_hook(end))
+        for path, module in root.named_modules():
+            if isinstance(module, nn.Embedding):
+                handles.append(module.register_forward_pre_hook(partial(compare, path), prepend=True))
+
+
+def _error(reason: str, unit: SampleUnit | None = None) -> ConfigError:
+    """Return the error of a forward. With `unit` it says what a forward of such data is given, and must return."""
+    if unit is not None:
+        reason += (
+            f"; forward(inputs) is given one tensor, {_INPUTS[unit]}, and must return the logits, a tensor "
+            f"{_LOGITS[unit]}; the launcher computes the loss"
+        )
+    return config_error(("model", "name"), FORWARD + reason)
+
+
+def _unit_of(inputs: Tensor) -> SampleUnit:
+    return "images" if inputs.is_floating_point() else "tokens"
+
+
+def _explanation(error: Exception, model: nn.Module, inputs: Tensor) -> ConfigError | None:
+    """Return what to tell of an error in a forward: that the forward takes its arguments for something else, or that an
+    embedding has too few rows. None for any other error."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    users = [(frame, line) for frame, line in frames if is_user_file(frame.f_code.co_filename)]
+    if isinstance(error, ConfigError) or not users:
+        return None
+    frame, line = users[-1]
+    place = f"{frame.f_code.co_filename}:{line}"
+    if str(error) == "index out of range in self":
+        return _missing_row(frames[-2][0], model, place)
+    by_name = re.search(r"\[\s*['\"]", linecache.getline(frame.f_code.co_filename, line)) is not None
+    if _mistakes_inputs(error, frame, inputs, by_name) or _misses_arguments(error, frame, model):
+        said = str(error).partition("\n")[0]
+        return _error(f"fails at {place} ({type(error).__name__}: {said})", _unit_of(inputs))
+    return None
+
+
+def _mistakes_inputs(error: Exception, frame: FrameType, inputs: Tensor, by_name: bool) -> bool:
+    """Return whether the user's code takes the inputs for a dict, a tuple or an object. `by_name`: the line that failed
+    indexes something by a string."""
+
+    def is_inputs(value: Any) -> bool:  # or a copy of them in another dtype
+        is_alike = isinstance(value, Tensor) and value.shape == inputs.shape
+        return is_alike and value.is_floating_point() == inputs.is_floating_point()
+
+    if isinstance(error, AttributeError):
+        return is_inputs(error.obj)
+    is_indexed = by_name and isinstance(error, (IndexError, TypeError, ValueError))
+    return (is_indexed or _UNPACKED.search(str(error)) is not None) and any(map(is_inputs, frame.f_locals.values()))
+
+
+_UNPACKED = re.compile("must be a mapping|values to unpack|dictionary update sequence")
+
+
+def _misses_arguments(error: Exception, frame: FrameType, model: nn.Module) -> bool:
+    """Return whether the model's forward needs an argument that it declares as optional, or takes from `**kwargs`."""
+    code = frame.f_code
+    if frame.f_locals.get("self") is not model or code.co_name != "forward":
+        return False
+    if isinstance(error, KeyError):
+        return bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    optional = code.co_varnames[2 : code.co_argcount + code.co_kwonlyargcount]
+    missing = [name for name in optional if frame.f_locals.get(name, code) is None]
+    return any(re.search(rf"\b({name}|NoneType)\b", str(error)) for name in missing)
+
+
+def _missing_row(frame: FrameType, model: nn.Module, place: str) -> ConfigError | None:
+    """Return the error of an `nn.Embedding` that was given an index beyond its rows. `frame`: of its forward."""
+    module, indices = frame.f_locals.get("self"), frame.f_locals.get("input")
+    if not isinstance(module, nn.Embedding) or not isinstance(indices, Tensor):
+        return None
+    path = next(path for path, other in model.named_modules() if other is module)
+    reason = f"looks up the index {int(indices.max())} in {path} (Embedding), which has {module.num_embeddings} rows"
+    return _error(f"{reason} (at {place}); give it more, or lower training.seq_len if the indices are positions")
