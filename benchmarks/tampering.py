@@ -16,8 +16,6 @@ from pathlib import Path
 
 from titan_launch.checkpoint.manifest import checkpoint_name, checkpoint_steps, read_manifest, record_of, write_manifest
 
-GOES_ON, REFUSED = "the run goes on", "one error, status 2"
-
 
 @dataclass(frozen=True)
 class Tampering:
@@ -27,11 +25,11 @@ class Tampering:
     change: Callable[[Path, random.Random], None]
     """Changes files. The path is the folder with the run's folder, the job file and the data."""
 
-    then: str
-    """What the next start must do: `GOES_ON` or `REFUSED`."""
-
     loses_newest: bool = False
-    """Whether the newest checkpoint is damaged, so that the run goes on from the one before."""
+    """Whether the newest checkpoint may be damaged by it, so that the run goes on from the one before."""
+
+    may_be_refused: bool = False
+    """Whether the next start may refuse to go on, with one error and status 2, until the files are as they were."""
 
 
 def _run(folder: Path) -> Path:
@@ -131,14 +129,14 @@ def change_data(folder: Path, numbers: random.Random) -> None:
 
 
 TAMPERINGS = (
-    Tampering("copied with links followed", follow_links, GOES_ON),
-    Tampering("a checkpoint copied to the name of another step", copy_step, GOES_ON),
-    Tampering("a file of the newest checkpoint changed or cut", change_bytes, GOES_ON, loses_newest=True),
-    Tampering("its index forged, with checksums made right", forge, GOES_ON, loses_newest=True),
-    Tampering("its manifest a FIFO", put_fifo, GOES_ON, loses_newest=True),
-    Tampering("its manifest nested too deeply", nest_manifest, GOES_ON, loses_newest=True),
-    Tampering("a record of the run of another kind", break_record, REFUSED),
-    Tampering("the data changed", change_data, REFUSED),
+    Tampering("copied with links followed", follow_links),
+    Tampering("a checkpoint copied to the name of another step", copy_step),
+    Tampering("a file of the newest checkpoint changed or cut", change_bytes, loses_newest=True),
+    Tampering("its index forged, with checksums made right", forge, loses_newest=True),
+    Tampering("its manifest a FIFO", put_fifo, loses_newest=True),
+    Tampering("its manifest nested too deeply", nest_manifest, loses_newest=True),
+    Tampering("a record of the run of another kind", break_record, may_be_refused=True),
+    Tampering("the data changed", change_data, may_be_refused=True),
 )
 
 
