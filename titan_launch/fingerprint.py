@@ -29,8 +29,8 @@ class Fingerprint:
         """Describe, as a clause about the data, how a fingerprint with the same seed differs from this one; return ""
         where it is the same."""
         counts = [
-            f"{new:,} {noun} (before: {old:,})"
-            for noun, old, new in (("samples", self.samples, now.samples), ("files", self.files, now.files))
+            f"{new:,} {noun if new == 1 else f'{noun}s'} (before: {old:,})"
+            for noun, old, new in (("sample", self.samples, now.samples), ("file", self.files, now.files))
             if old != new
         ]
         if counts:
