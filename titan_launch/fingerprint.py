@@ -26,8 +26,8 @@ class Fingerprint:
     """Digest of up to 64 samples."""
 
     def changed_to(self, now: Fingerprint) -> str:
-        """Describe, as a clause about the data, how a fingerprint with the same seed differs from this one; return ""
-        where it is the same."""
+        """Return how the data of `now`, a fingerprint with the same seed, differs from this one, as a clause; "" if it
+        does not."""
         counts = [
             f"{new:,} {noun if new == 1 else f'{noun}s'} (before: {old:,})"
             for noun, old, new in (("sample", self.samples, now.samples), ("file", self.files, now.files))
@@ -36,8 +36,8 @@ class Fingerprint:
         if counts:
             return f"it now has {' and '.join(counts)}"
         if self.names_and_sizes != now.names_and_sizes:
-            return "the names or the sizes of its files are others"
-        return "" if self == now else "its names and sizes are the same, and its content is another"
+            return "the names or the sizes of its files differ"
+        return "" if self == now else "names and sizes of its files are the same, but their content differs"
 
 
 def fingerprint_of(

@@ -97,11 +97,11 @@ def test_a_fingerprint_changes_with_the_data_alone(tmp_path: Path) -> None:
     assert change(seed=1) != ""  # other samples are hashed
     assert change(split="train") == "it now has 520 samples (before: 547) and 57 files (before: 60)"
     (moved / "sub" / "9.txt").rename(moved / "sub" / "8.txt~")
-    assert change() == "the names or the sizes of its files are others"
+    assert change() == "the names or the sizes of its files differ"
     (moved / "sub" / "8.txt~").rename(moved / "sub" / "9.txt")
     for document in (moved / "sub").iterdir():
         document.write_bytes(document.read_bytes().swapcase())
-    assert change() == "its names and sizes are the same, and its content is another"
+    assert change() == "names and sizes of its files are the same, but their content differs"
     (moved / "sub" / "10.txt").write_text("longer" * 100)
     assert change() == "it now has 688 samples (before: 547)"
 
@@ -244,8 +244,8 @@ def test_a_run_logs_how_much_data_it_has_and_goes_on_with_no_other_data(tmp_path
     status, printed, reported = run_command(again, tmp_path)
     assert status == 2 and "step 2/2" not in printed
     assert reported == (
-        'error: job.toml:14: data.path = "text": the data has changed since tiny/checkpoints/step-1 was saved: its '
-        "names and sizes are the same, and its content is another; restore it, or go on with the new data by "
+        'error: job.toml:14: data.path = "text": the data has changed since tiny/checkpoints/step-1 was saved: names '
+        "and sizes of its files are the same, but their content differs; restore it, or go on with the new data by "
         "--checkpoint.accept_changes=true, or start anew by --checkpoint.load=none\n"
     )
 

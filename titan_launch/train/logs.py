@@ -16,8 +16,8 @@ _PACKAGE = logging.getLogger("titan_launch")
 
 
 class _Lines(logging.Formatter):
-    """Messages in the form that can be encoded: a file name that is not UTF-8 is shown with escapes, as on standard
-    error."""
+    """A formatter whose lines can be encoded. It shows a file name that is not UTF-8 with escapes, as Python does on
+    standard error."""
 
     def format(self, record: logging.LogRecord) -> str:
         return super().format(record).encode(errors="backslashreplace").decode()
