@@ -159,6 +159,30 @@ class OnGpu(nn.Linear):
         self.cuda()
 
 
+class Copied(nn.Module):
+    """Stock PyTorch copies the layer instead of making each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 2, batch_first=True), num_layers=6)
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3, 2)
+        self.output = nn.Linear(2, 3, bias=False)
+        self.output.weight = nn.Parameter(self.embedding.weight)
+
+
+def compiled() -> Any:
+    return torch.compile(nn.Linear(2, 2))
+
+
+def scripted() -> Any:
+    return torch.jit.script(nn.Linear(2, 2))
+
+
 class Lazy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -204,6 +228,14 @@ _REMEDY = (
             "failed; a factory builds its module on the host, without .cuda() or .to(device), and the launcher moves "
             "it:",
         ),
+        (
+            "Shared",
+            {},
+            "has embedding.weight and output.weight in the same memory as two parameters; to tie them, assign the "
+            "parameter itself",
+        ),
+        ("compiled", {}, "returns a compiled module; leave out torch.compile, and set compile.enable = true"),
+        ("scripted", {}, "returns a scripted module, which cannot be sharded; leave out torch.jit"),
         ("Lazy", {}, "the parameter output.weight is lazy and has no shape; give its module the number of features"),
     ],
 )
@@ -217,11 +249,45 @@ def test_a_factory_that_cannot_be_used(factory: str, args: dict[str, Any], reaso
     assert problem.reason.splitlines()[0] == reason
 
 
+def test_copied_layers_count() -> None:
+    """Copies register nothing. While they are made, the layer that they are made of is there too."""
+    whole = sum(parameter.nbytes for parameter in Copied().parameters())
+    _built("Copied", free_bytes=whole * 7 // 6)
+    with pytest.raises(ConfigError, match="GiB of host memory on each of 1 ranks"):
+        _built("Copied", free_bytes=whole - 1)
+
+
+class Replaced(nn.Module):
+    """Makes its parameter again and again; only the last one is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for _ in range(8):
+            self.table = nn.Parameter(torch.empty(1000))
+
+
+def test_replaced_parameters_do_not_count() -> None:
+    _built("Replaced", free_bytes=9000)
+
+
 def other_on_rank_1() -> nn.Module:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     if dist.get_rank() == 1:
         nn.init.zeros_(model[1].bias)
     return model
+
+
+def permuted_on_rank_1() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(1000, 7))
+    if dist.get_rank() == 1:
+        weight = model[1].weight.detach()
+        weight.copy_(weight.flip(dist.get_rank()))
+    return model
+
+
+def reordered_on_rank_1() -> nn.Module:
+    names = ["a", "b"] if dist.get_rank() == 0 else ["b", "a"]
+    return nn.ModuleDict({name: nn.PReLU() for name in names})
 
 
 def fails_on_rank_1() -> nn.Module:
@@ -240,9 +306,13 @@ def _problems_of(names: list[str]) -> list[Problem]:
 
 
 def test_all_ranks_say_the_same_of_a_factory_that_differs() -> None:
-    both = run_ranks(_problems_of, 2, ["other_on_rank_1", "fails_on_rank_1"])
+    both = run_ranks(
+        _problems_of, 2, ["other_on_rank_1", "fails_on_rank_1", "permuted_on_rank_1", "reordered_on_rank_1"]
+    )
     assert both[0] == both[1]
-    differs, fails = both[0]
+    differs, fails, permuted, reordered = both[0]
+    assert permuted.reason.startswith("makes other values on rank 1 than on rank 0, in 1.weight;")
+    assert reordered.reason.startswith("registers its tensors in another order on rank 1 than on rank 0;")
     assert differs.key == fails.key == ("model", "name")
     assert differs.reason == (
         "makes other values on rank 1 than on rank 0, in 1.bias; fill every tensor (torch.empty does not), and use no "

@@ -13,7 +13,7 @@ from torch import nn
 from tests.distributed import run_command
 from titan_launch.errors import ConfigError
 from titan_launch.loss import cross_entropy_sum
-from titan_launch.train.forward import check_signature, checked_loss
+from titan_launch.train.forward import check_embeddings, check_signature, checked_loss
 
 MODEL = """
 import torch
@@ -200,16 +200,67 @@ def test_an_index_beyond_another_embedding_is_named_with_its_place(tmp_path: Pat
     )
 
 
+def test_a_negative_index_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "self, tokens", "return self.logits(tokens) + self.positions(tokens[0] * 0 - 2).sum()")
+    assert said(tmp_path, "train") == (
+        f"looks up the index -2 in positions (Embedding), which has 16 rows (at {PLACE}); indices count from 0"
+    )
+
+
 def test_validation_checks_the_forward_too(tmp_path: Path) -> None:
     body = "return self.logits(tokens) if self.training else self.loss(tokens, tokens)"
     write(tmp_path, "self, tokens", body)
     assert said(tmp_path, "train").startswith("returns a scalar")
 
 
-def test_an_object_with_logits_trains(tmp_path: Path) -> None:
-    write(tmp_path, "self, tokens, labels=None, **kwargs", "return Output(self.logits(tokens))")
+RIGHT = {
+    "an object": ("self, tokens, labels=None, **kwargs", "return Output(self.logits(tokens))"),
+    "a mask": ("self, tokens, mask=None", "return self.logits(tokens) if mask is None else self.logits(tokens * mask)"),
+    "any arguments": ("self, *args, **kwargs", "return self.logits(*args, **kwargs)"),
+}
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_a_forward_that_can_be_called_trains(tmp_path: Path, kind: str) -> None:
+    write(tmp_path, *RIGHT[kind])
     status, printed, reported = run_command(["train", "--config", "job.toml"], tmp_path)
     assert (status, reported) == (0, "") and "validation loss" in printed
+
+
+def test_a_forward_of_an_object_is_one() -> None:
+    model = nn.Module()
+    model.forward = lambda tokens: tokens  # type: ignore[assignment]
+    check_signature(model, "tokens")
+
+
+class Hashed(nn.Embedding):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens % self.num_embeddings)
+
+
+def test_an_embedding_with_a_forward_of_its_own_may_have_fewer_rows() -> None:
+    tokens = torch.arange(8)
+    for model in (nn.Sequential(Hashed(4, 2)), nn.Sequential(nn.Embedding(8, 2))):
+        check_embeddings(model, vocab_size=8)
+        model(tokens)
+    small = nn.Sequential(nn.Embedding(4, 2))
+    check_embeddings(small, vocab_size=8)
+    with pytest.raises(ConfigError, match="has 4 rows"):
+        small(tokens)
+
+
+OWN_BUGS = {
+    "a cache": ("self, tokens, mask=None", "self.cache = None; return self.cache.update(tokens)"),
+    "a key": ("self, tokens, **options", "return self.logits({}[tokens.shape])"),
+    "a keyword": ("self, tokens, scale=None", "return self.logits(tokens).view(1, 2, scale=3)"),
+}
+
+
+@pytest.mark.parametrize("kind", OWN_BUGS)
+def test_a_bug_in_a_forward_with_optional_arguments_keeps_its_traceback(tmp_path: Path, kind: str) -> None:
+    write(tmp_path, *OWN_BUGS[kind])
+    status, _, reported = run_command(["train", "--config", "job.toml"], tmp_path)
+    assert status == 1 and "Traceback" in reported and "my_model.py" in reported, reported
 
 
 def test_an_error_of_the_users_own_shows_the_users_frames(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import random
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,12 +23,15 @@ from torch.nn.parameter import is_lazy
 from titan_launch.config.model import ModelConfig
 from titan_launch.errors import ConfigError, Problem, config_error, did_you_mean
 from titan_launch.models.initializers import check_reset_parameters, own_tensors
+from titan_launch.patches import replaced
 from titan_launch.plan.hardware import GIB, free_memory_gib
 from titan_launch.plan.types import full_name
 from titan_launch.registry import user_traceback
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by their size in bytes."""
+
+_COLUMNS = 512
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ def build_on_host(config: ModelConfig, factory: Callable[..., Any], host: HostBu
         except _OutOfHostMemory as error:
             raise _too_large(config, factory, error, host) from None
     _check_is_on_host(module)
+    _check_is_not_shared(module)
     if not module.training:  # `from_pretrained` returns a module in evaluation mode
         module.train()
     return module, _take_values(module)
@@ -126,9 +131,15 @@ def _call(config: ModelConfig, factory: Callable[..., Any], where: str = "") -> 
         hint = advice if any(word in str(error) for word in ("CUDA", "NVIDIA")) else ""
         reason = f"failed{where}{hint}:\n{user_traceback(error)}"
         raise config_error(("model", "name"), reason, config.name) from error
+    problem = None
     if not isinstance(module, nn.Module):
-        reason = f"must return a torch.nn.Module; it returns a {type(module).__name__}"
-        raise config_error(("model", "name"), reason, config.name)
+        problem = f"must return a torch.nn.Module; it returns a {type(module).__name__}"
+    elif isinstance(module, torch.jit.ScriptModule):
+        problem = "returns a scripted module, which cannot be sharded; leave out torch.jit"
+    elif hasattr(module, "_orig_mod"):
+        problem = "returns a compiled module; leave out torch.compile, and set compile.enable = true"
+    if problem is not None:
+        raise config_error(("model", "name"), problem, config.name)
     _check_shapes(module)
     return module
 
@@ -186,6 +197,18 @@ def _take_values(module: nn.Module) -> HostValues:
     return HostValues(values)
 
 
+def _check_is_not_shared(module: nn.Module) -> None:
+    """Raise ConfigError for two parameters in the same memory: they would be two shards, each with its own updates."""
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters():
+        other = names.setdefault(parameter.data_ptr(), name) if parameter.nbytes else name
+        if other != name:
+            reason = (
+                f"has {other} and {name} in the same memory as two parameters; to tie them, assign the parameter itself"
+            )
+            raise config_error(("model", "name"), reason)
+
+
 def _meta_twin(tensor: Tensor) -> Tensor:
     """A contiguous tensor on the meta device of the same shape and dtype, with the same attributes."""
     twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -225,24 +248,32 @@ def _memory_limited(limit_bytes: int) -> Iterator[None]:
 
     Parameters are counted when they are registered: `torch.empty` has not touched their memory yet.
     """
-    counted: set[int] = set()
-    total = 0
+    sizes: dict[int, int] = {}
 
-    def count(_: nn.Module, __: str, tensor: Tensor | None) -> None:
-        nonlocal total
-        if tensor is None or is_lazy(tensor) or tensor.is_meta or id(tensor) in counted:
+    def count(tensor: Tensor | None) -> None:
+        if tensor is None or is_lazy(tensor) or tensor.is_meta or id(tensor) in sizes:
             return
-        counted.add(id(tensor))
-        total += tensor.nbytes
-        if total > limit_bytes:
+        sizes[id(tensor)] = tensor.nbytes
+        weakref.finalize(tensor, sizes.pop, id(tensor))
+        if (total := sum(sizes.values())) > limit_bytes:
             raise _OutOfHostMemory(total)
 
-    handles = [register_module_parameter_registration_hook(count), register_module_buffer_registration_hook(count)]
+    def copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        copy = deepcopy(parameter, memo)
+        count(copy)
+        return copy
+
+    deepcopy = nn.Parameter.__deepcopy__  # registers nothing: `nn.TransformerEncoder` copies its layers
+    on_registration = [
+        register(lambda module, name, tensor: count(tensor))
+        for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook)
+    ]
     try:
-        yield
+        with replaced(nn.Parameter, "__deepcopy__", copied):
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for hook in on_registration:
+            hook.remove()
 
 
 def _too_large(
@@ -267,8 +298,16 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _digest(tensor: Tensor) -> str:
-    """A digest of dtype and shape, and of the sum of the elements' bits as integers, which runs at memory bandwidth."""
+    """A digest of dtype, shape and elements.
+
+    It is made of sums of the elements' bits, as integers, over the rows and over the columns of a table: sums run at
+    memory bandwidth, and a permutation changes them.
+    """
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = plain.reshape(-1).view(_INTEGERS[plain.element_size()])
-    text = f"{tensor.dtype} {tuple(tensor.shape)} {bits.sum(dtype=torch.int64).item()}"
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    rows = len(bits) // _COLUMNS
+    table, rest = bits[: rows * _COLUMNS].view(rows, _COLUMNS), bits[rows * _COLUMNS :]
+    digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
+    for part in (table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64), rest):
+        digest.update(part.numpy().tobytes())
+    return digest.hexdigest()

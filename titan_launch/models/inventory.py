@@ -35,7 +35,7 @@ def take_inventory(
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called; containers (`nn.ModuleList`, `nn.ModuleDict`) cannot."""
-    return type(module).forward is not nn.Module.forward
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _class_names(module: nn.Module) -> tuple[str, ...]:

@@ -106,7 +106,7 @@ def check_embeddings(model: nn.Module, vocab_size: int) -> None:
         handles.append(root.register_forward_pre_hook(note_inputs, prepend=True))
         handles.append(root.register_forward_hook(end))
         for path, module in root.named_modules():
-            if isinstance(module, nn.Embedding):
+            if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
                 handles.append(module.register_forward_pre_hook(partial(compare, path), prepend=True))
 
 
@@ -135,16 +135,15 @@ def _explanation(error: Exception, model: nn.Module, inputs: Tensor) -> ConfigEr
     place = f"{frame.f_code.co_filename}:{line}"
     if str(error) == "index out of range in self":
         return _missing_row(frames[-2][0], model, place)
-    by_name = re.search(r"\[\s*['\"]", linecache.getline(frame.f_code.co_filename, line)) is not None
-    if _mistakes_inputs(error, frame, inputs, by_name) or _misses_arguments(error, frame, model):
+    text = linecache.getline(frame.f_code.co_filename, line)
+    if _mistakes_inputs(error, frame, text, inputs) or _misses_arguments(error, frame, text, model):
         said = str(error).partition("\n")[0]
         return _error(f"fails at {place} ({type(error).__name__}: {said})", _unit_of(inputs))
     return None
 
 
-def _mistakes_inputs(error: Exception, frame: FrameType, inputs: Tensor, by_name: bool) -> bool:
-    """Return whether the user's code takes the inputs for a dict, a tuple or an object. `by_name`: the line that failed
-    indexes something by a string."""
+def _mistakes_inputs(error: Exception, frame: FrameType, text: str, inputs: Tensor) -> bool:
+    """Return whether the line that failed, `text`, takes the inputs for a dict, a tuple or an object."""
 
     def is_inputs(value: Any) -> bool:  # or a copy of them in another dtype
         is_alike = isinstance(value, Tensor) and value.shape == inputs.shape
@@ -152,6 +151,7 @@ def _mistakes_inputs(error: Exception, frame: FrameType, inputs: Tensor, by_name
 
     if isinstance(error, AttributeError):
         return is_inputs(error.obj)
+    by_name = re.search(r"\[\s*['\"]", text) is not None
     is_indexed = by_name and isinstance(error, (IndexError, TypeError, ValueError))
     return (is_indexed or _UNPACKED.search(str(error)) is not None) and any(map(is_inputs, frame.f_locals.values()))
 
@@ -159,16 +159,18 @@ def _mistakes_inputs(error: Exception, frame: FrameType, inputs: Tensor, by_name
 _UNPACKED = re.compile("must be a mapping|values to unpack|dictionary update sequence")
 
 
-def _misses_arguments(error: Exception, frame: FrameType, model: nn.Module) -> bool:
-    """Return whether the model's forward needs an argument that it declares as optional, or takes from `**kwargs`."""
-    code = frame.f_code
-    if frame.f_locals.get("self") is not model or code.co_name != "forward":
+def _misses_arguments(error: Exception, frame: FrameType, text: str, model: nn.Module) -> bool:
+    """Return whether the line of the model's forward that failed, `text`, uses an argument that is not given: one that
+    the forward declares as optional, or takes from `**kwargs`."""
+    code, names = frame.f_code, frame.f_code.co_varnames
+    if code.co_name != "forward" or frame.f_locals.get(names[0]) is not model:
         return False
+    num_named = code.co_argcount + code.co_kwonlyargcount
     if isinstance(error, KeyError):
-        return bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    optional = code.co_varnames[2 : code.co_argcount + code.co_kwonlyargcount]
-    missing = [name for name in optional if frame.f_locals.get(name, code) is None]
-    return any(re.search(rf"\b({name}|NoneType)\b", str(error)) for name in missing)
+        keywords = names[num_named + bool(code.co_flags & inspect.CO_VARARGS)]
+        return bool(code.co_flags & inspect.CO_VARKEYWORDS and re.search(rf"\b{keywords}\s*\[", text))
+    missing = [name for name in names[2:num_named] if frame.f_locals.get(name, code) is None]
+    return "NoneType" in str(error) and any(re.search(rf"\b{name}\b(?!\s*=[^=])", text) for name in missing)
 
 
 def _missing_row(frame: FrameType, model: nn.Module, place: str) -> ConfigError | None:
@@ -177,5 +179,9 @@ def _missing_row(frame: FrameType, model: nn.Module, place: str) -> ConfigError 
     if not isinstance(module, nn.Embedding) or not isinstance(indices, Tensor):
         return None
     path = next(path for path, other in model.named_modules() if other is module)
-    reason = f"looks up the index {int(indices.max())} in {path} (Embedding), which has {module.num_embeddings} rows"
+    lowest, highest = (int(index) for index in indices.aminmax())
+    index = lowest if lowest < 0 else highest
+    reason = f"looks up the index {index} in {path} (Embedding), which has {module.num_embeddings} rows"
+    if index < 0:
+        return _error(f"{reason} (at {place}); indices count from 0")
     return _error(f"{reason} (at {place}); give it more, or lower training.seq_len if the indices are positions")

@@ -71,8 +71,14 @@ def _digest(digests: Mapping[str, str]) -> str:
 
 def _different_values(config: JobConfig, digests: list[dict[str, str]]) -> ConfigError:
     """The error for the first rank whose tensors are not those of rank 0."""
-    rank, other = next((rank, other) for rank, other in enumerate(digests) if other != digests[0])
+    first = list(digests[0].items())
+    rank, other = next((rank, other) for rank, other in enumerate(digests) if list(other.items()) != first)
     differing = [name for name in {**digests[0], **other} if digests[0].get(name) != other.get(name)]
+    if not differing:
+        reason = (
+            f"registers its tensors in another order on rank {rank} than on rank 0; iterate over lists, not over sets"
+        )
+        return config_error(("model", "name"), reason, config.model.name)
     reason = (
         f"makes other values on rank {rank} than on rank 0, in {listed(differing)}; fill every tensor (torch.empty "
         "does not), and use no more than the arguments and the generators of torch, random and numpy, which are seeded "
