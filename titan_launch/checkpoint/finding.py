@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from titan_launch.checkpoint.index import check_step
 from titan_launch.checkpoint.manifest import DamagedCheckpointError, check, checkpoint_name, checkpoint_steps
 from titan_launch.checkpoint.retention import set_aside
 from titan_launch.collective import on_all, on_main, warn
@@ -45,7 +46,9 @@ def damage(checkpoint: Path) -> str | None:
 
     def look() -> str | None:
         try:
-            check(checkpoint, share=slice(dist.get_rank(), None, dist.get_world_size()))
+            manifest = check(checkpoint, share=slice(dist.get_rank(), None, dist.get_world_size()))
+            if dist.get_rank() == 0:
+                check_step(checkpoint, manifest.step)
         except DamagedCheckpointError as error:
             return str(error)
         return None

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from titan_launch.checkpoint.manifest import DamagedCheckpointError
+from titan_launch.checkpoint.manifest import MANIFEST_FILE, DamagedCheckpointError
 from titan_launch.files import read_regular
 
 INDEX_FILE = "index.json"
@@ -141,6 +141,16 @@ def _is_possible(tensor: IndexedTensor) -> bool:
         if any(o + size > whole for o, size, whole in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)):
             return False
     return sum(math.prod(chunk.sizes) for chunk in tensor.chunks) == math.prod(tensor.shape)
+
+
+def check_step(folder: Path, step: int) -> None:
+    """Raise DamagedCheckpointError where the index cannot be read, or the run's progress is not of this step."""
+    progress = read_index(folder).get("progress.step")
+    if progress is None or (progress.dtype, progress.shape) != ("int64", ()):
+        raise DamagedCheckpointError(f"{INDEX_FILE} does not name the run's progress")
+    saved = [int(read_chunk(folder, chunk, torch.int64)) for chunk in progress.chunks]
+    if saved != [step]:
+        raise DamagedCheckpointError(f"{MANIFEST_FILE} is of step {step}, and the tensors are of {saved[0]}")
 
 
 class IndexReader(FileSystemReader):
