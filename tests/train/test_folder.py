@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import run_command, run_ranks
-from tests.train.jobs import run_job, tiny_job
+from tests.train.jobs import model_source, read_metrics, run_job, tiny_job
 from titan_launch.checkpoint.manifest import checkpoint_steps, read_manifest, record_of, write_manifest
 from titan_launch.cli import main
 from titan_launch.config.job import JobConfig
@@ -481,3 +481,34 @@ def test_tampered_folders_are_refused_in_one_sentence(
     for name in ("config.json.tmp", "launch.json.tmp", "units.json.tmp"):
         replace(folder / name, "fifo")
     assert train(tampered, "--training.steps=3")[0] == 0
+
+
+VANISHING = {
+    "deleted": ("thread", "__import__('shutil').rmtree('tiny')"),
+    "moved": ("disabled", "os.rename('tiny', 'moved')"),
+    "replaced": ("thread", "os.rename('tiny', 'moved'), os.mkdir('tiny')"),
+}
+"""Statements that are executed after the first checkpoint of a run, and its `async_mode`."""
+
+
+@pytest.mark.parametrize("kind", VANISHING)
+def test_a_folder_that_vanishes_ends_the_run_and_the_same_command_goes_on(tmp_path: Path, kind: str) -> None:
+    mode, action = VANISHING[kind]
+    is_due = "not os.path.exists('is_done') and os.path.exists('tiny/checkpoints/latest')"
+    statement = f"{is_due} and (os.mkdir('is_done'), {action})"
+    (tmp_path / "own.py").write_text(model_source(in_forward=statement))
+    checkpoint = {"enable": True, "interval": 2, "async_mode": mode}
+    job = tiny_job(Path("."), checkpoint=checkpoint, training={"steps": 9}, metrics={"enable_tensorboard": True})
+    (tmp_path / "job.json").write_text(json.dumps({**job, "model": {"name": "own:Model"}}))
+    status, said = train(tmp_path)
+    error = (
+        "error: tiny was deleted or moved while the run wrote to it; to resume, move it back and run the same command "
+    )
+    assert status == 1 and error + "again; without it, the same command begins anew\n" in said
+    assert said.count("error") == 1 and not list(tmp_path.glob("tiny/*"))
+    if kind == "moved":
+        (tmp_path / "moved").rename(tmp_path / "tiny")
+        assert "was deleted or moved" in (tmp_path / "tiny/logs/attempt-1/rank_0.log").read_text()
+    status, said = train(tmp_path)
+    assert status == 0 and ("resumed from" in said) == (kind == "moved")
+    assert [report["step"] for report in read_metrics(tmp_path)] == list(range(1, 10))
