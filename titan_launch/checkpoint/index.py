@@ -90,13 +90,13 @@ class _IndexFile:
 _INDEX = TypeAdapter(_IndexFile)
 
 
-def index_of(metadata: Metadata) -> Index:
-    """Describe what DCP has written."""
+def index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
+    """Describe what DCP has written. `places`: where each part of a tensor is, as DCP's writer reports it."""
     return {
         name: IndexedTensor(
             dtype=str(entry.properties.dtype).removeprefix("torch."),
             shape=tuple(entry.size),
-            chunks=tuple(_written_chunk(name, chunk, metadata.storage_data) for chunk in entry.chunks),
+            chunks=tuple(_written_chunk(name, chunk, places) for chunk in entry.chunks),
         )
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)

@@ -121,7 +121,8 @@ class _Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        text = index_text(index_of(metadata), Path(self.path, DCP_INDEX_FILE).read_bytes())
+        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        text = index_text(index_of(metadata, places), Path(self.path, DCP_INDEX_FILE).read_bytes())
         with self.fs.create_stream(Path(self.path, INDEX_FILE), "wb") as file:
             file.write(text.encode())
             os.fsync(file.fileno())
