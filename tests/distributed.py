@@ -57,7 +57,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
                 process.join()
 
 
-def run_command(args: Sequence[str], folder: Path) -> tuple[int, str, str]:
+def run_command(args: Sequence[str], folder: Path, timeout: float = 120) -> tuple[int, str, str]:
     """Run a command of the launcher in `folder`, in a process of its own that has loaded what it needs.
 
     Returns the exit status, and what the command printed and reported as errors.
@@ -66,7 +66,7 @@ def run_command(args: Sequence[str], folder: Path) -> tuple[int, str, str]:
         files = Path(temporary, "stdout"), Path(temporary, "stderr")
         process = _CONTEXT.Process(target=_command_main, args=(args, folder, *files))
         process.start()
-        process.join(120)
+        process.join(timeout)
         status = process.exitcode
         process.kill()
         assert status is not None, f"{args} did not end in time"

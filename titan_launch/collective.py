@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from titan_launch.errors import ConfigError, Problem, RunError, UserError
+from titan_launch.errors import ConfigError, RunError, UserError
 
 Value = TypeVar("Value")
 
@@ -17,8 +17,8 @@ Value = TypeVar("Value")
 def on_main(action: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
     """What `action` returns on rank 0, on every rank; collective over `group` (the default group: None).
 
-    What it raises there is raised on all ranks: UserError, ConfigError and RunError as they are, an OSError as an
-    OSError with the same text. Anything else is a defect, and is raised as a RuntimeError that names it.
+    What it raises there is raised on all ranks: UserError, ConfigError and RunError as they are, an OSError with the
+    same number and text. Anything else is a defect, and is raised as a RuntimeError that names it.
     """
     outcome = [_attempt(action) if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0) if group else 0, group=group)
@@ -50,23 +50,26 @@ class _Outcome:
 
     value: Any = None
     error: type[Exception] | None = None
-    text: str = ""
-    problems: tuple[Problem, ...] = ()
+    args: tuple[Any, ...] = ()
+    """Of the error."""
 
     def settle(self) -> Any:
         if self.error is None:
             return self.value
-        raise ConfigError(self.problems) if self.error is ConfigError else self.error(self.text)
+        raise self.error(*self.args)
 
 
 def _attempt(action: Callable[[], Any]) -> _Outcome:
     try:
         return _Outcome(action())
     except ConfigError as error:
-        return _Outcome(error=ConfigError, problems=error.problems)
+        return _Outcome(error=ConfigError, args=(error.problems,))
     except (UserError, RunError) as error:
-        return _Outcome(error=type(error), text=str(error))
+        return _Outcome(error=type(error), args=(str(error),))
     except OSError as error:
-        return _Outcome(error=OSError, text=str(error))
+        is_numbered = error.errno is not None
+        return _Outcome(
+            error=OSError, args=(error.errno, error.strerror, error.filename) if is_numbered else (str(error),)
+        )
     except Exception as error:  # not left to this rank alone: the others would wait for it
-        return _Outcome(error=RuntimeError, text=f"{type(error).__name__}: {error}")
+        return _Outcome(error=RuntimeError, args=(f"{type(error).__name__}: {error}",))

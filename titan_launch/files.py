@@ -1,18 +1,21 @@
-"""Files and folders that a kill leaves whole: the old ones, or the new ones."""
+"""Files and folders: written so that a kill leaves the old content or the new, and read without waiting for ever."""
 
 from __future__ import annotations
 
 import errno
 import itertools
 import os
+import shutil
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file whole: whoever reads it finds the old text or the new one, whenever the writer is killed."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    remove(temporary)
+    with temporary.open("x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -35,13 +38,24 @@ def free_name(pattern: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
+def remove(path: Path) -> None:
+    """Delete a file, a link, or a folder with its content, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to be read. Raises OSError for what is no regular file: a FIFO would wait for a writer."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return file
+
+
 def read_regular(path: Path) -> bytes:
-    """Return a file's content. Raises OSError for what is no regular file: reading a FIFO would wait for ever."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read()
-    finally:
-        os.close(descriptor)
+    """Return the content of a regular file. Raises OSError, also for a file of another kind."""
+    with open_regular(path) as file:
+        return file.read()

@@ -169,9 +169,8 @@ def test_named_attacks_are_refused(tmp_path: Path, checkpoint: tuple[Path, dict[
                 forge(copy, INDEX_FILE, json.dumps(index).encode())
             paths.append(copy)
             refusal = f"{DCP_INDEX_FILE} is not the one that was written with {INDEX_FILE}"
-            expected.append(
-                "" if knows_index else f"checkpoint.load: it holds no checkpoint that can be loaded: {refusal}"
-            )
+            refusal = f"checkpoint.load: it holds no checkpoint that can be loaded: {refusal}"
+            expected.append("" if knows_index else refusal)
     for results in run_ranks(load_all, 2, paths, tmp_path):
         assert [problem for problem, _ in results] == expected
         for problem, tensors in results:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tests.distributed import run_ranks
 from tests.tensors import assert_equal
 from titan_launch.checkpoint.finding import find_checkpoint, newest_valid
 from titan_launch.checkpoint.loading import EVERYTHING, Selection, load_state
+from titan_launch.checkpoint.manifest import read_manifest, write_manifest
 from titan_launch.checkpoint.random_state import RandomState
 from titan_launch.errors import UserError
 
@@ -29,8 +32,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
 @pytest.fixture
 def copied(tmp_path: Path, checkpoints: tuple[Path, dict[str, Tensor]]) -> Path:
     """A copy of them, to be damaged."""
-    import shutil
-
     return Path(shutil.copytree(checkpoints[0], tmp_path / "checkpoints", symlinks=True))
 
 
@@ -51,6 +52,20 @@ def test_the_newest_undamaged_one_is_chosen(copied: Path, tmp_path: Path) -> Non
         assert chosen == "step-2"
         assert there == ["latest", "step-1", "step-2", "step-3.damaged-1", "step-4.tmp"]
     assert run_ranks(choose, 1, tmp_path / "nowhere") == [("", [])]
+
+
+def test_copies_below_the_name_of_another_step_are_damaged_and_nothing_else_is(copied: Path) -> None:
+    """The second copy has a manifest with the step of its name, and a right checksum."""
+    for step in (50, 60):
+        shutil.copytree(copied / "step-1", copied / f"step-{step}")
+    (copied / "step-60").rename(copied / "copy")
+    write_manifest(copied / "copy", replace(read_manifest(copied / "copy"), step=60))
+    (copied / "copy").rename(copied / "step-60")
+    refusal = "checkpoint.load: it holds no checkpoint that can be loaded: manifest.json is of step "
+    assert run_ranks(attempt, 1, copied / "step-50", EVERYTHING)[0][0] == f"{refusal}1"
+    assert run_ranks(attempt, 2, copied / "step-60", EVERYTHING)[1][0] == f"{refusal}60, and the tensors are of 1"
+    there = ["latest", "step-1", "step-2", "step-3", "step-50.damaged-1", "step-60.damaged-1"]
+    assert run_ranks(choose, 2, copied) == [("step-3", there)] * 2
 
 
 def test_without_an_undamaged_one_nothing_is_begun_anew_by_itself(copied: Path) -> None:

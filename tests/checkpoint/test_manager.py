@@ -168,6 +168,22 @@ def test_a_save_that_fails_leaves_nothing_and_the_next_one_tries_again(tmp_path:
     assert complete_steps(tmp_path) == [4]
 
 
+def save_without_a_runs_folder(folder: Path) -> str:
+    """How a save fails after somebody deleted the run's folder."""
+    own = trained(1)
+    manager = manager_of(own, folder / "deleted" / "checkpoints")
+    manager.save()
+    failure = failure_of(manager)
+    manager.close()
+    return failure
+
+
+def test_a_save_does_not_make_the_runs_folder_again(tmp_path: Path) -> None:
+    for failure in run_ranks(save_without_a_runs_folder, 2, tmp_path):
+        assert failure.endswith("/checkpoints: No such file or directory; there is no checkpoint yet")
+    assert not list(tmp_path.iterdir())
+
+
 def lose_the_writer(folder: Path) -> tuple[str, str]:
     """One rank's writer process dies, before the first save and during the second, which fails: each time the next one
     has new processes."""

@@ -87,8 +87,23 @@ def test_a_manifest_cannot_name_other_folders(tmp_path: Path, checkpoint: Path) 
         check(checkpoint)
 
 
+def test_the_step_of_a_folders_name_must_be_the_manifests(tmp_path: Path, checkpoint: Path) -> None:
+    """A link to the folder, and a name that is no step's, tell nothing else."""
+    for path in (tmp_path / "latest", tmp_path / "step-50"):
+        path.symlink_to("step-3")
+    assert check(tmp_path / "latest").step == 3
+    with pytest.raises(DamagedCheckpointError, match=r"^manifest.json is of step 3$"):
+        check(tmp_path / "step-50")
+    checkpoint.rename(tmp_path / "step-12")
+    (tmp_path / "best").symlink_to("step-12")
+    for name in ("step-12", "best"):
+        with pytest.raises(DamagedCheckpointError, match=r"^manifest.json is of step 3$"):
+            check(tmp_path / name)
+    assert check((tmp_path / "step-12").rename(tmp_path / "pretrained")).step == 3
+
+
 def test_only_final_names_are_checkpoints(tmp_path: Path, checkpoint: Path) -> None:
-    for name in ("step-9.tmp", "step-8.damaged-1", "step-7", "step-x", "latest"):
+    for name in ("step-9.tmp", "step-8.damaged-1", "step-7", "step-x", "step-07", "latest"):
         (tmp_path / name).mkdir()
     assert checkpoint_steps(tmp_path) == [7, 3]
     assert complete_steps(tmp_path) == [3]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,26 +41,26 @@ def fill(folder: Path, losses: dict[int, float | None]) -> None:
 
 def test_links_follow_and_keep_what_they_name(tmp_path: Path) -> None:
     fill(tmp_path, {1: 2.0, 2: 1.0, 3: 3.0})
-    assert tidy(tmp_path, 3, Retention(latest=1, every=0, best=1)) == [1]
+    assert tidy(tmp_path, 3, Retention(latest=1, every=0, best=1)) == ([1], [])
     assert (tmp_path / "latest").resolve().name == "step-3" and (tmp_path / "best").resolve().name == "step-2"
     fill(tmp_path, {4: 0.5})
-    assert tidy(tmp_path, 4, Retention(latest=1, every=0, best=1)) == [3, 2]
+    assert tidy(tmp_path, 4, Retention(latest=1, every=0, best=1)) == ([3, 2], [])
     assert (tmp_path / "latest").resolve().name == (tmp_path / "best").resolve().name == "step-4"
     fill(tmp_path, {5: 0.1})
-    assert tidy(tmp_path, 5, Retention(latest=1, every=0, best=0)) == [4]
+    assert tidy(tmp_path, 5, Retention(latest=1, every=0, best=0)) == ([4], [])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-5"]
 
 
 def test_what_was_just_saved_stays_even_if_older_ones_look_newer(tmp_path: Path) -> None:
     fill(tmp_path, {1: None, 9: None})
-    assert tidy(tmp_path, 1, Retention(latest=1, every=0, best=0)) == []
+    assert tidy(tmp_path, 1, Retention(latest=1, every=0, best=0)) == ([], [])
     assert checkpoint_steps(tmp_path) == [9, 1]
 
 
 def test_a_folder_without_a_manifest_is_never_deleted(tmp_path: Path) -> None:
     fill(tmp_path, {1: None, 2: None})
     (tmp_path / "step-0").mkdir()
-    assert tidy(tmp_path, 2, Retention(latest=1, every=0, best=0)) == [1]
+    assert tidy(tmp_path, 2, Retention(latest=1, every=0, best=0)) == ([1], [])
     assert checkpoint_steps(tmp_path) == [2, 0]
 
 
@@ -81,3 +84,51 @@ def test_damaged_ones_are_set_aside_one_after_the_other(tmp_path: Path) -> None:
         fill(tmp_path, {7: None})
         assert set_aside(tmp_path / "step-7").name == f"step-7.damaged-{number}"
     assert checkpoint_steps(tmp_path) == []
+
+
+def test_folders_that_a_copy_made_of_links_do_not_stop_deletion(tmp_path: Path) -> None:
+    """`cp -rL` follows links. A checkpoint that cannot be deleted does not stop the others either."""
+    fill(tmp_path, {step: step / 10 for step in (1, 2, 3, 4)})
+    for link in ("latest", "best", "latest.tmp"):
+        shutil.copytree(tmp_path / "step-1", tmp_path / link)
+    (tmp_path / "step-3.deleted.tmp").mkdir()
+    (tmp_path / "step-3.deleted.tmp" / "file").touch()
+    gone, notes = tidy(tmp_path, 4, Retention(latest=1, every=0, best=1))
+    assert gone == [3, 2] and notes == [
+        f"{link} was a folder, a copy of a checkpoint, and was renamed to {link}.copy-1" for link in ("latest", "best")
+    ]
+    assert {name: os.readlink(tmp_path / name) for name in ("latest", "best")} == {"latest": "step-4", "best": "step-1"}
+    names = ["best", "best.copy-1", "latest", "latest.copy-1", "step-1", "step-4"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    (tmp_path / "best").unlink()
+    (tmp_path / "best").mkdir()
+    assert tidy(tmp_path, 4, Retention(latest=2, every=0, best=0))[0] == []
+    assert not (tmp_path / "best").exists() and (tmp_path / "best.copy-2").is_dir()
+
+
+def test_what_cannot_be_changed_does_not_keep_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without links, and a folder that cannot be renamed."""
+    fill(tmp_path, dict.fromkeys((1, 2, 3)))
+    rename = Path.rename
+
+    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name in ("latest.tmp", "step-2"):
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        return rename(path, *args)
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    monkeypatch.setattr(Path, "rename", refuse)
+    gone, notes = tidy(tmp_path, 3, Retention(latest=1, every=0, best=1))
+    assert gone == [1] and [note.partition(":")[0] for note in notes] == [
+        "the link latest could not be changed",
+        "step-2 could not be deleted",
+    ]
+
+
+def test_a_copied_checkpoint_counts_for_nothing(tmp_path: Path) -> None:
+    """The folder of step 50 with the manifest of step 3 stays, is not the best, and keeps no other from going."""
+    fill(tmp_path, {3: 0.1, 6: 2.0, 9: 1.0})
+    shutil.copytree(tmp_path / "step-3", tmp_path / "step-50")
+    assert tidy(tmp_path, 9, Retention(latest=2, every=0, best=0)) == ([3], [])
+    assert tidy(tmp_path, 9, Retention(latest=2, every=0, best=1)) == ([], [])
+    assert os.readlink(tmp_path / "best") == "step-9" and checkpoint_steps(tmp_path) == [50, 9, 6]

@@ -24,7 +24,7 @@ def test_an_attempt_is_the_same_on_all_ranks() -> None:
     assert {(agent.host, agent.folder) for agent in first.agents} == {
         (socket.gethostname(), "/tmp/torchelastic_a/none_b")
     }
-    assert parse_launch(launch_of(first, has_ended=False).to_json()) == launch_of(first, has_ended=False)
+    assert parse_launch(launch_of(first, has_ended=False).to_json().encode()) == launch_of(first, has_ended=False)
     assert run_ranks(this_attempt, 1, {}) == [Attempt()]
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+import shutil
 import signal
 import socket
 import time
+import zlib
 from contextlib import ExitStack
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -13,10 +17,14 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import run_ranks
-from tests.train.jobs import run_job, tiny_job
+from tests.distributed import run_command, run_ranks
+from tests.train.jobs import model_source, read_metrics, run_job, tiny_job
+from titan_launch.checkpoint.manifest import checkpoint_steps, read_manifest, record_of, write_manifest
+from titan_launch.cli import main
 from titan_launch.config.job import JobConfig
 from titan_launch.errors import ConfigError, UserError
+from titan_launch.files import remove
+from titan_launch.train import folder as run_folder
 from titan_launch.train.attempt import Agent, Attempt
 from titan_launch.train.folder import (
     Load,
@@ -105,6 +113,13 @@ def test_a_folder_that_is_not_a_runs_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "thesis.txt").write_text("years of work")
     assert "exists and is not a run's" in refusal(tmp_path)
+
+
+def test_what_is_left_of_a_runs_folder_is_a_runs(tmp_path: Path) -> None:
+    """Somebody deleted the folder while a checkpoint was being written."""
+    (tmp_path / "tiny/checkpoints/step-2.tmp").mkdir(parents=True)
+    prepare(tmp_path, checkpoint=CHECKPOINT)
+    assert names(tmp_path) == ["tiny"]
 
 
 def test_a_start_that_failed_before_the_run_began_leaves_no_folder_behind(tmp_path: Path) -> None:
@@ -321,3 +336,179 @@ def test_a_launch_between_two_attempts_keeps_its_folder(tmp_path: Path) -> None:
     prepare(tmp_path, attempt=Attempt((agent,)), checkpoint=CHECKPOINT)  # its own restart, which ends well
     prepare(tmp_path, checkpoint=CHECKPOINT)
     assert names(tmp_path) == ["tiny"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a job file and its run, with checkpoints of two steps."""
+    folder = tmp_path_factory.mktemp("finished")
+    sections = {"training": {"steps": 2}, "metrics": {"enable_tensorboard": True}}
+    job = tiny_job(Path("."), checkpoint={"enable": True, "interval": 1}, **sections)
+    (folder / "job.json").write_text(json.dumps(job))
+    assert train(folder)[0] == 0
+    made = {path.name for path in (folder / "tiny").iterdir()}
+    assert made <= {*run_folder._FILES, *run_folder._FOLDERS} and len(made) > 7
+    return folder
+
+
+@pytest.fixture
+def tampered(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the folder."""
+    return Path(shutil.copytree(finished, tmp_path / "copy", symlinks=True))
+
+
+def train(folder: Path, *overrides: str) -> tuple[int, str]:
+    """Run the job of a folder by the command line: the exit status, and everything that the command says."""
+    status, printed, reported = run_command(["train", "--config", "job.json", *overrides], folder, timeout=60)
+    assert "Traceback" not in printed + reported, reported
+    return status, printed + reported
+
+
+DEEP = b"[" * 100_000
+NO_MANIFEST: dict[str, bytes | None] = {
+    "nested too deep": DEEP,
+    "nested too deep below a key": b'{"manifest": ' + DEEP,
+    "null": b"null",
+    "list": b"[]",
+    "empty": b"",
+    "no text": bytes(range(256)),
+    "keys of null": b'{"manifest": null, "crc32": null}',
+    "missing": None,
+}
+
+
+def replace(path: Path, kind: str) -> None:
+    """Put a FIFO, a folder or a link in the place of a file or folder, which need not be there."""
+    remove(path)
+    path.parent.mkdir(exist_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "file":
+        path.touch()
+    else:
+        path.symlink_to(kind)
+
+
+def test_tampered_checkpoints_are_damaged_and_the_one_before_is_taken(tampered: Path) -> None:
+    """All kinds at once: each is a newer checkpoint than the intact one."""
+    checkpoints = tampered / "tiny/checkpoints"
+
+    def copy() -> Path:
+        step = len(list(checkpoints.glob("step-*"))) + 1
+        path = Path(shutil.copytree(checkpoints / "step-2", checkpoints / "copy"))
+        write_manifest(path, dataclasses.replace(read_manifest(path), step=step))
+        return path.rename(checkpoints / f"step-{step}")
+
+    for content in NO_MANIFEST.values():
+        (copy() / "manifest.json").write_bytes(content) if content is not None else (copy() / "manifest.json").unlink()
+    for kind in ("fifo", "folder"):
+        replace(copy() / "manifest.json", kind)
+    for name in ("index.json", ".metadata", "__0_0.distcp"):
+        replace(copy() / name, "fifo")
+    table = json.loads((checkpoints / "step-2/manifest.json").read_bytes())
+    for key, value in (("step", "2"), ("step", None), ("files", []), ("versions", 1), ("validation_loss", "x")):
+        other = {**table["manifest"], key: value}
+        crc32 = f"{zlib.crc32(json.dumps(other, indent=1, sort_keys=True).encode()):08x}"
+        (copy() / "manifest.json").write_text(json.dumps({"manifest": other, "crc32": crc32}))
+    index = json.loads((checkpoints / "step-2/index.json").read_bytes())
+    for content in (None, [], {**index, "tensors": []}, {**index, "tensors": {"progress.step": None}}):
+        path = copy()
+        (path / "index.json").write_text(json.dumps(content))
+        files = {**read_manifest(path).files, "index.json": record_of(path / "index.json")}
+        write_manifest(path, dataclasses.replace(read_manifest(path), files=files))
+    copies = max(checkpoint_steps(checkpoints))
+    status, said = train(tampered, "--training.steps=3")
+    assert status == 0 and said.count(" is damaged and not loaded: ") == copies - 2
+    assert f"resumed from {Path('tiny/checkpoints/step-2')}\n" in said and checkpoint_steps(checkpoints) == [3, 2, 1]
+    assert len(list(checkpoints.glob("step-*.damaged-1"))) == copies - 2
+
+
+KINDS = [
+    *[(name, "fifo") for name in (*run_folder._FILES, "checkpoints", "tb", "logs")],
+    *[(name, "folder") for name in run_folder._FILES],
+    *[(name, "file") for name in run_folder._FOLDERS],
+    ("metrics.jsonl", "../job.json"),
+    ("checkpoints", "nowhere"),
+]
+"""Names in a run's folder, and what is put there."""
+
+CONTENTS = [
+    *[("config.json", content, "is damaged (") for content in (b"[]", b"null", b"", b"\xff", DEEP, b'{"training": 1}')],
+    ("config.json", b"{}", "holds a run of another model"),
+    *[("launch.json", content, "is damaged (") for content in (b"[]", b"null", b"\xff", DEEP, b'{"agents": null}')],
+    (
+        "launch.json",
+        b'{"agents": [{"host": "h", "folder": "f", "pid": "\\u0000", "started": 1}], "slurm_job": null}',
+        "is damaged (",
+    ),
+    *[
+        ("metrics.jsonl", b'{"step": 1}\n' + line + b"}\n", "metrics.jsonl:2: the line is no report of a run")
+        for line in (b'{"step": "2"', b'{"step": null', b'{"step": 2.5', b"[", b'{"loss": 1', b"{" * 50_000, b"\xff")
+    ],
+]
+"""Files of a run's folder, other contents, and what the refusal says."""
+
+
+def test_tampered_folders_are_refused_in_one_sentence(
+    tampered: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No traceback, no hang, and nothing is changed by the refusal. `check` and `train` refuse alike."""
+    folder = tampered / "tiny"
+    moved = tampered / "moved"
+    monkeypatch.chdir(tampered)
+    for name, kind in KINDS:
+        if (folder / name).exists():
+            (folder / name).rename(moved)
+        replace(folder / name, kind)
+        status, said = main(["check", "--config", "job.json"]), capsys.readouterr().err
+        if name == "metrics.jsonl":
+            assert (status, said) == train(tampered)
+        is_file = name in run_folder._FILES
+        reason = f"{Path('tiny', name)} is not a {'regular file' if is_file else 'folder'}; move it away, or choose"
+        assert status == 2 and reason in said and said.count("error: ") == 1, (name, kind, said)
+        remove(folder / name)
+        if moved.exists():
+            moved.rename(folder / name)
+    for name, content, reason in CONTENTS:
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(content)
+        status, said = train(tampered, "--training.steps=3")
+        assert status == 2 and str(Path("tiny", name)) in said and reason in said, (name, content[:80], said)
+        assert (folder / name).read_bytes() == content
+        (folder / name).write_bytes(before)
+    for name in ("config.json.tmp", "launch.json.tmp", "units.json.tmp"):
+        replace(folder / name, "fifo")
+    assert train(tampered, "--training.steps=3")[0] == 0
+
+
+VANISHING = {
+    "deleted": ("thread", "__import__('shutil').rmtree('tiny')"),
+    "moved": ("disabled", "os.rename('tiny', 'moved')"),
+    "replaced": ("thread", "os.rename('tiny', 'moved'), os.mkdir('tiny')"),
+}
+"""Statements that are executed after the first checkpoint of a run, and its `async_mode`."""
+
+
+@pytest.mark.parametrize("kind", VANISHING)
+def test_a_folder_that_vanishes_ends_the_run_and_the_same_command_goes_on(tmp_path: Path, kind: str) -> None:
+    mode, action = VANISHING[kind]
+    is_due = "not os.path.exists('is_done') and os.path.exists('tiny/checkpoints/latest')"
+    statement = f"{is_due} and (os.mkdir('is_done'), {action})"
+    (tmp_path / "own.py").write_text(model_source(in_forward=statement))
+    checkpoint = {"enable": True, "interval": 2, "async_mode": mode}
+    job = tiny_job(Path("."), checkpoint=checkpoint, training={"steps": 9}, metrics={"enable_tensorboard": True})
+    (tmp_path / "job.json").write_text(json.dumps({**job, "model": {"name": "own:Model"}}))
+    status, said = train(tmp_path)
+    error = (
+        "error: tiny was deleted or moved while the run wrote to it; to resume, move it back and run the same command "
+    )
+    assert status == 1 and error + "again; without it, the same command begins anew\n" in said
+    assert said.count("error") == 1 and not list(tmp_path.glob("tiny/*"))
+    if kind == "moved":
+        (tmp_path / "moved").rename(tmp_path / "tiny")
+        assert "was deleted or moved" in (tmp_path / "tiny/logs/attempt-1/rank_0.log").read_text()
+    status, said = train(tmp_path)
+    assert status == 0 and ("resumed from" in said) == (kind == "moved")
+    assert [report["step"] for report in read_metrics(tmp_path)] == list(range(1, 10))

@@ -72,6 +72,23 @@ def start(config: dict[str, Any]) -> tuple[int, int, dict[str, Tensor], int]:
         return run.progress.step, run.progress.data_position, whole_state(run.model), len(run.optimizer.state)
 
 
+def test_a_copied_checkpoint_does_not_take_a_run_back(tmp_path: Path, source: tuple[Path, dict[str, Tensor]]) -> None:
+    """Whoever copies step-2 to step-50 gets the run that goes on from step 4, at this start and at every later one."""
+    checkpoints = Path(shutil.copytree(source[0] / "source", tmp_path / "source", symlinks=True)) / "checkpoints"
+    shutil.copytree(checkpoints / "step-2", checkpoints / "step-50")
+    for steps in (5, 6):
+        run_ranks(run_job, 1, job(tmp_path, "source", steps))
+    assert [report["step"] for report in read_metrics(tmp_path, "source")] == [1, 2, 3, 4, 5, 6]
+    assert sorted(path.name for path in checkpoints.iterdir()) == [
+        "latest",
+        "step-2",
+        "step-4",
+        "step-5",
+        "step-50.damaged-1",
+        "step-6",
+    ]
+
+
 def test_a_run_goes_on_from_another_runs_checkpoint(tmp_path: Path, source: tuple[Path, dict[str, Tensor]]) -> None:
     path = str(source[0] / "source/checkpoints/step-2")
     whole = run_ranks(run_job, 1, job(tmp_path, "whole", 4))[0]

@@ -42,13 +42,12 @@ def newest_valid(folder: Path, *, set_damaged_aside: bool) -> Path | None:
 
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, or None; collective: every rank reads a share of the files."""
-    from titan_launch.checkpoint.index import read_index  # only here: it loads DCP
 
     def look() -> str | None:
         try:
-            check(checkpoint, share=slice(dist.get_rank(), None, dist.get_world_size()))
+            manifest = check(checkpoint, share=slice(dist.get_rank(), None, dist.get_world_size()))
             if dist.get_rank() == 0:
-                read_index(checkpoint)
+                check_step(checkpoint, manifest.step)
         except DamagedCheckpointError as error:
             return str(error)
         return None

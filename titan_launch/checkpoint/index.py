@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from titan_launch.checkpoint.manifest import DamagedCheckpointError
+from titan_launch.checkpoint.manifest import MANIFEST_FILE, DamagedCheckpointError
 from titan_launch.files import read_regular
 
 INDEX_FILE = "index.json"
@@ -90,13 +90,13 @@ class _IndexFile:
 _INDEX = TypeAdapter(_IndexFile)
 
 
-def index_of(metadata: Metadata) -> Index:
-    """Describe what DCP has written."""
+def index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
+    """Describe what DCP has written. `places`: where each part of a tensor is, as DCP's writer reports it."""
     return {
         name: IndexedTensor(
             dtype=str(entry.properties.dtype).removeprefix("torch."),
             shape=tuple(entry.size),
-            chunks=tuple(_written_chunk(name, chunk, metadata.storage_data) for chunk in entry.chunks),
+            chunks=tuple(_written_chunk(name, chunk, places) for chunk in entry.chunks),
         )
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
@@ -145,6 +145,16 @@ def _is_possible(tensor: IndexedTensor, file_sizes: Mapping[str, int]) -> bool:
         if chunk.start + chunk.length > file_sizes.get(chunk.file, 0):
             return False
     return sum(math.prod(chunk.sizes) for chunk in tensor.chunks) == math.prod(tensor.shape)
+
+
+def check_step(folder: Path, step: int) -> None:
+    """Raise DamagedCheckpointError where the index cannot be read, or the run's progress is not of this step."""
+    progress = read_index(folder).get("progress.step")
+    if progress is None or (progress.dtype, progress.shape) != ("int64", ()):
+        raise DamagedCheckpointError(f"{INDEX_FILE} does not name the run's progress")
+    saved = [int(read_chunk(folder, chunk, torch.int64)) for chunk in progress.chunks]
+    if saved != [step]:
+        raise DamagedCheckpointError(f"{MANIFEST_FILE} is of step {step}, and the tensors are of {saved[0]}")
 
 
 class IndexReader(FileSystemReader):

@@ -18,7 +18,7 @@ from titan_launch.fingerprint import Fingerprint
 MANIFEST_FILE = "manifest.json"
 """Written last: a checkpoint without it is not complete."""
 
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _CHUNK_BYTES = 1 << 22
 
 
@@ -97,7 +97,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint's folder. Raises DamagedCheckpointError."""
+    """Return the manifest of a checkpoint's folder. Raises DamagedCheckpointError, also where the folder is named after
+    another step: such a folder is a copy."""
     try:
         file = _MANIFEST.validate_json(read_regular(folder / MANIFEST_FILE), strict=True)
     except FileNotFoundError:
@@ -108,6 +109,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} is damaged") from None
     if _crc32(_content(file.manifest)) != file.crc32:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} does not have its checksum")
+    for name in (folder.name, folder.resolve().name):  # `latest` is a link to a step's folder
+        named = _STEP.fullmatch(name)
+        if named and int(named[1]) != file.manifest.step:
+            raise DamagedCheckpointError(f"{MANIFEST_FILE} is of step {file.manifest.step}")
     return file.manifest
 
 
@@ -115,9 +120,6 @@ def check(folder: Path, share: slice = slice(None)) -> Manifest:
     """The manifest of a checkpoint's folder whose files are all there, with their sizes, and those of a share (of their
     names in order) with their contents. Raises DamagedCheckpointError."""
     manifest = read_manifest(folder)
-    named = _STEP.fullmatch(folder.resolve().name)
-    if named and int(named[1]) != manifest.step:
-        raise DamagedCheckpointError(f"{MANIFEST_FILE} is of step {manifest.step}")
     _check_sizes(folder, manifest)
     _check_contents(folder, manifest, sorted(manifest.files)[share])
     return manifest

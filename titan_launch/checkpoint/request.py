@@ -33,4 +33,4 @@ class Written:
     """Steps of older checkpoints that are gone now."""
 
     warning: str = ""
-    """What went wrong after it was complete."""
+    """Clauses that name what went wrong after the checkpoint was complete; empty where nothing did."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from titan_launch.checkpoint.manifest import DamagedCheckpointError, checkpoint_name, checkpoint_steps, read_manifest
-from titan_launch.files import free_name
+from titan_launch.files import free_name, remove
 
 LATEST, BEST = "latest", "best"
 """Links to the newest checkpoint, and to the one with the lowest validation loss."""
@@ -41,46 +41,74 @@ def best_steps(losses: Mapping[int, float | None]) -> list[int]:
     return [step for _, step in sorted(known)]
 
 
-def tidy(folder: Path, newest: int, retention: Retention) -> list[int]:
-    """Point the links to what they name, then delete what is expendable; returns the deleted steps.
+def tidy(folder: Path, newest: int, retention: Retention) -> tuple[list[int], list[str]]:
+    """Point the links to what they name, then delete what is expendable. Return the deleted steps, and a clause for
+    everything else that was found to be wrong: one link or folder that cannot be changed does not keep the others.
 
     `newest`: the step that was just saved. A folder whose manifest cannot be read is left alone.
     """
     losses = _losses(folder)
-    point(folder, LATEST, newest)
+    links: dict[str, int | None] = {LATEST: newest}
     if not retention.best:
-        (folder / BEST).unlink(missing_ok=True)  # it would keep nothing from being deleted
+        links[BEST] = None  # it would keep nothing from being deleted
     elif best := best_steps(losses):
-        point(folder, BEST, best[0])
-    gone = [step for step in retention.expendable(losses) if step != newest]
-    for step in gone:
-        delete(folder / checkpoint_name(step))
-    return gone
+        links[BEST] = best[0]
+    gone: list[int] = []
+    notes: list[str] = []
+    for link, step in links.items():
+        with _noted(notes, f"the link {link} could not be changed"):
+            if aside := point(folder, link, step):
+                notes.append(f"{link} was a folder, a copy of a checkpoint, and was renamed to {aside.name}")
+    for step in retention.expendable(losses):
+        name = checkpoint_name(step)
+        with _noted(notes, f"{name} could not be deleted"):
+            if step != newest:
+                delete(folder / name)
+                gone.append(step)
+    return gone, notes
 
 
-def point(folder: Path, link: str, step: int) -> None:
-    """Make a link point to a step's folder; there is no moment without it."""
-    temporary = folder / f"{link}{TEMPORARY}"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(checkpoint_name(step), target_is_directory=True)
-    temporary.replace(folder / link)
+@contextmanager
+def _noted(notes: list[str], failure: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        notes.append(f"{failure}: {error}")
+
+
+def point(folder: Path, link: str, step: int | None) -> Path | None:
+    """Make a link point to a step's folder, or remove it (None); a link that stays is there at any moment.
+
+    A copy that follows links (`cp -rL`) leaves a folder in the place of the link. Such a folder is renamed first; its
+    new path is returned.
+    """
+    path = folder / link
+    aside = None
+    if path.is_dir() and not path.is_symlink():
+        aside = free_name(path.with_name(f"{link}.copy-{{}}"))
+        path.rename(aside)
+    if step is None:
+        path.unlink(missing_ok=True)
+    else:
+        temporary = folder / f"{link}{TEMPORARY}"
+        remove(temporary)
+        temporary.symlink_to(checkpoint_name(step), target_is_directory=True)
+        temporary.replace(path)
+    return aside
 
 
 def delete(checkpoint: Path) -> None:
     """Delete a checkpoint. It loses its final name first: what has that name is complete at any moment."""
     doomed = checkpoint.with_name(f"{checkpoint.name}.deleted{TEMPORARY}")
-    shutil.rmtree(doomed, ignore_errors=True)
+    remove(doomed)
     checkpoint.rename(doomed)
-    shutil.rmtree(doomed)
+    remove(doomed)
 
 
 def clean(folder: Path) -> None:
     """Remove what a save or a deletion that was killed has left: nothing can be loaded from it."""
     for entry in folder.glob(f"*{TEMPORARY}"):
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink(missing_ok=True)
+        remove(entry)
 
 
 def set_aside(checkpoint: Path) -> Path:

@@ -60,7 +60,7 @@ def write_checkpoint(request: WriteRequest, state: State, group: dist.ProcessGro
 
 
 def _make_room(folder: Path, temporary: Path, needed: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # the run's folder is not made again: `titan_launch.train.folder` did that
     clean(folder)
     free = shutil.disk_usage(folder).free
     if free < needed * _SPARE:
@@ -106,10 +106,8 @@ def _complete(request: WriteRequest, temporary: Path, records: dict[str, FileRec
         set_aside(final)
     temporary.rename(final)
     sync_folder(request.folder)
-    try:
-        return tuple(tidy(request.folder, request.manifest.step, request.retention)), ""
-    except OSError as error:  # the checkpoint is complete all the same
-        return (), f"older checkpoints could not be deleted: {error}"
+    deleted, notes = tidy(request.folder, request.manifest.step, request.retention)
+    return tuple(deleted), "; ".join(notes)
 
 
 def _first_failure(error: dcp.api.CheckpointException) -> Exception:
@@ -123,7 +121,8 @@ class _Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        text = index_text(index_of(metadata), Path(self.path, DCP_INDEX_FILE).read_bytes())
+        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        text = index_text(index_of(metadata, places), Path(self.path, DCP_INDEX_FILE).read_bytes())
         with self.fs.create_stream(Path(self.path, INDEX_FILE), "wb") as file:
             file.write(text.encode())
             os.fsync(file.fileno())

@@ -138,10 +138,10 @@ def _stem(path: str) -> str:
 
 
 def _parse(path: str, text: str) -> dict[str, Any]:
-    if _is_json(path):
-        return _parse_json(path, text)
     try:
-        return tomli.loads(text)
+        return _parse_json(path, text) if _is_json(path) else tomli.loads(text)
+    except RecursionError:
+        raise _FileError(f"{path}: nested too deep; a job file has sections, keys, and tables in lists") from None
     except tomli.TOMLDecodeError as error:
         from titan_launch.config.toml_errors import explain_toml_error
 

@@ -8,7 +8,8 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 _PREFIX = "attempt-"
 
@@ -75,11 +76,12 @@ class Launch:
         return None if self.has_ended else next((agent for agent in self.agents if agent.is_alive_here()), None)
 
 
-def parse_launch(text: str) -> Launch:
-    """What `Launch.to_json` wrote. Raises ValueError, TypeError or KeyError where it is something else."""
-    table: dict[str, Any] = json.loads(text)
-    agents = tuple(Agent(**agent) for agent in table["agents"])
-    return Launch(agents, table["slurm_job"], table["has_ended"])
+_LAUNCH = TypeAdapter(Launch)
+
+
+def parse_launch(text: bytes) -> Launch:
+    """Read what `Launch.to_json` wrote. Raises ValidationError where it is something else."""
+    return _LAUNCH.validate_json(text, strict=True)
 
 
 def launch_of(attempt: Attempt, has_ended: bool) -> Launch:

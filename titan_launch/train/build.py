@@ -37,7 +37,7 @@ from titan_launch.train.batches import (
 )
 from titan_launch.train.control import Control
 from titan_launch.train.flight_recorder import make_room_for_nccl
-from titan_launch.train.folder import effective_load, new_attempt_folder, prepare_run_folder
+from titan_launch.train.folder import HeldFolder, effective_load, new_attempt_folder, prepare_run_folder
 from titan_launch.train.forward import check_embeddings, checked_loss
 from titan_launch.train.guard import StepGuard
 from titan_launch.train.kernels import use_kernels
@@ -48,7 +48,7 @@ from titan_launch.train.pipeline import PipelinedStep
 from titan_launch.train.prediction import MemoryCheck
 from titan_launch.train.records import record_run, record_units
 from titan_launch.train.reporting import build_meter, build_sinks, log_batches
-from titan_launch.train.resume import load_run, open_checkpoints, training_state
+from titan_launch.train.resume import load_run, open_checkpoints, training_state, what_to_do_without_folder
 from titan_launch.train.run import Run
 from titan_launch.train.settle import settle
 from titan_launch.train.signals import StopRequest
@@ -98,14 +98,14 @@ def build_run(
     optimizer = build_optimizer(model, config.optimizer, built.head, config.training.seed)
 
     folder = open_run_folder(recorded, attempt, ranks, log_file, watchdog, stack)
+    held_folder = stack.enter_context(HeldFolder(folder, what_to_do_without_folder(recorded)))
     progress, guard = Progress(), StepGuard(config.debug, ranks.device)
     state = training_state(config, model, optimizer, progress, guard, mesh, ranks)
     checkpoints = open_checkpoints(recorded, folder, state, progress, sources, ranks, stack)
     load = on_main(lambda: effective_load(folder, recorded, attempt))
     load_run(recorded, folder, load, state, progress, sources)
-    if ranks.is_main:
-        record_run(folder, recorded, attempt, stack)
-        record_units(folder, describe_units(settled.plan, layout, place))
+    on_main(lambda: record_run(folder, recorded, attempt, stack))
+    on_main(lambda: record_units(folder, describe_units(settled.plan, layout, place)))
     log_batches(config, layout, ranks, source, held_out, folder)
     step = build_step(config, model, optimizer, guard, mesh, ranks, num_classes)
     first_step = progress.step + 1
@@ -113,6 +113,7 @@ def build_run(
     return Run(
         config=config,
         folder=folder,
+        held_folder=held_folder,
         ranks=ranks,
         layout=layout,
         mesh=mesh,

@@ -10,9 +10,10 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
+from types import TracebackType
 
 from titan_launch.checkpoint.manifest import checkpoint_name, checkpoint_steps, complete_steps
 from titan_launch.checkpoint.retention import BEST, LATEST, point
@@ -20,13 +21,18 @@ from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.experiment import Difference, differences
 from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import ConfigError, config_error
+from titan_launch.errors import ConfigError, RunError, config_error
 from titan_launch.files import free_name, sync_folder
 from titan_launch.plan.choices import Choice
 from titan_launch.train.attempt import Attempt, attempt_name, next_attempt
 from titan_launch.train.records import (
+    AUDIT_FILE,
     CONFIG_FILE,
+    LAUNCH_FILE,
     METRICS_FILE,
+    ROLLED_BACK_FILE,
+    UNITS_FILE,
+    damage_explained,
     described,
     recorded_launch,
     recorded_table,
@@ -37,6 +43,10 @@ _log = logging.getLogger(__name__)
 
 LOCK_FILE = "lock"
 """Locked as long as a run writes to the folder. Its modification time is the time at which the run started."""
+
+_FOLDERS = ("checkpoints", "logs", "tb", "faults", "hangs", "flight_recorder", "flight_recorder_gloo")
+_FILES = (CONFIG_FILE, LAUNCH_FILE, LOCK_FILE, METRICS_FILE, ROLLED_BACK_FILE, UNITS_FILE, AUDIT_FILE)
+"""All names that a run makes in its folder."""
 
 Load = int | str
 """Where a run starts: `"latest"`, `"none"`, a step of its own folder, or the path of another run's checkpoint."""
@@ -63,8 +73,11 @@ def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
     """Raise ConfigError where a run must not start beside the earlier run in its folder: the folder has checkpoints of
     another experiment that could be resumed, or the checkpoint to load is in a folder that is not resumed.
 
+    Raises it also where something in the folder is not of the kind that a run makes, a FIFO for example.
+
     `config` has its global batch size. Reads files only.
     """
+    _check_kinds(folder, config)
     if not _has_begun(folder):
         return
     checkpoints = checkpoint_folder(folder)
@@ -86,7 +99,7 @@ def effective_load(folder: Path, config: JobConfig, attempt: Attempt) -> Load:
     checkpoint and has none of its own yet starts there again.)
     """
     load = config.checkpoint.load
-    if not _is_restart(folder, attempt):
+    if not _is_restart(folder, config, attempt):
         return load
     return load if _is_path(load) and not complete_steps(checkpoint_folder(folder)) else "latest"
 
@@ -97,8 +110,9 @@ def recorded_modes(folder: Path, config: JobConfig, attempt: Attempt) -> Choice 
     saved = recorded_table(folder, config) if resumes else None
     if saved is None:
         return None
-    accumulation = GradientAccumulationConfig.model_validate(saved["gradient_accumulation"])
-    recomputation = ActivationCheckpointConfig.model_validate(saved["activation_checkpoint"])
+    with damage_explained(folder / CONFIG_FILE, f"move {folder} away", config):
+        accumulation = GradientAccumulationConfig.model_validate(saved.get("gradient_accumulation"))
+        recomputation = ActivationCheckpointConfig.model_validate(saved.get("activation_checkpoint"))
     return Choice(accumulation, recomputation)
 
 
@@ -131,6 +145,39 @@ def new_attempt_folder(folder: Path) -> Path:
     return attempt
 
 
+class HeldFolder:
+    """The run's folder, which somebody may delete or move while the run writes to it.
+
+    with HeldFolder(folder, advice) as held:
+        held.check()
+
+    The end of the block raises RunError instead of an OSError when the folder is gone.
+    """
+
+    def __init__(self, folder: Path, advice: str):
+        """`advice`: what to do when the folder is gone."""
+        self._folder = folder
+        self._advice = advice
+
+    def __enter__(self) -> HeldFolder:
+        self._descriptor = os.open(self._folder, os.O_RDONLY)  # no other folder gets its number while it is open
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            if isinstance(error, OSError):
+                self.check()
+        finally:
+            os.close(self._descriptor)
+
+    def check(self) -> None:
+        """Raise RunError if the path names the folder no more: checkpoints would be lost, or written into another."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._descriptor), os.stat(self._folder)):
+                return
+        raise RunError(f"{self._folder} was deleted or moved while the run wrote to it; {self._advice}")
+
+
 def checkpoint_folder(folder: Path) -> Path:
     """Where a run's checkpoints are."""
     return folder / "checkpoints"
@@ -140,6 +187,7 @@ def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack
     if folder.exists() and any(folder.iterdir()):
         _check_is_a_run(folder, config)
     folder.mkdir(parents=True, exist_ok=True)
+    _check_kinds(folder, config)
     with ExitStack() as lock:
         _lock(folder, config, lock)
         _check_no_launch_is_between_attempts(folder, config, attempt)
@@ -149,7 +197,7 @@ def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack
         _check_path_goes_with_folder(folder, config, load)
         if not _has_begun(folder):
             os.utime(folder / LOCK_FILE)  # the time at which this run starts: `_move_aside` reads it
-        elif not (_resumes(folder, config, load) or _begins_again(folder, attempt)):
+        elif not (_resumes(folder, config, load) or _begins_again(folder, config, attempt)):
             _move_aside(folder)
             folder.mkdir()
             _lock(folder, config, stack)
@@ -158,9 +206,25 @@ def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack
 
 
 def _check_is_a_run(folder: Path, config: JobConfig) -> None:
-    if not any((folder / name).exists() for name in (CONFIG_FILE, LOCK_FILE)):
+    """Raise ConfigError for a folder that holds something else. What is left of a run's folder that was deleted while
+    the run wrote to it has a run's names only."""
+    has_others = any(entry.name.removesuffix(".tmp") not in (*_FOLDERS, *_FILES) for entry in folder.iterdir())
+    if has_others and not any((folder / name).exists() for name in (CONFIG_FILE, LOCK_FILE)):
         reason = f"{folder} exists and is not a run's (it has no {CONFIG_FILE}); choose another name"
         raise config_error(("job", "name"), reason, config.job.name)
+
+
+def _check_kinds(folder: Path, config: JobConfig) -> None:
+    """Raise ConfigError where something has the name of a run's file or folder and is none. A link in the place of a
+    file counts: the run would write to what it points to."""
+    for path in (folder / name for name in (*_FOLDERS, *_FILES)):
+        is_folder = path.name in _FOLDERS
+        is_right = path.is_dir() if is_folder else path.is_file() and not path.is_symlink()
+        if os.path.lexists(path) and not is_right:
+            reason = (
+                f"{path} is not a {'folder' if is_folder else 'regular file'}; move it away, or choose another name"
+            )
+            raise config_error(("job", "name"), reason, config.job.name)
 
 
 def _has_begun(folder: Path) -> bool:
@@ -168,16 +232,16 @@ def _has_begun(folder: Path) -> bool:
     return (folder / CONFIG_FILE).exists() or bool(checkpoint_steps(checkpoint_folder(folder)))
 
 
-def _is_restart(folder: Path, attempt: Attempt) -> bool:
+def _is_restart(folder: Path, config: JobConfig, attempt: Attempt) -> bool:
     """Return True if the launch that wrote to the folder last has started its ranks again."""
-    launch = recorded_launch(folder)
+    launch = recorded_launch(folder, config)
     return launch is not None and attempt.continues(launch)
 
 
-def _begins_again(folder: Path, attempt: Attempt) -> bool:
+def _begins_again(folder: Path, config: JobConfig, attempt: Attempt) -> bool:
     """Return True for a restart before the first checkpoint. With a checkpoint that is not resumed, the run before the
     restart had ended, and its result is kept apart from the next one."""
-    return _is_restart(folder, attempt) and not checkpoint_steps(checkpoint_folder(folder))
+    return _is_restart(folder, config, attempt) and not checkpoint_steps(checkpoint_folder(folder))
 
 
 def _resumes(folder: Path, config: JobConfig, load: Load) -> bool:
@@ -246,7 +310,7 @@ def _is_other_model(changed: Sequence[Difference]) -> bool:
 
 def _check_no_launch_is_between_attempts(folder: Path, config: JobConfig, attempt: Attempt) -> None:
     """Raise ConfigError where another launch, whose ranks have failed, will start them again. It holds no lock then."""
-    launch = recorded_launch(folder)
+    launch = recorded_launch(folder, config)
     agent = None if launch is None or attempt.continues(launch) else launch.agent_alive_here()
     if agent is not None:
         reason = f"another launch (process {agent.pid}) is about to start its ranks in {folder} again; " + _WAIT

@@ -225,6 +225,7 @@ def report(run: Run, result: StepResult) -> dict[str, float]:
     if is_validation_step(run):
         scalars |= validation_scalars(run)
     run.measurements.end_window(step, only_training=not needs_pooled_statistics(run))
+    run.held_folder.check()
     for sink in run.sinks:
         sink.write(step, scalars)
     return scalars

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from titan_launch.config.experiment import Difference, differences
 from titan_launch.config.explain import toml_value
 from titan_launch.config.job import JobConfig
 from titan_launch.config.load import dump_job
 from titan_launch.errors import config_error, format_key
-from titan_launch.files import replace_text
+from titan_launch.files import read_regular, replace_text
 from titan_launch.train.attempt import Attempt, Launch, launch_of, parse_launch
 
 _log = logging.getLogger(__name__)
@@ -30,8 +31,17 @@ LAUNCH_FILE = "launch.json"
 METRICS_FILE = "metrics.jsonl"
 """All reports."""
 
+ROLLED_BACK_FILE = "metrics.rolled_back.jsonl"
+"""Reports of steps before which the run went back to a checkpoint."""
+
 AUDIT_FILE = "precision_audit.json"
 """Planned and observed dtypes of the first step."""
+
+UNITS_FILE = "units.json"
+"""The unit table."""
+
+_SECTIONS = TypeAdapter(dict[str, dict[str, Any]])
+"""What every version of the launcher records as a configuration."""
 
 
 def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
@@ -57,7 +67,7 @@ def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitSta
 
 def record_units(folder: Path, units: list[dict[str, Any]]) -> None:
     """Write the unit table, as `titan_launch.plan.report.describe_units` makes it."""
-    replace_text(folder / "units.json", json.dumps(units, indent=2) + "\n")
+    replace_text(folder / UNITS_FILE, json.dumps(units, indent=2) + "\n")
 
 
 def record_audit(folder: Path, audit: dict[str, Any]) -> None:
@@ -78,24 +88,37 @@ def table_of(config: JobConfig) -> dict[str, Any]:
 
 
 def recorded_table(folder: Path, config: JobConfig) -> dict[str, Any] | None:
-    """The configuration of the run in a folder, None where there is none; keys that are newer than the run have their
-    defaults. Raises ConfigError where it is not a configuration at all."""
+    """Return the configuration of the run in a folder, or None where there is none; keys that are newer than the run
+    have their defaults. Raises ConfigError where it is not a configuration at all."""
     path = folder / CONFIG_FILE
+    with damage_explained(path, f"move {folder} away", config):
+        try:
+            saved = _SECTIONS.validate_json(read_regular(path))
+        except FileNotFoundError:
+            return None
     try:
-        saved = json.loads(path.read_text())
         return table_of(JobConfig.model_validate(saved))
-    except FileNotFoundError:
-        return None
     except ValidationError:  # it has keys that there are no more
-        return dict(saved)
-    except ValueError as error:
-        reason = f"{path} is damaged ({error}); move {folder} away, or choose another name"
-        raise config_error(("job", "name"), reason, config.job.name) from None
+        return saved
 
 
-def recorded_launch(folder: Path) -> Launch | None:
-    """The launch that wrote to a folder last, where it is known."""
+def recorded_launch(folder: Path, config: JobConfig) -> Launch | None:
+    """Return the launch that wrote to a folder last, or None where there is none. Raises ConfigError where the record
+    cannot be read."""
+    path = folder / LAUNCH_FILE
+    with damage_explained(path, "delete it", config):
+        try:
+            return parse_launch(read_regular(path))
+        except FileNotFoundError:
+            return None
+
+
+@contextmanager
+def damage_explained(path: Path, remedy: str, config: JobConfig) -> Iterator[None]:
+    """Raise ConfigError where a file of the run's folder cannot be read, or holds something else than a run writes."""
     try:
-        return parse_launch((folder / LAUNCH_FILE).read_text())
-    except (FileNotFoundError, ValueError, TypeError, KeyError):  # none, or recorded by another version
-        return None
+        yield
+    except (OSError, ValidationError) as error:
+        cause = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
+        reason = f"{path} is damaged ({cause}); {remedy}, or choose another name"
+        raise config_error(("job", "name"), reason, config.job.name) from None

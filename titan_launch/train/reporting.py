@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from titan_launch.checkpoint.state import Progress
+from titan_launch.collective import on_main
 from titan_launch.config.job import JobConfig
 from titan_launch.config.load import dump_job
 from titan_launch.data.sources import SampleSource
@@ -52,13 +53,16 @@ def build_sinks(
     console: ConsoleSink | None,
     stack: ExitStack,
 ) -> tuple[Sink, ...]:
-    """Where reports go; only the main rank, which has a console, writes. `reason`: why the modes are what they are,
-    where the job left them open."""
-    if console is None:
-        return ()
-    sinks: list[Sink] = [console, JsonlSink(folder / METRICS_FILE, resume_step=progress.step)]
-    if config.metrics.enable_tensorboard:
-        sinks.append(TensorBoardSink(folder / "tb", resume_step=progress.step))
+    """Return where reports go; collective. Only the main rank, which has a console, has sinks. `reason`: why the modes
+    are what they are, where the job left them open."""
+    sinks: list[Sink] = [] if console is None else [console]
+
+    def open_files() -> None:
+        sinks.append(JsonlSink(folder / METRICS_FILE, resume_step=progress.step))
+        if config.metrics.enable_tensorboard:
+            sinks.append(TensorBoardSink(folder / "tb", resume_step=progress.step))
+
+    on_main(open_files)
     for sink in sinks:
         stack.callback(sink.close)
         sink.text("config", f"```json\n{dump_job(config)}```")

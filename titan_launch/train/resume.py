@@ -116,6 +116,13 @@ def how_to_resume(config: JobConfig) -> str:
     return f"{SAME_COMMAND} with {' '.join(options)}" if options else SAME_COMMAND
 
 
+def what_to_do_without_folder(config: JobConfig) -> str:
+    """Return what somebody can do after the run's folder was deleted or moved."""
+    if not config.checkpoint.enable:
+        return "the same command begins anew"
+    return f"to resume, move it back and {how_to_resume(config)}; without it, the same command begins anew"
+
+
 def _own_checkpoint(folder: Path, load: Load) -> Path | None:
     """The checkpoint in the run's own folder, or None where there is none to look for."""
     checkpoints = checkpoint_folder(folder)

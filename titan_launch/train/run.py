@@ -21,6 +21,7 @@ from titan_launch.plan.report import Place
 from titan_launch.plan.types import ModelPlan
 from titan_launch.train.batches import TrainBatches
 from titan_launch.train.control import Control
+from titan_launch.train.folder import HeldFolder
 from titan_launch.train.guard import StepGuard
 from titan_launch.train.measure import StepMeasurements
 from titan_launch.train.prediction import MemoryCheck
@@ -34,6 +35,7 @@ class Run:
 
     config: JobConfig
     folder: Path
+    held_folder: HeldFolder
     ranks: Ranks
     layout: Layout
     mesh: Mesh

@@ -6,8 +6,13 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
+from titan_launch.errors import UserError
+from titan_launch.files import open_regular
 from titan_launch.metrics.sinks.base import Sink
 
 
@@ -22,7 +27,8 @@ class JsonlSink(Sink):
     """
 
     def __init__(self, path: Path, resume_step: int = 0):
-        """`resume_step`: the step of the checkpoint that the run goes on from; 0 for a fresh start."""
+        """`resume_step`: the step of the checkpoint that the run goes on from; 0 for a fresh start. Raises UserError
+        where a line of the file is no report."""
         if path.exists():
             os.truncate(path, _length_until(path, resume_step))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,12 +61,28 @@ def json_number(value: float) -> float | str:
 def _length_until(path: Path, last_step: int) -> int:
     """Bytes of the lines before the first that is of a later step, or torn. Steps never go back within a file."""
     length = 0
-    with path.open("rb") as file:
-        for line in file:
-            if not _is_complete(line) or json.loads(line)["step"] > last_step:
+    with open_regular(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not _is_complete(line) or _step_of(line, f"{path}:{number}") > last_step:
                 break
             length += len(line)
     return length
+
+
+@dataclass(frozen=True)
+class _Report:
+    step: int
+
+
+_REPORT = TypeAdapter(_Report)
+
+
+def _step_of(line: bytes, place: str) -> int:
+    try:
+        return _REPORT.validate_json(line, strict=True).step
+    except ValidationError:
+        reason = 'is no report of a run (a JSON object with a whole number as "step")'
+        raise UserError(f"{place}: the line {reason}; correct the line, or move the file away") from None
 
 
 def _is_complete(line: bytes) -> bool:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from titan_launch.files import free_name
 from titan_launch.metrics.sinks.base import Sink
 from titan_launch.metrics.tags import dashboard_layout
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoardSink(Sink):
@@ -25,59 +26,85 @@ class TensorBoardSink(Sink):
 
         The event file is opened for the first scalars, after the run's first step: TensorBoard takes long to import.
         """
-        log_dir.mkdir(parents=True, exist_ok=True)  # what is wrong with it is said now
+        log_dir.mkdir(parents=True, exist_ok=True)  # an error comes now, not after the first step
         self._log_dir = log_dir
         self._resume_step = resume_step
         self._texts: list[tuple[str, str]] = []
         """Those that wait for the file."""
 
-        self._opened: SummaryWriter | None = None
+        self._opened: _EventFile | None = None
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """One event per tag, on disk when this returns: a run that is killed loses nothing."""
-        writer = self._writer()
-        for tag, value in scalars.items():
-            writer.add_scalar(tag, value, step)
-        writer.flush()
+        """Write an event with all tags. The event is on disk when this returns: a run that is killed loses nothing."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._file().add(step, summary=Summary(value=values))
 
     def text(self, tag: str, text: str) -> None:
         """Shown under "Text", once for every time that the run was started."""
         self._texts.append((tag, text))
         if self._opened is not None:
-            self._writer().flush()
+            self._file()
 
     def rewind(self, step: int) -> None:
         """Go on in another file of the folder, which tells TensorBoard to drop later steps."""
         self.close()
         self._resume_step = step
-        self._opened = _open(self._log_dir, step + 1)
+        self._opened = _EventFile(self._log_dir, step + 1)
 
     def close(self) -> None:
         """Close the event file, if it was opened: a run that fails before its first report has nothing to show."""
         if self._opened is not None:
-            self._writer().close()
+            self._opened.close()
 
-    def _writer(self) -> SummaryWriter:
-        """The event file, with all texts in it."""
+    def _file(self) -> _EventFile:
+        """Return the event file, with all texts in it."""
+        from torch.utils.tensorboard.summary import custom_scalars, text
+
         if self._opened is None:
-            is_new = not any(self._log_dir.glob("events.out.tfevents.*"))
-            self._opened = _open(self._log_dir, None if is_new else self._resume_step + 1)
+            is_new = not any(self._log_dir.glob(f"{_PREFIX}*"))
+            self._opened = _EventFile(self._log_dir, None if is_new else self._resume_step + 1)
             if is_new:
-                self._opened.add_custom_scalars(_custom_scalars())
-        for tag, text in self._texts:
-            self._opened.add_text(tag, text, self._resume_step)
+                self._opened.add(0, summary=custom_scalars(_custom_scalars()))
+        for tag, content in self._texts:
+            self._opened.add(self._resume_step, summary=text(tag, content))
         self._texts.clear()
         return self._opened
 
 
-def _open(log_dir: Path, purge_step: int | None) -> SummaryWriter:
-    from torch.utils.tensorboard import SummaryWriter
+_PREFIX = "events.out.tfevents."
 
-    return SummaryWriter(log_dir, purge_step=purge_step)
+
+class _EventFile:
+    """An event file that the calling thread writes. (SummaryWriter has a thread, which prints a traceback when the disk
+    is full, and it opens the file anew for every event, which fails when the run's folder is moved.)"""
+
+    def __init__(self, log_dir: Path, purge_step: int | None):
+        """`purge_step`: TensorBoard drops this step and those after it from the files before."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from torch.utils.tensorboard import RecordWriter
+
+        name = f"{_PREFIX}{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{{}}"
+        self._records = RecordWriter(free_name(log_dir / name).open("xb"))
+        self.add(purge_step or 0, file_version="brain.Event:2")
+        if purge_step is not None:
+            self.add(purge_step, session_log=SessionLog(status=SessionLog.START))
+
+    def add(self, step: int, **content: Any) -> None:
+        """Write an event, and hand it to the operating system."""
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._records.write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
+        self._records.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._records.close()
 
 
 def _custom_scalars() -> dict[str, dict[str, list[object]]]:
-    """The dashboard in the form that SummaryWriter takes. Tags are regular expressions that match from the start."""
+    """The dashboard in the form that PyTorch takes. Tags are regular expressions that match from the start."""
     return {
         group: {title: ["Multiline", [f"{tag}$" for tag in tags]] for title, tags in charts.items()}
         for group, charts in dashboard_layout().items()
