@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,14 @@ def job(tmp_path: Path) -> Path:
 
 
 def run(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    """Run a module, and check that it leaves no temporary files but torchrun's, and PyTorch's cache of kernels."""
     command = [sys.executable, "-m", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPO, timeout=120)
+    of_torch = ("torchinductor_", "torchelastic_") if args[0] == "torch.distributed.run" else "torchinductor_"
+    with tempfile.TemporaryDirectory() as temporary:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": temporary, **env}
+        result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPO, timeout=120)
+        assert [name for name in os.listdir(temporary) if not name.startswith(of_torch)] == []
+    return result
 
 
 def losses(folder: Path) -> list[float]:
@@ -367,10 +373,19 @@ def test_a_run_that_fails_ends_with_the_failing_ranks_traceback(job: Path, comma
     assert has_banner == (command == TORCHRUN)
 
 
-def test_a_killed_rank_is_named(job: Path) -> None:
-    result = run_with_model(job, "os.kill(os.getpid(), signal.SIGKILL)" + BUSY)
-    assert result.returncode == 128 + 9
-    assert result.stderr.splitlines()[-1].startswith("error: rank 1 was killed by SIGKILL")
+@pytest.mark.parametrize(
+    ("action", "status", "message"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 128 + 9, "was killed by SIGKILL"),
+        ("os._exit(7)", 7, "ended with status 7: code that it ran called os._exit"),
+        pytest.param("os._exit(0)", 1, "ended with status 0: code that it ran called", marks=pytest.mark.slow),
+    ],
+    ids=["killed", "status 7", "status 0"],
+)
+def test_a_rank_that_ends_without_a_word_is_named(job: Path, action: str, status: int, message: str) -> None:
+    result = run_with_model(job, action + BUSY)
+    assert result.returncode == status
+    assert result.stderr.splitlines()[-1].startswith(f"error: rank 1 {message}")
     assert "SIGTERM" not in result.stdout + result.stderr
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +51,13 @@ def launched(job: dict[str, Any], *options: str) -> Iterator[subprocess.Popen[st
     process = subprocess.Popen(
         [sys.executable, "-m", "titan_launch", "launch", "--config", str(path), *options],
         cwd=REPO,
-        env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "SECONDS_PER_FORWARD": "0.03"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(folder),
+            "OMP_NUM_THREADS": "1",
+            "SECONDS_PER_FORWARD": "0.03",
+            "TMPDIR": str(temporary_files(folder)),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -63,6 +72,13 @@ def launched(job: dict[str, Any], *options: str) -> Iterator[subprocess.Popen[st
             process.wait()
 
 
+def temporary_files(folder: Path) -> Path:
+    """The folder for temporary files that `launched` gives to its processes."""
+    path = folder / "temporary"
+    path.mkdir(exist_ok=True)
+    return path
+
+
 def run_here(job: dict[str, Any]) -> dict[str, Tensor]:
     """The same job in a rank of the tests, without pauses."""
     sys.path.insert(0, job["job"]["dump_folder"])
@@ -71,7 +87,7 @@ def run_here(job: dict[str, Any]) -> dict[str, Tensor]:
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    return [int(pid) for pid in found]
+    return sorted(int(pid) for pid in found)
 
 
 def wait_for(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> None:
@@ -94,7 +110,8 @@ def free_port() -> int:
 
 def test_a_killed_rank_and_a_signal_leave_no_trace_in_the_result(job: dict[str, Any], tmp_path: Path) -> None:
     expected = run_ranks(run_here, 2, {**job, "job": {**job["job"], "name": "whole"}})
-    with launched(job, "--nproc-per-node", "2", "--max-restarts", "1") as process:
+    options = ("--nproc-per-node", "2", "--max-restarts", "1", "--checkpoint.async_mode=process")
+    with launched(job, *options) as process:
         wait_for(lambda: steps_done(tmp_path) >= 7, process)
         first_ranks = ranks_of(process)
         os.kill(first_ranks[1], signal.SIGKILL)
@@ -111,6 +128,8 @@ def test_a_killed_rank_and_a_signal_leave_no_trace_in_the_result(job: dict[str, 
     assert "killed by SIGKILL" in errors and "starting all ranks again: restart 1 of at most 1" in errors
     assert "Traceback" not in errors
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    left = [path.name for path in temporary_files(tmp_path).iterdir()]
+    assert [name for name in left if not name.startswith("torchinductor_")] == []  # PyTorch's cache of kernels
     for whole, went_on in zip(expected, run_ranks(run_here, 2, job), strict=True):
         assert_equal(whole, went_on)
     assert [report["step"] for report in read_metrics(tmp_path)] == list(range(1, STEPS + 1))
@@ -135,3 +154,72 @@ def test_a_lost_host_leaves_the_others_to_finish_the_run(job: dict[str, Any], tm
     assert [report["train/samples_seen"] for report in reports] == [report["train/samples_seen"] for report in whole]
     losses, expected = ([report["train/loss"] for report in run] for run in (reports, whole))
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_rank_that_is_killed_while_it_starts_ends_the_launch_in_seconds(job: dict[str, Any]) -> None:
+    with launched(job, "--nproc-per-node", "2") as process:
+        wait_for(lambda: len(ranks_of(process)) == 2, process)
+        os.kill(ranks_of(process)[0], signal.SIGKILL)  # rank 1 waits for rank 0 at the rendezvous, or is about to
+        _, errors = process.communicate(timeout=15)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert errors.splitlines() == [
+        "error: rank 0 was killed by SIGKILL; the usual cause is that the host ran out of memory"
+    ]
+
+
+PARENTS = (
+    ("titan_launch", "launch", "--nproc-per-node", "2"),
+    ("torch.distributed.run", "--nproc-per-node", "2", "-m", "titan_launch"),
+)
+
+
+def processes_with(variable: str) -> list[int]:
+    """The processes that have this environment variable."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # of another user, or just gone
+            if f"{variable}=".encode() in (process / "environ").read_bytes():
+                found.append(int(process.name))
+    return found
+
+
+def left_of_killed_parent(parent: tuple[str, ...], job: Path, seconds: float, since_first_rank: bool) -> int:
+    """Kill the parent of two ranks so many seconds after its start, or after that of its first rank. Returns the number
+    of processes that are left 5 s later."""
+    variable = f"KILLED_PARENT_{uuid.uuid4().hex}"
+    command = [sys.executable, "-m", *parent, "--config", str(job), f"--job.name={variable}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary_files(job.parent)), variable: "1"}
+    with subprocess.Popen(
+        command, cwd=REPO, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        while since_first_rank and len(processes_with(variable)) < 2:
+            time.sleep(0.01)
+        time.sleep(seconds)
+        process.kill()
+    deadline = time.monotonic() + 5
+    while (left := processes_with(variable)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return len(left)
+
+
+@pytest.mark.parametrize(
+    ("instants", "since_first_rank"),
+    [
+        ((0.0, 0.0, 0.7), True),
+        pytest.param([random.Random(5).uniform(0, 4) for _ in range(40)], False, marks=pytest.mark.slow),
+        pytest.param([random.Random(6).uniform(0, 4) for _ in range(40)], True, marks=pytest.mark.slow),
+    ],
+    ids=["some", "since start", "since the first rank"],
+)
+def test_a_killed_parent_leaves_no_process(tmp_path: Path, instants: Sequence[float], since_first_rank: bool) -> None:
+    """Every other parent is torchrun."""
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(tiny_job(tmp_path, training={"steps": 10_000}, metrics={"log_freq": 1000})))
+    with ThreadPoolExecutor(2) as executor:
+        left = [
+            executor.submit(left_of_killed_parent, PARENTS[number % 2], path, seconds, since_first_rank)
+            for number, seconds in enumerate(instants)
+        ]
+    assert [future.result() for future in left] == [0] * len(instants)

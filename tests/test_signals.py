@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from titan_launch.signals import RESTART_SIGNAL, STOP_SIGNALS, heard, held_back
+from titan_launch.signals import AGENT_PID, RESTART_SIGNAL, STOP_SIGNALS, heard, held_back
 
 REPO = Path(__file__).parent.parent
 
@@ -28,6 +28,21 @@ with heard(on_request, same_request_s=0):
     libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_lock(mutex)  # for ever, outside of the interpreter, as in a collective that hangs
 """
+
+
+def test_a_rank_ends_at_once_if_its_agent_has_ended_before() -> None:
+    code = "from titan_launch.signals import stop_with_agent; stop_with_agent(); print('goes on')"
+    child = subprocess.Popen(["true"])
+    child.wait()
+
+    def started_by(agent: int, *script: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, AGENT_PID: str(agent)}
+        command = [*script, sys.executable, "-c", code]
+        return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+
+    assert started_by(child.pid).returncode == 128 + signal.SIGTERM
+    script = ("bash", "-c", '"$@"; exit $?', "bash")  # a process between the agent and the rank
+    assert started_by(os.getpid()).stdout == started_by(os.getpid(), *script).stdout == "goes on\n"
 
 
 def start(code: str) -> subprocess.Popen[str]:

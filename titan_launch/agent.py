@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,8 +11,9 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from titan_launch.process import claim_announcement
+from titan_launch.process import LEFT_BY_ITSELF, claim_announcement, has_left_by_itself
 from titan_launch.signals import RESTART_SIGNAL, RESTART_STATUS, held_back
 
 _SECONDS_AFTER_A_FAILURE = 30  # as torchrun's own
@@ -29,15 +31,15 @@ class Agent(LocalElasticAgent):
         self,
         *args: Any,
         on_start: Callable[[Sequence[subprocess.Popen[bytes]]], None],
-        on_failure: Callable[[Mapping[int, int]], object],
+        on_failure: Callable[[Mapping[int, ProcessFailure]], object],
         is_stopping: Callable[[], bool],
         stop_timeout_s: int,
         final_statuses: Collection[int],
         **kwargs: Any,
     ):
-        """`on_start` is told the processes of every start; `on_failure`, before they are started again, the exit codes
-        of the ranks that failed. `is_stopping`: whether a signal has come; `stop_timeout_s`: how long ranks may take to
-        end when they are asked to; `final_statuses`: those of a rank that would only repeat itself."""
+        """`on_start` is told the processes of every start; `on_failure`, before they are started again, the failures of
+        ranks. `is_stopping`: whether a signal has come; `stop_timeout_s`: how long ranks may take to end when they are
+        asked to; `final_statuses`: those of a rank that would only repeat itself."""
         super().__init__(*args, **kwargs)
         self._on_start = on_start
         self._on_failure = on_failure
@@ -45,15 +47,13 @@ class Agent(LocalElasticAgent):
         self._stop_timeout_s = stop_timeout_s
         self._final_statuses = final_statuses
         self._has_failed = False
-        self._workers: Sequence[subprocess.Popen[bytes]] = ()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with held_back():
             ids: dict[int, Any] = super()._start_workers(worker_group)
         context = self._pcontext
         assert isinstance(context, SubprocessContext)
-        self._workers = [handler.proc for handler in context.subprocess_handlers.values()]
-        self._on_start(self._workers)
+        self._on_start([handler.proc for handler in context.subprocess_handlers.values()])
         return ids
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -64,25 +64,45 @@ class Agent(LocalElasticAgent):
         super()._stop_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if any((worker.poll() or 0) < 0 for worker in self._workers):
-            # `on_failure` will say which rank was killed. The others need not announce the SIGTERM that they get now.
+        silent = self._silent_failures(worker_group)
+        if silent:
+            # `on_failure` will name these ranks. The others need not announce the SIGTERM that they get now.
             assert self._pcontext is not None
             claim_announcement(self._pcontext.envs[0])
-        result = super()._monitor_workers(worker_group)
+            self._pcontext.close(signal.SIGTERM, _SECONDS_AFTER_A_FAILURE)
+            result = RunResult(WorkerState.FAILED, failures=silent)
+        else:
+            result = super()._monitor_workers(worker_group)
         if result.state not in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._has_failed = False
             return result
         self._has_failed = True
-        exit_codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-        if RESTART_STATUS in exit_codes.values():  # another agent has seen the new host first; all ranks end together
+        statuses = {failure.exitcode for failure in result.failures.values()}
+        if RESTART_STATUS in statuses:  # another agent has seen the new host first; all ranks end together
             self._remaining_restarts += 1  # which counts a failure, and this is none
             self._has_failed = False
             return result
-        if self._is_stopping() or set(exit_codes.values()) & set(self._final_statuses):
+        if self._is_stopping() or statuses & set(self._final_statuses):
             self._remaining_restarts = 0
         if self._remaining_restarts > 0:
             most = worker_group.spec.max_restarts
-            self._on_failure(exit_codes)
+            self._on_failure(result.failures)
             number = most - self._remaining_restarts + 1
             print(f"starting all ranks again: restart {number} of at most {most}", file=sys.stderr, flush=True)
         return result
+
+    def _silent_failures(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
+        """Return, by rank, the failures of the ranks that have ended and could print no error: a signal killed the
+        rank, or code that the rank ran ended the process, perhaps with status 0."""
+        assert isinstance(self._pcontext, SubprocessContext)
+        failures = {}
+        for local_rank, handler in self._pcontext.subprocess_handlers.items():
+            status = handler.proc.poll()
+            if status is not None and (status < 0 or has_left_by_itself(self._pcontext.envs[local_rank])):
+                rank = worker_group.workers[local_rank].global_rank
+                failures[rank] = ProcessFailure(
+                    local_rank, handler.proc.pid, status, self._pcontext.error_files[local_rank]
+                )
+                if status >= 0:
+                    failures[rank].message = LEFT_BY_ITSELF
+        return failures

@@ -15,16 +15,22 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_launch.imports import without_garbage_collection
 from titan_launch.launch_options import Processes
 from titan_launch.patches import environment, replaced
-from titan_launch.signals import heard, signal_name
+from titan_launch.process import FAILED, LEFT_BY_ITSELF, remove_folders
+from titan_launch.signals import AGENT_PID, heard, signal_name
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _AFTER_SECOND_SIGNAL_S = 5
 
@@ -35,9 +41,13 @@ def launch(processes: Processes, worker_args: Sequence[str], final_statuses: Col
     `final_statuses`: those of a worker that is not worth a restart, since it would only repeat itself. `run_folder`:
     where the workers write.
     """
-    stopping = Stopping(processes.shutdown_timeout_s)
-    with heard(stopping.on_request):
-        return _run_torchrun(processes, worker_args, final_statuses, run_folder, stopping)
+    os.environ[AGENT_PID] = str(os.getpid())
+    stopping = Stopping(processes.shutdown_timeout_s, tempfile.mkdtemp(prefix="titan-launch-"))
+    try:
+        with heard(stopping.on_request):
+            return _run_torchrun(processes, worker_args, final_statuses, run_folder, stopping)
+    finally:
+        remove_folders(stopping.rank_folders)
 
 
 def _run_torchrun(
@@ -64,7 +74,8 @@ def _run_torchrun(
 
     logging.disable(logging.CRITICAL)  # torchrun's own account of a failure would bury the worker's
     signals = f"--signals-to-handle={','.join(_torchruns_signals())}"
-    args = torchrun.parse_args([signals, *processes.torchrun_args, "-m", "titan_launch", *worker_args])
+    log_dir = f"--log-dir={stopping.rank_folders}"  # torchrun would leave a temporary folder of its own behind
+    args = torchrun.parse_args([signals, log_dir, *processes.torchrun_args, "-m", "titan_launch", *worker_args])
     report_failure = partial(_report_failure, run_folder=run_folder, stopping=stopping)
     agent = partial(
         Agent,
@@ -78,8 +89,7 @@ def _run_torchrun(
         with replaced(launcher.api, "LocalElasticAgent", agent):
             torchrun.run(args)
     except ChildFailedError as error:
-        exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        return 128 + signal.SIGKILL if stopping.has_killed else report_failure(exit_codes)
+        return 128 + signal.SIGKILL if stopping.has_killed else report_failure(error.failures)
     except SignalException as error:
         return 128 + error.sigval
     except RendezvousError as error:
@@ -98,7 +108,10 @@ def _import_torch_quietly() -> None:
 class Stopping:
     """What a signal does to the workers of this host: it is passed on, and after a while they are killed."""
 
-    def __init__(self, timeout_s: float):
+    def __init__(self, timeout_s: float, rank_folders: str):
+        self.rank_folders = rank_folders
+        """Temporary folder in which torchrun makes a folder for each rank."""
+
         self.has_killed = False
         """Whether workers were killed, because they took too long."""
 
@@ -128,6 +141,7 @@ class Stopping:
             self._number = number
             if not any(worker.poll() is None for worker in self._workers):
                 os.write(2, f"stopped by {signal_name(number)} while no rank was running on this host\n".encode())
+                remove_folders(self.rank_folders)
                 os._exit(128 + number if any(worker.returncode for worker in self._workers) else 0)
             self._pass_on(number)
         wait_s = min(_AFTER_SECOND_SIGNAL_S, self._timeout_s) if is_repeated else self._timeout_s
@@ -157,18 +171,24 @@ def _torchruns_signals() -> list[str]:
     return [number.name for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
 
 
-def _report_failure(exit_codes: Mapping[int, int], run_folder: Path, stopping: Stopping) -> int:
-    """The status of the worker that failed first: one that exits has spoken itself, one that was killed could not.
+def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, stopping: Stopping) -> int:
+    """Return the status of the rank that failed first, and print how it ended if the rank could not.
 
-    Whoever was killed comes first: the others have failed at their next collective. (SIGTERM is how torchrun stops the
-    others, and says nothing.)
+    A rank that a signal killed comes first, then one that ended by `os._exit`: the others have failed in their next
+    collective. (SIGTERM is how torchrun stops the others.)
     """
+    exit_codes = {rank: failure.exitcode for rank, failure in failures.items()}
     killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM}
+    left = [rank for rank, failure in failures.items() if failure.message == LEFT_BY_ITSELF]
+    if left and not killed:
+        status = exit_codes[left[0]]
+        print(f"error: rank {left[0]} ended with status {status}: {LEFT_BY_ITSELF}", file=sys.stderr)
+        return status or FAILED
     if not killed:
-        status = next((code for code in exit_codes.values() if code > 0), None)
-        if status is None:
+        status = next((code for code in exit_codes.values() if code > 0), 0)
+        if not status:
             print(f"error: rank {min(exit_codes)} was ended by SIGTERM", file=sys.stderr)
-        return 128 + signal.SIGTERM if status is None else status
+        return status or 128 + signal.SIGTERM
     rank, number = next(iter(killed.items()))
     hint = ""
     if number == signal.SIGKILL:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from titan_launch.config.explain import render
@@ -14,9 +16,20 @@ from titan_launch.errors import ConfigError, RunError, Stopped, UserError
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
+LEFT_BY_ITSELF = "code that it ran called os._exit, or native code called exit"
+"""Why a rank ended without an error that the launcher could print."""
+
+_RUNNING = "running"
+"""Name of a file in `rank_folder()` while the rank runs. It holds the path of multiprocessing's temporary folder."""
+
 
 def run_and_leave(action: Callable[[], None], provenance: Provenance) -> NoReturn:
     """Run `action`, report how it ended, and end the process with its status."""
+    if folder := rank_folder():
+        from multiprocessing.util import get_temp_dir
+
+        with suppress(OSError):
+            Path(folder, _RUNNING).write_text(get_temp_dir())
     status = FAILED
     try:
         status = _run(action, provenance)
@@ -25,16 +38,50 @@ def run_and_leave(action: Callable[[], None], provenance: Provenance) -> NoRetur
 
 
 def leave(status: int) -> NoReturn:
-    """End the process at once, with everything flushed.
+    """Flush all output, and end the process without the interpreter's shutdown.
 
-    In the ordinary way gloo's threads may still hold Python objects while the interpreter shuts down, which aborts up
-    to a quarter of finished, correct runs (SIGABRT; pytorch issue 190489). It would also take a tenth of the time of a
-    `check` to free, object by object, what the operating system frees anyway.
+    During the shutdown gloo's threads may still hold Python objects, which aborts up to a quarter of finished, correct
+    runs (SIGABRT; pytorch issue 190489). To free all objects would also take a tenth of the time of a `check`.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # nobody reads any more: `| head`
             stream.flush()
+    leave_at_once(status)
+
+
+def leave_at_once(status: int) -> NoReturn:
+    """End the process without flushing: any thread may call this, also while another holds the lock of a stream."""
+    with suppress(OSError):
+        if util := sys.modules.get("multiprocessing.util"):  # its exit handler removes its folder; os._exit skips that
+            shutil.rmtree(util.get_temp_dir())
+    if folder := rank_folder():
+        with suppress(OSError):
+            os.unlink(os.path.join(folder, _RUNNING))
     os._exit(status)
+
+
+def has_left_by_itself(environment: Mapping[str, str]) -> bool:
+    """Return whether a rank that has exited did so past `leave_at_once`, for the reason LEFT_BY_ITSELF.
+
+    `environment`: that of the rank.
+    """
+    folder = rank_folder(environment)
+    return folder is not None and os.path.exists(os.path.join(folder, _RUNNING))
+
+
+def remove_folders(folder: str) -> None:
+    """Remove the folder in which torchrun makes the folders of all ranks, and the temporary folders of the ranks that
+    did not come to `leave_at_once`."""
+    for mark in Path(folder).rglob(_RUNNING):
+        shutil.rmtree(mark.read_text(), ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def rank_folder(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the folder that torchrun makes for each rank, within a folder for each start of the ranks; None in a
+    process that is no rank. `launch` removes these folders when it ends, however its ranks end."""
+    error_file = environment.get("TORCHELASTIC_ERROR_FILE")
+    return os.path.dirname(error_file) if error_file else None
 
 
 def _run(action: Callable[[], None], provenance: Provenance) -> int:
@@ -85,7 +132,7 @@ def claim_announcement(environment: Mapping[str, str]) -> bool:
 
     `environment`: that of a rank. torchrun names a folder in it for each start of the ranks.
     """
-    path = _announcement(environment)
+    path = _announcement_mark(environment)
     if path is None:  # started by hand, or by another launcher: nothing stops the other ranks, so each may print
         return True
     try:
@@ -99,10 +146,10 @@ def claim_announcement(environment: Mapping[str, str]) -> bool:
 
 def is_announced() -> bool:
     """Whether the reason why a rank of this host failed is printed, by that rank or by `launch`."""
-    path = _announcement(os.environ)
+    path = _announcement_mark(os.environ)
     return path is not None and os.path.exists(path)
 
 
-def _announcement(environment: Mapping[str, str]) -> str | None:
-    error_file = environment.get("TORCHELASTIC_ERROR_FILE")
-    return os.path.join(os.path.dirname(os.path.dirname(error_file)), "announced") if error_file else None
+def _announcement_mark(environment: Mapping[str, str]) -> str | None:
+    folder = rank_folder(environment)
+    return None if folder is None else os.path.join(os.path.dirname(folder), "announced")

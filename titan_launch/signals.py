@@ -19,6 +19,10 @@ RESTART_SIGNAL = signal.SIGUSR2
 RESTART_STATUS = 75
 """How ranks end then (the EX_TEMPFAIL of sysexits.h), on every host: 0 would tell their agents that the run is over."""
 
+AGENT_PID = "TITAN_LAUNCH_AGENT_PID"
+"""Environment variable: id of the agent, without which this process must not go on. The agent of a rank is the process
+that starts the ranks of this host and watches them: `launch`, which sets the variable, or torchrun, which does not."""
+
 SAME_REQUEST_S = 2.0
 """Signals that follow the first within this many seconds are the same request: a scheduler signals all processes of a
 job, so a rank hears it from there and from torchrun; `timeout` signals its child and then the child's group."""
@@ -76,8 +80,45 @@ def leave_signals_to_parent() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def stop_with_agent() -> None:
+    """Have this process be sent SIGTERM when its agent ends, and end it here if the agent has ended before.
+
+    Call this function before anything slow is imported. It does nothing in a process that has no agent.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        os.environ.setdefault(AGENT_PID, str(os.getppid()))
+    if AGENT_PID not in os.environ:
+        return
+    stop_with_parent()
+    if is_orphan():
+        os._exit(128 + signal.SIGTERM)
+
+
+def is_orphan() -> bool:
+    """Return whether this process's agent has ended. The agent is the parent, or an ancestor if a script lies between.
+    Always False in a process that has no agent."""
+    agent = os.environ.get(AGENT_PID)
+    pid = os.getppid()
+    while agent is not None and str(pid) != agent:
+        fields = process_fields(pid)
+        if fields is None or pid <= 1:
+            return True
+        pid = int(fields[1])
+    return False
+
+
+def process_fields(pid: int) -> list[str] | None:
+    """Return the fields of /proc/PID/stat after the name: state, parent, and so on. None if there is no such file."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()  # the name itself may hold blanks
+    except OSError:
+        return None
+
+
 def stop_with_parent(number: int = signal.SIGTERM) -> None:
-    """Have this process be sent a signal when its parent ends, however that ends (Linux; nothing elsewhere)."""
+    """Have the kernel send this process a signal when its parent ends, however that ends (Linux; nothing elsewhere).
+    A parent that ended before is not noticed."""
     if sys.platform != "linux":
         return
     import ctypes

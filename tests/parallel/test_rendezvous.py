@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 from titan_launch.errors import RunError, Stopped
 from titan_launch.parallel import rendezvous
+from titan_launch.parallel.distributed import process_group
 from titan_launch.parallel.rendezvous import meet
 
 
@@ -51,3 +54,15 @@ def test_a_signal_ends_the_wait_for_ranks_that_are_missing(monkeypatch: pytest.M
     zero, one = meet_all(dist.HashStore(), [0, 1], 3, signal_on_zero=signal.SIGTERM)
     for end in (zero, one):
         assert isinstance(end, Stopped) and end.status == 0 and "SIGTERM while waiting" in str(end)
+
+
+def test_a_rank_does_not_wait_for_a_store_whose_agent_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as closed:
+        closed.bind(("localhost", 0))
+        rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(closed.getsockname()[1])}
+        for name, value in {**rank, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+            monkeypatch.setenv(name, value)
+        began = time.monotonic()
+        with pytest.raises(RunError, match=r"rank 0 of 2 cannot reach .*, has ended"), process_group("cpu", 300):
+            pass
+    assert time.monotonic() - began < 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +16,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from titan_launch.errors import RunError, config_error
 from titan_launch.parallel.rendezvous import meet
+
+_DIAL_SECONDS = 10.0
 
 _LEAVING_SECONDS = 10.0
 
@@ -58,36 +61,59 @@ def process_group(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    store = _connect(rank, world_size, timeout)
-    ours = meet(store, rank, world_size, timeout_seconds, stop_signal)
+    with _lost_store_explained(rank, world_size):
+        ours = meet(_connect(rank, world_size, timeout), rank, world_size, timeout_seconds, stop_signal)
     dist.init_process_group(backend, store=ours, rank=rank, world_size=world_size, timeout=timeout)
     yield Ranks(rank, world_size, device)
     dist.destroy_process_group()
     _leave(ours, rank, world_size)
 
 
-def _connect(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The store through which the ranks find each other. Raises RunError where it cannot be reached."""
-    if "RANK" not in os.environ:
-        return dist.HashStore()
+@contextmanager
+def _lost_store_explained(rank: int, world_size: int) -> Iterator[None]:
+    """Raise RunError if the store cannot be reached, or no longer."""
     try:
-        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RunError(f"rank {rank} of {world_size} cannot reach the others at {where}: {error}") from error
+
+
+def _connect(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Return the store through which the ranks find each other.
+
+    Raises RunError if the agent keeps the store, as it does on a single host, and has ended: a TCPStore would try again
+    until the timeout.
+    """
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    if _agent_keeps_store():
+        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        try:
+            socket.create_connection((host, int(port)), _DIAL_SECONDS).close()
+        except ConnectionRefusedError:
+            reason = f"the agent of host 0, which keeps the store at {host}:{port}, has ended"
+            raise RunError(f"rank {rank} of {world_size} cannot reach the others: {reason}") from None
+        except OSError:
+            pass  # the TCPStore tries again
+    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     return store
 
 
 def _leave(store: dist.Store, rank: int, world_size: int) -> None:
     """Rank 0 goes last: where torchrun does not keep the store, it ends with rank 0, and NCCL's threads on other ranks
     complain of that until their groups are destroyed."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+    if _agent_keeps_store():
         return
     deadline = time.monotonic() + _LEAVING_SECONDS
     with suppress(dist.DistError):  # rank 0 has given up waiting: the run has ended well all the same
         store.add("left", 1)
         while rank == 0 and store.add("left", 0) < world_size and time.monotonic() < deadline:
             time.sleep(0.01)
+
+
+def _agent_keeps_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def choose_device(choice: str, local_rank: int) -> torch.device:

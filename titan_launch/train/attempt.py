@@ -11,6 +11,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from titan_launch.signals import process_fields
+
 _PREFIX = "attempt-"
 
 
@@ -123,8 +125,5 @@ def _agent_of(environment: Mapping[str, str]) -> Agent | None:
 
 
 def _started(pid: int) -> int | None:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name before may hold blanks
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])  # a zombie starts nothing any more
+    fields = process_fields(pid)
+    return None if fields is None or fields[0] in "ZX" else int(fields[19])  # a zombie starts nothing any more

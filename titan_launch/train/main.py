@@ -41,7 +41,9 @@ def train(config: JobConfig, provenance: Provenance, stop: StopRequest) -> None:
         )
         watchdog = stack.enter_context(Watchdog(config.comm, ranks))
         with watchdog.explaining():
-            fit(build_run(config, ranks, stack, provenance.place, stop, log_file, watchdog))
+            run = build_run(config, ranks, stack, provenance.place, stop, log_file, watchdog)
+            stop.run_is_built()
+            fit(run)
 
 
 @contextmanager

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from titan_launch.process import is_announced
-from titan_launch.signals import RESTART_SIGNAL, STOP_SIGNALS, heard, signal_name, stop_with_parent
+from titan_launch.process import is_announced, leave_at_once
+from titan_launch.signals import AGENT_PID, RESTART_SIGNAL, STOP_SIGNALS, heard, is_orphan, signal_name
 
 _log = logging.getLogger(__name__)
+
+_AGENT_POLL_S = 0.5
 
 
 class StopRequest:
@@ -21,17 +24,31 @@ class StopRequest:
         self.signal = 0
         """The number of the signal, or 0."""
 
+        self._is_built = threading.Event()
+
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Take signals until the end of the block: the first asks the run to end after its step, and a later one ends
         this process at once, with 128 + its number.
 
-        A rank whose torchrun is gone is asked as if by SIGTERM, instead of being left running without it.
+        Until the run is built, nothing can be saved, and a rank may wait for ranks that will never come. So this
+        process ends at once when its agent has ended, and when SIGTERM comes after a rank of this host has failed.
         """
         with heard(self._arrived, (*STOP_SIGNALS, RESTART_SIGNAL)):
-            if "TORCHELASTIC_RUN_ID" in os.environ:
-                stop_with_parent()
+            if AGENT_PID in os.environ:
+                threading.Thread(target=self._watch_agent, name="agent-watch", daemon=True).start()
             yield
+
+    def run_is_built(self) -> None:
+        """Have a signal end the run after its step from now on."""
+        self._is_built.set()
+
+    def _watch_agent(self) -> None:
+        while not self._is_built.wait(_AGENT_POLL_S):
+            if is_orphan():
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    os.write(2, b"error: the process that started the ranks has ended before the first step\n")
+                leave_at_once(128 + signal.SIGTERM)
 
     def _arrived(self, number: int, is_repeated: bool) -> None:
         name = signal_name(number)
@@ -39,9 +56,11 @@ class StopRequest:
             self.signal = number
             if number == RESTART_SIGNAL:
                 _log.info("a new host joined: all ranks end after this step and are restarted with it")
-            elif number != signal.SIGTERM or not is_announced():  # torchrun's SIGTERM after a failure is not news
+            elif number != signal.SIGTERM or not is_announced():  # the agent's SIGTERM after a failure is not news
                 _log.info("%s: the run ends after this step; a second signal ends it at once", name)
+            elif not self._is_built.is_set():
+                leave_at_once(128 + number)
             return
         if os.environ.get("RANK", "0") == "0":  # not by print: the main thread may hold the stream's lock for ever
             os.write(2, f"error: ended at once by a second signal, {name}\n".encode())
-        os._exit(128 + number)
+        leave_at_once(128 + number)

@@ -15,10 +15,9 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.load import dump_job
 from titan_launch.errors import RunError, UserError, config_error
 from titan_launch.plan.hardware import Hardware
+from titan_launch.process import BAD_INPUT, rank_folder
+from titan_launch.signals import AGENT_PID
 from titan_launch.train.forward import FORWARD
-
-_BAD_INPUT = 2
-"""How a command ends for what the user can fix; its message is complete then (see `titan_launch.process`)."""
 
 _OF_THIS_RUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE")
 """Beginnings of the environment variables with which torchrun tells a rank who it is."""
@@ -29,7 +28,7 @@ class Tracing:
 
     def __init__(self, config: JobConfig, world_size: int, hardware: Hardware, stack: ExitStack):
         """Start it. It is ended, and its files are removed, when `stack` is closed."""
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="titan-launch-plan-")))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="titan-launch-plan-", dir=rank_folder())))
         self._job = folder / "job.json"
         self._job.write_text(dump_job(_with_hardware(config, hardware)))
         self._output = stack.enter_context((folder / "plan.json").open("w+"))
@@ -62,7 +61,7 @@ class Tracing:
             return _last_object(self._output.read())
         self._errors.seek(0)
         said = self._errors.read().strip() or f"it was ended with status {status}"
-        if status == _BAD_INPUT:
+        if status == BAD_INPUT:  # the message is complete
             said = said.removeprefix("error: ").replace(f"{self._job}: ", "")  # no file of the user's
             key, _, reason = said.partition(": ")
             if reason.startswith(FORWARD):
@@ -105,6 +104,6 @@ def _with_hardware(config: JobConfig, hardware: Hardware) -> JobConfig:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without what makes it a rank."""
+    """Return this process's environment without the variables of a rank. The planner ends when this process does."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THIS_RUN)}
-    return {**own, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return {**own, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", AGENT_PID: str(os.getpid())}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import os
 import re
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import TypeVar
 from titan_launch.config.comm import CommConfig
 from titan_launch.errors import RunError
 from titan_launch.parallel.distributed import Ranks
+from titan_launch.process import FAILED, leave_at_once
 from titan_launch.train.flight_recorder import dump_flight_recorder
 from titan_launch.train.flight_records import FOLDER as FLIGHT_RECORDER
 from titan_launch.train.whereabouts import SECONDS_TO_ANSWER, Board, Moment, counted, who_is_behind
@@ -166,7 +166,7 @@ class Watchdog:
                 reported = None
             if self._is_late(now) and board.has_failed() and not self._closing.is_set():
                 _log.info("the run has failed on another rank, and this one hangs %s, so it ends", now)
-                os._exit(1)  # the main thread may never return, and would be killed only after torchrun's patience
+                leave_at_once(FAILED)  # the main thread may never return, and torchrun would kill it only after 30 s
             if self._is_late(now) and reported is None:
                 reported = now
                 self._report(now, board, pause)
