@@ -42,6 +42,7 @@ def newest_valid(folder: Path, *, set_damaged_aside: bool) -> Path | None:
 
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, or None; collective: every rank reads a share of the files."""
+    from titan_launch.checkpoint.index import check_step  # not earlier: it loads DCP
 
     def look() -> str | None:
         try:
