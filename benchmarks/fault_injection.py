@@ -29,6 +29,7 @@ import re
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,6 +44,7 @@ from typing import Any
 import torch
 from faults import INSTANT, KILLED, PLACES, Fault, Start, load_what_ranks_need
 from publishing import publish
+from tampering import TAMPERINGS, kill_launch, undo, vanish
 
 from titan_launch.checkpoint.manifest import (
     DamagedCheckpointError,
@@ -51,7 +53,7 @@ from titan_launch.checkpoint.manifest import (
     checkpoint_steps,
     read_manifest,
 )
-from titan_launch.process import leave
+from titan_launch.process import BAD_INPUT, leave
 
 RANKS, STEPS, MOST_DEATHS = 2, 6, 3
 MODES = ("disabled", "thread", "process")
@@ -64,6 +66,10 @@ SECONDS_TO_END = 240
 SECONDS_ALONE, SECONDS_AFTER_SIGTERM = 3, 5
 """After a death, the other rank may end by itself for so long; then it gets SIGTERM and SIGKILL, as from torchrun."""
 
+LAUNCH_KILLED, FOLDER_GONE = "launch killed in its first 4 seconds", "the run's folder deleted or moved while it runs"
+STRIKES = (LAUNCH_KILLED, FOLDER_GONE, *(tampering.name for tampering in TAMPERINGS))
+"""What else can happen to a run, in turn."""
+
 JOB = f"""
 [job]
 name = "run"
@@ -73,9 +79,8 @@ device = "cpu"
 name = "faults:Dropping"
 
 [data]
-kind = "synthetic"
-vocab_size = 61
-num_samples = 20
+kind = "text"
+split = "all"
 
 [training]
 seq_len = 16
@@ -101,6 +106,10 @@ audit_precision = false
 """
 
 
+TEXT = "".join(chr(ord("a") + index * index % 26) for index in range(16 * 20 + 1))
+"""The data: 20 samples of 16 tokens."""
+
+
 @dataclass(frozen=True)
 class Bench:
     """Where one run is made, and how it saves."""
@@ -124,15 +133,22 @@ class Bench:
         """What the ranks of a life are started with."""
         notes = self.folder / f"life-{life}"
         notes.mkdir(parents=True)
-        job = self.folder / "job.toml"
+        job, data = self.folder / "job.toml", self.folder / "data.txt"
         job.write_text(JOB)
-        overrides = (
+        if not data.exists():
+            data.write_text(TEXT)
+        return Start(job, self.overrides, self.run, notes, free_port(), RANKS, fault)
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """What this run has otherwise than the job file."""
+        return (
             f"--job.dump_folder={json.dumps(str(self.folder))}",
             f'--checkpoint.async_mode="{self.mode}"',
             f"--checkpoint.interval={self.interval}",
             f"--checkpoint.keep_latest={self.keep_latest}",
+            f"--data.path={json.dumps(str(self.folder / 'data.txt'))}",
         )
-        return Start(job, overrides, self.run, notes, free_port(), RANKS, fault)
 
 
 @dataclass(frozen=True)
@@ -147,7 +163,7 @@ class Life:
     """How often each rank (False), and the process that writes for it (True), came by each place."""
 
     problem: str | None
-    """A rank that hung, or a process that outlived its rank."""
+    """A rank that hung, a process that outlived its rank, or temporary files after a clean end."""
 
     @property
     def was_killed(self) -> bool:
@@ -180,7 +196,10 @@ def live(start: Start) -> Life:
         for rank in range(RANKS)
         for of_writer in (False, True)
     }
-    return Life(tuple(process.exitcode for process in ranks), time.monotonic() - begin, seen, problem)
+    statuses = tuple(process.exitcode for process in ranks)
+    if not any(statuses) and any(start.temporary.iterdir()):
+        problem = problem or f"temporary files were left: {sorted(path.name for path in start.temporary.iterdir())}"
+    return Life(statuses, time.monotonic() - begin, seen, problem)
 
 
 def ended(processes: Sequence[ForkProcess], seconds: float, is_any_enough: bool = False) -> bool:
@@ -340,10 +359,16 @@ def newest(checkpoints: Path) -> int:
 def resumed_otherwise(logs_of_life: Sequence[str], newest_before: int) -> str | None:
     """Whether a life went on from another step than the newest that there was before it. (One that ended before it had
     a log has not gone on from any.)"""
-    found = re.findall(r" resumed from \S*/step-(\d+)$", "".join(logs_of_life), flags=re.MULTILINE)
-    if not found or int(found[0]) == newest_before:
+    found = resumed_steps(logs_of_life)
+    if not found or found[0] == newest_before:
         return None
     return f"the run was resumed from step {found[0]}, and there was step {newest_before}"
+
+
+def resumed_steps(logs_of_life: Sequence[str]) -> list[int]:
+    """The steps from which the ranks say that they have resumed."""
+    found = re.findall(r" resumed from \S*/step-(\d+)$", "".join(logs_of_life), flags=re.MULTILINE)
+    return [int(step) for step in found]
 
 
 def mismatch(bench: Bench, reference: Reference) -> str | None:
@@ -352,6 +377,70 @@ def mismatch(bench: Bench, reference: Reference) -> str | None:
         return f"its last checkpoint is of step {newest(bench.checkpoints)}"
     wrong = [own for own, other in zip(read_reports(bench.run), reference.reports, strict=True) if own != other]
     return f"reports differ: {wrong}" if wrong else None
+
+
+@dataclass(frozen=True)
+class Strike:
+    """Something else than a death that happened to a run, and what was found after it."""
+
+    name: str
+    lost: str | None
+    """What was not as it should be."""
+
+    orphans: int = 0
+    """Processes that were left 5 seconds after their launch was killed."""
+
+
+def struck(seed: str, name: str, bench: Bench, pattern: Life, reference: Reference) -> Strike:
+    """One run to which something happens, to its end."""
+    numbers = random.Random(seed)
+    if name == LAUNCH_KILLED:
+        (bench.folder / "life-1").mkdir(parents=True)
+        bench.start(2, None)  # writes the job file
+        paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
+        arguments = ["--config", str(bench.folder / "job.toml"), *bench.overrides]
+        left = kill_launch(arguments, numbers, seed.replace("/", "-"), {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
+        return Strike(name, went_on(bench, 3, reference), len(left))
+    if name == FOLDER_GONE:
+        vanishing = threading.Thread(target=vanish, args=(bench.folder, numbers, pattern.seconds))
+        vanishing.start()
+        lived = live(bench.start(1, None))
+        vanishing.join()
+        return Strike(name, lived.problem or traceback_of(bench, 1) or went_on(bench, 2, reference))
+    tampering = next(tampering for tampering in TAMPERINGS if tampering.name == name)
+    per_step = pattern.seen[0, False]["step"] // STEPS
+    death = Fault("step", numbers.randrange(RANKS), number=per_step * 4 + numbers.randint(1, per_step * 2))
+    lived = live(bench.start(1, death))
+    steps = sorted(checkpoint_steps(bench.checkpoints))
+    tampering.change(bench.folder, numbers)
+    logs_before = len(main_logs(bench.run))
+    lived = live(bench.start(2, None))
+    lost = lived.problem or traceback_of(bench, 2)
+    if not lost and BAD_INPUT in lived.statuses and tampering.may_be_refused:
+        undo(bench.folder)
+        lost = went_on(bench, 3, reference)
+    elif not lost:
+        possible = steps[-2:] if tampering.loses_newest else steps[-1:]
+        found = resumed_steps(main_logs(bench.run)[logs_before:])
+        is_right = not any(lived.statuses) and found and found[0] in possible
+        lost = (
+            mismatch(bench, reference) if is_right else f"ended with {lived.statuses}, resumed from {found} of {steps}"
+        )
+    return Strike(name, lost)
+
+
+def went_on(bench: Bench, life: int, reference: Reference) -> str | None:
+    """What is wrong when the ranks are started once more, and left alone."""
+    lived = live(bench.start(life, None))
+    if any(lived.statuses) or lived.problem:
+        return lived.problem or f"the next start ended with {lived.statuses}"
+    return traceback_of(bench, life) or mismatch(bench, reference)
+
+
+def traceback_of(bench: Bench, life: int) -> str | None:
+    """Whether a rank printed a traceback in a life."""
+    outputs = (path.read_text() for path in (bench.folder / f"life-{life}").glob("output-*"))
+    return "a traceback was printed" if any("Traceback" in output for output in outputs) else None
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
@@ -393,6 +482,7 @@ def main() -> int:
     """Run the campaign. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=30, help="how many runs are disturbed")
+    parser.add_argument("--strikes", type=int, default=0, help="how many runs something else happens to")
     parser.add_argument("--jobs", type=int, default=2, help="how many of them at a time")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=IN_TURN, help="checkpoint.async_mode, in turn")
@@ -400,39 +490,70 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="Markdown file with the markers")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        outcomes = campaign(options.keep or Path(temporary), options.runs, options.jobs, options.seed, options.modes)
+        outcomes, strikes = campaign(options.keep or Path(temporary), options)
     lost = sum(death.lost is not None for outcome in outcomes for death in outcome.deaths)
+    lost += sum(strike.lost is not None for strike in strikes)
     mismatched = sum(outcome.mismatch is not None for outcome in outcomes)
+    orphans = sum(strike.orphans for strike in strikes)
     deaths = sum(len(outcome.deaths) for outcome in outcomes)
     summary = (
-        f"{len(outcomes)} runs with {deaths} kills on {os.cpu_count()} cores (torch {torch.__version__}, Python "
-        f"{platform.python_version()}, seed {options.seed}): **{lost} lost, {mismatched} mismatched**."
+        f"{deaths + len(strikes):,} faults in {len(outcomes) + len(strikes)} runs, {deaths} of them kills of ranks, on "
+        f"{os.cpu_count()} cores (torch {torch.__version__}, Python {platform.python_version()}, seed {options.seed}): "
+        f"**{lost} lost, {mismatched} mismatched, {orphans} orphans**."
     )
-    publish(f"{summary}\n\n{table(outcomes)}", "fault_injection", options.write)
-    return 1 if lost or mismatched else 0
+    text = "\n\n".join([summary, table(outcomes), *([table_of_strikes(strikes)] if strikes else [])])
+    publish(text, "fault_injection", options.write)
+    return 1 if lost or mismatched or orphans else 0
 
 
-def campaign(folder: Path, runs: int, jobs: int, seed: int, modes: Sequence[str]) -> list[Outcome]:
+def campaign(folder: Path, options: argparse.Namespace) -> tuple[list[Outcome], list[Strike]]:
     """The undisturbed runs, then the others, with modes and intervals in turn."""
     load_what_ranks_need()
     gc.freeze()  # ranks are forked, and need not look at what is loaded here
     kept = Bench(folder / "reference", "disabled", interval=1, keep_latest=0)
     undisturbed(kept)
     reference = Reference(read_reports(kept.run), kept.checkpoints)
+    modes = options.modes
     benches = [
-        Bench(folder / f"run-{index}", modes[index % len(modes)], 1 + index // len(modes) % 2) for index in range(runs)
+        Bench(folder / f"run-{index}", modes[index % len(modes)], 1 + index // len(modes) % 2)
+        for index in range(options.runs)
     ]
-    ways = {(bench.mode, bench.interval) for bench in benches}
+    ways = {(bench.mode, bench.interval) for bench in benches} | ({("disabled", 1)} if options.strikes else set())
     patterns = {(mode, i): undisturbed(Bench(folder / f"{mode}-{i}", mode, i)) for mode, i in sorted(ways)}
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as executor:
-        futures = [
-            executor.submit(disturbed, f"{seed}/{index}", bench, patterns[bench.mode, bench.interval], reference)
-            for index, bench in enumerate(benches)
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("fork")) as executor:
+        disturbing = [
+            executor.submit(disturbed, f"{options.seed}/{n}", bench, patterns[bench.mode, bench.interval], reference)
+            for n, bench in enumerate(benches)
         ]
-        for future, bench in zip(futures, benches, strict=True):
+        striking = [
+            executor.submit(
+                struck,
+                f"{options.seed}/strike/{n}",
+                STRIKES[n % len(STRIKES)],
+                Bench(folder / f"strike-{n}", "disabled", interval=1, keep_latest=3),
+                patterns["disabled", 1],
+                reference,
+            )
+            for n in range(options.strikes)
+        ]
+        for future, bench in zip(disturbing, benches, strict=True):
             for text in problems(future.result()):
                 print(f"{bench}: {text}", flush=True)
-    return [future.result() for future in futures]
+        for n, strike in enumerate(striking):
+            if strike.result().lost or strike.result().orphans:
+                print(f"strike {n}: {strike.result()}", flush=True)
+    return [future.result() for future in disturbing], [strike.result() for strike in striking]
+
+
+def table_of_strikes(strikes: Sequence[Strike]) -> str:
+    """One row for everything else that happened."""
+    rows = [["what else happened", "faults", "as it should be", "lost", "orphans"], ["---"] + ["---:"] * 4]
+    for name in STRIKES:
+        found = [strike for strike in strikes if strike.name == name]
+        lost = sum(strike.lost is not None for strike in found)
+        orphans = sum(strike.orphans for strike in found)
+        rows.append([name, *map(str, (len(found), len(found) - lost, lost, orphans))])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def problems(outcome: Outcome) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -68,12 +69,12 @@ class Dropping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(61, 32)
+        self.embedding = nn.Embedding(257, 32)
         self.hidden = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.2), nn.GELU(), nn.Linear(64, 32))
-        self.output = nn.Linear(32, 61, bias=False)
+        self.output = nn.Linear(32, 257, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (batch, sequence, 61) of tokens (batch, sequence)."""
+        """Logits (batch, sequence, 257) of tokens (batch, sequence)."""
         logits: Tensor = self.output(self.hidden(self.embedding(tokens)))
         return logits
 
@@ -207,6 +208,11 @@ class Start:
     world_size: int
     fault: Fault | None
 
+    @property
+    def temporary(self) -> Path:
+        """The folder for temporary files, which a clean end leaves empty."""
+        return self.notes / "tmp"
+
     def notes_of(self, rank: int, of_writer: bool) -> Path:
         """What a rank, or the process that writes for it, came by."""
         return self.notes / f"{'writer' if of_writer else 'rank'}-{rank}"
@@ -222,6 +228,8 @@ class Start:
         torch.set_num_threads(1)
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world_size, "MASTER_PORT": self.port}
         os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="localhost")
+        self.temporary.mkdir(exist_ok=True)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(self.temporary)
         writing: Any = writer_process
         writing.serve = self._trap(rank, of_writer=True)
         self._trap(rank, of_writer=False).arm()

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent / "titan_launch"
 RANKS = {
     "errors": 0,
     "files": 0,
+    "fingerprint": 0,
     "globs": 0,
     "constants": 0,
     "imports": 0,
@@ -47,6 +48,7 @@ RANKS = {
 }
 TORCH_FREE = {
     "errors",
+    "fingerprint",
     "globs",
     "constants",
     "torch_release",

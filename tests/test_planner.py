@@ -83,6 +83,9 @@ class WithoutBlocks(nn.Module):
         super().__init__()
         self.norm = Whitened(4)
 
+    def forward(self, tokens: Tensor) -> Tensor:
+        raise NotImplementedError
+
 
 def test_plan_finds_what_the_model_does_not_go_with(tmp_path: Path) -> None:
     model = {"name": f"{__name__}:WithoutBlocks", "args": {}}

@@ -17,7 +17,7 @@ from titan_launch.checkpoint.manager import CheckpointManager, Origin
 from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.config.checkpoint import CheckpointConfig
 
-ORIGIN = Origin(world_size=0, config_digest="", gradient_accumulation={}, activation_checkpoint={})
+ORIGIN = Origin(world_size=0, config_digest="", gradient_accumulation={}, activation_checkpoint={}, data={})
 CPU = torch.device("cpu")
 
 

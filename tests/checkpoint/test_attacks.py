@@ -12,6 +12,7 @@ import resource
 import shutil
 import struct
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -250,14 +251,21 @@ def _read(folder: Path) -> None:
             assert read_chunk(folder, chunk, getattr(torch, tensor.dtype)).shape == chunk.sizes
 
 
-def test_mutated_files_are_damaged_or_load(tmp_path: Path, checkpoint: tuple[Path, dict[str, Tensor]]) -> None:
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder in the host's memory where there is one: thousands of files are synced in it."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        yield Path(folder)
+
+
+def test_mutated_files_are_damaged_or_load(memory: Path, checkpoint: tuple[Path, dict[str, Tensor]]) -> None:
     """Every file of a checkpoint, mutated with its checksums made right, over and over."""
     rng = random.Random(0)
-    path = Path(shutil.copytree(checkpoint[0], tmp_path / "step-1"))
+    path = Path(shutil.copytree(checkpoint[0], memory / "step-1"))
     originals = {file.name: file.read_bytes() for file in path.iterdir()}
     _read(path)
     damaged = 0
-    cases = 1200
+    cases = 2000
     with watched() as seen:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for _ in range(cases):

@@ -36,7 +36,7 @@ def test_what_may_go(retention: Retention, gone: list[int]) -> None:
 def fill(folder: Path, losses: dict[int, float | None]) -> None:
     for step, loss in losses.items():
         (folder / f"step-{step}").mkdir()
-        write_manifest(folder / f"step-{step}", Manifest(step, 1, "", {}, {}, {}, loss, {}))
+        write_manifest(folder / f"step-{step}", Manifest(step, 1, "", {}, {}, {}, {}, loss, {}))
 
 
 def test_links_follow_and_keep_what_they_name(tmp_path: Path) -> None:

@@ -131,6 +131,23 @@ def test_validation_pads_with_images_without_a_class(tmp_path: Path) -> None:
     assert targets == [[0, 1, 2], [6, *padding[:2]], [3, 4, 5], padding]
 
 
+def test_a_fingerprint_changes_with_the_images_and_not_with_how_they_are_scaled(tmp_path: Path) -> None:
+    images, labels = np.arange(480, dtype=np.uint8).reshape(20, 4, 6), np.arange(20)
+    before = build(path=write(tmp_path / "a.npz", images, labels)).fingerprint(0)
+    assert before is not None
+
+    def change(images: npt.ArrayLike, labels: npt.ArrayLike, **keys: Any) -> str:
+        now = build(path=write(tmp_path / "b.npz", images, labels), **keys).fingerprint(0)
+        assert now is not None
+        return before.changed_to(now)
+
+    assert change(images, labels, mean=0.1, std=0.2) == ""
+    assert change(images[:9], labels[:9]) == "it now has 9 samples (before: 20)"
+    assert change(images.reshape(20, 6, 4), labels) == "the names or the sizes of its files differ"
+    for other in ((images + np.uint8(1), labels), (images, labels[::-1])):
+        assert change(*other) == "names and sizes of its files are the same, but their content differs"
+
+
 def problem(**keys: Any) -> str:
     with pytest.raises(ConfigError) as caught, warnings.catch_warnings():
         warnings.simplefilter("error")

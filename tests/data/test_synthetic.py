@@ -27,6 +27,7 @@ def test_a_sample_is_a_pure_function_of_seed_and_index() -> None:
     assert not torch.equal(one[0][0], one[1][0])
     assert not torch.equal(one[0][0], other[0][0])
     assert one.describe() == "50 random sequences of 64 tokens, with a vocabulary of 16"
+    assert one.fingerprint(0) is None
     with pytest.raises(IndexError):
         one[50]
 

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 
 from tests.distributed import run_command
 from titan_launch.config.data import TextData
+from titan_launch.data.sequence_part import SequencePart, part_of
 from titan_launch.data.sources import build_source
 from titan_launch.data.sources.text import TokenSource, is_text, is_validation_document
 from titan_launch.errors import ConfigError
@@ -75,6 +77,43 @@ def test_the_standard_library_is_tens_of_megabytes() -> None:
     inputs, targets = source[len(source) - 1]
     assert inputs.shape == targets.shape == (256,)
     assert torch.equal(inputs[1:], targets[:-1])
+
+
+def test_a_fingerprint_changes_with_the_data_alone(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_documents(tmp_path / name)
+    source = build(TextData(path=str(tmp_path / "a")))
+    before = source.fingerprint(0)
+    assert part_of(source, SequencePart(1, 2, is_balanced=False)).fingerprint(0) == before
+    moved = tmp_path / "b"
+    (moved / "picture.png").write_bytes(b"\x89PNG\0")  # skipped
+
+    def change(seed: int = 0, **keys: str) -> str:
+        return before.changed_to(build(TextData(path=str(moved), **keys)).fingerprint(seed))
+
+    assert (before.samples, before.files) == (547, 60)
+    assert change() == ""
+    assert change(seed=1) != ""  # other samples are hashed
+    assert change(split="train") == "it now has 520 samples (before: 547) and 57 files (before: 60)"
+    (moved / "sub" / "9.txt").rename(moved / "sub" / "8.txt~")
+    assert change() == "the names or the sizes of its files differ"
+    (moved / "sub" / "8.txt~").rename(moved / "sub" / "9.txt")
+    for document in (moved / "sub").iterdir():
+        document.write_bytes(document.read_bytes().swapcase())
+    assert change() == "names and sizes of its files are the same, but their content differs"
+    (moved / "sub" / "10.txt").write_text("longer" * 100)
+    assert change() == "it now has 688 samples (before: 547)"
+
+
+def test_a_file_name_need_not_be_utf8(tmp_path: Path) -> None:
+    for name in (b"caf\xe9.py", b"\xe8.py", b"plain.py"):
+        (tmp_path / os.fsdecode(name)).write_text("x = 1\n")
+    splits = [
+        build(TextData(path=str(tmp_path), split=split, validation_percent=50)) for split in ("train", "validation")
+    ]
+    assert sum(source.fingerprint(0).files for source in splits) == 3
+    assert all(source.fingerprint(0).files for source in splits)
 
 
 def problem(config: TextData, seq_len: int = 256, key: tuple[str, ...] = ("data",)) -> str:
@@ -182,10 +221,11 @@ validation_percent = 30
 """
 
 
-def test_a_run_logs_how_much_data_it_has(tmp_path: Path) -> None:
+def test_a_run_logs_how_much_data_it_has_and_goes_on_with_no_other_data(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     documents = write_documents(tmp_path / "text")
-    (tmp_path / "text" / "picture.png").write_bytes(b"\x89PNG\0")
+    picture = os.fsdecode(b"\xe9.png")
+    (tmp_path / "text" / picture).write_bytes(b"\x89PNG\0")
     (tmp_path / "job.toml").write_text(JOB)
     status, printed, reported = run_command(["train", "--config", "job.toml"], tmp_path)
     assert (status, reported) == (0, "")
@@ -194,10 +234,20 @@ def test_a_run_logs_how_much_data_it_has(tmp_path: Path) -> None:
     for what, names in (("data", documents.keys() - held_out), ("validation data", held_out)):
         tokens = sum(len(documents[name]) + 1 for name in names)
         expected[what] = f"{len(names)} files, {tokens:,} tokens, {(tokens - 1) // 16} samples of 16"
-    skipping = "validation data" if is_validation_document("picture.png", 30) else "data"
-    expected[skipping] += "; skipped 1 file that is not UTF-8 text, first: picture.png"
+    skipping = "validation data" if is_validation_document(picture, 30) else "data"
+    expected[skipping] += r"; skipped 1 file that is not UTF-8 text, first: \udce9.png"
     expected["validation data"] += "; the first 2 samples are used"
     assert [line for line in printed.splitlines() if "data: " in line] == [f"{w}: {s}" for w, s in expected.items()]
+    for document in (tmp_path / "text" / "sub").iterdir():
+        document.write_bytes(document.read_bytes().upper())
+    again = ["train", "--config", "job.toml", "--training.steps=2", "--checkpoint.enable=true"]
+    status, printed, reported = run_command(again, tmp_path)
+    assert status == 2 and "step 2/2" not in printed
+    assert reported == (
+        'error: job.toml:14: data.path = "text": the data has changed since tiny/checkpoints/step-1 was saved: names '
+        "and sizes of its files are the same, but their content differs; restore it, or go on with the new data by "
+        "--checkpoint.accept_changes=true, or start anew by --checkpoint.load=none\n"
+    )
 
 
 def test_a_run_refuses_a_file_that_is_not_text(tmp_path: Path) -> None:

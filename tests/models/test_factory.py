@@ -46,6 +46,9 @@ class Own(nn.Module):
         self.output.weight = self.embedding.weight
         self.apply(self._init_weights)
 
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.output(self.embedding(tokens))
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.trunc_normal_(module.weight, std=0.02)
@@ -242,8 +245,8 @@ def test_all_ranks_say_the_same_of_a_factory_that_differs() -> None:
     differs, fails = both[0]
     assert differs.key == fails.key == ("model", "name")
     assert differs.reason == (
-        "makes other values on rank 1 than on rank 0, in 1.bias; its result may depend only on its arguments and on "
-        "the random generators of torch, random and numpy, which are seeded alike on all ranks"
+        "makes other values on rank 1 than on rank 0, in 1.bias; fill every tensor (torch.empty does not), and use no "
+        "more than the arguments and the generators of torch, random and numpy, which are seeded alike"
     )
     assert fails.reason.startswith("failed:") and fails.reason.endswith("FileNotFoundError: weights.pt")
 

@@ -50,13 +50,9 @@ class Model(nn.Module):
         self.last_norm = nn.LayerNorm(DIM)
         self.output = nn.Linear(DIM, CLASSES, bias=False)
         self.output.weight = self.embedding.weight
-        self.register_buffer("positions", torch.empty(MAX_TOKENS, 1), persistent=False)
+        self.register_buffer("positions", torch.arange(MAX_TOKENS).unsqueeze(-1) / MAX_TOKENS, persistent=False)
         self.tensor_parallel = PLAN if plan is None else plan
         self.context_parallel = {"positions": 0}
-
-    def reset_parameters(self) -> None:
-        """Fill the table."""
-        self.positions.copy_(torch.arange(MAX_TOKENS, device=self.positions.device).unsqueeze(-1) / MAX_TOKENS)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids to logits."""

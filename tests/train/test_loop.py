@@ -101,6 +101,7 @@ class Recorded:
         self._asked = asked
         self.num_classes = source.num_classes
         self.describe = source.describe
+        self.fingerprint = source.fingerprint
 
     def __len__(self) -> int:
         return len(self._source)

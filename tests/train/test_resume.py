@@ -1,4 +1,4 @@
-"""Runs that start from another run's checkpoint."""
+"""Runs that start from a checkpoint: another run's, or their own when the data has changed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from torch import Tensor
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal, whole_state
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
+from titan_launch.config.data import TextData
 from titan_launch.config.job import JobConfig
+from titan_launch.data.order import SampleOrder
+from titan_launch.data.sources import build_source
 from titan_launch.errors import UserError
+from titan_launch.tokenizer import ByteTokenizer
 from titan_launch.train.build import build_run
 
 
@@ -38,8 +42,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Te
     return folder, run_ranks(run_job, 2, job(folder, "source", 4))[0]
 
 
-def logged(config: dict[str, Any]) -> list[str]:
-    """Train a job on this rank and return its log lines about the learning rate."""
+def logged(config: dict[str, Any], beginning: str) -> list[str]:
+    """Train a job on this rank and return its log lines with a beginning."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -47,16 +51,16 @@ def logged(config: dict[str, Any]) -> list[str]:
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     run_job(config)
-    return [line for line in lines if line.startswith("learning rate")]
+    return [line for line in lines if line.startswith(beginning)]
 
 
 def test_clipped_warm_up_is_not_clipped_any_more_when_a_run_is_resumed_with_more_steps(tmp_path: Path) -> None:
     config = job(tmp_path, "tiny", 2) | {"lr_scheduler": {"kind": "constant", "warmup_steps": 5}}
     clipped = "learning rate: warm-up is clipped from 5 to 2 steps, because training.steps = 2"
-    assert run_ranks(logged, 1, config) == [[clipped]]
+    assert run_ranks(logged, 1, config, "learning rate") == [[clipped]]
     assert json.loads((tmp_path / "tiny/config.json").read_text())["lr_scheduler"]["warmup_steps"] == 5
     config["training"]["steps"] = 6
-    assert run_ranks(logged, 1, config) == [[]]
+    assert run_ranks(logged, 1, config, "learning rate") == [[]]
     rates = [report["train/lr"] for report in read_metrics(tmp_path)]
     assert rates == pytest.approx([0.005, 0.01, 0.006, 0.008, 0.01, 0.01])
 
@@ -143,3 +147,87 @@ def test_a_damaged_step_is_not_replaced_by_another(tmp_path: Path, source: tuple
         assert "checkpoint.load: " in message and "step-2 cannot be loaded: " in message
     for message in run_ranks(refused, 2, job(tmp_path, "new", 9, load=str(tmp_path / "gone"))):
         assert "checkpoint.load: there is no such folder" in message
+
+
+def write_text(folder: Path, num_files: int, mark: str = "a") -> None:
+    """Write a data set with 5 samples of 16 tokens for each file, over whatever there is."""
+    folder.mkdir(exist_ok=True)
+    for file in folder.iterdir():
+        file.unlink()
+    for i in range(num_files):
+        (folder / f"{i}.txt").write_text(f"{mark}{i:02}" + mark * 77)
+
+
+def text_job(folder: Path, data: str, steps: int, **checkpoint: Any) -> dict[str, Any]:
+    """A job on text that validates, too."""
+    config = job(folder, "tiny", steps, **checkpoint)
+    config["model"]["args"]["vocab_size"] = 257
+    config["data"] = {"kind": "text", "path": str(folder / data)}
+    config["validation"] = {"freq": 2, "data": {"kind": "text", "path": str(folder / "held-out"), "split": "all"}}
+    return config
+
+
+def all_refused(configs: list[dict[str, Any]]) -> list[str]:
+    """Why each of several runs cannot start."""
+    return [refused(config) for config in configs]
+
+
+def next_inputs(config: dict[str, Any]) -> list[list[int]]:
+    """The inputs of the next microbatch of a run that is resumed on this rank."""
+    with ExitStack() as stack:
+        inputs: Tensor = next(build_run(JobConfig.model_validate(config), this_rank(), stack).train_batches)[0]
+        return inputs.tolist()
+
+
+@pytest.fixture(scope="module")
+def on_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of two steps on text, which two ranks have saved."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_text(folder / "text", 20)
+    write_text(folder / "held-out", 2)
+    run_ranks(run_job, 2, text_job(folder, "text", 2))
+    return folder
+
+
+def test_data_that_changed_is_refused(on_text: Path) -> None:
+    step_2, changes = on_text / "tiny/checkpoints/step-2", []
+    for data, num_files, mark, change in (
+        ("more", 40, "a", "it now has 202 samples (before: 101) and 40 files (before: 20)"),
+        ("fewer", 1, "a", "it now has 5 samples (before: 101) and 1 file (before: 20)"),
+        ("others", 20, "b", "names and sizes of its files are the same, but their content differs"),
+    ):
+        write_text(on_text / data, num_files, mark)
+        changes.append(change)
+    jobs = [text_job(on_text, data, 4) for data in ("more", "fewer", "others")]
+    for messages in run_ranks(all_refused, 2, jobs):
+        assert messages == [
+            f"data.path: the data has changed since {step_2} was saved: {change}; restore it, or go on with the new "
+            "data by --checkpoint.accept_changes=true, or start anew by --checkpoint.load=none"
+            for change in changes
+        ]
+    # The position in the data is not taken over, or the checkpoint is another run's: the data may be any.
+    again = text_job(on_text, "fewer", 4, load=2, exclude_from_loading=["data"])
+    assert run_ranks(start, 1, again)[0][:2] == (2, 0)
+    copy = text_job(on_text, "fewer", 4, load=str(step_2)) | {"job": {**again["job"], "name": "copy"}}
+    assert run_ranks(start, 1, copy)[0][:2] == (2, 8)
+
+
+def test_a_run_goes_on_with_moved_data_and_with_changed_data_that_is_accepted(tmp_path: Path, on_text: Path) -> None:
+    for part in ("tiny", "text"):
+        shutil.copytree(on_text / part, tmp_path / part, symlinks=True)
+    write_text(tmp_path / "held-out", 3)
+    checkpoints = tmp_path / "tiny/checkpoints"
+    assert run_ranks(logged, 1, text_job(tmp_path, "text", 4), "the ")[0] == [
+        f"the validation data has changed since {checkpoints / 'step-2'} was saved: it now has 15 samples (before: 10) "
+        "and 3 files (before: 2); validation/loss before and after are not comparable"
+    ]
+    write_text(tmp_path / "text", 2)
+    accepted = text_job(tmp_path, "text", 6, accept_changes=True)
+    new = build_source(TextData(path=str(tmp_path / "text")), ByteTokenizer(), 16)
+    order = SampleOrder(len(new), seed=0, shuffle=True)
+    assert run_ranks(next_inputs, 1, accepted)[0] == [new[order(16)][0].tolist()]
+    assert run_ranks(logged, 2, accepted, "the ")[1] == [
+        f"the data has changed since {checkpoints / 'step-4'} was saved: it now has 10 samples (before: 101) and 2 "
+        "files (before: 20); training goes on at epoch 1.60 of the new data"
+    ]
+    assert run_ranks(start, 1, text_job(tmp_path, "text", 8))[0][:2] == (6, 24)  # it is the run's data now

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titan_launch.checkpoint.index import check_step
 from titan_launch.checkpoint.manifest import DamagedCheckpointError, check, checkpoint_name, checkpoint_steps
 from titan_launch.checkpoint.retention import set_aside
 from titan_launch.collective import on_all, on_main, warn
@@ -43,6 +42,7 @@ def newest_valid(folder: Path, *, set_damaged_aside: bool) -> Path | None:
 
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, or None; collective: every rank reads a share of the files."""
+    from titan_launch.checkpoint.index import check_step  # only here: it loads DCP
 
     def look() -> str | None:
         try:

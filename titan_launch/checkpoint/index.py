@@ -125,20 +125,24 @@ def read_index(folder: Path) -> Index:
         raise DamagedCheckpointError(f"{INDEX_FILE} is damaged") from None
     if hashlib.sha256(dcp_index).hexdigest() != file.dcp_index_sha256:
         raise DamagedCheckpointError(f"{DCP_INDEX_FILE} is not the one that was written with {INDEX_FILE}")
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     for name, tensor in file.tensors.items():
-        if not _is_possible(tensor):
+        if not _is_possible(tensor, sizes):
             raise DamagedCheckpointError(f"{INDEX_FILE} does not describe a tensor and its parts: {name}")
     return file.tensors
 
 
-def _is_possible(tensor: IndexedTensor) -> bool:
-    """Whether PyTorch has such tensors, and the parts lie within the tensor and are as many elements."""
+def _is_possible(tensor: IndexedTensor, file_sizes: Mapping[str, int]) -> bool:
+    """Whether PyTorch has such tensors, the parts lie within the tensor and are as many elements, and the records lie
+    within their files. `file_sizes`: bytes of the files in the checkpoint's folder."""
     if not isinstance(vars(torch).get(tensor.dtype), torch.dtype):
         return False
     for chunk in tensor.chunks:
-        if not len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape) or Path(chunk.file).name != chunk.file:
+        if not len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape):
             return False
         if any(o + size > whole for o, size, whole in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)):
+            return False
+        if chunk.start + chunk.length > file_sizes.get(chunk.file, 0):
             return False
     return sum(math.prod(chunk.sizes) for chunk in tensor.chunks) == math.prod(tensor.shape)
 
@@ -194,15 +198,9 @@ class IndexReader(FileSystemReader):
 
 
 def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-    """Read a part of a tensor. Raises DamagedCheckpointError.
-
-    Reads the bytes of the tensor and nothing else. Allocates at most twice what the file has.
-    """
-    path = folder / chunk.file
+    """Read a part of a tensor: its bytes and nothing else. Raises DamagedCheckpointError."""
     try:
-        if chunk.start + chunk.length > path.stat().st_size:
-            raise DamagedCheckpointError(f"{INDEX_FILE} names a record beyond the end of {chunk.file}")
-        with path.open("rb") as file:
+        with open(folder / chunk.file, "rb") as file:
             file.seek(chunk.start)
             content = _content_of(file.read(chunk.length))
     except OSError as error:

@@ -25,6 +25,7 @@ from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.collective import warn
 from titan_launch.config.checkpoint import CheckpointConfig
 from titan_launch.errors import RunError
+from titan_launch.fingerprint import Fingerprint
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Origin:
     config_digest: str
     gradient_accumulation: Mapping[str, Any]
     activation_checkpoint: Mapping[str, Any]
+    data: Mapping[str, Fingerprint]
 
 
 class CheckpointManager:

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from titan_launch.files import read_regular, replace_text
+from titan_launch.fingerprint import Fingerprint
 
 MANIFEST_FILE = "manifest.json"
 """Written last: a checkpoint without it is not complete."""
@@ -48,6 +49,9 @@ class Manifest:
 
     activation_checkpoint: Mapping[str, Any]
     """As resolved."""
+
+    data: Mapping[str, Fingerprint]
+    """Fingerprints of the data that the run has read, by section: `data`, `validation.data`."""
 
     versions: Mapping[str, str]
     """Of torch and of the launcher."""

@@ -63,5 +63,6 @@ class CheckpointConfig(Section):
     everything."""
 
     accept_changes: bool = False
-    """Resume although the configuration of the experiment is another than the one that the run's folder records.
-    Another model can never be resumed."""
+    """Resume although the experiment has changed: its configuration is another than the one that the run's folder
+    records, or the training data is not what it was when the checkpoint was saved. Another model can never be
+    resumed."""

@@ -23,7 +23,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
     "tokenizer": "experiment",
     "data": {
         "kind": "experiment",
-        "path": "experiment",
+        "path": "operation",
         "split": "experiment",
         "validation_percent": "experiment",
         "shuffle": "experiment",
@@ -87,8 +87,8 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
     "comm": "operation",
     "debug": "operation",
 }
-"""The role of every section, or of each of its keys. (With `training.steps` a run goes on for longer; a schedule that
-decays at the end follows it.)"""
+"""The role of every section, or of each of its keys. With `training.steps` a run goes on for longer; a schedule that
+decays at the end follows it. `data.path` is only where the data is: a run that is resumed compares the data itself."""
 
 
 class Difference(NamedTuple):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from titan_launch.data.sources import SampleSource
+from titan_launch.fingerprint import Fingerprint
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,6 @@ class _PartOfSource:
 
     def describe(self) -> str:
         return self.source.describe()
+
+    def fingerprint(self, seed: int) -> Fingerprint | None:
+        return self.source.fingerprint(seed)

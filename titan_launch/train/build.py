@@ -89,7 +89,8 @@ def build_run(
     source = build_train_source(config, tokenizer, part)
     check_stages(model, source, layout)
     held_out = build_validation_source(config, tokenizer, part)
-    num_classes = max(data.num_classes for data in (source, held_out) if data is not None)
+    sources = {"data": source} | ({"validation.data": held_out} if held_out is not None else {})
+    num_classes = max(data.num_classes for data in sources.values())
 
     fill_model(config, built, model, part, ranks)
     if config.data.unit == "tokens":
@@ -100,8 +101,9 @@ def build_run(
     held_folder = stack.enter_context(HeldFolder(folder, what_to_do_without_folder(recorded)))
     progress, guard = Progress(), StepGuard(config.debug, ranks.device)
     state = training_state(config, model, optimizer, progress, guard, mesh, ranks)
-    checkpoints = open_checkpoints(recorded, folder, state, progress, ranks, stack)
-    load_run(recorded, folder, on_main(lambda: effective_load(folder, recorded, attempt)), state)
+    checkpoints = open_checkpoints(recorded, folder, state, progress, sources, ranks, stack)
+    load = on_main(lambda: effective_load(folder, recorded, attempt))
+    load_run(recorded, folder, load, state, progress, sources)
     on_main(lambda: record_run(folder, recorded, attempt, stack))
     on_main(lambda: record_units(folder, describe_units(settled.plan, layout, place)))
     log_batches(config, layout, ranks, source, held_out, folder)

@@ -15,6 +15,14 @@ from titan_launch.errors import RunError, UserError
 _PACKAGE = logging.getLogger("titan_launch")
 
 
+class _Lines(logging.Formatter):
+    """A formatter whose lines can be encoded. It shows a file name that is not UTF-8 with escapes, as Python does on
+    standard error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).encode(errors="backslashreplace").decode()
+
+
 class LogFile(logging.Handler):
     """A rank's log: every message of the launcher and every warning of Python, with time and level.
 
@@ -25,7 +33,7 @@ class LogFile(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self.setFormatter(_Lines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._early: list[str] = []
         self._file: TextIO | None = None
 
@@ -90,7 +98,7 @@ def rank_log() -> Iterator[LogFile]:
 def console_log(is_main: bool) -> Iterator[None]:
     """The launcher's messages go to standard output, from one rank; warnings from all."""
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(_Lines("%(message)s"))
     handler.setLevel(logging.INFO if is_main else logging.WARNING)
     _PACKAGE.addHandler(handler)
     try:

@@ -74,8 +74,9 @@ def _different_values(config: JobConfig, digests: list[dict[str, str]]) -> Confi
     rank, other = next((rank, other) for rank, other in enumerate(digests) if other != digests[0])
     differing = [name for name in {**digests[0], **other} if digests[0].get(name) != other.get(name)]
     reason = (
-        f"makes other values on rank {rank} than on rank 0, in {listed(differing)}; its result may depend only on its "
-        "arguments and on the random generators of torch, random and numpy, which are seeded alike on all ranks"
+        f"makes other values on rank {rank} than on rank 0, in {listed(differing)}; fill every tensor (torch.empty "
+        "does not), and use no more than the arguments and the generators of torch, random and numpy, which are seeded "
+        "alike"
     )
     return config_error(("model", "name"), reason, config.model.name)
 

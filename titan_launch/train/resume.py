@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -14,11 +15,13 @@ from torch.optim import Optimizer
 from titan_launch.checkpoint.finding import damage, find_checkpoint, newest_valid
 from titan_launch.checkpoint.loading import EVERYTHING, Selection, load_state
 from titan_launch.checkpoint.manager import CheckpointManager, Origin
-from titan_launch.checkpoint.manifest import checkpoint_name
+from titan_launch.checkpoint.manifest import checkpoint_name, read_manifest
 from titan_launch.checkpoint.state import Part, Progress, TrainingState
-from titan_launch.collective import on_main
+from titan_launch.collective import on_all, on_main, warn
+from titan_launch.config.data import SyntheticData
 from titan_launch.config.job import JobConfig
 from titan_launch.config.load import dump_job
+from titan_launch.data.sources import SampleSource
 from titan_launch.errors import config_error
 from titan_launch.parallel.distributed import Ranks
 from titan_launch.parallel.mesh import Mesh
@@ -33,16 +36,23 @@ NOTHING_SAVED = "nothing was saved (checkpoint.enable and checkpoint.save_last a
 SAME_COMMAND = "run the same command again"
 """The way to continue a run that needs no other option."""
 
+Sources = Mapping[str, SampleSource]
+"""The data of a run by the section that describes it: `data`, and `validation.data` where the run validates."""
 
-def load_run(config: JobConfig, folder: Path, load: Load, state: TrainingState) -> None:
+
+def load_run(
+    config: JobConfig, folder: Path, load: Load, state: TrainingState, progress: Progress, sources: Sources
+) -> None:
     """Bring a run's state to where it starts; collective.
 
-    `load`: what `checkpoint.load` stands for in this attempt. Raises ConfigError or UserError, on all ranks, where
-    there is no such checkpoint, it is damaged, or of another model.
+    `load`: what `checkpoint.load` stands for in this attempt. `progress` is one of the parts of `state`. Raises
+    ConfigError or UserError, on all ranks, where there is no such checkpoint, it is damaged, or of another model, and
+    where the training data has changed since this run saved the checkpoint.
     """
     found = _own_checkpoint(folder, load) if config.checkpoint.enable else None
     if found is not None:
-        _take(found, state, EVERYTHING if load == "latest" else _selected(config))
+        selection = EVERYTHING if load == "latest" else _selected(config)
+        _resume(config, found, selection, state, progress, sources)
         if isinstance(load, int):
             on_main(lambda: supersede_later_checkpoints(folder, load))
     elif isinstance(load, str) and load not in ("latest", "none"):
@@ -53,18 +63,26 @@ def load_run(config: JobConfig, folder: Path, load: Load, state: TrainingState) 
 
 
 def open_checkpoints(
-    config: JobConfig, folder: Path, state: TrainingState, progress: Progress, ranks: Ranks, stack: ExitStack
+    config: JobConfig,
+    folder: Path,
+    state: TrainingState,
+    progress: Progress,
+    sources: Sources,
+    ranks: Ranks,
+    stack: ExitStack,
 ) -> CheckpointManager | None:
     """Return what writes the run's checkpoints, closed with `stack`; for a run that saves nothing log that, and return
     None. Collective."""
     if not config.checkpoint.enable and not config.checkpoint.save_last:
         _log.info("checkpoints: none will be saved (checkpoint.enable and checkpoint.save_last are false)")
         return None
+    fingerprints = {name: source.fingerprint(config.training.seed) for name, source in sources.items()}
     origin = Origin(
         world_size=ranks.world_size,
         config_digest=hashlib.sha256(dump_job(config).encode()).hexdigest(),
         gradient_accumulation=config.gradient_accumulation.model_dump(mode="json"),
         activation_checkpoint=config.activation_checkpoint.model_dump(mode="json"),
+        data={name: fingerprint for name, fingerprint in fingerprints.items() if fingerprint is not None},
     )
     checkpoints = CheckpointManager(checkpoint_folder(folder), config.checkpoint, state, progress, origin, ranks.device)
 
@@ -117,6 +135,50 @@ def _own_checkpoint(folder: Path, load: Load) -> Path | None:
     if reason is not None:
         raise config_error(("checkpoint", "load"), f"{checkpoint} cannot be loaded: {reason}", load)
     return checkpoint
+
+
+def _resume(
+    config: JobConfig,
+    checkpoint: Path,
+    selection: Selection,
+    state: TrainingState,
+    progress: Progress,
+    sources: Sources,
+) -> None:
+    """Go on from a checkpoint of this run. Raises ConfigError where the training data has changed and the change is not
+    accepted. Changed validation data is a warning."""
+    change = _data_change(checkpoint, "data", sources) if selection.takes("data") else ""
+    if change and not config.checkpoint.accept_changes:
+        assert not isinstance(config.data, SyntheticData)
+        raise config_error(
+            ("data", "path"),
+            f"the data has {change}; restore it, or go on with the new data by --checkpoint.accept_changes=true, or "
+            "start anew by --checkpoint.load=none",
+            config.data.path,
+        )
+    _take(checkpoint, state, selection)
+    if change:
+        epoch = progress.data_position / len(sources["data"])
+        warn(_log, "the data has %s; training goes on at epoch %.2f of the new data", change, epoch)
+    if change := _data_change(checkpoint, "validation.data", sources):
+        warn(_log, "the validation data has %s; validation/loss before and after are not comparable", change)
+
+
+def _data_change(checkpoint: Path, section: str, sources: Sources) -> str:
+    """Describe how the data of a section differs from the data with which a checkpoint was saved; collective.
+
+    Returns "" where all ranks have the same data as before, and where one of the two runs reads none.
+    """
+    before = read_manifest(checkpoint).data.get(section)
+    if before is None or section not in sources:
+        return ""
+
+    def compare() -> str:
+        now = sources[section].fingerprint(before.seed)
+        return "" if now is None else before.changed_to(now)
+
+    change = next(filter(None, on_all(compare)), "")
+    return change and f"changed since {checkpoint} was saved: {change}"
 
 
 def _selected(config: JobConfig) -> Selection:

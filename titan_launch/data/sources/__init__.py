@@ -12,6 +12,7 @@ from titan_launch.data.sources.images import build_images
 from titan_launch.data.sources.synthetic import build_synthetic
 from titan_launch.data.sources.text import build_text
 from titan_launch.errors import KeyPath
+from titan_launch.fingerprint import Fingerprint
 from titan_launch.tokenizer import Tokenizer
 
 
@@ -34,6 +35,10 @@ class SampleSource(Protocol):
 
     def describe(self) -> str:
         """Return how much data the source has, as a part of a log line."""
+
+    def fingerprint(self, seed: int) -> Fingerprint | None:
+        """Return the fingerprint of the data that the source read, with the hashed samples drawn by `seed`; None where
+        the source reads no data. The keys of the job that transform samples do not change the fingerprint."""
 
 
 def build_source(

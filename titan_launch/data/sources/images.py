@@ -14,6 +14,7 @@ from torch import Tensor
 from titan_launch.config.data import SKLEARN_DIGITS, ImageData
 from titan_launch.config.images import ImageFormat, misfits
 from titan_launch.errors import ConfigError, KeyPath, Problem, config_error
+from titan_launch.fingerprint import Fingerprint, fingerprint_of
 
 Pixels = npt.NDArray[np.uint8] | npt.NDArray[np.floating]
 Labels = npt.NDArray[np.int64]
@@ -39,6 +40,12 @@ class ImageSource:
     def describe(self) -> str:
         """Return how much data there is, as a part of a log line."""
         return f"{len(self):,} images {self._images.shape[1:]} of {self.num_classes:,} classes"
+
+    def fingerprint(self, seed: int) -> Fingerprint:
+        """Return the fingerprint of the images and labels as they are stored; they count as one file."""
+        images, labels = self._images, self._labels
+        files = [(f"{images.dtype} {images.shape[1:]}", images.nbytes + labels.nbytes)]
+        return fingerprint_of(files, len(self), lambda index: images[index].tobytes() + labels[index].tobytes(), seed)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """A float32 image `[channels, height, width]` and its class, an int64 scalar."""

@@ -38,6 +38,9 @@ class SyntheticSource:
         """Return how much data there is, as a part of a log line."""
         return f"{len(self):,} random sequences of {self._seq_len} tokens, with a vocabulary of {self.num_classes:,}"
 
+    def fingerprint(self, seed: int) -> None:
+        """Return None: the sequences follow from the keys of the job alone."""
+
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, both int64 `[seq_len]`; a pure function of the source's seed and `index`."""
         if not 0 <= index < len(self):

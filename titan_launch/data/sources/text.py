@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from titan_launch.config.data import TextData, expand_text_paths
 from titan_launch.errors import KeyPath, config_error
+from titan_launch.fingerprint import Fingerprint, fingerprint_of
 from titan_launch.tokenizer import Tokenizer
 
 Files = list[tuple[str, Path]]
@@ -30,7 +32,9 @@ class Documents:
     tokens: npt.NDArray[np.uint16]
     """The tokens of all files, one file after another."""
 
-    num_files: int
+    files: tuple[tuple[str, int], ...]
+    """Name and bytes of each file."""
+
     skipped: tuple[str, ...]
     """Names of the files that are not text."""
 
@@ -61,16 +65,23 @@ class TokenSource:
     def describe(self) -> str:
         """Return how much data there is, as a part of a log line."""
         documents, samples = self._documents, _count(len(self), "sample")
-        size = f"{_count(documents.num_files, 'file')}, {_count(len(self._tokens), 'token')}"
+        size = f"{_count(len(documents.files), 'file')}, {_count(len(self._tokens), 'token')}"
         return f"{size}, {samples} of {self._seq_len}{documents.note}"
+
+    def fingerprint(self, seed: int) -> Fingerprint:
+        """Return the fingerprint of the tokens and their files. Skipped files do not count."""
+        return fingerprint_of(self._documents.files, len(self), lambda index: self._window(index).tobytes(), seed)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, both int64 `[seq_len]`: the targets are the inputs one position on."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        start = index * self._seq_len
-        window = torch.from_numpy(self._tokens[start : start + self._seq_len + 1].astype(np.int64))
+        window = torch.from_numpy(self._window(index).astype(np.int64))
         return window[:-1], window[1:]
+
+    def _window(self, index: int) -> npt.NDArray[np.uint16]:
+        start = index * self._seq_len
+        return self._tokens[start : start + self._seq_len + 1]
 
 
 def build_text(config: TextData, tokenizer: Tokenizer, seq_len: int, key: KeyPath) -> TokenSource:
@@ -79,15 +90,15 @@ def build_text(config: TextData, tokenizer: Tokenizer, seq_len: int, key: KeyPat
     documents = _tokenize(files, tokenizer, config, (*key, "path"))
     source = TokenSource(documents, seq_len, tokenizer.vocab_size)
     if not len(source):
-        found = f"{len(documents.tokens)} tokens in {_count(documents.num_files, 'file')}{documents.note}"
+        found = f"{len(documents.tokens)} tokens in {_count(len(documents.files), 'file')}{documents.note}"
         reason = f"holds no sample of seq_len + 1 = {seq_len + 1} tokens: {found}"
         raise config_error((*key, "path"), reason, config.path)
     return source
 
 
 def is_validation_document(name: str, percent: int) -> bool:
-    """Whether the document `name` is in the share of `percent` that is set aside. Depends on nothing but the two."""
-    return zlib.crc32(name.encode()) % 100 < percent
+    """Return whether the document `name` is in the share of `percent` that is set aside. Nothing else decides."""
+    return zlib.crc32(os.fsencode(name)) % 100 < percent
 
 
 def _find_files(config: TextData, key: KeyPath) -> Files:
@@ -116,7 +127,7 @@ def _choose_split(files: Files, config: TextData, key: KeyPath) -> Files:
 
 
 def _tokenize(files: Files, tokenizer: Tokenizer, config: TextData, path_key: KeyPath) -> Documents:
-    tokens, skipped = [], []
+    tokens, taken, skipped = [], [], []
     for name, path in files:
         try:
             data = path.read_bytes()
@@ -124,13 +135,14 @@ def _tokenize(files: Files, tokenizer: Tokenizer, config: TextData, path_key: Ke
             raise config_error(path_key, f"cannot read {path}: {error.strerror}") from None
         if is_text(data):
             tokens.append(tokenizer.encode_document(data))
+            taken.append((name, len(data)))
         else:
             skipped.append(name)
     if not tokens:
         found = "is not UTF-8 text" if len(files) == 1 else f"none of its {len(files):,} files is UTF-8 text"
         reason = f"{found} without NUL bytes (first: {skipped[0]}); convert it to UTF-8, or name text files"
         raise config_error(path_key, reason, config.path)
-    return Documents(np.concatenate(tokens), len(tokens), tuple(skipped))
+    return Documents(np.concatenate(tokens), tuple(taken), tuple(skipped))
 
 
 def is_text(data: bytes) -> bool:

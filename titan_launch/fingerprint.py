@@ -1,0 +1,66 @@
+"""The fingerprint of a data set. A run that is resumed compares it, to find that its data has changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+_HASHED_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The size of a data set, and digests that change with the data set."""
+
+    seed: int
+    """Seed that draws the hashed samples."""
+
+    samples: int
+    files: int
+    names_and_sizes: str
+    """Digest of the names and the sizes of all files, in order."""
+
+    content: str
+    """Digest of up to 64 samples."""
+
+    def changed_to(self, now: Fingerprint) -> str:
+        """Return how the data of `now`, a fingerprint with the same seed, differs from this one, as a clause; "" if it
+        does not."""
+        counts = [
+            f"{new:,} {noun if new == 1 else f'{noun}s'} (before: {old:,})"
+            for noun, old, new in (("sample", self.samples, now.samples), ("file", self.files, now.files))
+            if old != new
+        ]
+        if counts:
+            return f"it now has {' and '.join(counts)}"
+        if self.names_and_sizes != now.names_and_sizes:
+            return "the names or the sizes of its files differ"
+        return "" if self == now else "names and sizes of its files are the same, but their content differs"
+
+
+def fingerprint_of(
+    files: Sequence[tuple[str, int]], num_samples: int, sample: Callable[[int], bytes], seed: int
+) -> Fingerprint:
+    """Return the fingerprint of a data set, the same on every machine.
+
+    `files`: name and size of each file in order. `sample` returns the content of a sample by its index.
+    """
+    names_and_sizes = json.dumps(files).encode()
+    content = map(sample, _drawn_samples(num_samples, seed))
+    return Fingerprint(seed, num_samples, len(files), _digest([names_and_sizes]), _digest(content))
+
+
+def _drawn_samples(num_samples: int, seed: int) -> Iterable[int]:
+    """Return the indices of all samples of a small data set, and of 64 drawn samples of a larger one."""
+    if num_samples <= _HASHED_SAMPLES:
+        return range(num_samples)
+    return (int(_digest([f"{seed}/{draw}".encode()]), 16) % num_samples for draw in range(_HASHED_SAMPLES))
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
