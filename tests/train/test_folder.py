@@ -444,8 +444,17 @@ CONTENTS = [
         "is damaged (",
     ),
     *[
-        ("metrics.jsonl", b'{"step": 1}\n' + line + b"}\n", "metrics.jsonl:2: the line is no report of a run")
-        for line in (b'{"step": "2"', b'{"step": null', b'{"step": 2.5', b"[", b'{"loss": 1', b"{" * 50_000, b"\xff")
+        ("metrics.jsonl", b'{"step": 1}\n' + line + b"\n", "metrics.jsonl:2: the line is no report of a run")
+        for line in (
+            b'{"step": "2"}',
+            b'{"step": null}',
+            b'{"step": 2.5',
+            b"[]",
+            b"",
+            b'{"loss": 1}',
+            b"{" * 50_000,
+            b"\xff",
+        )
     ],
 ]
 """Files of a run's folder, other contents, and what the refusal says."""

@@ -63,7 +63,7 @@ def _length_until(path: Path, last_step: int) -> int:
     length = 0
     with open_regular(path) as file:
         for number, line in enumerate(file, start=1):
-            if not _is_complete(line) or _step_of(line, f"{path}:{number}") > last_step:
+            if not line.endswith(b"\n") or _step_of(line, f"{path}:{number}") > last_step:
                 break
             length += len(line)
     return length
@@ -83,7 +83,3 @@ def _step_of(line: bytes, place: str) -> int:
     except ValidationError:
         reason = 'is no report of a run (a JSON object with a whole number as "step")'
         raise UserError(f"{place}: the line {reason}; correct the line, or move the file away") from None
-
-
-def _is_complete(line: bytes) -> bool:
-    return line.endswith(b"}\n")
