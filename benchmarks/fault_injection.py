@@ -1,6 +1,6 @@
-"""Kill -9 at every place of a run and of its saves, and whether the run goes on as if nothing had happened.
+"""Faults at every place of a run and of its saves, and whether the run goes on as if nothing had happened.
 
-    python benchmarks/fault_injection.py --runs 105 --write docs/reliability.md
+    python benchmarks/fault_injection.py --runs 430 --strikes 320 --write docs/reliability.md
 
 A tiny job (2 ranks on gloo, 6 steps, dropout, shuffled data, a checkpoint every step or every other one, of which the
 last 2 are kept) is trained once without disturbance, then again and again with up to three deaths a run. A process dies
@@ -12,8 +12,14 @@ writes for it. After every death, before the ranks are started again:
 - `latest` points to one of them; none is gone that the log calls saved and that is the newest;
 - the ranks that start next go on from the newest of them.
 
-A death after which that is not so counts as lost. A run whose losses, gradient norms or last checkpoint differ in any
-bit from those of the undisturbed run counts as mismatched. The exit status is 1 unless both are 0.
+Other runs are struck otherwise (benchmarks/tampering.py): `launch` is killed while it starts, the run's folder vanishes
+while it runs, or its files, or the data, are changed between two starts. The next start must go on from the newest
+checkpoint that is whole, or end with one error and status 2, and go on once the files are as they were. No start may
+print a traceback, hang, or leave temporary files after a clean end.
+
+A fault after which that is not so counts as lost. A run whose losses, gradient norms or last checkpoint differ in any
+bit from those of the undisturbed run counts as mismatched. A process that is left 5 seconds after its `launch` was
+killed is an orphan. The exit status is 1 unless all three are 0.
 """
 
 from __future__ import annotations
