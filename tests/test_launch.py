@@ -204,12 +204,13 @@ def left_of_killed_parent(parent: tuple[str, ...], job: Path, seconds: float, si
     return len(left)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("instants", "since_first_rank"),
     [
         ((0.0, 0.0, 0.7), True),
-        pytest.param([random.Random(5).uniform(0, 4) for _ in range(40)], False, marks=pytest.mark.slow),
-        pytest.param([random.Random(6).uniform(0, 4) for _ in range(40)], True, marks=pytest.mark.slow),
+        pytest.param([random.Random(5).uniform(0, 4) for _ in range(20)], False, marks=pytest.mark.slow),
+        pytest.param([random.Random(6).uniform(0, 4) for _ in range(20)], True, marks=pytest.mark.slow),
     ],
     ids=["some", "since start", "since the first rank"],
 )
