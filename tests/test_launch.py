@@ -108,9 +108,12 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def test_a_killed_rank_and_a_signal_leave_no_trace_in_the_result(job: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("async_mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_a_killed_rank_and_a_signal_leave_no_trace_in_the_result(
+    job: dict[str, Any], async_mode: str, tmp_path: Path
+) -> None:
     expected = run_ranks(run_here, 2, {**job, "job": {**job["job"], "name": "whole"}})
-    options = ("--nproc-per-node", "2", "--max-restarts", "1", "--checkpoint.async_mode=process")
+    options = ("--nproc-per-node", "2", "--max-restarts", "1", f"--checkpoint.async_mode={async_mode}")
     with launched(job, *options) as process:
         wait_for(lambda: steps_done(tmp_path) >= 7, process)
         first_ranks = ranks_of(process)
