@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.process
 import os
 import signal
 import sys
@@ -231,6 +232,8 @@ class Start:
         os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="localhost")
         self.temporary.mkdir(exist_ok=True)
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.temporary)
+        multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
+        multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # as if torchrun had started it
         writing: Any = writer_process
         writing.serve = self._trap(rank, of_writer=True)
         self._trap(rank, of_writer=False).arm()

@@ -51,8 +51,9 @@ def leave(status: int) -> NoReturn:
 
 def leave_at_once(status: int) -> NoReturn:
     """End the process without flushing: any thread may call this, also while another holds the lock of a stream."""
-    with suppress(OSError):
-        if util := sys.modules.get("multiprocessing.util"):  # its exit handler removes its folder; os._exit skips that
+    with suppress(OSError):  # multiprocessing's exit handler, which os._exit skips, removes its folder
+        util, process = (sys.modules.get(f"multiprocessing.{name}") for name in ("util", "process"))
+        if util and process and process.parent_process() is None:  # a child shares the folder of its parent
             shutil.rmtree(util.get_temp_dir())
     if folder := rank_folder():
         with suppress(OSError):
