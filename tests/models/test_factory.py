@@ -195,6 +195,7 @@ _REMEDY = (
 )
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
 @pytest.mark.parametrize(
     ("factory", "args", "reason"),
     [

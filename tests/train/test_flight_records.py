@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import pickle
+import pickletools
+import random
+import resource
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +22,7 @@ from tests.distributed import run_ranks
 from titan_launch.launch import _why_aborted
 from titan_launch.train import flight_recorder
 from titan_launch.train.flight_recorder import collectives_begun, dump_flight_recorder
-from titan_launch.train.flight_records import FOLDER, GLOO_FOLDER, record_path, unfinished_collectives
+from titan_launch.train.flight_records import FOLDER, GLOO_FOLDER, _load, record_path, unfinished_collectives
 
 
 def wait_for_the_last_rank(folder: Path) -> int:
@@ -93,6 +99,48 @@ def test_a_record_cannot_run_code(tmp_path: Path) -> None:
     write_record(tmp_path, 0, {"process_group": Harmful()})
     assert list(unfinished_collectives(tmp_path, since=0)) == []
     assert not (tmp_path / "made").exists()
+
+
+def mutated(content: bytes, rng: random.Random) -> bytes:
+    """A pickle with opcodes inserted, swapped, or nested, with arguments of any kind."""
+    spots = [position for _, _, position in pickletools.genops(content)]
+    data = bytearray(content)
+    for _ in range(rng.randint(1, 3)):
+        at = rng.choice(spots)
+        opcode = rng.choice(pickletools.opcodes).code.encode("latin-1")
+        argument = rng.choice((b"", b"os\nmkdir\n", b"\xff\xff\xff\x7f", b"\x02os\x94", b"999999999\n", content))
+        if rng.random() < 0.5:
+            data[at:at] = opcode + argument
+        elif at < len(data):
+            data[at : at + 1] = opcode
+    return bytes(data)
+
+
+def test_mutated_records_make_plain_values_or_nothing() -> None:
+    rng = random.Random(0)
+    trace = {
+        "pg_config": {"0": {"ranks": "[0, 1]"}},
+        "entries": [entry(1, "started"), {"state": 2.5, "of": (None, True)}],
+    }
+    records = [pickle.dumps(trace, protocol) for protocol in range(6)]
+    codecs.lookup("raw-unicode-escape")  # Python imports it when a string is not valid
+    events: list[str] = []
+    is_watching = True
+
+    def watch(event: str, args: Any) -> None:
+        if is_watching and event in ("pickle.find_class", "import", "exec", "os.mkdir", "os.system"):
+            events.append(f"{event} {args[:2]}")
+
+    sys.addaudithook(watch)  # it can never be removed
+    before, loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
+    for _ in range(6000):
+        with suppress(Exception):
+            _load(mutated(rng.choice(records), rng))
+            loaded += 1
+    is_watching = False
+    assert not events
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+    assert 0 < loaded < 3000
 
 
 def dump_beside_nccl(folder: Path) -> tuple[bytes, int]:

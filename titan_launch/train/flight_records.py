@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import json
 import pickle
 import pickletools
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,7 +96,7 @@ def _read_records(folder: Path, since: float) -> Iterator[tuple[int, _Record]]:
 
 
 def _parse(trace: dict[str, Any]) -> _Record:
-    members = {name: tuple(ast.literal_eval(group["ranks"])) for name, group in trace["pg_config"].items()}
+    members = {name: tuple(json.loads(group["ranks"])) for name, group in trace["pg_config"].items()}
     begun: list[_Collective] = []
     unfinished: _Collective | None = None
     for entry in trace["entries"]:
@@ -122,8 +122,11 @@ _PLAIN_OPCODES = {
 
 
 def _load(content: bytes) -> Any:
-    """Unpickle numbers, strings and tables. Raises UnpicklingError for every other opcode."""
-    for opcode, _, _ in pickletools.genops(content):
-        if opcode.name not in _PLAIN_OPCODES:
-            raise pickle.UnpicklingError(f"a flight record has the opcode {opcode.name}")
+    """Unpickle numbers, strings and tables. Raises UnpicklingError for every other opcode.
+
+    The index of a memo entry is limited too: the unpickler allocates a table with as many entries.
+    """
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name not in _PLAIN_OPCODES or ("PUT" in opcode.name and int(argument or 0) > len(content)):
+            raise pickle.UnpicklingError(f"a flight record has the opcode {opcode.name} {argument}")
     return pickle.loads(content)
