@@ -143,6 +143,8 @@ TAMPERINGS = (
 def undo(folder: Path) -> None:
     """Bring back what `break_record` and `change_data` have put aside."""
     kept = folder / "kept"
+    if (_run(folder) / "tb").is_file():  # there was none before: the job writes no events
+        (_run(folder) / "tb").unlink()
     for path in kept.iterdir() if kept.exists() else ():
         place = folder / path.name if path.name == "data.txt" else _run(folder) / path.name
         if place.is_dir():

@@ -91,3 +91,6 @@ def test_nothing_is_imported_from_a_runs_folder(folder: Path, monkeypatch: pytes
     Path("reg_pkg/payload.py").write_text("build = dict\n")
     Path("outputs/beside.py").write_text("build = dict\n")
     assert import_factory("reg_pkg.payload:build") is import_factory("outputs.beside:build") is dict
+    Path("outputs/package").mkdir()
+    Path("outputs/package/nets.py").write_text("build = dict\n")
+    assert import_factory("outputs.package.nets:build") is dict  # beside runs, and no run

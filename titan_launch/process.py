@@ -51,10 +51,10 @@ def leave(status: int) -> NoReturn:
 
 def leave_at_once(status: int) -> NoReturn:
     """End the process without flushing: any thread may call this, also while another holds the lock of a stream."""
-    with suppress(OSError):  # multiprocessing's exit handler, which os._exit skips, removes its folder
-        util, process = (sys.modules.get(f"multiprocessing.{name}") for name in ("util", "process"))
-        if util and process and process.parent_process() is None:  # a child shares the folder of its parent
-            shutil.rmtree(util.get_temp_dir())
+    with suppress(OSError, KeyError):  # multiprocessing's exit handler, which os._exit skips, removes its folder
+        process = sys.modules.get("multiprocessing.process")
+        if process and process.parent_process() is None:  # a child shares the folder of its parent
+            shutil.rmtree(process.current_process()._config["tempdir"])
     if folder := rank_folder():
         with suppress(OSError):
             os.unlink(os.path.join(folder, _RUNNING))

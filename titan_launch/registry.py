@@ -47,38 +47,46 @@ class RefusedImportError(ImportError):
 
 
 def refuse_imports_from(folders: Iterable[Path], parent: Path) -> None:
-    """Let nothing be imported from `folders`, from the folders in `parent`, and below, in this process from now on.
+    """Let nothing be imported from `folders`, from runs in `parent`, and below, in this process from now on.
 
     The working directory is importable, and the folders of runs and checkpoints lie below it. Files in them may come
     from somebody else. A folder around the working directory is left out. Replaces an earlier call.
     """
-    here = Path.cwd().resolve()
-    inside = [str(folder) for folder in map(Path.resolve, folders) if not here.is_relative_to(folder)]
-    parent = parent.resolve()
-    finder = _RefusingFinder(inside, None if here.is_relative_to(parent) else str(parent))
+    finder = _RefusingFinder(map(os.path.realpath, folders), os.path.realpath(parent))
     sys.meta_path[:] = [finder, *(other for other in sys.meta_path if not isinstance(other, _RefusingFinder))]
 
 
 class _RefusingFinder(importlib.abc.MetaPathFinder):
     """Raises RefusedImportError for a module in one of some folders, and finds nothing itself."""
 
-    def __init__(self, folders: Iterable[str], parent: str | None):
-        self._folders = tuple(folder + os.sep for folder in folders)
-        self._parent = None if parent is None else parent + os.sep
+    def __init__(self, folders: Iterable[str], parent: str):
+        self._here = os.path.join(os.path.realpath(os.getcwd()), "")
+        self._folders = tuple(folder for folder in folders if not self._is_around(folder))
+        self._parent = parent
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> None:
         for entry in sys.path if path is None else path:
-            place = os.path.join(_real_path(entry), name.rpartition(".")[2])
+            place = os.path.join(_real_path(os.path.abspath(entry)), name.rpartition(".")[2])
             if self._is_inside(place) and any(os.path.exists(place + end) for end in _ENDINGS):
                 reason = f"{place} lies in a folder of a run or a checkpoint, from which nothing is imported"
                 raise RefusedImportError(f"{reason}; move the module out of it")
 
     def _is_inside(self, place: str) -> bool:
-        if self._parent is not None and place.startswith(self._parent):
-            return os.sep in place[len(self._parent) :] or os.path.isdir(place)
-        return f"{place}{os.sep}".startswith(self._folders)
+        if f"{place}{os.sep}".startswith(tuple(os.path.join(folder, "") for folder in self._folders)):
+            return True
+        while place.startswith(os.path.join(self._parent, "")):
+            if not self._is_around(place) and any(
+                os.path.exists(os.path.join(place, mark)) for mark in _MARKS_OF_A_RUN
+            ):
+                return True
+            place = os.path.dirname(place)
+        return False
+
+    def _is_around(self, folder: str) -> bool:
+        return self._here.startswith(os.path.join(folder, ""))
 
 
+_MARKS_OF_A_RUN = ("checkpoints", "launch.json")
 _real_path = lru_cache(os.path.realpath)
 _ENDINGS = ("", *importlib.machinery.all_suffixes())
 

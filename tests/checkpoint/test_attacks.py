@@ -30,6 +30,8 @@ from titan_launch.checkpoint.finding import find_checkpoint
 from titan_launch.checkpoint.index import DCP_INDEX_FILE, INDEX_FILE, read_chunk, read_index
 from titan_launch.checkpoint.loading import EVERYTHING, load_state
 from titan_launch.checkpoint.manifest import DamagedCheckpointError, check, read_manifest, record_of, write_manifest
+from titan_launch.checkpoint.random_state import RandomState
+from titan_launch.checkpoint.state import Progress
 from titan_launch.errors import UserError
 
 MARK = "titan_launch_attack_mark"
@@ -231,6 +233,41 @@ def test_records_of_tensors_are_not_unpickled(tmp_path: Path, checkpoint: tuple[
     (results,) = run_ranks(load_all, 1, [path, with_payload, with_both], tmp_path)
     assert results[0][0] == results[2][0] == "" and "does not hold" in results[1][0]
     assert_equal(results[2][1], state)
+
+
+def test_an_index_names_no_file_but_those_of_its_folder(
+    tmp_path: Path, checkpoint: tuple[Path, dict[str, Tensor]]
+) -> None:
+    """A FIFO would be waited for, even for nothing to be read of it."""
+    os.mkfifo(tmp_path / "fifo")
+    for file in (str(tmp_path / "fifo"), "link", "fifo", "a\0b", ""):
+        copy = Path(shutil.copytree(checkpoint[0], tmp_path / "step-1"))
+        (copy / "link").symlink_to(tmp_path / "fifo")
+        os.mkfifo(copy / "fifo")
+        index = json.loads((copy / INDEX_FILE).read_text())
+        index["tensors"]["progress.step"]["chunks"][0] |= {"file": file, "start": 0, "length": 0}
+        (copy / INDEX_FILE).write_text(json.dumps(index))
+        with pytest.raises(DamagedCheckpointError, match=r"does not describe a tensor and its parts: progress\.step"):
+            read_index(copy)
+        shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("name", ["numpy", "python", "torch"])
+def test_a_random_state_that_cannot_be_is_refused(name: str) -> None:
+    state = RandomState(torch.device("cpu"), 0, 0)
+    saved = state.state_dict()
+    wrong = {**saved, name: torch.zeros_like(saved[name])}
+    wrong["numpy"][-2] = saved["numpy"][-2] if name != "numpy" else 10**6
+    wrong["python"][-1] = saved["python"][-1] if name != "python" else 10**12
+    with pytest.raises(ValueError):
+        state.load_state_dict(wrong)
+    state.load_state_dict(state.state_dict())
+
+
+def test_progress_that_cannot_be_is_refused() -> None:
+    for number in (-5, 2**62):
+        with pytest.raises(ValueError, match=f"the run's progress has samples_seen = {number}"):
+            Progress().load_state_dict({"samples_seen": torch.tensor(number)})
 
 
 def _mutated(content: bytes, rng: random.Random) -> bytes:

@@ -51,6 +51,8 @@ def damage(checkpoint: Path) -> str | None:
                 check_step(checkpoint, manifest.step)
         except DamagedCheckpointError as error:
             return str(error)
+        except (OSError, ValueError) as error:  # names that no file can have, files that vanish
+            return f"it cannot be read: {error}"
         return None
 
     return next((reason for reason in on_all(look) if reason is not None), None)

@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import struct
 import warnings
 import zipfile
@@ -119,13 +120,16 @@ def read_index(folder: Path) -> Index:
     try:
         file = _INDEX.validate_json(read_regular(folder / INDEX_FILE), strict=True)
         dcp_index = read_regular(folder / DCP_INDEX_FILE)
+        # Only files of the folder itself: a link, a FIFO or a path to elsewhere has no size here.
+        sizes = {
+            entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False)
+        }
     except OSError as error:
         raise DamagedCheckpointError(f"{Path(error.filename).name} cannot be read: {error.strerror}") from None
     except ValidationError:
         raise DamagedCheckpointError(f"{INDEX_FILE} is damaged") from None
     if hashlib.sha256(dcp_index).hexdigest() != file.dcp_index_sha256:
         raise DamagedCheckpointError(f"{DCP_INDEX_FILE} is not the one that was written with {INDEX_FILE}")
-    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     for name, tensor in file.tensors.items():
         if not _is_possible(tensor, sizes):
             raise DamagedCheckpointError(f"{INDEX_FILE} does not describe a tensor and its parts: {name}")
@@ -142,8 +146,10 @@ def _is_possible(tensor: IndexedTensor, file_sizes: Mapping[str, int]) -> bool:
             return False
         if any(o + size > whole for o, size, whole in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)):
             return False
-        if chunk.start + chunk.length > file_sizes.get(chunk.file, 0):
+        if chunk.file not in file_sizes or chunk.start + chunk.length > file_sizes[chunk.file]:
             return False
+    if len({chunk.offsets for chunk in tensor.chunks}) < len(tensor.chunks):
+        return False
     return sum(math.prod(chunk.sizes) for chunk in tensor.chunks) == math.prod(tensor.shape)
 
 

@@ -83,13 +83,18 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     if has_statistics:
         target["local_statistics"] = {own: state.local_statistics.targets()}
     dcp.load(target, storage_reader=reader)
-    _take_over(state, target, selection)
-    if has_statistics:
-        state.local_statistics.load_state_dict(target["local_statistics"][own])
+    try:
+        if has_random:
+            state.random.load_state_dict(target["random"][stream])  # a state that cannot be is found before all else
+        _take_over(state, target, selection)
+    except ValueError as error:
+        raise DamagedCheckpointError(f"it has a state that cannot be: {error}") from error
     if has_random:
-        state.random.load_state_dict(target["random"][stream])
+        state.random.load_state_dict(target["random"][stream])  # whatever was drawn meanwhile
     elif selection.takes("random"):
         state.random.seed_anew(int(target["progress"]["step"]))
+    if has_statistics:
+        state.local_statistics.load_state_dict(target["local_statistics"][own])
 
 
 def _take_over(state: TrainingState, target: Mapping[str, Any], selection: Selection) -> None:

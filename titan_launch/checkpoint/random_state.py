@@ -16,6 +16,9 @@ def random_key(stream: int) -> str:
     return f"rank_{stream}"
 
 
+_MT19937_WORDS = 624
+
+
 class RandomState:
     """Every rank's random generators (PyTorch's for the CPU and this rank's GPU, Python's, numpy's), each stream of
     numbers under a key of its own: DCP keeps only one rank's copy of a shared key.
@@ -46,7 +49,16 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Set the generators to a state."""
+        """Set the generators to a state. Raises ValueError for what is no state of theirs."""
+        try:
+            self._set(state)
+        except (RuntimeError, TypeError, OverflowError) as error:
+            raise ValueError(str(error)) from error
+
+    def _set(self, state: dict[str, Tensor]) -> None:
+        *_, position, _ = state["numpy"].tolist()
+        if not 0 <= position <= _MT19937_WORDS:  # NumPy would read beyond its table
+            raise ValueError(f"position {position} of NumPy's generator")
         torch.set_rng_state(state["torch"])
         python_gauss = float(state["python_gauss"])
         random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(python_gauss) else python_gauss))

@@ -58,8 +58,12 @@ class Progress:
         return {name: torch.tensor(value) for name, value in vars(self).items()}
 
     def load_state_dict(self, state: Values) -> None:
-        """Take over what was saved."""
-        vars(self).update({name: int(value) for name, value in state.items()})
+        """Take over what was saved. Raises ValueError for a number that cannot be one of these."""
+        numbers = {name: int(value) for name, value in state.items()}
+        wrong = [f"{name} = {number}" for name, number in numbers.items() if not 0 <= number < 2**53]
+        if wrong:
+            raise ValueError(f"the run's progress has {wrong[0]}")
+        vars(self).update(numbers)
 
 
 class ModelAndOptimizer:

@@ -135,7 +135,7 @@ class _Planner(DefaultSavePlanner):
         value = self.state_dict[index.fqn]
         value = value.local if isinstance(value, Shard) else super().lookup_object(index)
         assert isinstance(value, Tensor), f"{index.fqn} is a {type(value).__name__}"
-        return value.contiguous()
+        return value.resolve_conj().resolve_neg().contiguous()  # a record is read as plain bytes
 
 
 class _RecordingFileSystem(FileSystem):

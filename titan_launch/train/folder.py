@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -172,9 +172,13 @@ class HeldFolder:
 
     def check(self) -> None:
         """Raise RunError if the path names the folder no more: checkpoints would be lost, or written into another."""
-        with suppress(FileNotFoundError):
+        try:
             if os.path.samestat(os.fstat(self._descriptor), os.stat(self._folder)):
                 return
+        except FileNotFoundError:
+            pass
+        except OSError:  # a file system that does not answer for a moment
+            return
         raise RunError(f"{self._folder} was deleted or moved while the run wrote to it; {self._advice}")
 
 

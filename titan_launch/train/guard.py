@@ -155,7 +155,12 @@ class StepGuard:
         return {"history": self._history.clone(), "filled": self._filled.clone(), "skips": self._skips.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on with what was saved. A history is dropped where spikes are not looked for, so that it does not age."""
+        """Go on with what was saved. A history is dropped where spikes are not looked for, so that it does not age.
+
+        Raises ValueError for counts that cannot be.
+        """
+        if any(int(state[name]) < 0 for name in ("filled", "skips") if name in state):
+            raise ValueError("a negative number of steps in the guard's state")
         for name, own in (("history", self._history), ("filled", self._filled), ("skips", self._skips)):
             if name in state:
                 own.copy_(state[name])
