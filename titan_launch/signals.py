@@ -90,8 +90,24 @@ def stop_with_agent() -> None:
     if AGENT_PID not in os.environ:
         return
     stop_with_parent()
-    if is_orphan():
+    if is_orphan() or _store_is_gone():
         os._exit(128 + signal.SIGTERM)
+
+
+def _store_is_gone() -> bool:
+    """Return whether nothing listens where this rank's agent keeps the store: torchrun has ended before the rank could
+    learn its pid."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
+    import socket  # which a `check` does without
+
+    try:
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=5).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, KeyError, ValueError):  # the rendezvous will tell
+        return False
+    return False
 
 
 def is_orphan() -> bool:
