@@ -74,7 +74,7 @@ SECONDS_ALONE, SECONDS_AFTER_SIGTERM = 3, 5
 
 LAUNCH_KILLED, FOLDER_GONE = "launch killed in its first 4 seconds", "the run's folder deleted or moved while it runs"
 STRIKES = (LAUNCH_KILLED, FOLDER_GONE, *(tampering.name for tampering in TAMPERINGS))
-"""What else can happen to a run, in turn."""
+"""Names of the strikes on runs, which are used in turn."""
 
 JOB = f"""
 [job]
@@ -147,7 +147,7 @@ class Bench:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """What this run has otherwise than the job file."""
+        """Overrides of the job file for this run."""
         return (
             f"--job.dump_folder={json.dumps(str(self.folder))}",
             f'--checkpoint.async_mode="{self.mode}"',
@@ -291,7 +291,7 @@ class Death:
     mode: str
     fault: Fault
     lost: str | None
-    """What was not as it should be."""
+    """The expectation that was not met, or None."""
 
 
 @dataclass(frozen=True)
@@ -391,7 +391,7 @@ class Strike:
 
     name: str
     lost: str | None
-    """What was not as it should be."""
+    """The expectation that was not met, or None."""
 
     orphans: int = 0
     """Processes that were left 5 seconds after their launch was killed."""
@@ -436,7 +436,7 @@ def struck(seed: str, name: str, bench: Bench, pattern: Life, reference: Referen
 
 
 def went_on(bench: Bench, life: int, reference: Reference) -> str | None:
-    """What is wrong when the ranks are started once more, and left alone."""
+    """Start the ranks once more, leave them alone, and return what is wrong, or None."""
     lived = live(bench.start(life, None))
     if any(lived.statuses) or lived.problem:
         return lived.problem or f"the next start ended with {lived.statuses}"
@@ -444,7 +444,7 @@ def went_on(bench: Bench, life: int, reference: Reference) -> str | None:
 
 
 def traceback_of(bench: Bench, life: int) -> str | None:
-    """Whether a rank printed a traceback in a life."""
+    """Return a sentence if a rank printed a traceback in a life."""
     outputs = (path.read_text() for path in (bench.folder / f"life-{life}").glob("output-*"))
     return "a traceback was printed" if any("Traceback" in output for output in outputs) else None
 

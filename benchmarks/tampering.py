@@ -1,4 +1,4 @@
-"""What happens to a run besides deaths of its ranks: folders that are copied, changed, or gone, and launches killed."""
+"""Faults of a run besides deaths of its ranks: folders that are copied, changed, or gone, and launches killed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Tampering:
     """Changes files. The path is the folder with the run's folder, the job file and the data."""
 
     loses_newest: bool = False
-    """Whether the newest checkpoint may be damaged by it, so that the run goes on from the one before."""
+    """True if the fault may damage the newest checkpoint, so that the run goes on from the one before."""
 
     may_be_refused: bool = False
-    """Whether the next start may refuse to go on, with one error and status 2, until the files are as they were."""
+    """True if the next start may refuse to go on, with one error and status 2, until the files are as they were."""
 
 
 def _run(folder: Path) -> Path:

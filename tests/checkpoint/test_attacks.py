@@ -39,11 +39,11 @@ MARK = "titan_launch_attack_mark"
 
 
 SLOTS = "__slotnames__"
-"""What `copyreg` notes on a class when an object of it is pickled, as ranks do to send it."""
+"""Attribute that `copyreg` sets on a class when an object of it is pickled, as ranks do to send it."""
 
 
 OF_AN_ERROR = ("pickle.find_class ('traceback'", "pickle.find_class ('titan_launch.checkpoint.manifest'")
-"""What a pickle names with which DCP sends an error to the other ranks."""
+"""Names in the pickles by which DCP sends an error to the other ranks."""
 
 
 class _Calls:

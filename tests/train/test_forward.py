@@ -76,7 +76,7 @@ path = "held_out.txt"
 """
 
 PLACE = "my_model.py:30"
-"""Where the body of the forward is, and the line before it its signature."""
+"""Place of the body of the forward; the line before it has the signature."""
 
 IS_GIVEN = (
     "; forward(inputs) is given one tensor, token ids (batch, seq_len), and must return the logits, a tensor "

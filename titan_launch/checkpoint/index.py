@@ -137,7 +137,7 @@ def read_index(folder: Path) -> Index:
 
 
 def _is_possible(tensor: IndexedTensor, file_sizes: Mapping[str, int]) -> bool:
-    """Whether PyTorch has such tensors, the parts lie within the tensor and are as many elements, and the records lie
+    """Return True if PyTorch has such tensors, the parts lie within the tensor and are as many elements, and the records lie
     within their files. `file_sizes`: bytes of the files in the checkpoint's folder."""
     if not isinstance(vars(torch).get(tensor.dtype), torch.dtype):
         return False

@@ -22,7 +22,7 @@ _SINGLE_WORDS = {"beta1", "beta2", "eps", "flavor", "lr", "mfu", "nesterov", "ro
 """Names without an underscore that mean the same in any table. Others, such as `path` or `enable`, do not."""
 
 _SIMILARITY, _SIMILARITY_ELSEWHERE = 0.78, 0.88
-"""How similar a misspelt key must be to a key of its table, and to a key of another table."""
+"""Least similarity of a misspelt key to a key of its table, and to a key of another table."""
 
 
 def explain_unknown_key(key: KeyPath, value: Any, owner: type[Section] | None) -> Problem:

@@ -36,7 +36,7 @@ _COLUMNS = 512
 
 @dataclass(frozen=True)
 class HostBuild:
-    """How a factory is called on the host."""
+    """Settings for calling a factory on the host."""
 
     seed: int
     """Seed of all random generators."""
