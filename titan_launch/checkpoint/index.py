@@ -137,8 +137,10 @@ def read_index(folder: Path) -> Index:
 
 
 def _is_possible(tensor: IndexedTensor, file_sizes: Mapping[str, int]) -> bool:
-    """Return True if PyTorch has such tensors, the parts lie within the tensor and are as many elements, and the records lie
-    within their files. `file_sizes`: bytes of the files in the checkpoint's folder."""
+    """Return True if PyTorch has such tensors, the parts make up the tensor, and the records lie within their files.
+
+    `file_sizes`: bytes of the files in the checkpoint's folder.
+    """
     if not isinstance(vars(torch).get(tensor.dtype), torch.dtype):
         return False
     for chunk in tensor.chunks:
