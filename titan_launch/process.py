@@ -146,7 +146,7 @@ def claim_announcement(environment: Mapping[str, str]) -> bool:
 
 
 def is_announced() -> bool:
-    """Whether the reason why a rank of this host failed is printed, by that rank or by `launch`."""
+    """Return True if the reason why a rank of this host failed is printed, by that rank or by `launch`."""
     path = _announcement_mark(os.environ)
     return path is not None and os.path.exists(path)
 

@@ -80,6 +80,9 @@ def leave_signals_to_parent() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+_DIAL_SECONDS = 10.0
+
+
 def stop_with_agent() -> None:
     """Have this process be sent SIGTERM when its agent ends, and end it here if the agent has ended before.
 
@@ -90,22 +93,26 @@ def stop_with_agent() -> None:
     if AGENT_PID not in os.environ:
         return
     stop_with_parent()
-    if is_orphan() or _store_is_gone():
+    if is_orphan() or store_is_gone():  # torchrun may end before this process could learn its pid
         os._exit(128 + signal.SIGTERM)
 
 
-def _store_is_gone() -> bool:
-    """Return whether nothing listens where this rank's agent keeps the store: torchrun has ended before the rank could
-    learn its pid."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+def agent_keeps_store() -> bool:
+    """Return whether this rank's agent keeps the store through which the ranks find each other."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def store_is_gone() -> bool:
+    """Return whether the agent keeps the store and nothing listens there any more: the agent has ended."""
+    if not agent_keeps_store():
         return False
     import socket  # which a `check` does without
 
     try:
-        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=5).close()
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), _DIAL_SECONDS).close()
     except ConnectionRefusedError:
         return True
-    except (OSError, KeyError, ValueError):  # the rendezvous will tell
+    except (OSError, KeyError, ValueError):  # the TCPStore tries again, and will tell
         return False
     return False
 

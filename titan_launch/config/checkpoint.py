@@ -29,7 +29,7 @@ class CheckpointConfig(Section):
     """Minutes from one checkpoint to the next, besides `interval`. Unset: only `interval` counts."""
 
     async_mode: AsyncMode = "disabled"
-    """What writes the checkpoints. `disabled`: training waits until the checkpoint is complete. `thread`: training
+    """The writer of checkpoints. `disabled`: training waits until the checkpoint is complete. `thread`: training
     waits only until its state is copied to the host's memory, and a thread writes the copy. `process`: a separate
     process writes the copy and shares nothing with training but that memory. One checkpoint is written at a time, and
     the run's end waits for it. With `enable = false` this key has no effect."""

@@ -187,7 +187,7 @@ FOREIGN_KEYS: dict[str, str] = {
     "optimizer": "optimizer.name",
     "precision": 'here it is "precision.param_dtype", such as "bfloat16"',
 }
-"""What to write instead: a key of ours, or a clause in which the keys of ours are quoted. By dotted key, or by name."""
+"""Remedies by dotted key or by name: a key of ours, or a clause in which keys of ours are quoted."""
 
 
 def foreign_key(key: KeyPath) -> tuple[str, list[KeyPath]] | None:

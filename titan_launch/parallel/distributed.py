@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,8 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from titan_launch.errors import RunError, config_error
 from titan_launch.parallel.rendezvous import meet
-
-_DIAL_SECONDS = 10.0
+from titan_launch.signals import agent_keeps_store, store_is_gone
 
 _LEAVING_SECONDS = 10.0
 
@@ -87,15 +85,10 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """
     if "RANK" not in os.environ:
         return dist.HashStore()
-    if _agent_keeps_store():
-        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        try:
-            socket.create_connection((host, int(port)), _DIAL_SECONDS).close()
-        except ConnectionRefusedError:
-            reason = f"the agent of host 0, which keeps the store at {host}:{port}, has ended"
-            raise RunError(f"rank {rank} of {world_size} cannot reach the others: {reason}") from None
-        except OSError:
-            pass  # the TCPStore tries again
+    if store_is_gone():
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = f"the agent of host 0, which keeps the store at {place}, has ended"
+        raise RunError(f"rank {rank} of {world_size} cannot reach the others: {reason}")
     store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     return store
 
@@ -103,17 +96,13 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 def _leave(store: dist.Store, rank: int, world_size: int) -> None:
     """Rank 0 goes last: where torchrun does not keep the store, it ends with rank 0, and NCCL's threads on other ranks
     complain of that until their groups are destroyed."""
-    if _agent_keeps_store():
+    if agent_keeps_store():
         return
     deadline = time.monotonic() + _LEAVING_SECONDS
     with suppress(dist.DistError):  # rank 0 has given up waiting: the run has ended well all the same
         store.add("left", 1)
         while rank == 0 and store.add("left", 0) < world_size and time.monotonic() < deadline:
             time.sleep(0.01)
-
-
-def _agent_keeps_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def choose_device(choice: str, local_rank: int) -> torch.device:
