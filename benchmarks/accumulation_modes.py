@@ -23,24 +23,24 @@ from publishing import publish
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_launch.accumulation.strategies import build_strategy
-from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.loss import cross_entropy_sum
-from titan_launch.metrics.tracking import track
+from titan_launch.config.sections.training import GradientAccumulationConfig
+from titan_launch.core.process import leave
+from titan_launch.distributed.mesh import build_mesh
+from titan_launch.distributed.process_group import Ranks, process_group
+from titan_launch.metrics.memory import track
 from titan_launch.metrics.traffic import count_collectives
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
-from titan_launch.parallel.distributed import Ranks, process_group
-from titan_launch.parallel.mesh import build_mesh
-from titan_launch.plan.analytic.engine import analytic_engine
-from titan_launch.plan.choices import Choice
-from titan_launch.plan.footprint import Category, Ledger, Place
+from titan_launch.models.loss import cross_entropy_sum
+from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.plan.communication import Traffic, traffic_of_step
+from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.traffic import Traffic, traffic_of_step
-from titan_launch.process import leave
+from titan_launch.plan.memory.analytic.engine import analytic_engine
+from titan_launch.plan.memory.ledger import Category, Ledger, Place
+from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.model import shard_model
-from titan_launch.train.plan import plan_precision
 from titan_launch.train.step import Microbatch, backward
 
 FEW, MANY = 4, 64

@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from publishing import publish
 
-from titan_launch.collective import on_main
-from titan_launch.config.checkpoint import AsyncMode
 from titan_launch.config.job import JobConfig
-from titan_launch.parallel.distributed import Ranks, process_group
-from titan_launch.process import leave
+from titan_launch.config.sections.checkpoint import AsyncMode
+from titan_launch.core.process import leave
+from titan_launch.distributed.collectives import on_main
+from titan_launch.distributed.process_group import Ranks, process_group
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import train_one_step
 from titan_launch.train.run import Run

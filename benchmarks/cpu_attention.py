@@ -18,8 +18,8 @@ import torch
 from publishing import publish
 from torch import Tensor
 
-from titan_launch.models.layers.blocked_attention import attention, gradients, lengths
-from titan_launch.train.host_memory import keep_freed_memory
+from titan_launch.cpu.allocator import keep_freed_memory
+from titan_launch.cpu.blocked_attention import attention, gradients, lengths
 
 TOKENS = 2048
 LENGTHS = (32, 64, 128, 256, 384, 512, 768, 1024, 2048)

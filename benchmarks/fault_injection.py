@@ -59,7 +59,7 @@ from titan_launch.checkpoint.manifest import (
     checkpoint_steps,
     read_manifest,
 )
-from titan_launch.process import BAD_INPUT, leave
+from titan_launch.core.process import BAD_INPUT, leave
 
 RANKS, STEPS, MOST_DEATHS = 2, 6, 3
 MODES = ("disabled", "thread", "process")

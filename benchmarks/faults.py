@@ -221,7 +221,7 @@ class Start:
     def run_rank(self, rank: int) -> None:
         """The main function of a rank's process: the launcher's own command line, which ends the process."""
         from titan_launch.cli import main
-        from titan_launch.process import leave
+        from titan_launch.core.process import leave
 
         os.setpgid(0, 0)  # with the process that writes for it, so that an orphan is found
         output = os.open(self.notes / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

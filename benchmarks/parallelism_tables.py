@@ -21,13 +21,13 @@ from publishing import publish
 
 from titan_launch.config.job import JobConfig
 from titan_launch.models.build import build_model
-from titan_launch.plan.analytic.engine import analytic_engine, unknown_part
-from titan_launch.plan.comparison import Row, compare
-from titan_launch.plan.flops import flops_of_model
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.layout import Layout, plan_layout
+from titan_launch.plan.memory.analytic.engine import analytic_engine, unknown_part
+from titan_launch.plan.report.comparison import Row, compare
+from titan_launch.plan.step_time import flops_of_model
 from titan_launch.trace.engine import trace_engine
-from titan_launch.train.plan import inspect_model
+from titan_launch.train.auto_mode import inspect_model
 
 SAMPLES = 512
 _RECOMPUTATION = {"8B": "selective", "70B": "full", "405B": "full"}

@@ -28,15 +28,15 @@ import torch
 from publishing import publish
 
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import ConfigError
+from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model
-from titan_launch.plan.analytic.engine import analytic_engine
-from titan_launch.plan.analytic.ops import Kernels
-from titan_launch.plan.choices import Choice
+from titan_launch.plan.communication import traffic_of_step
+from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.traffic import traffic_of_step
+from titan_launch.plan.memory.analytic.engine import analytic_engine
+from titan_launch.plan.memory.analytic.ops import Kernels
 from titan_launch.trace.step import trace_step
-from titan_launch.train.plan import plan_precision
+from titan_launch.train.auto_mode import plan_precision
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_launch.config.job import JobConfig
-from titan_launch.loss import cross_entropy_sum
-from titan_launch.parallel.distributed import Ranks, process_group
-from titan_launch.plan.traffic import Collectives, collectives_of_microbatch
-from titan_launch.process import leave
+from titan_launch.core.process import leave
+from titan_launch.distributed.process_group import Ranks, process_group
+from titan_launch.distributed.random_state import seed_everything
+from titan_launch.models.loss import cross_entropy_sum
+from titan_launch.plan.communication import Collectives, collectives_of_microbatch
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import pool_statistics, train_one_step, validation_scalars
 from titan_launch.train.run import Run
-from titan_launch.train.seed import seed_everything
 
 LAST_STEPS = 10
 """The training loss is the mean over this many steps at the end."""

@@ -18,11 +18,11 @@ from typing import Any
 from publishing import publish
 
 from titan_launch.config.job import JobConfig
-from titan_launch.plan.analytic.engine import analytic_engine
-from titan_launch.plan.choices import Choice
-from titan_launch.plan.comparison import estimate_reserved
 from titan_launch.plan.hardware import GIB, hardware_of
+from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.memory.analytic.engine import analytic_engine
+from titan_launch.plan.report.comparison import estimate_reserved
 
 
 @dataclass(frozen=True)

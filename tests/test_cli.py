@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.train.jobs import model_source
-from titan_launch.config.load import dump_job, load_job
-from titan_launch.torch_release import CAN_SHARE_UNITS
+from titan_launch.config.loading.load import dump_job, load_job
+from titan_launch.core.torch_release import CAN_SHARE_UNITS
 
 REPO = Path(__file__).parent.parent
 

@@ -23,12 +23,12 @@ from torch import Tensor
 from tests.distributed import run_ranks
 from tests.train.jobs import read_metrics, this_rank
 from titan_launch.cli import FAKE_OPTIONS, main, parse_arguments
-from titan_launch.config.load import load_job
+from titan_launch.config.loading.load import load_job
+from titan_launch.core.torch_release import CAN_SHARE_UNITS
 from titan_launch.data.sources import build_source
-from titan_launch.launch_options import LAUNCH_OPTIONS, plan_processes
+from titan_launch.data.tokenizers import build_tokenizer
+from titan_launch.launch.options import LAUNCH_OPTIONS, plan_processes
 from titan_launch.metrics.tags import markdown_table
-from titan_launch.tokenizer import build_tokenizer
-from titan_launch.torch_release import CAN_SHARE_UNITS
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from titan_launch.dtensors import chunk_sizes, local_tensor, own_part
-from titan_launch.trace.ranks import imagined_ranks
+from titan_launch.distributed.dtensor import chunk_sizes, local_tensor, own_part
+from titan_launch.trace.fake_group import imagined_ranks
 
 SHARDS, TENSOR = 3, 2
 

@@ -29,7 +29,7 @@ from benchmarks.gpu.waits import counted_waits, report
 from benchmarks.last_error import last_error
 from tests.distributed import run_ranks
 from tests.train.jobs import run_job, tiny_job
-from titan_launch.config.load import load_job
+from titan_launch.config.loading.load import load_job
 from titan_launch.train.step import TrainStep
 
 REPO = Path(__file__).parent.parent

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
-from titan_launch.constants import IGNORED_TARGET
-from titan_launch.loss import count_correct, count_valid, cross_entropy_sum
+from titan_launch.config.sections.data import IGNORED_TARGET
+from titan_launch.models.loss import count_correct, count_valid, cross_entropy_sum
 
 
 def test_sums_over_valid_targets_of_any_shape() -> None:

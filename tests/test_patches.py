@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from titan_launch.patches import environment, replaced
+from titan_launch.core.patches import environment, replaced
 
 
 class Base:

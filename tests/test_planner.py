@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.train.jobs import run_job, sharded_model, tiny_job
+from titan_launch.commands.plan import PlanOptions, print_plan
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import ConfigError, UserError
+from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.parallel.fsdp import fsdp_modules
-from titan_launch.planner import PlanOptions, print_plan
 
 JSON, TEXT = PlanOptions(as_json=True), PlanOptions()
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from titan_launch.process import has_left_by_itself, remove_folders
+from titan_launch.core.process import has_left_by_itself, remove_folders
 
 REPO = Path(__file__).parent.parent
 
 RANK = """
 import os, signal
 from multiprocessing.reduction import DupFd
-from titan_launch.config.provenance import Provenance
-from titan_launch.process import run_and_leave
+from titan_launch.config.loading.provenance import Provenance
+from titan_launch.core.process import run_and_leave
 
 def action():
     DupFd(0)  # makes a socket in a temporary folder, as a tensor does that is sent to another process

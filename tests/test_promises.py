@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from titan_launch.config import data, lr_scheduler
 from titan_launch.config.architectures import ARCHITECTURES
-from titan_launch.config.base import Section
 from titan_launch.config.job import JobConfig
-from titan_launch.config.optimizer import MuonConfig, ParamGroup, SGDConfig
-from titan_launch.config.precision import PrecisionRule
+from titan_launch.config.sections import data
+from titan_launch.config.sections import training as lr_scheduler
+from titan_launch.config.sections.base import Section
+from titan_launch.config.sections.precision import PrecisionRule
+from titan_launch.config.sections.training import MuonConfig, ParamGroup, SGDConfig
 
 REPO = Path(__file__).parent.parent
 PACKAGE = REPO / "titan_launch"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_launch.errors import ConfigError
-from titan_launch.registry import import_factory, refuse_imports_from
+from titan_launch.core.errors import ConfigError
+from titan_launch.core.import_string import import_factory, refuse_imports_from
 
 
 @pytest.fixture

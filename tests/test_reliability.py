@@ -20,12 +20,12 @@ from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.checkpoint import writer
 from titan_launch.checkpoint.manifest import checkpoint_steps, complete_steps
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import RunError, UserError, format_key
+from titan_launch.core.errors import RunError, UserError, format_key
 from titan_launch.metrics.sinks import JsonlSink
 from titan_launch.train.build import build_run
+from titan_launch.train.health.coordination import StopRequest
 from titan_launch.train.loop import ending, fit
 from titan_launch.train.main import full_disk_explained
-from titan_launch.train.signals import StopRequest
 
 REPO = Path(__file__).parent.parent
 

@@ -9,13 +9,13 @@ import sys
 import threading
 from pathlib import Path
 
-from titan_launch.signals import AGENT_PID, RESTART_SIGNAL, STOP_SIGNALS, heard, held_back
+from titan_launch.core.signals import AGENT_PID, RESTART_SIGNAL, STOP_SIGNALS, heard, held_back
 
 REPO = Path(__file__).parent.parent
 
 STUCK = """
 import ctypes, os
-from titan_launch.signals import heard
+from titan_launch.core.signals import heard
 
 def on_request(number, is_repeated):
     os.write(1, f"{number} {is_repeated}\\n".encode())
@@ -31,7 +31,7 @@ with heard(on_request, same_request_s=0):
 
 
 def test_a_rank_ends_at_once_if_its_agent_has_ended_before() -> None:
-    code = "from titan_launch.signals import stop_with_agent; stop_with_agent(); print('goes on')"
+    code = "from titan_launch.core.signals import stop_with_agent; stop_with_agent(); print('goes on')"
     child = subprocess.Popen(["true"])
     child.wait()
 
@@ -84,7 +84,7 @@ import os, signal, sys, threading
 os.write(1, b"started\\n")
 sys.stdin.readline()
 heard_it = threading.Event()
-from titan_launch.signals import heard
+from titan_launch.core.signals import heard
 with heard(lambda number, is_repeated: (os.write(1, f"{number}\\n".encode()), heard_it.set())):
     heard_it.wait(30)
 """

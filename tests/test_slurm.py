@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_launch.launch_options import plan_processes
+from titan_launch.launch.options import plan_processes
 
 REPO = Path(__file__).parent.parent
 

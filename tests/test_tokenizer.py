@@ -1,7 +1,7 @@
 import numpy as np
 
-from titan_launch.config.tokenizer import TokenizerConfig
-from titan_launch.tokenizer import build_tokenizer
+from titan_launch.config.sections.data import TokenizerConfig
+from titan_launch.data.tokenizers import build_tokenizer
 
 
 def test_bytes_become_tokens_and_an_end() -> None:

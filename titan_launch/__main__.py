@@ -4,11 +4,11 @@ import gc
 
 gc.disable()  # start-up makes no garbage, and looking for it takes a twentieth of the time of a `check`
 
-from titan_launch.signals import stop_with_agent  # noqa: E402
+from titan_launch.core.signals import stop_with_agent  # noqa: E402
 
 stop_with_agent()  # before the imports below, during which `launch` or torchrun may be killed
 
 from titan_launch.cli import main  # noqa: E402
-from titan_launch.process import leave  # noqa: E402
+from titan_launch.core.process import leave  # noqa: E402
 
 leave(main())

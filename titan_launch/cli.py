@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from titan_launch import __version__
-from titan_launch.config.explain import render
 from titan_launch.config.job import JobConfig
-from titan_launch.config.load import LoadedJob, load_job
-from titan_launch.errors import ConfigError, Problem, UserError, did_you_mean
-from titan_launch.imports import without_garbage_collection
-from titan_launch.process import BAD_INPUT, OK, announce_once, run_and_leave
-from titan_launch.registry import refuse_imports_from
+from titan_launch.config.loading.load import LoadedJob, load_job
+from titan_launch.core.errors import ConfigError, Problem, UserError, did_you_mean
+from titan_launch.core.import_string import refuse_imports_from, without_garbage_collection
+from titan_launch.core.process import BAD_INPUT, OK, announce_once, run_and_leave
 
 if TYPE_CHECKING:
-    from titan_launch.train.signals import StopRequest
+    from titan_launch.train.health.coordination import StopRequest
 
 USAGE = """\
 usage: titan-launch --version
@@ -83,12 +81,12 @@ def _train(args: list[str]) -> int:
     arguments = parse_arguments(args, FAKE_OPTIONS)
     if arguments.options:
         return _dry_run(arguments)
-    from titan_launch.train.signals import StopRequest
+    from titan_launch.train.health.coordination import StopRequest
 
     stop = StopRequest()
     with stop.listening():  # before torch is imported, so that a signal of these seconds is not lost
         loaded = _load_to_train(arguments, _positive("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-        run_and_leave(lambda: _import_and_train(loaded, stop), loaded.provenance)
+        run_and_leave(lambda: _import_and_train(loaded, stop), loaded.provenance.describe)
 
 
 def _import_and_train(loaded: LoadedJob, stop: StopRequest) -> None:
@@ -116,11 +114,11 @@ def _dry_run(arguments: _Arguments) -> int:
     if not rank.isdecimal() or int(rank) >= world_size:
         raise UserError(f"error: --fake-rank {rank}: must be a whole number from 0 to {world_size - 1}")
     loaded = _load(arguments, world_size)
-    run_and_leave(lambda: _import_and_build(loaded, world_size, int(rank)), loaded.provenance)
+    run_and_leave(lambda: _import_and_build(loaded, world_size, int(rank)), loaded.provenance.describe)
 
 
 def _import_and_build(loaded: LoadedJob, world_size: int, rank: int) -> None:
-    from titan_launch.planner import print_dry_run
+    from titan_launch.commands.plan import print_dry_run
 
     print_dry_run(loaded.config, world_size, rank)
 
@@ -145,7 +143,7 @@ PLAN_ALIASES = {
 
 
 def _plan(args: list[str]) -> int:
-    from titan_launch.planner import PlanOptions, print_plan
+    from titan_launch.commands.plan import PlanOptions, print_plan
 
     flags = ("--json", "--verbose")
     rest = [arg for arg in args if arg not in flags]
@@ -159,16 +157,18 @@ def _plan(args: list[str]) -> int:
         plot=arguments.options.get("plot"),
     )
     if options.plot is not None:
-        from titan_launch.plan.plot import check_plot
+        from titan_launch.plan.report.plot import check_plot
 
         check_plot(options.plot)
     loaded = _load(arguments, world_size, PLAN_ALIASES)
-    run_and_leave(lambda: print_plan(loaded.config, world_size, loaded.provenance.place, options), loaded.provenance)
+    run_and_leave(
+        lambda: print_plan(loaded.config, world_size, loaded.provenance.place, options), loaded.provenance.describe
+    )
 
 
 def _launch(args: list[str]) -> int:
-    from titan_launch.launch import launch
-    from titan_launch.launch_options import LAUNCH_OPTIONS, plan_processes
+    from titan_launch.launch.options import LAUNCH_OPTIONS, plan_processes
+    from titan_launch.launch.torchrun import launch
 
     arguments = parse_arguments(args, (*LAUNCH_OPTIONS, *FAKE_OPTIONS))
     fake = {name: arguments.options.pop(name) for name in FAKE_OPTIONS if name in arguments.options}
@@ -194,7 +194,7 @@ def _load_to_train(arguments: _Arguments, world_size: int | None, is_elastic: bo
     if not config.job.run_folder.exists():
         return loaded
     from titan_launch.plan.layout import plan_layout, with_global_batch_size
-    from titan_launch.train.folder import check_earlier_run
+    from titan_launch.train.run_folder.folder import check_earlier_run
 
     if world_size is not None:
         config = with_global_batch_size(config, plan_layout(config.parallelism, config.training, world_size))
@@ -204,7 +204,7 @@ def _load_to_train(arguments: _Arguments, world_size: int | None, is_elastic: bo
         with suppress(OSError):  # a folder that cannot be read: the run says so when it opens the folder
             check_earlier_run(config.job.run_folder, config, config.checkpoint.load)
     except ConfigError as error:
-        raise UserError(render(error.problems, loaded.provenance)) from None
+        raise UserError(loaded.provenance.describe(error.problems)) from None
     return loaded
 
 

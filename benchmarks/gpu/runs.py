@@ -12,12 +12,11 @@ from typing import Any, Literal
 
 from benchmarks.gpu.cases import Case, Shape
 from benchmarks.gpu.processes import log_name, run_process
-from titan_launch.config.load import load_job
-from titan_launch.plan.analytic.engine import analytic_engine
-from titan_launch.plan.choices import own_choice
+from titan_launch.config.loading.load import load_job
 from titan_launch.plan.hardware import GIB
-from titan_launch.plan.job import with_whole_parameters
+from titan_launch.plan.job import own_choice, with_whole_parameters
 from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.memory.analytic.engine import analytic_engine
 
 Device = Literal["cpu", "cuda"]
 

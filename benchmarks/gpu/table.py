@@ -14,7 +14,7 @@ from benchmarks.gpu.runs import Result
 from benchmarks.publishing import commit
 from titan_launch.config.architectures import resolve_args
 from titan_launch.config.architectures.llama3 import Llama3Args, flops_per_token
-from titan_launch.plan.devices import find_device
+from titan_launch.plan.hardware import find_device
 
 
 def header(is_smoke: bool) -> str:

@@ -20,11 +20,11 @@ from typing import TextIO
 import torch
 
 from titan_launch.cli import parse_arguments
-from titan_launch.config.load import load_job
-from titan_launch.process import run_and_leave
+from titan_launch.config.loading.load import load_job
+from titan_launch.core.process import run_and_leave
+from titan_launch.train.health.coordination import StopRequest
 from titan_launch.train.loop import fit
 from titan_launch.train.main import train
-from titan_launch.train.signals import StopRequest
 
 _MESSAGE = "called a synchronizing CUDA operation"
 _PACKAGE = str(Path(sys.modules["titan_launch"].__path__[0]))
@@ -47,7 +47,7 @@ def main() -> None:
             finally:
                 print(report(waits))
 
-    run_and_leave(train_and_print, loaded.provenance)
+    run_and_leave(train_and_print, loaded.provenance.describe)
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def table(measured: Sequence[tuple[Job, Sequence[Pair]]]) -> str:
 
 def train_in_turns(job: Job, pairs: int, result: Path) -> None:
     """As one rank: both trainings, built beside each other. Who begins a pair alternates."""
-    from titan_launch.parallel.distributed import process_group
+    from titan_launch.distributed.process_group import process_group
 
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group("cpu", timeout_seconds=300))
@@ -122,7 +122,7 @@ def bare_step(job: Job, rank: int) -> Callable[[], object]:
 def launcher_step(job: Job, stack: ExitStack, ranks: object) -> Callable[[], object]:
     """All that the launcher's loop does in a step without a report."""
     from titan_launch.config.job import JobConfig
-    from titan_launch.parallel.distributed import Ranks
+    from titan_launch.distributed.process_group import Ranks
     from titan_launch.train.build import build_run
     from titan_launch.train.loop import is_settled_step, settle_guard, train_one_step
 

@@ -14,22 +14,22 @@ from torch.utils._pytree import tree_leaves
 
 from tests.distributed import join_fake_group, run_ranks
 from tests.train.jobs import TINY_ARGS, sharded_model
-from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.job import JobConfig
-from titan_launch.loss import cross_entropy_sum
+from titan_launch.core.torch_release import CAN_SHARE_UNITS
+from titan_launch.distributed.mesh import build_mesh
 from titan_launch.models.build import build_model
-from titan_launch.parallel.mesh import build_mesh
-from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.traffic import (
+from titan_launch.models.loss import cross_entropy_sum
+from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.plan.communication import (
     Collectives,
     Traffic,
     collectives_of_microbatch,
     collectives_of_step,
     traffic_of_step,
 )
-from titan_launch.torch_release import CAN_SHARE_UNITS
+from titan_launch.plan.layout import plan_layout
+from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.model import shard_model
-from titan_launch.train.plan import plan_precision
 
 LAYERS, MICROBATCHES = TINY_ARGS["n_layers"], 4
 UNITS = LAYERS + 2  # blocks, [norm, output], embedding; nothing is left for the root

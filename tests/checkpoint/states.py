@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.tensors import whole, whole_state
 from titan_launch.checkpoint.manager import CheckpointManager, Origin
 from titan_launch.checkpoint.state import Progress, TrainingState
-from titan_launch.config.checkpoint import CheckpointConfig
+from titan_launch.config.sections.checkpoint import CheckpointConfig
 
 ORIGIN = Origin(world_size=0, config_digest="", gradient_accumulation={}, activation_checkpoint={}, data={})
 CPU = torch.device("cpu")

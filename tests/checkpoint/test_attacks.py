@@ -26,13 +26,12 @@ from torch import Tensor
 from tests.checkpoint.states import saved, trained
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
-from titan_launch.checkpoint.finding import find_checkpoint
 from titan_launch.checkpoint.index import DCP_INDEX_FILE, INDEX_FILE, read_chunk, read_index
-from titan_launch.checkpoint.loading import EVERYTHING, load_state
+from titan_launch.checkpoint.loading import EVERYTHING, find_checkpoint, load_state
 from titan_launch.checkpoint.manifest import DamagedCheckpointError, check, read_manifest, record_of, write_manifest
-from titan_launch.checkpoint.random_state import RandomState
 from titan_launch.checkpoint.state import Progress
-from titan_launch.errors import UserError
+from titan_launch.core.errors import UserError
+from titan_launch.distributed.random_state import RandomState
 
 MARK = "titan_launch_attack_mark"
 """The module that payloads import, and the folder that they make in the working directory."""

@@ -15,11 +15,10 @@ from torch import Tensor
 from tests.checkpoint.states import saved, trained
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
-from titan_launch.checkpoint.finding import find_checkpoint, newest_valid
-from titan_launch.checkpoint.loading import EVERYTHING, Selection, load_state
+from titan_launch.checkpoint.loading import EVERYTHING, Selection, find_checkpoint, load_state, newest_valid
 from titan_launch.checkpoint.manifest import read_manifest, write_manifest
-from titan_launch.checkpoint.random_state import RandomState
-from titan_launch.errors import UserError
+from titan_launch.core.errors import UserError
+from titan_launch.distributed.random_state import RandomState
 
 
 @pytest.fixture(scope="module")

@@ -21,12 +21,11 @@ from tests.distributed import run_ranks
 from tests.tensors import assert_equal
 from titan_launch.checkpoint import background, snapshot, writer
 from titan_launch.checkpoint.background import InProcess, InThread
-from titan_launch.checkpoint.finding import newest_valid
-from titan_launch.checkpoint.loading import EVERYTHING, load_state
+from titan_launch.checkpoint.loading import EVERYTHING, load_state, newest_valid
 from titan_launch.checkpoint.manifest import checkpoint_steps, complete_steps, read_manifest
 from titan_launch.checkpoint.snapshot import lay_out
-from titan_launch.errors import RunError
-from titan_launch.signals import RESTART_SIGNAL
+from titan_launch.core.errors import RunError
+from titan_launch.core.signals import RESTART_SIGNAL
 
 
 def loaded(folder: Path, replicas: int = 1) -> tuple[dict[str, Tensor], int]:

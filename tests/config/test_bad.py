@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_launch.config.load import load_job
-from titan_launch.errors import UserError
+from titan_launch.config.loading.load import load_job
+from titan_launch.core.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 BAD = sorted(path.relative_to(ROOT) for path in (ROOT / "tests/config/bad").glob("*.toml"))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import get_args
 
-from titan_launch.config.experiment import ROLES, Role, differences, role_of
-from titan_launch.config.fields import alternatives
 from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.schema_walk import alternatives
+from titan_launch.config.resume_compatibility import ROLES, Role, differences, role_of
 
 
 def test_every_key_has_a_role() -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from titan_launch.config.explain import render, report, toml_value
-from titan_launch.config.load import load_job
-from titan_launch.config.provenance import Provenance
-from titan_launch.errors import ConfigError, Problem, config_error, format_key
+from titan_launch.config.loading.load import load_job
+from titan_launch.config.loading.provenance import Provenance, report, toml_value
+from titan_launch.core.errors import ConfigError, Problem, config_error, format_key
 
 
 @pytest.fixture
@@ -38,12 +37,12 @@ def provenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Provenance:
     ],
 )
 def test_a_problem_found_later(problem: Problem, line: str, provenance: Provenance) -> None:
-    assert render([problem], provenance) == f"error: {line}"
+    assert provenance.describe([problem]) == f"error: {line}"
 
 
 def test_several_problems_stand_in_the_order_of_the_job(provenance: Provenance) -> None:
     keys = [("job", "name"), ("precision", "rules", 0), ("training", "steps")]
-    text = render([Problem(key, "wrong") for key in keys], provenance)
+    text = provenance.describe(Problem(key, "wrong") for key in keys)
     assert text.splitlines() == [
         "error: 3 problems in job.toml",
         "  job.toml:2: training.steps: wrong",

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import tomli
 
-from titan_launch.config.data import SyntheticData, TextData
 from titan_launch.config.job import JobConfig
-from titan_launch.config.load import LoadedJob, dump_job, load_job
-from titan_launch.config.lr_scheduler import Constant, Cosine
-from titan_launch.errors import Problem, UserError
+from titan_launch.config.loading.load import LoadedJob, dump_job, load_job
+from titan_launch.config.sections.data import SyntheticData, TextData
+from titan_launch.config.sections.training import Constant, Cosine
+from titan_launch.core.errors import Problem, UserError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -213,7 +213,8 @@ def test_no_section_survives_junk_silently_or_crashes(junk: str) -> None:
 def test_a_check_imports_nothing_slow() -> None:
     Path("job.toml").write_text("[data]\nkind = 'synthetic'\n")
     script = (
-        "import sys; from titan_launch.config.load import load_job; load_job('job.toml');"
-        "print(*{'torch', 'numpy', 'difflib', 'glob', 'json', 'titan_launch.config.translate'} & sys.modules.keys())"
+        "import sys; from titan_launch.config.loading.load import load_job; load_job('job.toml');"
+        "errors = 'titan_launch.config.loading.validation_errors';"
+        "print(*{'torch', 'numpy', 'difflib', 'glob', 'json', errors} & sys.modules.keys())"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "\n"

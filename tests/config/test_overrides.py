@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from titan_launch.config.data import SyntheticData, TextData
 from titan_launch.config.job import JobConfig
-from titan_launch.config.load import load_job
-from titan_launch.config.overrides import parse_overrides
-from titan_launch.errors import UserError
+from titan_launch.config.loading.load import load_job
+from titan_launch.config.loading.merge import parse_overrides
+from titan_launch.config.sections.data import SyntheticData, TextData
+from titan_launch.core.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,11 @@ import pytest
 import tomli
 
 from titan_launch.config.architectures import ARCHITECTURES
-from titan_launch.config.base import Section
-from titan_launch.config.docstrings import field_docs, section_doc
-from titan_launch.config.fields import tables
 from titan_launch.config.job import JobConfig
-from titan_launch.config.kinds import TAGGED
+from titan_launch.config.json_schema import field_docs, json_schema, section_doc
+from titan_launch.config.loading.schema_walk import TAGGED, tables
 from titan_launch.config.reference import DOCS, documents
-from titan_launch.config.schema import json_schema
+from titan_launch.config.sections.base import Section
 
 CONFIGS = DOCS.parent / "configs"
 ROOTS: list[type[Section]] = [JobConfig, *(architecture.args for architecture in ARCHITECTURES.values())]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import tomli
 
-from titan_launch.config.toml_lines import key_lines, repeated_key
-from titan_launch.errors import KeyPath
+from titan_launch.config.loading.toml_positions import key_lines, repeated_key
+from titan_launch.core.errors import KeyPath
 
 
 def test_sections_and_keys() -> None:

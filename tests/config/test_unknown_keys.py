@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from titan_launch.config.architectures import ARCHITECTURES
-from titan_launch.config.fields import tables
-from titan_launch.config.foreign_keys import FOREIGN_KEYS
 from titan_launch.config.job import JobConfig
-from titan_launch.config.load import load_job
-from titan_launch.errors import UserError, format_key
+from titan_launch.config.loading.foreign_keys import FOREIGN_KEYS
+from titan_launch.config.loading.load import load_job
+from titan_launch.config.loading.schema_walk import tables
+from titan_launch.core.errors import UserError, format_key
 
 SECTIONS = set(JobConfig.model_fields)
 KEYS = {format_key((*table.key, name)) for table in tables(JobConfig) for name in table.section.model_fields}

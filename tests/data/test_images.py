@@ -13,16 +13,13 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from titan_launch.config.data import ImageData
-from titan_launch.config.images import ImageFormat
-from titan_launch.constants import IGNORED_TARGET
-from titan_launch.data.loader import build_train_loader, build_validation_loader
-from titan_launch.data.order import SampleOrder
+from titan_launch.config.sections.data import IGNORED_TARGET, ImageData, ImageFormat
+from titan_launch.core.errors import ConfigError
+from titan_launch.data.loader import SampleOrder, build_train_loader, build_validation_loader
 from titan_launch.data.sources import SampleSource, build_source
 from titan_launch.data.sources.images import is_validation_image
-from titan_launch.errors import ConfigError
+from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.plan.layout import Layout
-from titan_launch.tokenizer import ByteTokenizer
 
 
 def build(taken: ImageFormat | None = None, key: tuple[str, ...] = ("data",), **keys: Any) -> SampleSource:

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_launch.constants import IGNORED_TARGET
-from titan_launch.data.loader import Loader, build_train_loader, build_validation_loader
-from titan_launch.data.order import SampleOrder
+from titan_launch.config.sections.data import IGNORED_TARGET
+from titan_launch.data.loader import Loader, SampleOrder, build_train_loader, build_validation_loader
 from titan_launch.plan.layout import Layout
 
 NUM_SAMPLES = 23

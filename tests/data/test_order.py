@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from titan_launch.data.order import SampleOrder
+from titan_launch.data.loader import SampleOrder
 
 
 def epoch(order: SampleOrder, number: int = 0) -> list[int]:

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from titan_launch.config.data import SyntheticData
+from titan_launch.config.sections.data import SyntheticData
+from titan_launch.core.errors import ConfigError
 from titan_launch.data.sources import SampleSource, build_source
-from titan_launch.errors import ConfigError
-from titan_launch.tokenizer import ByteTokenizer
+from titan_launch.data.tokenizers import ByteTokenizer
 
 
 def build(seq_len: int = 64, **keys: float) -> SampleSource:

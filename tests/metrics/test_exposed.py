@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from titan_launch.metrics.exposed import Kernel, exposed_seconds
+from titan_launch.metrics.traffic import Kernel, exposed_seconds
 
 GATHER, SCATTER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "ncclKernel_ReduceScatter"
 

@@ -13,10 +13,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from tests.distributed import run_ranks
 from tests.train.jobs import sharded_model, tiny_job
 from titan_launch.config.job import JobConfig
-from titan_launch.loss import cross_entropy_sum
-from titan_launch.metrics.tracking import track
-from titan_launch.optim.optimizer import build_optimizer
-from titan_launch.plan.footprint import Category, Ledger, Place
+from titan_launch.metrics.memory import track
+from titan_launch.models.loss import cross_entropy_sum
+from titan_launch.optim.registry import build_optimizer
+from titan_launch.plan.memory.ledger import Category, Ledger, Place
 from titan_launch.train.step import backward
 
 HERE = Place(0, "forward", "")

@@ -11,15 +11,15 @@ import torch.distributed as dist
 
 from tests.distributed import run_ranks
 from tests.train.jobs import planned_and_sharded, tiny_job
-from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.job import JobConfig
-from titan_launch.loss import cross_entropy_sum
+from titan_launch.distributed.torch_private import parameter_group
 from titan_launch.metrics.traffic import count_collectives
+from titan_launch.models.loss import cross_entropy_sum
 from titan_launch.optim.clip import clip_grad_norm
+from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.fsdp import fsdp_modules
-from titan_launch.plan.traffic import Traffic, traffic_of_step
+from titan_launch.plan.communication import Traffic, traffic_of_step
 from titan_launch.precision.observation import observe
-from titan_launch.torch_private import parameter_group
 from titan_launch.train.step import backward
 
 

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_launch.config.job import JobConfig
+from titan_launch.cpu import blocked_attention as blocked
+from titan_launch.cpu.blocked_attention import attention, blocked_attention, gradients
 from titan_launch.models.build import build_model
-from titan_launch.models.layers import blocked_attention as blocked
-from titan_launch.models.layers.blocked_attention import attention, blocked_attention, gradients
 from titan_launch.plan.layout import Layout
 from titan_launch.train import kernels
+from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.kernels import use_kernels
-from titan_launch.train.plan import plan_precision
 
 _aten = torch.ops.aten
 _FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu

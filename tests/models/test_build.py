@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from titan_launch.config.model import ModelConfig
-from titan_launch.errors import ConfigError, Problem
+from titan_launch.config.sections.model import ModelConfig
+from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.models.build import build_model, recorded_model
 from titan_launch.models.initializers import call_reset_parameters
 from titan_launch.models.llama3 import Llama3

@@ -17,15 +17,15 @@ from tests.distributed import run_ranks
 from tests.tensors import assert_equal, whole_state
 from tests.train.jobs import this_rank
 from titan_launch.config.job import JobConfig
-from titan_launch.config.model import ModelConfig
-from titan_launch.errors import ConfigError, Problem
+from titan_launch.config.sections.model import ModelConfig
+from titan_launch.core.errors import ConfigError, Problem
+from titan_launch.distributed.mesh import build_mesh
 from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.models.factory import HostBuild, HostValues
 from titan_launch.models.init import allocate, initialize
-from titan_launch.parallel.mesh import build_mesh
 from titan_launch.plan.layout import plan_layout
+from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.model import build_on_all_ranks, shard_model
-from titan_launch.train.plan import plan_precision
 
 SEED = 7
 GIB = 2**30

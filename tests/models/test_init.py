@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
 from titan_launch.config.architectures.llama3 import Llama3Args
-from titan_launch.errors import ConfigError, UserError
+from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.models.init import initialize
 from titan_launch.models.initializers import Initializer, InitTable, call_reset_parameters, check_reset_parameters
 from titan_launch.models.llama3 import Llama3, initial_values

@@ -18,8 +18,8 @@ from tests.tensors import assert_equal, whole_state
 from tests.train.jobs import sharded_model
 from titan_launch.config.architectures.resnet import FLAVORS, ResNetArgs, check, flops_per_sample, num_parameters
 from titan_launch.config.job import JobConfig
-from titan_launch.loss import cross_entropy_sum
 from titan_launch.models.init import initialize
+from titan_launch.models.loss import cross_entropy_sum
 from titan_launch.models.resnet import SPEC, ResNet, initial_values
 
 CPU = torch.device("cpu")

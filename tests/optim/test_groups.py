@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from titan_launch.config.optimizer import OptimizerConfig
-from titan_launch.errors import ConfigError, Problem
+from titan_launch.config.sections.training import OptimizerConfig
+from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.optim.groups import check_param_groups, group_parameters
 from titan_launch.plan.param_groups import GroupSettings
 

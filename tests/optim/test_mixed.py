@@ -20,12 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
 from tests.tensors import Operations
-from titan_launch.config.optimizer import MuonConfig, OptimizerConfig
+from titan_launch.config.sections.training import MuonConfig, OptimizerConfig
 from titan_launch.optim.groups import group_parameters
-from titan_launch.optim.mixed import MixedOptimizer
 from titan_launch.optim.muon import orthogonalized
-from titan_launch.optim.optimizer import build_optimizer
-from titan_launch.optim.skip import step_unless
+from titan_launch.optim.registry import MixedOptimizer, build_optimizer, step_unless
 
 Values = dict[str, Tensor]
 

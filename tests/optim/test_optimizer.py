@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tests.distributed import run_ranks
-from titan_launch.config.optimizer import OptimizerConfig
-from titan_launch.optim.optimizer import build_optimizer
+from titan_launch.config.sections.training import OptimizerConfig
+from titan_launch.optim.registry import build_optimizer, step_unless
 from titan_launch.optim.schedule import set_lr
-from titan_launch.optim.skip import step_unless
 
 IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from titan_launch.optim.rounding import Draw, _mix, round_to
+from titan_launch.optim.shards import Draw, _mix, round_to
 
 
 def rounded(values: Tensor, name: str = "w", step: int = 1, seed: int = 0, offsets: tuple[int, ...] = (0, 0)) -> Tensor:

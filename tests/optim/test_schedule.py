@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from titan_launch.config.lr_scheduler import SchedulerConfig
+from titan_launch.config.sections.training import SchedulerConfig
 from titan_launch.optim.schedule import describe_clipping, lr_factor
 
 

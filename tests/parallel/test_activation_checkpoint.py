@@ -18,7 +18,7 @@ from tests.distributed import run_ranks
 from tests.tensors import Operations, assert_equal, whole, whole_state
 from tests.train.jobs import TINY_ARGS, run_job, run_job_until, sharded_model, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
-from titan_launch.loss import cross_entropy_sum
+from titan_launch.models.loss import cross_entropy_sum
 from titan_launch.parallel.activation_checkpoint import SAVED_OPS
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
 from tests.train.jobs import TINY_ARGS, planned_and_sharded
-from titan_launch.config.compile import CompileConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import ConfigError
-from titan_launch.loss import cross_entropy_sum
-from titan_launch.models.layers import rope
-from titan_launch.parallel.compile import compile_loss, describe_pieces, eager
-from titan_launch.parallel.compile_cache import compile_time
+from titan_launch.config.sections.parallelism import CompileConfig
+from titan_launch.core.errors import ConfigError
+from titan_launch.models.layers import attention as rope
+from titan_launch.models.loss import cross_entropy_sum
+from titan_launch.parallel.compile import compile_loss, compile_time, describe_pieces, eager
 
 COMPILE = {"enable": True, "backend": "aot_eager"}
 SHAPES = 9

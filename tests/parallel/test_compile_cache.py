@@ -13,11 +13,10 @@ from torch import Tensor
 
 from tests.distributed import run_ranks
 from tests.train.jobs import this_rank, tiny_job
-from titan_launch.config.compile import CompileConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import ConfigError
-from titan_launch.parallel.compile import compile_loss
-from titan_launch.parallel.compile_cache import cache_folder, compile_time
+from titan_launch.config.sections.parallelism import CompileConfig
+from titan_launch.core.errors import ConfigError
+from titan_launch.parallel.compile import cache_folder, compile_loss, compile_time
 from titan_launch.train.build import build_run
 
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -81,7 +80,7 @@ def damaged_entries_are_made_anew(folder: Path) -> None:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    loggers = [logging.getLogger(name) for name in ("titan_launch.parallel.compile_cache", "torch._inductor.codecache")]
+    loggers = [logging.getLogger(name) for name in ("titan_launch.parallel.compile", "torch._inductor.codecache")]
     for logger in loggers:
         logger.addHandler(handler)
     entries = [path for kind in ("fxgraph", "aotautograd") for path in (folder / kind).glob("**/*") if path.is_file()]

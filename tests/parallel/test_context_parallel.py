@@ -16,11 +16,11 @@ from tests.parallel.divided_model import MAX_TOKENS, Model
 from tests.parallel.ring_on_cpu import ring_attention_on_cpu
 from tests.parallel.test_tensor_parallel import OWN, VALIDATION, assert_close, llama, train_one
 from tests.train.jobs import this_rank, tiny_job
-from titan_launch.config.batchnorm import BatchNormConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.data.sequence_part import SequencePart
-from titan_launch.errors import ConfigError
-from titan_launch.models.context_plan import check_context_plan
+from titan_launch.config.sections.precision import BatchNormConfig
+from titan_launch.core.errors import ConfigError
+from titan_launch.data.context_shard import SequencePart
+from titan_launch.models.parallel_plans import check_context_plan
 from titan_launch.train.build import build_run
 
 TWO = {"context_parallel_degree": 2}

@@ -15,16 +15,15 @@ from torch.distributed.fsdp import FSDPModule
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal, whole_state
 from tests.train.jobs import TINY_ARGS, sharded_model, this_mesh, this_rank
-from titan_launch.accumulation.strategies import build_strategy
-from titan_launch.config.debug import DebugConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.loss import loss_in_chunks
-from titan_launch.optim.optimizer import build_optimizer
-from titan_launch.parallel.discard import discard_pending
-from titan_launch.parallel.fsdp import fsdp_modules
-from titan_launch.torch_private import parameter_group
-from titan_launch.torch_release import torch_release
-from titan_launch.train.guard import StepGuard
+from titan_launch.config.sections.run import DebugConfig
+from titan_launch.core.torch_release import torch_release
+from titan_launch.distributed.torch_private import parameter_group
+from titan_launch.models.loss import loss_in_chunks
+from titan_launch.optim.registry import build_optimizer
+from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.fsdp import discard_pending, fsdp_modules
+from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.step import Microbatch, TrainStep
 
 SEQ_LEN = 8

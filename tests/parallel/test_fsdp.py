@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed import run_ranks
 from tests.train.jobs import TINY_ARGS, sharded_model
 from titan_launch.config.job import JobConfig
-from titan_launch.loss import cross_entropy_sum
-from titan_launch.torch_private import parameter_group
+from titan_launch.distributed.torch_private import parameter_group
+from titan_launch.models.loss import cross_entropy_sum
 
 
 class GatherSizes(TorchDispatchMode):

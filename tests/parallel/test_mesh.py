@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.distributed import join_fake_group, run_ranks
-from titan_launch.parallel.mesh import build_mesh
+from titan_launch.distributed.mesh import build_mesh
 from titan_launch.plan.layout import Layout
 
 

@@ -14,15 +14,15 @@ from tests.distributed import run_ranks
 from tests.tensors import assert_equal, whole_state
 from tests.train.jobs import TINY_ARGS, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import ConfigError, RunError
+from titan_launch.core.errors import ConfigError, RunError
+from titan_launch.distributed.torch_private import parameter_groups
 from titan_launch.models.build import build_model
 from titan_launch.models.stages import cut
 from titan_launch.parallel.pipeline import Boundaries, parts
-from titan_launch.plan.traffic import collectives_of_step
-from titan_launch.torch_private import parameter_groups
+from titan_launch.plan.communication import collectives_of_step
+from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit, report, train_one_step
-from titan_launch.train.plan import plan_precision
 from titan_launch.train.run import Run
 
 STEPS = 2

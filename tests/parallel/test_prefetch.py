@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed import join_fake_group, run_ranks
 from tests.train.jobs import TINY_ARGS
 from titan_launch.config.job import JobConfig
+from titan_launch.distributed.mesh import build_mesh
 from titan_launch.models.build import build_model
-from titan_launch.parallel.mesh import build_mesh
 from titan_launch.plan.layout import plan_layout
+from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.model import shard_model
-from titan_launch.train.plan import plan_precision
 
 SMALL = 2000
 """Elements: more than all norms have together, less than a block."""

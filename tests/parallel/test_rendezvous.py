@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from titan_launch.errors import RunError, Stopped
-from titan_launch.parallel import rendezvous
-from titan_launch.parallel.distributed import process_group
-from titan_launch.parallel.rendezvous import meet
+from titan_launch.core.errors import RunError, Stopped
+from titan_launch.distributed import rendezvous
+from titan_launch.distributed.process_group import process_group
+from titan_launch.distributed.rendezvous import meet
 
 
 def meet_all(

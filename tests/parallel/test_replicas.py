@@ -19,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
 from tests.train.jobs import TINY_ARGS, sharded_model, this_rank
-from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.job import JobConfig
-from titan_launch.parallel import replicas
-from titan_launch.parallel.discard import discard_pending
-from titan_launch.patches import replaced
-from titan_launch.torch_private import parameter_groups
+from titan_launch.core.patches import replaced
+from titan_launch.cpu import overlapped_all_reduce as replicas
+from titan_launch.distributed.torch_private import parameter_groups
+from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.fsdp import discard_pending
 
 
 def built(mode: str = "immediate", reduce_dtype: str = "float32") -> tuple[JobConfig, nn.Module]:

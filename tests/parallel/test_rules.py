@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal, whole
 from tests.train.jobs import TINY_ARGS, sharded_model
-from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.job import JobConfig
-from titan_launch.loss import cross_entropy_sum
+from titan_launch.models.loss import cross_entropy_sum
+from titan_launch.parallel.accumulation import build_strategy
 
 UNITS = ("model", "block", "module")
 

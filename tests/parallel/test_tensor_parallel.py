@@ -15,16 +15,16 @@ from tests.parallel.divided_model import HEADS, PLAN, Model
 from tests.tensors import assert_equal, whole, whole_state
 from tests.train.jobs import TINY_ARGS, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
-from titan_launch.config.model import ModelConfig
-from titan_launch.config.parallelism import ParallelismConfig
-from titan_launch.errors import ConfigError
-from titan_launch.models.tensor_plan import check_tensor_plan, shapes_explained
-from titan_launch.patches import replaced
+from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.sections.parallelism import ParallelismConfig
+from titan_launch.core.errors import ConfigError
+from titan_launch.core.patches import replaced
+from titan_launch.distributed.random_state import random_stream, seed_everything
+from titan_launch.models.parallel_plans import check_tensor_plan, shapes_explained
 from titan_launch.train import build
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit, report, train_one_step
 from titan_launch.train.run import Run
-from titan_launch.train.seed import random_stream, seed_everything
 
 TWO = {"tensor_parallel_degree": 2}
 OWN = "tests.parallel.divided_model:Model"

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import ConfigError
-from titan_launch.plan.analytic.engine import model_inventory
-from titan_launch.plan.choices import Choice
-from titan_launch.plan.comparison import Comparison, compare, estimate_reserved, judge
-from titan_launch.plan.flops import flops_of_model
-from titan_launch.plan.footprint import Category, Footprint, Ledger, Place
+from titan_launch.core.errors import ConfigError
+from titan_launch.plan.auto_mode import resolve
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
+from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.resolution import resolve
-from titan_launch.plan.table import describe_comparison, format_categories, format_comparison
+from titan_launch.plan.memory.analytic.engine import model_inventory
+from titan_launch.plan.memory.ledger import Category, Footprint, Ledger, Place
+from titan_launch.plan.report.comparison import Comparison, compare, estimate_reserved, judge
+from titan_launch.plan.report.table import describe_comparison, format_categories, format_comparison
+from titan_launch.plan.step_time import flops_of_model
 
 ARGS = {"dim": 32, "n_layers": 6, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
 CHAIN = ("tok_embeddings", *(f"layers.{index}" for index in range(6)), "norm", "output")

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import ConfigError
-from titan_launch.plan.analytic.engine import model_inventory
+from titan_launch.core.errors import ConfigError
 from titan_launch.plan.job import plan_job
+from titan_launch.plan.memory.analytic.engine import model_inventory
 from titan_launch.plan.types import ModelPlan
 
 FP32_NORMS = {"rules": [{"match": ["layers.*.*_norm", "norm"], "param_dtype": "float32"}]}

@@ -1,6 +1,6 @@
 import pytest
 
-from titan_launch.plan.devices import DEVICES, find_device
+from titan_launch.plan.hardware import DEVICES, find_device
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import ConfigError
-from titan_launch.plan.analytic.engine import model_inventory
+from titan_launch.core.errors import ConfigError
 from titan_launch.plan.float8 import check_shards
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout
+from titan_launch.plan.memory.analytic.engine import model_inventory
 
 FP32_ATTENTION = {"rules": [{"match": "layers.*.attention", "param_dtype": "float32"}]}
 

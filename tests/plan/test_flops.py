@@ -9,13 +9,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.train.jobs import TINY_ARGS
-from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
-from titan_launch.config.model import ModelConfig
-from titan_launch.loss import cross_entropy_sum
+from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.models.build import build_model
+from titan_launch.models.loss import cross_entropy_sum
 from titan_launch.parallel.activation_checkpoint import checkpoint_activations
-from titan_launch.plan.flops import flops_of_model
-from titan_launch.plan.recomputation import recomputed_modules
+from titan_launch.plan.activation_checkpoint import recomputed_modules
+from titan_launch.plan.step_time import flops_of_model
 from titan_launch.plan.types import Inventory
 
 SEQ_LEN, LAYERS, DIM = 16, 4, TINY_ARGS["dim"]

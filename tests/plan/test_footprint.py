@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from titan_launch.plan.footprint import Category, Footprint, Ledger, Place, extrapolate
+from titan_launch.plan.memory.ledger import Category, Footprint, Ledger, Place, extrapolate
 
 FORWARD, BACKWARD = Place(0, "forward", "layers.0"), Place(0, "backward", "layers.0")
 

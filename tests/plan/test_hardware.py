@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 
-from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.config.model import ModelConfig
-from titan_launch.config.parallelism import ParallelismConfig
-from titan_launch.errors import ConfigError
-from titan_launch.plan.devices import DEVICES
-from titan_launch.plan.flops import flops_of_model
-from titan_launch.plan.hardware import Hardware, hardware_of, machine_memory_gib
+from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
+from titan_launch.core.errors import ConfigError
+from titan_launch.plan.communication import Wire
+from titan_launch.plan.hardware import DEVICES, Hardware, hardware_of, machine_memory_gib
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.step_time import StepTime, bubble_share, estimate_step_time
-from titan_launch.plan.wire import Wire
+from titan_launch.plan.step_time import StepTime, bubble_share, estimate_step_time, flops_of_model
 
 
 def hardware(device: str = "auto", tflops: float | None = None, **planner: Any) -> Hardware:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from titan_launch.config.parallelism import ParallelismConfig
-from titan_launch.config.training import TrainingConfig
-from titan_launch.errors import ConfigError
+from titan_launch.config.sections.parallelism import ParallelismConfig
+from titan_launch.config.sections.training import TrainingConfig
+from titan_launch.core.errors import ConfigError
 from titan_launch.plan.layout import Layout, plan_layout
 
 

@@ -12,12 +12,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
-from titan_launch.config.optimizer import OptimizerConfig
-from titan_launch.metrics.tracking import track
+from titan_launch.config.sections.training import OptimizerConfig
+from titan_launch.metrics.memory import track
 from titan_launch.optim.groups import group_parameters
-from titan_launch.optim.optimizer import build_optimizer
-from titan_launch.plan.footprint import Category, Ledger, Place
-from titan_launch.plan.optimizer_memory import GroupSizes, ShardSize, state_bytes, temporary_bytes
+from titan_launch.optim.registry import build_optimizer
+from titan_launch.plan.memory.ledger import Category, Ledger, Place
+from titan_launch.plan.memory.optimizer import GroupSizes, ShardSize, state_bytes, temporary_bytes
 
 CASES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "foreach": ({"implementation": "foreach"}, torch.float32),

@@ -10,25 +10,21 @@ import pytest
 import torch
 from torch import nn
 
-from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.config.model import ModelConfig
-from titan_launch.config.parallelism import ParallelismConfig
-from titan_launch.config.training import TrainingConfig
-from titan_launch.errors import ConfigError
+from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.sections.parallelism import ParallelismConfig
+from titan_launch.config.sections.training import GradientAccumulationConfig, TrainingConfig
+from titan_launch.core.errors import ConfigError
+from titan_launch.core.torch_release import CAN_SHARE_UNITS
 from titan_launch.models.build import build_model, find_chain
 from titan_launch.models.inventory import take_inventory
-from titan_launch.plan.balance import balance
-from titan_launch.plan.in_flight import scaled_to_step
+from titan_launch.plan.communication import Collectives, Exchange, Traffic
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.pipeline import plan_stages
-from titan_launch.plan.report import describe_units, format_plan
-from titan_launch.plan.stage_part import parts_on_rank
-from titan_launch.plan.traffic import Collectives, Exchange, Traffic
+from titan_launch.plan.pipeline import balance, parts_on_rank, plan_stages, scaled_to_step
+from titan_launch.plan.report.unit_table import describe_units, format_plan
 from titan_launch.plan.types import Inventory, ModelPlan
-from titan_launch.torch_release import CAN_SHARE_UNITS
-from titan_launch.train.plan import inspect_model
+from titan_launch.train.auto_mode import inspect_model
 
 
 def job(layers: int = 5, rules: tuple[dict[str, Any], ...] = (), **parallelism: Any) -> JobConfig:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.plan.test_comparison import compared, make_job
-from titan_launch.errors import UserError
-from titan_launch.plan.plot import check_plot, plot_comparison
+from titan_launch.core.errors import UserError
+from titan_launch.plan.report.plot import check_plot, plot_comparison
 
 pytest.importorskip("matplotlib")
 
@@ -39,6 +39,6 @@ def test_where_it_cannot_be_written_is_said_first(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_launch.plan.plot.find_spec", lambda name: None)
+    monkeypatch.setattr("titan_launch.plan.report.plot.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install matplotlib"):
         check_plot("plan.png")

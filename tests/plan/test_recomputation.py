@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
-from titan_launch.errors import ConfigError
-from titan_launch.plan.recomputation import recomputed_modules
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
+from titan_launch.core.errors import ConfigError
+from titan_launch.plan.activation_checkpoint import recomputed_modules
 from titan_launch.plan.types import Inventory, ModuleInfo
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from titan_launch.plan.repeats import Repeat, longest_repeat, shorten
+from titan_launch.plan.memory.depth import Repeat, longest_repeat, shorten
 
 
 @pytest.mark.parametrize(

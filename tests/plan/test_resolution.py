@@ -6,17 +6,17 @@ import pytest
 
 from tests.plan.test_comparison import PEAK, auto, compared, make_job, predict
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import ConfigError
-from titan_launch.plan.analytic.engine import model_inventory
-from titan_launch.plan.choices import own_choice
-from titan_launch.plan.flops import flops_of_model
+from titan_launch.core.errors import ConfigError
+from titan_launch.plan.activation_checkpoint import recomputed_modules
+from titan_launch.plan.auto_mode import Resolution, resolve, resolve_auto, suggest
 from titan_launch.plan.hardware import hardware_of
+from titan_launch.plan.job import own_choice
 from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.recomputation import recomputed_modules
-from titan_launch.plan.resharding import plan_resharding
-from titan_launch.plan.resolution import Resolution, resolve, resolve_auto, suggest
-from titan_launch.plan.table import format_assumptions, format_comparison
+from titan_launch.plan.memory.analytic.engine import model_inventory
+from titan_launch.plan.report.table import format_assumptions, format_comparison
+from titan_launch.plan.step_time import flops_of_model
 from titan_launch.plan.types import Inventory
+from titan_launch.plan.units.order import plan_resharding
 
 
 def resolved(config: JobConfig, ranks: int = 2) -> Resolution:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from titan_launch.plan.traffic import padded_numel
+from titan_launch.plan.communication import padded_numel
 from titan_launch.plan.types import TensorInfo
 
 

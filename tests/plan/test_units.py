@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.precision import PrecisionConfig, PrecisionRule
-from titan_launch.errors import ConfigError
+from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
+from titan_launch.core.errors import ConfigError
 from titan_launch.models.inventory import take_inventory
-from titan_launch.plan.claims import BATCH_NORM_DEFAULT
 from titan_launch.plan.job import with_whole_parameters
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.report import describe_units, format_units
-from titan_launch.plan.resharding import Resharding
+from titan_launch.plan.report.unit_table import describe_units, format_units
 from titan_launch.plan.types import Inventory, Policy, Unit
-from titan_launch.plan.units import plan_model
+from titan_launch.plan.units.fsdp_units import plan_model
+from titan_launch.plan.units.order import Resharding
+from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT
 
 RESHARDING = Resharding(blocks=True, late=False)
 

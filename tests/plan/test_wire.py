@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from titan_launch.plan.communication import Collectives, Exchange, Traffic, Wire, wire_bytes
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.traffic import Collectives, Exchange, Traffic
-from titan_launch.plan.wire import Wire, wire_bytes
 
 
 def layout(replicate: int, shard: int) -> Layout:

@@ -19,15 +19,15 @@ from tests.precision.steps import SEQ_LEN, train, wrapped
 from tests.tensors import assert_equal, whole_state
 from tests.train.jobs import TINY_ARGS, read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import UserError
+from titan_launch.core.errors import UserError
+from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD
+from titan_launch.distributed.torch_private import parameter_group
 from titan_launch.models.build import build_model
 from titan_launch.precision.audit import Audit, compare
 from titan_launch.precision.observation import look_at_storage, observe
-from titan_launch.torch_private import parameter_group
-from titan_launch.torch_release import ACCUMULATES_IN_GRAD
+from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import train_one_step
-from titan_launch.train.plan import plan_precision
 
 
 def audit_of(config: JobConfig, planned: JobConfig | None = None) -> Audit:

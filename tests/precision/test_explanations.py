@@ -19,10 +19,10 @@ from tests.distributed import run_ranks
 from tests.precision.steps import train, wrapped
 from tests.train.jobs import this_rank, tiny_job
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import UNSET, ConfigError, Problem, format_key
-from titan_launch.precision.explanations import dtype_failures_explained, explain
-from titan_launch.precision.failure import Failure
-from titan_launch.torch_release import NEWEST_TESTED, torch_release
+from titan_launch.core.errors import UNSET, ConfigError, Problem, format_key
+from titan_launch.core.torch_release import NEWEST_TESTED, torch_release
+from titan_launch.precision.diagnosis import dtype_failures_explained, explain
+from titan_launch.precision.observation import Failure
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 

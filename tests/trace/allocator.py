@@ -10,22 +10,22 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.config.job import JobConfig
-from titan_launch.loss import loss_in_chunks
+from titan_launch.distributed.mesh import build_mesh
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
+from titan_launch.models.loss import loss_in_chunks
 from titan_launch.optim.clip import clip_grad_norm
-from titan_launch.optim.optimizer import build_optimizer
+from titan_launch.optim.registry import build_optimizer
+from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.batchnorm import RunningStatistics
-from titan_launch.parallel.mesh import build_mesh
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.layout import Layout
-from titan_launch.trace.inputs import make_microbatch, sample_format
-from titan_launch.trace.ranks import imagined_ranks
+from titan_launch.trace.fake_group import imagined_ranks
+from titan_launch.trace.step import make_microbatch, sample_format
+from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.model import shard_model
 from titan_launch.train.pipeline import PipelinedStep
-from titan_launch.train.plan import plan_precision
 from titan_launch.train.step import backward, loss_of
 
 

@@ -8,13 +8,13 @@ import pytest
 
 from titan_launch.config.job import JobConfig
 from titan_launch.models.build import build_model
-from titan_launch.plan.analytic.engine import analytic_engine
-from titan_launch.plan.choices import Choice
+from titan_launch.plan.communication import traffic_of_step
 from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.traffic import traffic_of_step
+from titan_launch.plan.memory.analytic.engine import analytic_engine
 from titan_launch.trace.step import trace_step
-from titan_launch.train.plan import plan_precision
+from titan_launch.train.auto_mode import plan_precision
 
 ARGS = {"dim": 48, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 100, "vocab_size": 320}
 FP32_NORMS = {"rules": [{"match": ["layers.*.*_norm", "norm"], "param_dtype": "float32"}]}

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from tests.trace.traces import a_job
+from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD
 from titan_launch.models.build import build_model
-from titan_launch.plan.traffic import Exchange, traffic_of_step
-from titan_launch.torch_release import ACCUMULATES_IN_GRAD
+from titan_launch.plan.communication import Exchange, traffic_of_step
 from titan_launch.trace import step
 from titan_launch.trace.engine import telling_ranks
 from titan_launch.trace.step import TracedStep, trace_step
-from titan_launch.train.plan import plan_precision
+from titan_launch.train.auto_mode import plan_precision
 
 BF16 = {"param_dtype": "bfloat16"}
 TOKENS, DIM = 32, 32

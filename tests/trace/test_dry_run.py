@@ -14,7 +14,7 @@ from tests.parallel import divided_model
 from tests.parallel.divided_model import PLAN
 from tests.trace.traces import a_job
 from titan_launch.cli import main
-from titan_launch.errors import ConfigError
+from titan_launch.core.errors import ConfigError
 from titan_launch.plan.hardware import hardware_of
 from titan_launch.trace.dry_run import dry_run
 

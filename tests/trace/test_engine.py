@@ -8,12 +8,12 @@ import pytest
 
 from tests.trace.traces import FP32_NORMS, a_job
 from titan_launch.models.build import build_model
-from titan_launch.plan.choices import Choice
-from titan_launch.plan.footprint import Footprint
-from titan_launch.plan.traffic import Traffic, traffic_of_step
+from titan_launch.plan.communication import Traffic, traffic_of_step
+from titan_launch.plan.job import Choice
+from titan_launch.plan.memory.ledger import Footprint
 from titan_launch.trace import depth
 from titan_launch.trace.engine import trace_engine
-from titan_launch.train.plan import plan_precision
+from titan_launch.train.auto_mode import plan_precision
 
 CONV = {"name": "examples.conv_lm:build", "args": {"vocab_size": 61, "dim": 16, "n_layers": 9}}
 LLAMA = {"args": {"n_layers": 9}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.trace.traces import a_job
-from titan_launch.errors import ConfigError
+from titan_launch.core.errors import ConfigError
 from titan_launch.trace.engine import trace_engine
 
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from tests.trace.allocator import allocated_peaks
 from tests.trace.traces import FP32_NORMS, a_job
 from titan_launch.models.build import build_model
-from titan_launch.plan.footprint import Category, Footprint, Place
-from titan_launch.trace.ranks import imagined_ranks
+from titan_launch.plan.memory.ledger import Category, Footprint, Place
+from titan_launch.trace.fake_group import imagined_ranks
 from titan_launch.trace.step import trace_step
-from titan_launch.train.plan import plan_precision
+from titan_launch.train.auto_mode import plan_precision
 
 BF16 = {"param_dtype": "bfloat16"}
 DEFERRED = {"mode": "deferred"}

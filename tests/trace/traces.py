@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.train.jobs import tiny_job
 from titan_launch.config.job import JobConfig
-from titan_launch.plan.choices import Choice
+from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import Layout, plan_layout
 
 FP32_NORMS = {"param_dtype": "bfloat16", "rules": [{"type": "RMSNorm", "param_dtype": "float32"}]}

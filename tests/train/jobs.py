@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from tests.tensors import whole_state
 from titan_launch.config.job import JobConfig
+from titan_launch.distributed.mesh import Mesh, build_mesh
+from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
-from titan_launch.parallel.distributed import Ranks
-from titan_launch.parallel.mesh import Mesh, build_mesh
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.types import ModelPlan
+from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
-from titan_launch.train.faults import settle_guard
+from titan_launch.train.health.skipped_steps import settle_guard
 from titan_launch.train.loop import fit, is_checkpoint_step, report, save, train_one_step
 from titan_launch.train.model import shard_model
-from titan_launch.train.plan import plan_precision
 from titan_launch.train.run import Run
 
 TINY_ARGS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}

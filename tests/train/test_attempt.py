@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.distributed import run_ranks
-from titan_launch.train.attempt import Agent, Attempt, launch_of, next_attempt, parse_launch, this_attempt
+from titan_launch.train.run_folder.attempt import Agent, Attempt, launch_of, next_attempt, parse_launch, this_attempt
 
 
 def attempt_under_torchrun(rank_folder: str) -> Attempt:

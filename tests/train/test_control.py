@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from tests.distributed import run_ranks
-from titan_launch.train.control import Control
+from titan_launch.train.health.coordination import Control
 
 
 class Clock:

@@ -16,11 +16,11 @@ from tests.distributed import run_ranks
 from tests.tensors import assert_equal, whole_state
 from tests.train.jobs import read_metrics, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import RunError
 from titan_launch.data.sources import build_source
-from titan_launch.errors import RunError
-from titan_launch.tokenizer import build_tokenizer
+from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.train.build import build_run
-from titan_launch.train.faults import MAX_RECORDS
+from titan_launch.train.health.skipped_steps import MAX_RECORDS
 from titan_launch.train.loop import fit, train_one_step
 from titan_launch.train.run import Run
 

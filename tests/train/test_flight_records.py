@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_ranks
-from titan_launch.launch import _why_aborted
-from titan_launch.train import flight_recorder
-from titan_launch.train.flight_recorder import collectives_begun, dump_flight_recorder
-from titan_launch.train.flight_records import FOLDER, GLOO_FOLDER, _load, record_path, unfinished_collectives
+from titan_launch.launch.torchrun import _why_aborted
+from titan_launch.train.health import flight_recorder
+from titan_launch.train.health.flight_recorder import collectives_begun, dump_flight_recorder
+from titan_launch.train.health.flight_records import FOLDER, GLOO_FOLDER, _load, record_path, unfinished_collectives
 
 
 def wait_for_the_last_rank(folder: Path) -> int:

@@ -22,18 +22,18 @@ from tests.train.jobs import model_source, read_metrics, run_job, tiny_job
 from titan_launch.checkpoint.manifest import checkpoint_steps, read_manifest, record_of, write_manifest
 from titan_launch.cli import main
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import ConfigError, UserError
-from titan_launch.files import remove
-from titan_launch.train import folder as run_folder
-from titan_launch.train.attempt import Agent, Attempt
-from titan_launch.train.folder import (
+from titan_launch.core.errors import ConfigError, UserError
+from titan_launch.core.files import remove
+from titan_launch.train.run_folder import folder as run_folder
+from titan_launch.train.run_folder.attempt import Agent, Attempt
+from titan_launch.train.run_folder.folder import (
     Load,
     effective_load,
     prepare_run_folder,
     recorded_modes,
     supersede_later_checkpoints,
 )
-from titan_launch.train.records import record_run
+from titan_launch.train.run_folder.records import record_run
 
 ALONE = Attempt()
 """A process that nothing restarts."""

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from tests.distributed import run_command
-from titan_launch.errors import ConfigError
-from titan_launch.loss import cross_entropy_sum
+from titan_launch.core.errors import ConfigError
+from titan_launch.models.loss import cross_entropy_sum
 from titan_launch.train.forward import check_embeddings, check_signature, checked_loss
 
 MODEL = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from titan_launch.train.garbage import scheduled_garbage_collection
+from titan_launch.train.loop import scheduled_garbage_collection
 
 
 class Cycle:

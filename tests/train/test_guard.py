@@ -16,12 +16,12 @@ from torch import Tensor
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal, whole_state
 from tests.train.jobs import this_rank, tiny_job
-from titan_launch.config.debug import DebugConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import RunError
+from titan_launch.config.sections.run import DebugConfig
+from titan_launch.core.errors import RunError
 from titan_launch.train.build import build_run
-from titan_launch.train.faults import settle_guard
-from titan_launch.train.guard import Settlement, StepGuard
+from titan_launch.train.health.skipped_steps import settle_guard
+from titan_launch.train.health.step_guard import Settlement, StepGuard
 from titan_launch.train.loop import train_one_step
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""titan_launch.train.host_memory: freed memory is used again."""
+"""titan_launch.cpu.allocator: freed memory is used again."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from titan_launch.train.host_memory import keep_freed_memory
+from titan_launch.cpu.allocator import keep_freed_memory
 
 PROGRAM = """
 import resource, sys
-from titan_launch.train.host_memory import keep_freed_memory
+from titan_launch.cpu.allocator import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory({})
 for _ in range(4):

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from tests.distributed import run_ranks
 from tests.train.jobs import run_job, tiny_job
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import ConfigError
+from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model
 from titan_launch.plan.layout import Layout
 from titan_launch.train import kernels
+from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.kernels import (
     BACKENDS,
     attention_dtypes,
@@ -29,7 +30,6 @@ from titan_launch.train.kernels import (
     use_kernels,
     without_cudnn,
 )
-from titan_launch.train.plan import plan_precision
 
 WHOLE = Layout(1, 1, local_batch_size=1, num_microbatches=1)
 

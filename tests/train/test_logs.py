@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_launch.errors import RunError
-from titan_launch.train.logs import console_log, rank_log
+from titan_launch.core.errors import RunError
+from titan_launch.train.run_folder.logs import console_log, rank_log
 
 LOG = logging.getLogger("titan_launch.somewhere")
 

@@ -15,8 +15,8 @@ from tests.distributed import run_ranks
 from tests.tensors import assert_equal, whole_state
 from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import RunError
 from titan_launch.data.sources import build_source
-from titan_launch.errors import RunError
 from titan_launch.train import batches
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit, report, train_one_step, validation_scalars

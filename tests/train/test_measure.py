@@ -15,17 +15,16 @@ from tests.distributed import run_ranks
 from tests.parallel.conv_model import ConvNet
 from tests.tensors import assert_equal
 from tests.train.jobs import read_metrics, run_job, tiny_job
-from titan_launch.config.comm import CommConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import ConfigError
+from titan_launch.config.sections.run import CommConfig
+from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model
+from titan_launch.plan.communication import traffic_of_step
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.traffic import traffic_of_step
 from titan_launch.train import measure
-from titan_launch.train.measure import StepMeasurements, check_profiling
-from titan_launch.train.plan import plan_precision
-from titan_launch.train.prediction import MEASURED, PREDICTED, MemoryCheck
+from titan_launch.train.auto_mode import plan_precision
+from titan_launch.train.measure import MEASURED, PREDICTED, MemoryCheck, StepMeasurements, check_profiling
 
 VALIDATION = {
     "freq": 2,

@@ -14,12 +14,12 @@ from torch import Tensor
 from tests.distributed import run_ranks
 from tests.train.jobs import read_metrics, run_job, run_job_until, tiny_job
 from titan_launch.config.job import JobConfig
-from titan_launch.config.load import dump_job
-from titan_launch.errors import ConfigError, UserError
-from titan_launch.plan.analytic.engine import analytic_engine
-from titan_launch.plan.choices import Choice
+from titan_launch.config.loading.load import dump_job
+from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.plan.hardware import GIB
+from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.memory.analytic.engine import analytic_engine
 
 Modes = tuple[str, bool, str]
 

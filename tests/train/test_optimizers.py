@@ -10,7 +10,7 @@ import torch
 
 from tests.distributed import run_ranks
 from tests.train.jobs import run_job, run_job_until, tiny_job
-from titan_launch.errors import UserError
+from titan_launch.core.errors import UserError
 
 STORED_IN_BF16 = {"param_dtype": "float32", "storage_dtype": "bfloat16"}
 JOBS: dict[str, dict[str, Any]] = {

@@ -15,12 +15,12 @@ from torch import Tensor
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal, whole_state
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
-from titan_launch.config.data import TextData
 from titan_launch.config.job import JobConfig
-from titan_launch.data.order import SampleOrder
+from titan_launch.config.sections.data import TextData
+from titan_launch.core.errors import UserError
+from titan_launch.data.loader import SampleOrder
 from titan_launch.data.sources import build_source
-from titan_launch.errors import UserError
-from titan_launch.tokenizer import ByteTokenizer
+from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.train.build import build_run
 
 

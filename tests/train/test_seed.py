@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tests.distributed import run_ranks
-from titan_launch.train.seed import seed_everything
+from titan_launch.distributed.random_state import seed_everything
 
 
 def seeded(deterministic: bool) -> tuple[bool, bool, list[float], list[float]]:

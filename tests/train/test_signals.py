@@ -16,11 +16,11 @@ from tests.distributed import run_ranks
 from tests.tensors import assert_equal
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import Stopped, format_key
-from titan_launch.signals import RESTART_SIGNAL, RESTART_STATUS
+from titan_launch.core.errors import Stopped, format_key
+from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS
 from titan_launch.train.build import build_run
+from titan_launch.train.health.coordination import StopRequest
 from titan_launch.train.loop import ending, fit
-from titan_launch.train.signals import StopRequest
 
 VALIDATION = {"freq": 1, "max_samples": 4, "data": {"kind": "synthetic", "vocab_size": 61, "num_samples": 8}}
 

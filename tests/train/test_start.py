@@ -19,7 +19,7 @@ NOT_AT_ALL = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.experimental",
     "titan_launch.trace",
-    "titan_launch.launch",
+    "titan_launch.launch.torchrun",
     "torchvision",
     "matplotlib",
 )
@@ -28,10 +28,10 @@ FIRST_STEP = """
 import json, sys
 from contextlib import ExitStack
 from titan_launch.config.job import JobConfig
-from titan_launch.imports import without_garbage_collection
+from titan_launch.core.import_string import without_garbage_collection
 
 with without_garbage_collection():
-    from titan_launch.parallel.distributed import process_group
+    from titan_launch.distributed.process_group import process_group
     from titan_launch.train.build import build_run
     from titan_launch.train.loop import train_one_step
     import titan_launch.train.main

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from tests.distributed import run_ranks
 from tests.tensors import whole_state
 from tests.train.jobs import TINY_ARGS, sharded_model, this_mesh, this_rank
-from titan_launch.accumulation.strategies import build_strategy
-from titan_launch.config.debug import DebugConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.loss import loss_in_chunks
+from titan_launch.config.sections.run import DebugConfig
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
-from titan_launch.optim.optimizer import build_optimizer
+from titan_launch.models.loss import loss_in_chunks
+from titan_launch.optim.registry import build_optimizer
+from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.plan.layout import plan_layout
-from titan_launch.train.guard import StepGuard
+from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.step import TrainStep
 
 STEPS, SEQ_LEN, GLOBAL_BATCH = 2, 8, 8

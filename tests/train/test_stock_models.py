@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from tests.distributed import run_ranks
 from tests.train.jobs import read_metrics, run_job, this_rank
 from titan_launch.config.job import JobConfig
+from titan_launch.core.import_string import import_factory
 from titan_launch.models.factory import HostValues
-from titan_launch.registry import import_factory
 from titan_launch.train.build import build_run
-from titan_launch.train.records import AUDIT_FILE
+from titan_launch.train.run_folder.records import AUDIT_FILE
 
 SEED, VOCABULARY, TOKENS, STEPS = 3, 64, 16, 4
 

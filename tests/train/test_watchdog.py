@@ -22,14 +22,14 @@ from torch.distributed import distributed_c10d
 
 from tests.distributed import run_ranks
 from tests.train.jobs import this_rank, tiny_job
-from titan_launch.config.comm import CommConfig
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.run import CommConfig
 from titan_launch.train.build import build_run
+from titan_launch.train.health.rank_progress import who_is_behind
+from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.loop import fit
 from titan_launch.train.run import Run
 from titan_launch.train.step import Microbatch
-from titan_launch.train.watchdog import Watchdog
-from titan_launch.train.whereabouts import who_is_behind
 
 REPO = Path(__file__).parents[2]
 
@@ -46,7 +46,7 @@ def train_with_a_slow_disk(job: dict[str, Any], seconds: float) -> list[str]:
     records: list[str] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("titan_launch.train.watchdog")
+    logger = logging.getLogger("titan_launch.train.health.watchdog")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     config, ranks = JobConfig.model_validate(job), this_rank()

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_launch.checkpoint.request import WriteRequest, Written
 from titan_launch.checkpoint.snapshot import Arena, State, in_memory, lay_out
+from titan_launch.checkpoint.writer import WriteRequest, Written
 from titan_launch.checkpoint.writer_process import COLLECTIVE_TIMEOUT, Order, WriterProcess, load_writer
-from titan_launch.collective import on_all
-from titan_launch.config.checkpoint import AsyncMode
+from titan_launch.config.sections.checkpoint import AsyncMode
+from titan_launch.distributed.collectives import on_all
 
 
 class Background(ABC):

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from titan_launch.checkpoint.manifest import MANIFEST_FILE, DamagedCheckpointError
-from titan_launch.files import read_regular
+from titan_launch.core.files import read_regular
 
 INDEX_FILE = "index.json"
 """The launcher's index."""

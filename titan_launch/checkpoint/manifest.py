@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from titan_launch.files import read_regular, replace_text
-from titan_launch.fingerprint import Fingerprint
+from titan_launch.core.files import read_regular, replace_text
+from titan_launch.core.fingerprint import Fingerprint
 
 MANIFEST_FILE = "manifest.json"
 """Written last: a checkpoint without it is not complete."""

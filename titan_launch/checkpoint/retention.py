@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_launch.checkpoint.manifest import DamagedCheckpointError, checkpoint_name, checkpoint_steps, read_manifest
-from titan_launch.files import free_name, remove
+from titan_launch.core.files import free_name, remove
 
 LATEST, BEST = "latest", "best"
 """Links to the newest checkpoint, and to the one with the lowest validation loss."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from titan_launch.checkpoint.random_state import RandomState, random_key
-from titan_launch.collective import on_all
+from titan_launch.distributed.collectives import on_all
+from titan_launch.distributed.random_state import RandomState, random_key
 
 Values = dict[str, Tensor]
 """A flat table of tensors, the same on all ranks."""

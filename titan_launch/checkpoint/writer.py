@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,40 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from titan_launch.checkpoint.index import DCP_INDEX_FILE, INDEX_FILE, index_of, index_text
-from titan_launch.checkpoint.manifest import FileRecord, checkpoint_name, record_of, write_manifest
-from titan_launch.checkpoint.request import WriteRequest, Written
-from titan_launch.checkpoint.retention import TEMPORARY, clean, set_aside, tidy
+from titan_launch.checkpoint.manifest import FileRecord, Manifest, checkpoint_name, record_of, write_manifest
+from titan_launch.checkpoint.retention import TEMPORARY, Retention, clean, set_aside, tidy
 from titan_launch.checkpoint.snapshot import Shard, State, hash_of_names, is_on_host, total_bytes
-from titan_launch.collective import on_all, on_main
-from titan_launch.files import sync_folder
+from titan_launch.core.files import sync_folder
+from titan_launch.distributed.collectives import on_all, on_main
 from titan_launch.plan.hardware import GIB
+
+
+@dataclass(frozen=True)
+class WriteRequest:
+    """What is to be written where; the same on all ranks."""
+
+    folder: Path
+    """Of all checkpoints of the run, on a file system that all ranks share."""
+
+    manifest: Manifest
+    """Without files: these are found while writing."""
+
+    retention: Retention
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint that is complete."""
+
+    step: int
+    bytes: int
+    seconds: float
+    deleted: tuple[int, ...]
+    """Steps of older checkpoints that are gone now."""
+
+    warning: str = ""
+    """Clauses that name what went wrong after the checkpoint was complete; empty where nothing did."""
+
 
 _COPY_AHEAD = 10_000_000
 """Bytes that are copied from a GPU while those before are written; DCP's default."""
@@ -60,7 +87,7 @@ def write_checkpoint(request: WriteRequest, state: State, group: dist.ProcessGro
 
 
 def _make_room(folder: Path, temporary: Path, needed: int) -> None:
-    folder.mkdir(exist_ok=True)  # the run's folder is not made again: `titan_launch.train.folder` did that
+    folder.mkdir(exist_ok=True)  # the run's folder is not made again: `titan_launch.train.run_folder.folder` did that
     clean(folder)
     free = shutil.disk_usage(folder).free
     if free < needed * _SPARE:

@@ -18,12 +18,12 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from titan_launch.checkpoint.request import WriteRequest, Written
 from titan_launch.checkpoint.snapshot import State, in_memory
-from titan_launch.collective import on_main
-from titan_launch.patches import environment
-from titan_launch.signals import leave_signals_to_parent, stop_with_parent
-from titan_launch.torch_private import set_timeout
+from titan_launch.checkpoint.writer import WriteRequest, Written
+from titan_launch.core.patches import environment
+from titan_launch.core.signals import leave_signals_to_parent, stop_with_parent
+from titan_launch.distributed.collectives import on_main
+from titan_launch.distributed.torch_private import set_timeout
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """Of a collective of a save: ranks wait in it for the one that writes the most, or to the slowest disk."""
@@ -157,7 +157,7 @@ def serve(connection: Connection, place: Place) -> None:
             except Exception as error:
                 text = str(error) if isinstance(error, RuntimeError) else traceback.format_exc()
                 connection.send(_Failure(False, text))
-    os._exit(0)  # see titan_launch.process.leave
+    os._exit(0)  # see titan_launch.core.process.leave
 
 
 def _join(place: Place) -> None:

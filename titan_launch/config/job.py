@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
-from titan_launch.config.base import Section
-from titan_launch.config.batchnorm import BatchNormConfig
-from titan_launch.config.checkpoint import CheckpointConfig
-from titan_launch.config.comm import CommConfig
-from titan_launch.config.compile import CompileConfig
-from titan_launch.config.data import DataConfig, TextData
-from titan_launch.config.debug import DebugConfig
-from titan_launch.config.float8 import Float8Config
-from titan_launch.config.general import GeneralConfig
-from titan_launch.config.gradient_accumulation import GradientAccumulationConfig
-from titan_launch.config.kernels import KernelsConfig
-from titan_launch.config.lr_scheduler import SchedulerConfig, WarmupStableDecay
-from titan_launch.config.metrics import MetricsConfig
-from titan_launch.config.model import ModelConfig
-from titan_launch.config.optimizer import OptimizerConfig
-from titan_launch.config.parallelism import ParallelismConfig
-from titan_launch.config.planner import PlannerConfig
-from titan_launch.config.precision import PrecisionConfig
-from titan_launch.config.tokenizer import TokenizerConfig
-from titan_launch.config.training import TrainingConfig
-from titan_launch.config.validation import ValidationConfig
+from titan_launch.config.sections.base import Section
+from titan_launch.config.sections.checkpoint import CheckpointConfig
+from titan_launch.config.sections.data import DataConfig, TextData, TokenizerConfig, ValidationConfig
+from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
+from titan_launch.config.sections.precision import BatchNormConfig, Float8Config, KernelsConfig, PrecisionConfig
+from titan_launch.config.sections.run import CommConfig, DebugConfig, GeneralConfig, MetricsConfig, PlannerConfig
+from titan_launch.config.sections.training import (
+    GradientAccumulationConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    TrainingConfig,
+    WarmupStableDecay,
+)
 
 
 class JobConfig(Section):

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from titan_launch.config.architectures import ARCHITECTURES, Architecture
-from titan_launch.config.base import Section
-from titan_launch.config.docstrings import section_doc
-from titan_launch.config.explain import toml_value
-from titan_launch.config.fields import alternatives, is_section, item_types
 from titan_launch.config.job import JobConfig
-from titan_launch.config.kinds import TAGGED, Kinds
-from titan_launch.config.schema import json_schema, section_schema
+from titan_launch.config.json_schema import json_schema, section_doc, section_schema
+from titan_launch.config.loading.provenance import toml_value
+from titan_launch.config.loading.schema_walk import TAGGED, Kinds, alternatives, is_section, item_types
+from titan_launch.config.sections.base import Section
 
 DOCS = Path(__file__).parents[2] / "docs"
 

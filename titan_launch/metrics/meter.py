@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_launch.config.data import SampleUnit
+from titan_launch.config.sections.data import SampleUnit
 from titan_launch.metrics.tags import BY_NAME
 from titan_launch.plan.hardware import GIB
 

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from titan_launch.config.architectures import resolve_args
-from titan_launch.config.model import ModelConfig
-from titan_launch.errors import ConfigError, Problem
-from titan_launch.globs import matches
+from titan_launch.config.sections.model import ModelConfig
+from titan_launch.core.errors import ConfigError, Problem
+from titan_launch.core.globs import matches
+from titan_launch.core.import_string import import_factory
 from titan_launch.models import llama3, resnet
 from titan_launch.models.factory import (
     HostBuild,
@@ -27,9 +28,8 @@ from titan_launch.models.factory import (
 from titan_launch.models.initializers import Initializer, call_reset_parameters
 from titan_launch.models.inventory import has_forward
 from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
-from titan_launch.plan.patterns import nothing_matched
 from titan_launch.plan.types import enclosing, full_name, parent
-from titan_launch.registry import import_factory
+from titan_launch.plan.units.rule_assignment import nothing_matched
 
 SPECS: dict[str, ModelSpec] = {"llama3": llama3.SPEC, "resnet": resnet.SPEC}
 """The models of this package, by their name in `[model]`."""

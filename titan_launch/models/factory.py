@@ -20,13 +20,13 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 
-from titan_launch.config.model import ModelConfig
-from titan_launch.errors import ConfigError, Problem, config_error, did_you_mean
+from titan_launch.config.sections.model import ModelConfig
+from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean
+from titan_launch.core.import_string import user_traceback
+from titan_launch.core.patches import replaced
 from titan_launch.models.initializers import check_reset_parameters, own_tensors
-from titan_launch.patches import replaced
 from titan_launch.plan.hardware import GIB, free_memory_gib
 from titan_launch.plan.types import full_name
-from titan_launch.registry import user_traceback
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by their size in bytes."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from titan_launch.dtensors import local_tensor, own_part
+from titan_launch.distributed.dtensor import local_tensor, own_part
 from titan_launch.models.factory import HostValues
 from titan_launch.models.initializers import Initializer, own_tensors
 from titan_launch.plan.types import full_name

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from titan_launch.errors import ConfigError, Problem, UserError
-from titan_launch.globs import matches
+from titan_launch.core.errors import ConfigError, Problem, UserError
+from titan_launch.core.globs import matches
+from titan_launch.core.import_string import user_traceback
 from titan_launch.plan.types import full_name
-from titan_launch.registry import user_traceback
 
 
 class Initializer(Protocol):

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from titan_launch.config.architectures.llama3 import Llama3Args, flops_per_token
 from titan_launch.models.initializers import InitTable, constant, normal, recomputed, truncated_normal
-from titan_launch.models.layers.attention import Attention
+from titan_launch.models.layers.attention import Attention, RotaryEmbedding
 from titan_launch.models.layers.feed_forward import FeedForward
 from titan_launch.models.layers.norms import build_norm
-from titan_launch.models.layers.rope import RotaryEmbedding
 from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
 
 

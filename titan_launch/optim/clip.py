@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.utils import get_total_norm
 
-from titan_launch.dtensors import local_tensor
+from titan_launch.distributed.dtensor import local_tensor
 
 _SMALLEST = 1e-6
 """Added to a norm that is divided by, as PyTorch does."""

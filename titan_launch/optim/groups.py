@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from titan_launch.config.optimizer import OptimizerConfig, ParamGroup
-from titan_launch.errors import ConfigError, KeyPath, Problem, did_you_mean
+from titan_launch.config.sections.training import OptimizerConfig, ParamGroup
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, did_you_mean
 from titan_launch.plan.param_groups import (
     GroupSettings,
     first_match,

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_launch.config.optimizer import MuonConfig
-from titan_launch.optim.exchange import Division, division_of
+from titan_launch.config.sections.training import MuonConfig
+from titan_launch.optim.matrix_gather import Division, division_of
 from titan_launch.optim.shards import Shard, masters, store
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -6,7 +6,7 @@ import math
 
 from torch.optim import Optimizer
 
-from titan_launch.config.lr_scheduler import Constant, Cosine, Linear, SchedulerConfig, WarmupStableDecay
+from titan_launch.config.sections.training import Constant, Cosine, Linear, SchedulerConfig, WarmupStableDecay
 
 
 def lr_factor(config: SchedulerConfig, step: int, total_steps: int) -> float:

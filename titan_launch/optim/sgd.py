@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from titan_launch.config.optimizer import SGDConfig
+from titan_launch.config.sections.training import SGDConfig
 from titan_launch.optim.shards import Shard, count_step, in_float32, masters, store
 from titan_launch.plan.param_groups import batches
 

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.parallel.fsdp import cast_at_boundaries
-from titan_launch.plan.recomputation import selection
+from titan_launch.plan.activation_checkpoint import selection
 from titan_launch.plan.types import ModelPlan, is_within
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

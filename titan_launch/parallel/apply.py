@@ -7,23 +7,20 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import nn
 
-from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
-from titan_launch.config.batchnorm import BatchNormConfig
-from titan_launch.config.compile import CompileConfig
-from titan_launch.config.float8 import Float8Config
-from titan_launch.config.parallelism import ParallelismConfig
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
+from titan_launch.config.sections.precision import BatchNormConfig, Float8Config
+from titan_launch.core.torch_release import CAN_SHARE_UNITS
+from titan_launch.distributed.mesh import Mesh
 from titan_launch.models.spec import TensorStyle
 from titan_launch.parallel.activation_checkpoint import cast_in_recomputation, checkpoint_activations
 from titan_launch.parallel.batchnorm import prepare_batch_norms
 from titan_launch.parallel.compile import compile_pieces
 from titan_launch.parallel.float8 import convert_to_float8
 from titan_launch.parallel.fsdp import apply_fsdp
-from titan_launch.parallel.mesh import Mesh
 from titan_launch.parallel.tensor_parallel import apply_tensor_parallel
 from titan_launch.plan.compilation import recomputes_compiled
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.policy import cast_storage
-from titan_launch.torch_release import CAN_SHARE_UNITS
 
 
 def parallelize(

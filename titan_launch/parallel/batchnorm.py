@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from titan_launch.config.batchnorm import BatchNormConfig
-from titan_launch.errors import ConfigError, Problem, config_error
+from titan_launch.config.sections.precision import BatchNormConfig
+from titan_launch.core.errors import ConfigError, Problem, config_error
 from titan_launch.parallel.synchronized_batchnorm import overrides_forward, synchronize
 
 _log = logging.getLogger(__name__)

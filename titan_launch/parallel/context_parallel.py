@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_launch.config.parallelism import ParallelismConfig
-from titan_launch.data.sequence_part import SequencePart
-from titan_launch.errors import config_error
-from titan_launch.models.context_plan import buffers_along_sequence
-from titan_launch.patches import replaced
+from titan_launch.config.sections.parallelism import ParallelismConfig
+from titan_launch.core.errors import config_error
+from titan_launch.core.patches import replaced
+from titan_launch.data.context_shard import SequencePart
+from titan_launch.models.parallel_plans import buffers_along_sequence
 
 
 def sequence_part(mesh: DeviceMesh | None, parallelism: ParallelismConfig) -> SequencePart | None:

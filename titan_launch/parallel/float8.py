@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from titan_launch.config.float8 import Float8Config
-from titan_launch.errors import config_error
+from titan_launch.config.sections.precision import Float8Config
+from titan_launch.core.errors import config_error
 from titan_launch.plan.float8 import describe_float8
 from titan_launch.plan.types import ModelPlan
 

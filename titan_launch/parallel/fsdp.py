@@ -1,4 +1,4 @@
-"""FSDP2 on planned units."""
+"""FSDP2 on planned units: wrapping, and the reset of a wrapped model after an abandoned step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from titan_launch.parallel.replicas import overlap_all_reduces
-from titan_launch.plan.prefetch import plan_backward_prefetch
+from titan_launch.cpu.overlapped_all_reduce import forget_all_reduces, overlap_all_reduces
+from titan_launch.distributed.torch_private import apply_to_tensors, drop_unsharded_gradients, reset_iteration, roots
 from titan_launch.plan.types import ModelPlan, Policy
+from titan_launch.plan.units.order import plan_backward_prefetch
 from titan_launch.precision.policy import mixed_precision_policy, torch_dtype
-from titan_launch.torch_private import apply_to_tensors
 
 
 def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, offloads: bool = False) -> None:
@@ -99,3 +99,34 @@ def _sum_gradients(model: nn.Module) -> None:
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def discard_pending(model: nn.Module) -> None:
+    """Bring a wrapped model back to between two steps, wherever in a step an exception has left it.
+
+    Unsharded parameters are freed. Gradients of every kind are dropped: sharded ones, unsharded ones that wait for the
+    last microbatch, and reduced ones that wait for the all-reduce between replicas. The next backward communicates.
+    `zero_grad` does not do all of this, nor does FSDP2's `reset_iter_state` before torch 2.15: both leave the unsharded
+    gradients of a deferred accumulation, which would be added to the next step's.
+
+    Not collective, but of use only where every rank abandons the same step. Waits for nothing.
+    """
+    reset_iterations(model)
+    forget_all_reduces(model)
+    drop_unsharded_gradients(model)
+    for sharded in model.parameters():
+        sharded.grad = None
+    for root in roots(model):
+        assert isinstance(root, FSDPModule), "the model is wrapped by parallel.apply before it is trained"
+        root.set_requires_gradient_sync(True)
+        root.set_reshard_after_backward(True)
+
+
+def reset_iterations(model: nn.Module) -> None:
+    """Free what a wrapped model has gathered, and forget how far its forward or backward was; between two steps.
+
+    Needed after forwards without a backward, too: their parameters would stay unsharded, and the next backward would
+    gather what ran last in them.
+    """
+    for root in roots(model):
+        reset_iteration(root)

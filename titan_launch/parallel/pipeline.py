@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_launch.errors import ConfigError, config_error
+from titan_launch.core.errors import ConfigError, config_error
+from titan_launch.distributed.mesh import Mesh
+from titan_launch.distributed.torch_private import roots, set_roots
 from titan_launch.models.stages import cut
 from titan_launch.parallel.fsdp import cast_at_boundaries
-from titan_launch.parallel.mesh import Mesh
-from titan_launch.plan.stage_part import parts_on_rank, stage_part
+from titan_launch.plan.pipeline import parts_on_rank, stage_part
 from titan_launch.plan.types import ModelPlan, Stage
 from titan_launch.precision.policy import torch_dtype
-from titan_launch.torch_private import roots, set_roots
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from titan_launch.config.parallelism import ParallelismConfig
+from titan_launch.config.sections.parallelism import ParallelismConfig
+from titan_launch.models.parallel_plans import style_by_module
 from titan_launch.models.spec import TensorStyle
-from titan_launch.models.tensor_plan import style_by_module
 
 TOKENS, FEATURES = 1, -1
 """The axes of activations and logits that are divided."""
@@ -30,7 +30,7 @@ def apply_tensor_parallel(
     """Divide a model on the meta device over the ranks of `mesh`, in place; nothing is allocated or communicated.
 
     `styles`: the model's plan (`ModelSpec.tensor_parallel`), which `check_tensor_plan` has let pass. Tied parameters
-    stay tied. With `loss_parallel` the model returns a DTensor, which `titan_launch.loss` takes.
+    stay tied. With `loss_parallel` the model returns a DTensor, which `titan_launch.models.loss` takes.
     """
     ties = _ties(model)
     appliers = _appliers(mesh, parallelism)

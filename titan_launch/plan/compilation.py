@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 
-from titan_launch.config.activation_checkpoint import ActivationCheckpointConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import ConfigError, KeyPath, Problem, config_error, listed
-from titan_launch.plan.claims import BATCH_NORM_DEFAULT
-from titan_launch.plan.recomputation import selection
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, listed
+from titan_launch.plan.activation_checkpoint import selection
 from titan_launch.plan.types import Inventory, ModuleInfo, Unit, enclosing, is_within, outermost, parent
+from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT
 
 _ENABLE: KeyPath = ("compile", "enable")
 _MODULES: KeyPath = ("activation_checkpoint", "modules")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from titan_launch.config.float8 import Float8Config
-from titan_launch.errors import ConfigError, KeyPath, Problem, config_error, listed
+from titan_launch.config.sections.precision import Float8Config
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, listed
 from titan_launch.plan.compilation import alike
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.patterns import matched_modules
 from titan_launch.plan.types import ModelPlan, ModuleInfo, enclosing
+from titan_launch.plan.units.rule_assignment import matched_modules
 
 _MODULES: KeyPath = ("float8", "modules")
 _LINEAR = "torch.nn.modules.linear.Linear"

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from math import prod
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.parallelism import ParallelismConfig
-from titan_launch.config.pipeline_rules import misfit_of_microbatches
-from titan_launch.config.training import TrainingConfig
-from titan_launch.errors import KeyPath, config_error, nearest_multiples
+from titan_launch.config.rules.parallelism import misfit_of_microbatches
+from titan_launch.config.sections.parallelism import ParallelismConfig
+from titan_launch.config.sections.training import TrainingConfig
+from titan_launch.core.errors import KeyPath, config_error, nearest_multiples
 
 _SHARD = "data_parallel_shard_degree"
 _DEGREES = (

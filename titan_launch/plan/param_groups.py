@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from titan_launch.config.optimizer import Algorithm, OptimizerConfig, ParamGroup
-from titan_launch.globs import matches
+from titan_launch.config.sections.training import Algorithm, OptimizerConfig, ParamGroup
+from titan_launch.core.globs import matches
 from titan_launch.plan.types import is_within
 
 _EMBEDDINGS = {"Embedding", "EmbeddingBag"}

@@ -1,20 +1,30 @@
-"""Pipeline parallelism: how a model's chain is cut into stages, and where each of them is. No torch."""
+"""Pipeline parallelism: the stages of a model, their ranks, and the part of the plan that each stage gets. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache
+from itertools import accumulate, pairwise
 
-from titan_launch.config.parallelism import ParallelismConfig
-from titan_launch.config.pipeline_rules import num_stages, too_few_layers
-from titan_launch.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean, listed
-from titan_launch.plan.balance import balance
+from titan_launch.config.rules.parallelism import ONE_STAGE_SCHEDULES, num_stages, too_few_layers
+from titan_launch.config.sections.parallelism import ParallelismConfig
+from titan_launch.config.sections.training import GradientAccumulationConfig
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean, listed
+from titan_launch.plan.communication import Collectives, Exchange, Traffic
+from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import (
     Inventory,
+    ModelPlan,
+    ModuleInfo,
     Stage,
+    Unit,
     enclosing,
     full_name,
     is_within,
+    parameters_by_unit,
     parent,
 )
 
@@ -166,3 +176,155 @@ def _check_parameters(inventory: Inventory, stages: Sequence[Stage], degree: int
                     f"{other}; untie them, or set 1 (tensor parallelism and FSDP2 take tied parameters)"
                 )
                 raise config_error(_DEGREE, reason, degree, also=(("model", "args"),))
+
+
+def balance(costs: Sequence[int], num_parts: int) -> tuple[int, ...]:
+    """Where the second and later of so many parts of a sequence begin, none of them empty, so that the largest sum of
+    costs is as small as it can be, and then the sum of their squares."""
+    ends, count = (0, *accumulate(costs)), len(costs)
+
+    def next_starts(start: int, parts: int) -> range:
+        return range(start + 1, count - parts + 2)
+
+    @cache
+    def largest(start: int, parts: int) -> int:
+        if parts == 1:
+            return ends[count] - ends[start]
+        return min(max(ends[end] - ends[start], largest(end, parts - 1)) for end in next_starts(start, parts))
+
+    limit = largest(0, num_parts)
+
+    def square(start: int, end: int) -> float:
+        cost = ends[end] - ends[start]
+        return cost**2 if cost <= limit else math.inf
+
+    @cache
+    def best(start: int, parts: int) -> tuple[float, tuple[int, ...]]:
+        if parts == 1:
+            return square(start, count), ()
+        rests = ((end, *best(end, parts - 1)) for end in next_starts(start, parts))
+        return min((square(start, end) + squares, (end, *starts)) for end, squares, starts in rests)
+
+    return best(0, num_parts)[1]
+
+
+def stage_part(plan: ModelPlan, stage: Stage) -> ModelPlan:
+    """What of a whole model's plan is for one of its stages: the modules, units and buffers that are there.
+
+    A unit of modules on several stages has a part on each. The inputs of the root are what the stage before hands on:
+    in the whole model nobody casts there.
+    """
+    foreign = {path for other in plan.stages if other.index != stage.index for path in other.modules}
+    inventory, first = _without(plan.inventory, foreign)
+    units = [
+        _restricted(unit, foreign) for unit in plan.units if any(not _is_foreign(p, foreign) for p in unit.modules)
+    ]
+    if stage.index:
+        root = units.pop()
+        units.append(replace(root, policy=replace(root.policy, cast_forward_inputs=False)))
+    return ModelPlan(
+        inventory=inventory,
+        units=tuple(
+            replace(unit, num_parameters=sum(p.numel for p in own), is_trained=any(p.requires_grad for p in own))
+            for unit, own in zip(units, parameters_by_unit(inventory, units), strict=True)
+        ),
+        buffer_dtypes={
+            full_name(module.path, buffer.name): plan.buffer_dtypes[full_name(first[module.path], buffer.name)]
+            for module in inventory.modules
+            for buffer in module.buffers
+            if buffer.is_floating and module.same_as is None
+        },
+        recomputed=_own(plan.recomputed, foreign),
+        compiled=_own(plan.compiled, foreign),
+        float8=_own(plan.float8, foreign),
+    )
+
+
+def parts_on_rank(plan: ModelPlan, rank: int) -> tuple[ModelPlan, ...]:
+    """The plans of the stages that a rank along the pipeline holds, in order; the plan itself without stages."""
+    if not plan.stages:
+        return (plan,)
+    return tuple(stage_part(plan, stage) for stage in plan.stages if stage.rank == rank)
+
+
+def _without(inventory: Inventory, foreign: Collection[str]) -> tuple[Inventory, dict[str, str]]:
+    """The table without some modules; and for each path that is left, the first one of the same module before.
+
+    A module with several parents may have been met first in one that is gone: the next path is the first then.
+    """
+    modules: list[ModuleInfo] = []
+    first: dict[str, str] = {}
+    now_first: dict[str, str] = {}
+    for module in inventory.modules:
+        if _is_foreign(module.path, foreign):
+            continue
+        first[module.path] = module.same_as or module.path
+        owner = now_first.setdefault(first[module.path], module.path)
+        modules.append(replace(module, same_as=None if owner == module.path else owner))
+    left = Inventory(
+        modules=tuple(modules),
+        blocks=_own(inventory.blocks, foreign),
+        head=_own(inventory.head, foreign),
+        embeddings=_own(inventory.embeddings, foreign),
+        chain=_own(inventory.chain, foreign),
+    )
+    return left, first
+
+
+def _restricted(unit: Unit, foreign: Collection[str]) -> Unit:
+    return replace(unit, modules=_own(unit.modules, foreign))
+
+
+def _own(paths: Sequence[str], foreign: Collection[str]) -> tuple[str, ...]:
+    return tuple(path for path in paths if not _is_foreign(path, foreign))
+
+
+def _is_foreign(path: str, foreign: Collection[str]) -> bool:
+    return bool(enclosing(path, foreign))
+
+
+_HOLDS_ALL = ("GPipe", "LoopedBFS")
+"""Schedules that do all forwards before the first backward."""
+
+
+def sufficient_microbatches(parallelism: ParallelismConfig, layout: Layout) -> int:
+    """How many microbatches fill a pipeline: with more, none of its ranks holds more at once. At most those there are.
+
+    In 1F1B the first rank has begun one for each rank before its first backward; where ranks hold several stages, at
+    most three rounds of one for each rank.
+    """
+    schedule = parallelism.pipeline_parallel_schedule
+    if schedule in _HOLDS_ALL:
+        return layout.num_microbatches
+    if schedule in ONE_STAGE_SCHEDULES:
+        return min(layout.num_microbatches, layout.pipeline + 1)
+    return min(layout.num_microbatches, 3 * layout.pipeline)
+
+
+def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: GradientAccumulationConfig) -> Traffic:
+    """The traffic of a step of all microbatches, from that of one of `num_seen`: what is done for each of them is done
+    more often, what is done once a step is not."""
+    every = Fraction(layout.num_microbatches, num_seen)
+    once = Fraction(1)
+    gathers = once if accumulation.keep_params_unsharded else every
+    scatters = once if accumulation.mode == "deferred" else every
+    reduces = every if accumulation.mode == "immediate" else once
+
+    def times(exchange: Exchange) -> Exchange:
+        return Exchange(round(exchange.calls * every), round(exchange.sent_bytes * every))
+
+    calls = seen.collectives
+    return replace(
+        seen,
+        collectives=Collectives(
+            round(calls.all_gathers * gathers),
+            round(calls.reduce_scatters * scatters),
+            round(calls.all_reduces * reduces),
+        ),
+        all_gather_bytes=round(seen.all_gather_bytes * gathers),
+        reduce_scatter_bytes=round(seen.reduce_scatter_bytes * scatters),
+        all_reduce_bytes=round(seen.all_reduce_bytes * reduces),
+        tensor=times(seen.tensor),
+        context=times(seen.context),
+        pipeline=times(seen.pipeline),
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from titan_launch.errors import KeyPath
+from titan_launch.core.errors import KeyPath
 
 
 @dataclass(frozen=True)

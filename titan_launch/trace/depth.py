@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import ConfigError
+from titan_launch.config.sections.model import ModelConfig
+from titan_launch.core.errors import ConfigError, config_error
+from titan_launch.core.import_string import user_place, user_traceback
 from titan_launch.models.build import build_model
-from titan_launch.models.tensor_plan import shapes_explained
-from titan_launch.plan.depth import Shortcut, block_signatures, find_shortcut, without_blocks
-from titan_launch.plan.footprint import extrapolate
+from titan_launch.models.parallel_plans import shapes_explained
+from titan_launch.plan.communication import on_line
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.stage_part import parts_on_rank
-from titan_launch.plan.traffic import on_line
+from titan_launch.plan.memory.depth import Shortcut, block_signatures, find_shortcut, without_blocks
+from titan_launch.plan.memory.ledger import extrapolate
+from titan_launch.plan.pipeline import parts_on_rank
 from titan_launch.plan.types import ModelPlan, outermost, parent
-from titan_launch.trace.failure import failures_explained
 from titan_launch.trace.step import TracedStep, trace_step
 
 _log = logging.getLogger(__name__)
@@ -102,3 +110,50 @@ def remove_blocks(model: nn.Module, removed: Iterable[str]) -> None:
         if not isinstance(container, _CONTAINERS):
             raise ValueError(f"{path} is an attribute of a {type(container).__name__}")
         delattr(container, path.rpartition(".")[2])
+
+
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+_UNSUPPORTED = (UnsupportedOperatorException, UnsupportedFakeTensorException)
+_SAID_BY_RUNTIME_ERROR = {".numpy()": "tensor.numpy()", "Cannot access data pointer": "tensor.data_ptr()"}
+
+
+@contextmanager
+def failures_explained(config: ModelConfig) -> Iterator[None]:
+    """Raise ConfigError on `model.name` for an operation that needs values, or that PyTorch cannot do without them, and
+    with the traceback for another error of a user's own model; other errors come as they are."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        operation = _unfit_operation(error)
+        if operation is not None:
+            reason = _unfit(operation, user_place(error, or_own=True))
+            raise config_error(("model", "name"), reason, config.name) from error
+        if ":" not in config.name:
+            raise
+        reason = "failed while it was traced: run on tensors that have shapes but no values"
+        raise config_error(("model", "name"), f"{reason}\n{user_traceback(error)}", config.name) from error
+
+
+def _unfit(operation: str, place: str | None) -> str:
+    return (
+        f"cannot be traced: {operation}{f' at {place}' if place else ''} needs the values of a tensor, and a trace has "
+        "only shapes; compute it with operations whose output shapes do not depend on values (torch.where, masked_fill)"
+    )
+
+
+def _unfit_operation(error: Exception) -> str | None:
+    """The name of the operation that cannot run on fake tensors; None where the error is of another kind."""
+    if isinstance(error, (*_NEEDS_VALUES, *_UNSUPPORTED)):
+        operation = getattr(error, "func", None) or next(iter(error.args), "an operation")
+        return _READABLE.get(str(operation), str(operation))
+    if isinstance(error, RuntimeError):
+        return next((name for part, name in _SAID_BY_RUNTIME_ERROR.items() if part in str(error)), None)
+    return None
+
+
+_READABLE = {
+    "aten._local_scalar_dense.default": "aten._local_scalar_dense (tensor.item(), a tensor as a number or condition)",
+    "aten.nonzero.default": "aten.nonzero (torch.nonzero, or a mask as an index)",
+}

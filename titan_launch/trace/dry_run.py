@@ -11,29 +11,28 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from titan_launch.config.compile import CompileConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.dtensors import local_tensor
+from titan_launch.config.sections.parallelism import CompileConfig
+from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.distributed.mesh import Mesh, build_mesh
 from titan_launch.models.build import build_model
 from titan_launch.models.init import allocate
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.groups import check_param_groups
-from titan_launch.optim.optimizer import build_optimizer
-from titan_launch.parallel.mesh import Mesh, build_mesh
+from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.pipeline import parts
-from titan_launch.plan.comparison import estimate_reserved, judge
+from titan_launch.plan.communication import wire_bytes
 from titan_launch.plan.hardware import Hardware
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.report import format_batches
-from titan_launch.plan.table import format_gib
+from titan_launch.plan.report.comparison import estimate_reserved, judge
+from titan_launch.plan.report.table import format_gib
+from titan_launch.plan.report.unit_table import format_batches
 from titan_launch.plan.types import ModelPlan
-from titan_launch.plan.wire import wire_bytes
 from titan_launch.trace.depth import trace_rank
-from titan_launch.trace.ranks import imagined_ranks
-from titan_launch.trace.silence import silence
+from titan_launch.trace.fake_group import imagined_ranks, silence
 from titan_launch.trace.step import TracedStep
+from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.model import shard_model
-from titan_launch.train.plan import plan_precision
 
 
 def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) -> str:

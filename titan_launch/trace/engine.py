@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from titan_launch.config.compile import CompileConfig
 from titan_launch.config.job import JobConfig
-from titan_launch.errors import UserError
+from titan_launch.config.sections.parallelism import CompileConfig
+from titan_launch.core.errors import UserError
+from titan_launch.core.torch_release import NEWEST_TESTED, is_tested_release, torch_release
 from titan_launch.models.build import build_model
-from titan_launch.plan.choices import Choice, with_choice
-from titan_launch.plan.footprint import Footprint
+from titan_launch.plan.communication import Traffic
 from titan_launch.plan.hardware import Kernels
-from titan_launch.plan.job import plan_job
+from titan_launch.plan.job import Choice, plan_job, with_choice
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.traffic import Traffic
+from titan_launch.plan.memory.ledger import Footprint
 from titan_launch.plan.types import Inventory, ModelPlan
-from titan_launch.torch_release import NEWEST_TESTED, is_tested_release, torch_release
 from titan_launch.trace.depth import trace_rank
 from titan_launch.trace.step import TracedStep
-from titan_launch.train.plan import inspect_model
+from titan_launch.train.auto_mode import inspect_model
 
 
 class TraceEngine:

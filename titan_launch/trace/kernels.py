@@ -30,10 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from titan_launch.core.patches import replaced
+from titan_launch.distributed.torch_private import shard_to_send, unit_steps_wrapped
 from titan_launch.models.layers import attention
-from titan_launch.patches import replaced
 from titan_launch.plan.hardware import Kernels
-from titan_launch.torch_private import shard_to_send, unit_steps_wrapped
 
 _aten = torch.ops.aten
 _REDUCED = (torch.float16, torch.bfloat16)

@@ -15,39 +15,92 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from titan_launch.accumulation.strategies import build_strategy
+from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
-from titan_launch.dtensors import local_tensor
-from titan_launch.loss import Loss, loss_in_chunks
-from titan_launch.metrics.live_memory import LiveMemory
-from titan_launch.metrics.tracking import track
+from titan_launch.config.sections.data import ImageData, SyntheticData, TextData
+from titan_launch.data.context_shard import SequencePart
+from titan_launch.data.sources.images import build_images
+from titan_launch.data.tokenizers import build_tokenizer
+from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.distributed.mesh import Mesh, build_mesh
+from titan_launch.metrics.memory import LiveMemory, track
 from titan_launch.metrics.traffic import TrafficCount, count_collectives
 from titan_launch.models.build import BuiltModel
+from titan_launch.models.loss import Loss, loss_in_chunks
 from titan_launch.optim.groups import group_parameters
+from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.context_parallel import divide_buffers, ring_attention, sequence_part
-from titan_launch.parallel.discard import discard_pending
-from titan_launch.parallel.mesh import Mesh, build_mesh
+from titan_launch.parallel.fsdp import discard_pending
 from titan_launch.parallel.pipeline import Pipeline, parts, pipeline_of
-from titan_launch.plan.footprint import MICROBATCHES, Category, Footprint, Ledger, Place, with_growth
+from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import Kernels
-from titan_launch.plan.in_flight import scaled_to_step, sufficient_microbatches
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.offload import on_host
-from titan_launch.plan.optimizer_memory import GroupSizes, ShardSize, state_bytes, temporary_bytes
-from titan_launch.plan.traffic import Traffic, on_line
+from titan_launch.plan.memory.ledger import MICROBATCHES, Category, Footprint, Ledger, Place, on_host, with_growth
+from titan_launch.plan.memory.optimizer import GroupSizes, ShardSize, state_bytes, temporary_bytes
+from titan_launch.plan.pipeline import scaled_to_step, sufficient_microbatches
 from titan_launch.plan.types import ModelPlan
-from titan_launch.precision.explanations import dtype_failures_explained
-from titan_launch.trace.exchanges import count_exchanges
-from titan_launch.trace.inputs import Batches
+from titan_launch.precision.diagnosis import dtype_failures_explained
+from titan_launch.trace.collective_counts import count_exchanges
+from titan_launch.trace.fake_group import imagined_ranks, silence
 from titan_launch.trace.kernels import copies_from_host, kernels_in_place
-from titan_launch.trace.places import Places, stations
-from titan_launch.trace.ranks import imagined_ranks
-from titan_launch.trace.silence import silence
+from titan_launch.trace.step_points import Places, stations
 from titan_launch.train.forward import check_embeddings, checked_loss
 from titan_launch.train.model import shard_model
 from titan_launch.train.pipeline import PipelinedStep
 from titan_launch.train.step import backward, loss_of
+
+
+class Batches:
+    """The microbatches of a rank: all alike."""
+
+    def __init__(self, config: JobConfig, layout: Layout, part: SequencePart | None):
+        """`part`: of every sequence, what the rank has. Raises ConfigError as `sample_format` does."""
+        self._config = config
+        self._batch_size = layout.local_batch_size
+        self._shape, self.num_classes = sample_format(config)
+        self._part = part
+
+    def make(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, on the default device."""
+        inputs, targets = make_microbatch(self._config, self._shape, self._batch_size)
+        if self._part is None:
+            return inputs, targets
+        return self._part.of(inputs, axis=1), self._part.of(targets, axis=1)
+
+    def announce(self, model: nn.Module) -> None:
+        """Let the stages of a pipeline find what travels between them, before tensors are fake ones."""
+        pipeline = pipeline_of(model)
+        if pipeline is not None:
+            with torch.device("meta"):
+                pipeline.boundaries.of(self.make()[0])
+
+
+def sample_format(config: JobConfig) -> tuple[tuple[int, ...], int]:
+    """Return the shape of one input, `[seq_len]` or `[channels, height, width]`, and the number of classes.
+
+    Of images it is what the model takes; a user's own model takes what the data source holds, which is read for it.
+    Raises ConfigError where that cannot be read.
+    """
+    data = config.data
+    if isinstance(data, TextData):
+        return (config.training.seq_len,), build_tokenizer(config.tokenizer).vocab_size
+    if isinstance(data, SyntheticData):
+        return (config.training.seq_len,), data.vocab_size
+    taken = images_taken(config.model)
+    if taken is not None:
+        return (taken.channels, taken.height, taken.width), taken.num_classes
+    source = build_images(data, None, ("data",))
+    image, _ = source[0]
+    return tuple(image.shape), source.num_classes
+
+
+def make_microbatch(config: JobConfig, shape: tuple[int, ...], num_samples: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of `num_samples`, as the data sources give them, on the default device."""
+    if isinstance(config.data, ImageData):
+        return torch.zeros(num_samples, *shape), torch.zeros(num_samples, dtype=torch.int64)
+    tokens = torch.zeros(num_samples, *shape, dtype=torch.int64)
+    return tokens, torch.zeros_like(tokens)
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 from torch import nn
 
-from titan_launch.collective import on_all
-from titan_launch.errors import UserError, listed
+from titan_launch.core.errors import UserError, listed
+from titan_launch.core.torch_release import is_tested_release
+from titan_launch.distributed.collectives import on_all
 from titan_launch.parallel.compile import eager
 from titan_launch.parallel.pipeline import parts
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.audit import Audit, compare, together
 from titan_launch.precision.observation import Observations, look_at_storage, observe
-from titan_launch.torch_release import is_tested_release
-from titan_launch.train.records import AUDIT_FILE, record_audit
 from titan_launch.train.run import Run
+from titan_launch.train.run_folder.records import AUDIT_FILE, record_audit
 from titan_launch.train.step import Microbatch, StepResult
 
 _log = logging.getLogger(__name__)

@@ -7,13 +7,12 @@ from contextlib import ExitStack
 
 from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
-from titan_launch.data.loader import Loader, build_train_loader, build_validation_loader
-from titan_launch.data.order import SampleOrder
-from titan_launch.data.sequence_part import SequencePart, part_of
+from titan_launch.data.context_shard import SequencePart, part_of
+from titan_launch.data.loader import Loader, SampleOrder, build_train_loader, build_validation_loader
 from titan_launch.data.sources import SampleSource, build_source
-from titan_launch.parallel.distributed import Ranks
+from titan_launch.data.tokenizers import Tokenizer
+from titan_launch.distributed.process_group import Ranks
 from titan_launch.plan.layout import Layout
-from titan_launch.tokenizer import Tokenizer
 from titan_launch.train.step import Microbatch
 
 

@@ -9,51 +9,46 @@ from pathlib import Path
 from torch import nn
 from torch.optim import Optimizer
 
-from titan_launch.accumulation.strategies import build_strategy
 from titan_launch.checkpoint.state import Progress
-from titan_launch.collective import on_main
 from titan_launch.config.job import JobConfig
-from titan_launch.data.sequence_part import SequencePart
-from titan_launch.errors import format_key
-from titan_launch.loss import loss_in_chunks
+from titan_launch.core.errors import format_key
+from titan_launch.data.context_shard import SequencePart
+from titan_launch.data.tokenizers import build_tokenizer
+from titan_launch.distributed.collectives import on_main
+from titan_launch.distributed.mesh import Mesh, build_mesh
+from titan_launch.distributed.process_group import Ranks, set_timeouts
 from titan_launch.metrics.sinks import ConsoleSink
-from titan_launch.optim.optimizer import build_optimizer
-from titan_launch.parallel.compile import compile_loss
-from titan_launch.parallel.compile_cache import cache_folder
+from titan_launch.models.loss import loss_in_chunks
+from titan_launch.optim.registry import build_optimizer
+from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.parallel.compile import cache_folder, compile_loss
 from titan_launch.parallel.context_parallel import ring_attention, sequence_part
-from titan_launch.parallel.distributed import Ranks
 from titan_launch.parallel.float8 import scale_update
-from titan_launch.parallel.mesh import Mesh, build_mesh
 from titan_launch.parallel.pipeline import pipeline_of
-from titan_launch.parallel.timeouts import set_timeouts
-from titan_launch.plan.report import Place, describe_units, format_plan
-from titan_launch.tokenizer import build_tokenizer
-from titan_launch.train.attempt import Attempt, this_attempt
+from titan_launch.plan.report.unit_table import Place, describe_units, format_plan
 from titan_launch.train.batches import (
     build_train_batches,
     build_train_source,
     build_validation_batches,
     build_validation_source,
 )
-from titan_launch.train.control import Control
-from titan_launch.train.flight_recorder import make_room_for_nccl
-from titan_launch.train.folder import HeldFolder, effective_load, new_attempt_folder, prepare_run_folder
 from titan_launch.train.forward import check_embeddings, checked_loss
-from titan_launch.train.guard import StepGuard
+from titan_launch.train.health.coordination import Control, StopRequest
+from titan_launch.train.health.flight_recorder import make_room_for_nccl
+from titan_launch.train.health.step_guard import StepGuard
+from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.kernels import use_kernels
-from titan_launch.train.logs import LogFile
-from titan_launch.train.measure import StepMeasurements
+from titan_launch.train.measure import MemoryCheck, StepMeasurements
 from titan_launch.train.model import check_stages, fill_model, shard_model
 from titan_launch.train.pipeline import PipelinedStep
-from titan_launch.train.prediction import MemoryCheck
-from titan_launch.train.records import record_run, record_units
-from titan_launch.train.reporting import build_meter, build_sinks, log_batches
-from titan_launch.train.resume import load_run, open_checkpoints, training_state, what_to_do_without_folder
-from titan_launch.train.run import Run
-from titan_launch.train.settle import settle
-from titan_launch.train.signals import StopRequest
+from titan_launch.train.resolve_job import settle
+from titan_launch.train.run import Run, build_meter, build_sinks, log_batches
+from titan_launch.train.run_folder.attempt import Attempt, this_attempt
+from titan_launch.train.run_folder.folder import HeldFolder, effective_load, new_attempt_folder, prepare_run_folder
+from titan_launch.train.run_folder.logs import LogFile
+from titan_launch.train.run_folder.records import record_run, record_units
+from titan_launch.train.run_folder.resume import load_run, open_checkpoints, training_state, what_to_do_without_folder
 from titan_launch.train.step import TrainStep
-from titan_launch.train.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 

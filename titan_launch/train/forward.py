@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from titan_launch.config.data import SampleUnit
-from titan_launch.errors import ConfigError, config_error
-from titan_launch.loss import Loss
+from titan_launch.config.sections.data import SampleUnit
+from titan_launch.core.errors import ConfigError, config_error
+from titan_launch.core.import_string import is_user_file
+from titan_launch.distributed.torch_private import roots
 from titan_launch.models.inventory import has_forward
-from titan_launch.registry import is_user_file
-from titan_launch.torch_private import roots
+from titan_launch.models.loss import Loss
 
 FORWARD = "its forward "
 """The first words of every error of this module, on the key `model.name`."""

@@ -14,18 +14,18 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.kernel_rules import missing_on_cpu
-from titan_launch.config.kernels import KernelsConfig
-from titan_launch.errors import ConfigError, config_error
-from titan_launch.globs import matches
+from titan_launch.config.rules.compile import missing_on_cpu
+from titan_launch.config.sections.precision import KernelsConfig
+from titan_launch.core.errors import ConfigError, config_error
+from titan_launch.core.globs import matches
+from titan_launch.core.import_string import user_place
+from titan_launch.cpu.blocked_attention import blocked_attention, lengths
 from titan_launch.models.build import BuiltModel
 from titan_launch.models.layers.attention import takes_equal_heads_only
-from titan_launch.models.layers.blocked_attention import blocked_attention, lengths
 from titan_launch.parallel.float8 import check_units
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.policy import torch_dtype
-from titan_launch.registry import user_place
 
 _log = logging.getLogger(__name__)
 

@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from titan_launch.checkpoint.manifest import checkpoint_name
-from titan_launch.collective import on_all
-from titan_launch.errors import Stopped
-from titan_launch.models.tensor_plan import shapes_explained
+from titan_launch.core.errors import Stopped
+from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, signal_name
+from titan_launch.distributed.collectives import on_all
+from titan_launch.distributed.process_group import set_timeouts
+from titan_launch.models.parallel_plans import shapes_explained
 from titan_launch.optim.schedule import describe_clipping, lr_factor, set_lr
 from titan_launch.parallel.batchnorm import largest_divergence, pool_running_statistics
 from titan_launch.parallel.pipeline import parts
-from titan_launch.parallel.timeouts import set_timeouts
-from titan_launch.precision.explanations import dtype_failures_explained
-from titan_launch.signals import RESTART_SIGNAL, RESTART_STATUS, signal_name
+from titan_launch.precision.diagnosis import dtype_failures_explained
 from titan_launch.train.audit import audited_step, audits, is_audited
-from titan_launch.train.faults import settle_guard
-from titan_launch.train.folder import checkpoint_folder
-from titan_launch.train.garbage import scheduled_garbage_collection
+from titan_launch.train.health.skipped_steps import settle_guard
 from titan_launch.train.kernels import attention_failures_explained
-from titan_launch.train.prediction import MEASURED
-from titan_launch.train.resume import NOTHING_SAVED, SAME_COMMAND, how_to_resume
+from titan_launch.train.measure import MEASURED
 from titan_launch.train.run import Run
+from titan_launch.train.run_folder.folder import checkpoint_folder
+from titan_launch.train.run_folder.resume import NOTHING_SAVED, SAME_COMMAND, how_to_resume
 from titan_launch.train.step import StepResult
 from titan_launch.train.validate import validate
+
+
+@contextmanager
+def scheduled_garbage_collection(every_steps: int) -> Iterator[Callable[[int], None]]:
+    """Switch automatic collection off and yield a function of the step that collects on every `every_steps`-th.
+
+    Left to itself each rank collects at another moment, and every pause holds up all ranks at the next collective.
+    What start-up has made is frozen, so that the collections have little to look at.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield lambda step: _collect_young(step, every_steps)
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def _collect_young(step: int, every_steps: int) -> None:
+    if step % every_steps == 0:
+        gc.collect(1)
+
 
 _log = logging.getLogger(__name__)
 

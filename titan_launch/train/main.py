@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.provenance import Provenance
-from titan_launch.errors import RunError
-from titan_launch.parallel.distributed import process_group
-from titan_launch.torch_private import warn_of_untested_release
+from titan_launch.config.loading.provenance import Provenance
+from titan_launch.core.errors import RunError
+from titan_launch.cpu.allocator import keep_freed_memory
+from titan_launch.distributed.process_group import process_group
+from titan_launch.distributed.random_state import random_stream, seed_everything
+from titan_launch.distributed.torch_private import warn_of_untested_release
 from titan_launch.train.build import build_run
-from titan_launch.train.flight_recorder import configure_flight_recorder
-from titan_launch.train.host_memory import keep_freed_memory
-from titan_launch.train.logs import console_log, rank_log
+from titan_launch.train.health.coordination import StopRequest
+from titan_launch.train.health.flight_recorder import configure_flight_recorder
+from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.loop import fit
-from titan_launch.train.resume import how_to_resume
-from titan_launch.train.seed import random_stream, seed_everything
-from titan_launch.train.signals import StopRequest
-from titan_launch.train.watchdog import Watchdog
+from titan_launch.train.run_folder.logs import console_log, rank_log
+from titan_launch.train.run_folder.resume import how_to_resume
 
 
 def train(config: JobConfig, provenance: Provenance, stop: StopRequest) -> None:

@@ -1,21 +1,146 @@
 """A step's microbatches through the stages of a pipeline, by PyTorch's schedules (torch.distributed.pipelining), which
-are imported where there are stages."""
+are imported where there are stages.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from titan_launch.accumulation.strategies import AccumulationStrategy
-from titan_launch.config.parallelism import ParallelismConfig
-from titan_launch.config.pipeline_rules import misfit_of_microbatches
-from titan_launch.errors import RunError, config_error
-from titan_launch.parallel.pipeline import Pipeline
+from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES, misfit_of_microbatches
+from titan_launch.config.sections.parallelism import ParallelismConfig
+from titan_launch.core.errors import RunError, config_error
+from titan_launch.distributed.torch_private import (
+    ForwardOrder,
+    accumulate_in_reduce_dtype,
+    give_forward_order,
+    take_forward_order,
+)
+from titan_launch.parallel.accumulation import AccumulationStrategy
+from titan_launch.parallel.pipeline import LocalStage, Pipeline
+
+
+def build_schedule(
+    name: str,
+    num_microbatches: int,
+    pipeline: Pipeline,
+    inputs: Tensor,
+    accumulation: AccumulationStrategy,
+    device: torch.device,
+    loss: Callable[[Tensor, Tensor], Tensor],
+) -> Any:
+    """PyTorch's schedule of that name for steps of so many microbatches, through this rank's stages; it scales nothing.
+
+    `inputs`: of a microbatch. `loss`: (outputs, targets) of one to its part of the step's loss.
+    """
+    boundaries = pipeline.boundaries.of(inputs)
+    stages = [
+        ScheduledStage(
+            local,
+            len(pipeline.plan.stages),
+            boundaries[local.stage.index : local.stage.index + 2],
+            accumulation,
+            pipeline,
+            device,
+            splits_backward=name in SPLIT_BACKWARD_SCHEDULES,
+        )
+        for local in pipeline.local
+    ]
+    kind = get_schedule_class(name)
+    what: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+    return kind(what, num_microbatches, loss_fn=loss, scale_grads=False)
+
+
+class ScheduledStage(PipelineStage):
+    """PyTorch's stage, with FSDP2 working as it does without a pipeline."""
+
+    def __init__(
+        self,
+        local: LocalStage,
+        num_stages: int,
+        boundaries: tuple[Tensor, ...],
+        accumulation: AccumulationStrategy,
+        pipeline: Pipeline,
+        device: torch.device,
+        splits_backward: bool,
+    ):
+        index = local.stage.index
+        taken, given = (_with_gradient(tensor) for tensor in boundaries)
+        super().__init__(
+            _Hidden(local.module), index, num_stages, device, input_args=taken, output_args=given, group=pipeline.group
+        )
+        self._root = local.module
+        self._fsdp_root = cast(Any, local.module)  # with the methods of the newest release
+        self._accumulation = accumulation
+        self._splits_backward = splits_backward
+        self._orders: dict[int, ForwardOrder] = {}
+        if splits_backward and hasattr(FSDPModule, "finalize_backward"):
+            self._fsdp_root.set_manual_backward_finalization(True)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._orders[fwd_chunk_id] = take_forward_order(self._root)
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        give_forward_order(self._root, self._orders.pop(bwd_chunk_id))
+        self._accumulation.begin_microbatch(self._root, is_last=last_backward and not self._splits_backward)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        accumulate_in_reduce_dtype(self._root)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce gradients and free parameters, where weights have a backward of their own.
+
+        `finalize_backward` is public from torch 2.15 on; the other branch can go with torch 2.14.
+        """
+        if not self._splits_backward:
+            return
+        if hasattr(FSDPModule, "finalize_backward"):
+            self._fsdp_root.set_requires_gradient_sync(True)
+            self._fsdp_root.set_reshard_after_backward(True)
+            self._fsdp_root.finalize_backward()
+        else:
+            hidden, self.submod = self.submod, self._root
+            try:
+                super().perform_reduce_grad(grad_scale_factor)
+            finally:
+                self.submod = hidden
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """First messages, with which torch before 2.13 connects the ranks: not with this one, which holds two stages in
+        a row (ZBV). Gloo has no connection to itself."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+
+class _Hidden(nn.Module):
+    """A wrapped module around which the schedule does not see FSDP2. It would take over what FSDP2 does: gather a
+    whole stage at once, keep it until the step's end, and reduce gradients there, in every mode of accumulation."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args).contiguous()  # what is sent must be
+
+
+def _with_gradient(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) of a microbatch to its part of the step's loss."""
@@ -91,7 +216,7 @@ class PipelinedStep:
         return self._schedules[key]
 
     def _build_schedule(self, num_microbatches: int, inputs: Tensor) -> Any:
-        from titan_launch.train.pipeline_schedule import build_schedule
+        from titan_launch.train.pipeline import build_schedule
 
         misfit = misfit_of_microbatches(self._parallelism, num_microbatches)
         if misfit is not None:

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from titan_launch.accumulation.strategies import AccumulationStrategy
-from titan_launch.loss import Loss, count_valid, cross_entropy_sum
+from titan_launch.distributed.mesh import Mesh
+from titan_launch.models.loss import Loss, count_valid, cross_entropy_sum
 from titan_launch.optim.clip import clip_grad_norm
-from titan_launch.optim.skip import step_unless
+from titan_launch.optim.registry import step_unless
+from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.batchnorm import RunningStatistics
-from titan_launch.parallel.discard import discard_pending
-from titan_launch.parallel.mesh import Mesh
+from titan_launch.parallel.fsdp import discard_pending
 from titan_launch.train.forward import logits_of
-from titan_launch.train.guard import StepGuard
+from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.pipeline import PipelinedStep
 
 Microbatch = tuple[Tensor, Tensor]

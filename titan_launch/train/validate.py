@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_launch.loss import Loss, count_correct, count_valid, cross_entropy_sum
-from titan_launch.parallel.discard import reset_iterations
+from titan_launch.distributed.torch_private import roots
+from titan_launch.models.loss import Loss, count_correct, count_valid, cross_entropy_sum
+from titan_launch.parallel.fsdp import reset_iterations
 from titan_launch.parallel.pipeline import pipeline_of, run_forward
-from titan_launch.torch_private import roots
 from titan_launch.train.forward import logits_of
 from titan_launch.train.step import Microbatch
 

@@ -8,10 +8,10 @@ import pytest
 
 from titan_launch.config.architectures import llama3, resolve_args
 from titan_launch.config.architectures.llama3 import Llama3Args
-from titan_launch.config.model import ModelConfig
+from titan_launch.config.sections.model import ModelConfig
 from titan_launch.models.build import build_model
 from titan_launch.models.inventory import take_inventory
-from titan_launch.plan.analytic.llama3 import llama3_inventory
+from titan_launch.plan.memory.analytic.llama3 import llama3_inventory
 
 
 @pytest.mark.parametrize("flavor", [name for name in llama3.FLAVORS if name != "405B"])

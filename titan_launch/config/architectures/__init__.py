@@ -9,10 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from titan_launch.config.architectures import llama3, resnet
-from titan_launch.config.base import Section
-from titan_launch.config.data import SampleUnit
-from titan_launch.config.images import ImageFormat
-from titan_launch.config.model import ModelConfig
+from titan_launch.config.sections.base import Section
+from titan_launch.config.sections.data import ImageFormat, SampleUnit
+from titan_launch.config.sections.model import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from titan_launch.config.base import Section
+from titan_launch.config.sections.base import Section
 
 Positive = Annotated[int, Field(ge=1)]
 NormKind = Literal["rmsnorm", "layernorm", "batchnorm"]

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from titan_launch.config.base import Array, Section
-from titan_launch.config.images import ImageFormat
+from titan_launch.config.sections.base import Array, Section
+from titan_launch.config.sections.data import ImageFormat
 
 Positive = Annotated[int, Field(ge=1)]
 BlockKind = Literal["basic", "bottleneck"]

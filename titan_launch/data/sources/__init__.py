@@ -6,14 +6,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from titan_launch.config.data import DataConfig, ImageData, SyntheticData
-from titan_launch.config.images import ImageFormat
+from titan_launch.config.sections.data import DataConfig, ImageData, ImageFormat, SyntheticData
+from titan_launch.core.errors import KeyPath
+from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.data.sources.images import build_images
 from titan_launch.data.sources.synthetic import build_synthetic
 from titan_launch.data.sources.text import build_text
-from titan_launch.errors import KeyPath
-from titan_launch.fingerprint import Fingerprint
-from titan_launch.tokenizer import Tokenizer
+from titan_launch.data.tokenizers import Tokenizer
 
 
 class SampleSource(Protocol):

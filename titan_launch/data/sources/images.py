@@ -11,10 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from titan_launch.config.data import SKLEARN_DIGITS, ImageData
-from titan_launch.config.images import ImageFormat, misfits
-from titan_launch.errors import ConfigError, KeyPath, Problem, config_error
-from titan_launch.fingerprint import Fingerprint, fingerprint_of
+from titan_launch.config.sections.data import SKLEARN_DIGITS, ImageData, ImageFormat, misfits
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error
+from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
 
 Pixels = npt.NDArray[np.uint8] | npt.NDArray[np.floating]
 Labels = npt.NDArray[np.int64]

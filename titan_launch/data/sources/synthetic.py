@@ -7,8 +7,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from titan_launch.config.data import SyntheticData
-from titan_launch.errors import KeyPath, config_error
+from titan_launch.config.sections.data import SyntheticData
+from titan_launch.core.errors import KeyPath, config_error
 
 _UINT64 = 2**64
 

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from titan_launch.config.data import TextData, expand_text_paths
-from titan_launch.errors import KeyPath, config_error
-from titan_launch.fingerprint import Fingerprint, fingerprint_of
-from titan_launch.tokenizer import Tokenizer
+from titan_launch.config.sections.data import TextData, expand_text_paths
+from titan_launch.core.errors import KeyPath, config_error
+from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
+from titan_launch.data.tokenizers import Tokenizer
 
 Files = list[tuple[str, Path]]
 """(name, path) pairs: the name decides a document's side of the split."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from titan_launch.errors import UserError
-from titan_launch.files import open_regular
+from titan_launch.core.errors import UserError
+from titan_launch.core.files import open_regular
 from titan_launch.metrics.sinks.base import Sink
 
 

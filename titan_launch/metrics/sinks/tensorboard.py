@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_launch.files import free_name
+from titan_launch.core.files import free_name
 from titan_launch.metrics.sinks.base import Sink
 from titan_launch.metrics.tags import dashboard_layout
 

@@ -1,12 +1,87 @@
-"""Causal grouped-query attention."""
+"""Causal grouped-query attention with rotary position embedding (arXiv:2104.09864), scaled as in Llama 3.1."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_launch.models.layers.rope import RotaryEmbedding
+from titan_launch.config.architectures.llama3 import RopeScaling
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates each pair of neighbouring channels of a head by an angle proportional to the token's position.
+
+    One instance serves all layers. The table is a buffer, not an argument: FSDP2 casts every floating argument of a
+    wrapped module to the compute dtype, and bf16 cannot tell position 8000 from 8001. It is not saved, and
+    `reset_parameters` computes it anew after a start on the meta device.
+    """
+
+    table: Tensor
+    """Cosine and sine of each angle: (max_seq_len, head_dim / 2, 2)."""
+
+    def __init__(self, head_dim: int, max_seq_len: int, theta: float, scaling: RopeScaling | None = None):
+        """`head_dim` is even; `theta` is the base of the frequencies."""
+        super().__init__()
+        self.head_dim = head_dim
+        self.theta = theta
+        self.scaling = scaling
+        table = torch.empty((max_seq_len, head_dim // 2, 2), dtype=torch.float32)
+        self.register_buffer("table", table, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Compute the table, in fp32 as when the published models were trained."""
+        frequencies = rotary_frequencies(self.head_dim, self.theta, self.scaling, self.table.device)
+        positions = torch.arange(self.table.shape[0], dtype=torch.float32, device=self.table.device)
+        angles = torch.outer(positions, frequencies)
+        self.table.copy_(torch.stack((angles.cos(), angles.sin()), dim=-1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rotate (batch, tokens, heads, head_dim), in fp32; the result has the input's dtype.
+
+        Raises ValueError for more tokens than the table holds.
+        """
+        num_tokens, max_tokens = x.shape[1], self.table.shape[0]
+        if num_tokens > max_tokens:
+            raise ValueError(f"{num_tokens} tokens, but the rotary table holds {max_tokens} (training.seq_len)")
+        table = self.table[:num_tokens, None].float()  # [tokens, 1, head_dim / 2, 2]
+        pairs = x.float().unflatten(-1, (-1, 2))
+        rotated = _rotated_by_parts(pairs, table) if torch.compiler.is_compiling() else _rotated(pairs, table)
+        return rotated.flatten(-2).to(x.dtype)
+
+
+def _rotated(pairs: Tensor, table: Tensor) -> Tensor:
+    """One product of complex numbers: without a compiler, a seventh of the kernels of `_rotated_by_parts`, which read
+    and write less, and are vectorized on a CPU."""
+    return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(table))
+
+
+def _rotated_by_parts(pairs: Tensor, table: Tensor) -> Tensor:
+    """The same in real numbers, for inductor: it fuses these with their neighbours, and does not generate code for
+    complex ones."""
+    (first, second), (cos, sin) = pairs.unbind(-1), table.unbind(-1)
+    return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+def rotary_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None = None, device: torch.device | None = None
+) -> Tensor:
+    """Radians per token of each channel pair, [head_dim / 2]: theta^(-2 i / head_dim), scaled where asked.
+
+    Llama 3.1 divides the frequency of a slow pair by `factor`, leaves that of a fast one, and interpolates linearly
+    between, by how many of its turns fit into the original context (Meta's `apply_scaling` in `llama-models`).
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    frequencies = 1.0 / theta**exponents
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_position * frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
 class Attention(nn.Module):

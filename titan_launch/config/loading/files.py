@@ -1,0 +1,160 @@
+"""Job files as they are on the disk: TOML or JSON, with the files that they extend."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from typing import Any
+
+import tomli
+
+from titan_launch.config.loading.provenance import report, toml_value
+from titan_launch.core.errors import KeyPath, UserError, nearest
+
+
+class JobFile:
+    """One file of a job, read but not judged."""
+
+    def __init__(self, path: str):
+        self.path = path
+        """As the user named it, or as its `extends` names it, seen from the working directory."""
+        self._text = _read_text(path)
+        self.table: dict[str, Any] = _parse(path, self._text)
+        """What is in it, without `extends`."""
+        self.extends = self.table.pop("extends", [])
+
+    def find(self, key: KeyPath) -> tuple[int, str]:
+        """The line of a key, or of the nearest table around it, and the place in words."""
+        for length in range(len(key), 0, -1):
+            line = self._lines.get(key[:length])
+            if line is not None:
+                return line, f"{self.path}:{line}"
+        return 0, self.path
+
+    @cached_property
+    def _lines(self) -> dict[KeyPath, int]:
+        if _is_json(self.path):
+            return {}
+        from titan_launch.config.loading.toml_positions import key_lines
+
+        return key_lines(self._text)
+
+
+def read_job(path: str) -> list[JobFile]:
+    """A job file after all the files that it extends, in the order in which they are laid over each other.
+
+    A file that is reached in several ways is laid once, where it is first met. Raises UserError, complete, with
+    everything that is wrong with any of the files.
+    """
+    reader = _Reader()
+    reader.read(path, place=None)
+    if reader.problems:
+        raise UserError(report(reader.problems, path))
+    return reader.files
+
+
+class _FileError(Exception):
+    """Why a file cannot be read, with the place."""
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.files: list[JobFile] = []
+        self.problems: list[str] = []
+        self._chain: list[str] = []
+        self._done: set[str] = set()
+
+    def read(self, path: str, place: str | None) -> None:
+        """Read a file, after those it extends; `place` is the `extends` that asks for it."""
+        identity = os.path.realpath(path)
+        if path in self._chain or identity in map(os.path.realpath, self._chain):
+            self.problems.append(f"{place}: the files extend each other: {' -> '.join([*self._chain, path])}")
+        elif identity not in self._done:
+            self._done.add(identity)
+            try:
+                self._read(JobFile(path))
+            except _FileError as error:
+                self.problems.append(f"{place}: {error}" if place and not os.path.isfile(path) else str(error))
+
+    def _read(self, file: JobFile) -> None:
+        self._chain.append(file.path)
+        for base, place in self._bases(file):
+            self.read(base, place)
+        self._chain.pop()
+        self.files.append(file)
+
+    def _bases(self, file: JobFile) -> list[tuple[str, str]]:
+        """The files that a file extends, and for each the place that says so."""
+        names = [file.extends] if isinstance(file.extends, str) else file.extends
+        if names == []:
+            return []
+        _, place = file.find(("extends",))
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            self.problems.append(f"{place}: extends: must be the name of a file, or an array of them")
+            return []
+        folder = os.path.dirname(file.path)
+        return [(_join(folder, name), f"{place}: extends = {toml_value(name)}") for name in names]
+
+
+def _join(folder: str, name: str) -> str:
+    return os.path.normpath(os.path.join(folder, name))
+
+
+def _is_json(path: str) -> bool:
+    return path.endswith(".json")
+
+
+def _read_text(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except FileNotFoundError:
+        raise _FileError(f"{path}: no such file{_similar_file(path)}") from None
+    except IsADirectoryError:
+        raise _FileError(f"{path}: this is a folder; name a job file in it") from None
+    except OSError as error:
+        raise _FileError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise _FileError(f"{path}:{line}: not UTF-8 text (byte 0x{data[error.start]:02x}); save it as UTF-8") from None
+
+
+def _similar_file(path: str) -> str:
+    """The hint for a file that is not there: one of its folder with nearly the same name."""
+    folder = os.path.dirname(path)
+    try:
+        entries = os.listdir(folder or ".")
+    except OSError:
+        return f' (there is no folder "{folder}" either)'
+    by_stem = {_stem(entry): os.path.join(folder, entry) for entry in entries if entry.endswith((".toml", ".json"))}
+    near = nearest(_stem(path), by_stem)
+    return f'; did you mean "{by_stem[near]}"?' if near else ""
+
+
+def _stem(path: str) -> str:
+    return os.path.splitext(os.path.basename(path))[0]
+
+
+def _parse(path: str, text: str) -> dict[str, Any]:
+    try:
+        return _parse_json(path, text) if _is_json(path) else tomli.loads(text)
+    except RecursionError:
+        raise _FileError(f"{path}: nested too deep; a job file has sections, keys, and tables in lists") from None
+    except tomli.TOMLDecodeError as error:
+        from titan_launch.config.loading.toml_positions import explain_toml_error
+
+        raise _FileError(explain_toml_error(path, text, error)) from None
+
+
+def _parse_json(path: str, text: str) -> dict[str, Any]:
+    import json
+
+    try:
+        table = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _FileError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
+    if not isinstance(table, dict):
+        raise _FileError(f"{path}: must be an object with the sections of a job")
+    return table

@@ -1,0 +1,213 @@
+"""Merging of job files and command-line overrides (`--section.key=value`) into one table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import tomli
+
+from titan_launch.config.loading.provenance import Provenance, Source, report, toml_value
+from titan_launch.config.loading.schema_walk import TAGGED
+from titan_launch.core.errors import ConfigError, KeyPath, UserError, config_error, format_key
+
+
+class Override:
+    """One key, given on the command line."""
+
+    def __init__(self, text: str, key: tuple[str, ...], value: Any):
+        self.text = text
+        """As the user wrote it."""
+        self.key = key
+        """Its path; items of arrays are still strings of digits."""
+        self.value = value
+
+    def find(self, key: KeyPath) -> tuple[int, str]:
+        """No line, and the place in words."""
+        return 0, f"command line: {self.text}"
+
+    @property
+    def sets_kind(self) -> bool:
+        """Whether it may change which other keys there are."""
+        return self.key[-1] == "kind" or (isinstance(self.value, dict) and "kind" in self.value)
+
+
+def parse_overrides(arguments: Sequence[str], aliases: Mapping[str, str] | None = None) -> list[Override]:
+    """Read `--section.key=value`, `--section.key value` and `--section.flag` (which means true).
+
+    `aliases`: short names of options, and the dotted keys they stand for (`--device`: `--planner.device`). Overrides
+    that set a `kind` come first, so that the order on the command line does not matter. Raises UserError, complete,
+    with everything that is not an override.
+    """
+    overrides, problems = [], []
+    for text, name, value in _split(arguments):
+        try:
+            key = _parse_key((aliases or {}).get(name, name))
+            overrides.append(Override(text, key, True if value is None else parse_value(value)))
+        except ValueError as error:
+            problems.append(f"command line: {text}: {error}")
+    if problems:
+        raise UserError(report(problems, "the command line"))
+    return sorted(overrides, key=lambda override: not override.sets_kind)
+
+
+def _split(arguments: Sequence[str]) -> Iterator[tuple[str, str, str | None]]:
+    """The overrides among the arguments: each in full, its name, and its value if it has one."""
+    rest = list(arguments)
+    while rest:
+        text = rest.pop(0)
+        name, has_value, value = text.partition("=")
+        if has_value:
+            yield text, name, value
+        elif name.startswith("--") and rest and not rest[0].startswith("--"):
+            yield f"{text} {rest[0]}", name, rest.pop(0)
+        else:
+            yield text, name, None
+
+
+def _parse_key(name: str) -> tuple[str, ...]:
+    if not name.startswith("--"):
+        remedy = f"; write --{name}=..." if "." in name and not name.startswith("-") else ""
+        raise ValueError(f"not an override, which has the form --section.key=value{remedy}")
+    key = _split_key(name[2:])
+    if key[0] == "extends":
+        raise ValueError("only job files extend others; write it into the file that --config names")
+    return key
+
+
+def _split_key(name: str) -> tuple[str, ...]:
+    """The parts of a dotted key, which may be quoted as in TOML."""
+    if '"' not in name and "'" not in name and all(name.split(".")):
+        return tuple(name.split("."))
+    try:
+        table = tomli.loads(f"{name} = 0")
+    except tomli.TOMLDecodeError:
+        raise ValueError("not an override, which has the form --section.key=value") from None
+    parts = []
+    while isinstance(table, dict):
+        ((part, table),) = table.items()
+        parts.append(part)
+    return tuple(parts)
+
+
+def parse_value(text: str) -> Any:
+    """A value in TOML; what is not TOML is a string, so that most strings need no quotes.
+
+    Raises ValueError for a table or an array that does not end well.
+    """
+    try:
+        table = tomli.loads(f"value = {text}")
+    except tomli.TOMLDecodeError as error:
+        if text.lstrip().startswith(("{", "[")):
+            raise ValueError(f"not TOML: {str(error).partition(' (at ')[0]}") from None
+        return text
+    return table["value"] if len(table) == 1 else text
+
+
+class Draft:
+    """The tables of a job, growing, with the source of every key."""
+
+    def __init__(self) -> None:
+        self.table: dict[str, Any] = {}
+        self._sources: list[Source] = []
+        self._origins: dict[KeyPath, Source] = {}
+
+    def lay(self, table: Mapping[str, Any], source: Source) -> None:
+        """Lay a file over what is there: tables merge, everything else is replaced."""
+        self._sources.append(source)
+        self._merge(self.table, table, (), source)
+
+    def override(self, override: Override) -> None:
+        """Set one key. Raises ConfigError where its path leads through something that is no table and no array."""
+        self._sources.append(override)
+        try:
+            self._set(override)
+        except ConfigError as error:
+            self._origins.update({problem.key: override for problem in error.problems})
+            raise
+
+    def provenance(self, path: str) -> Provenance:
+        """Where the keys came from; `path` is the job file as the user named it."""
+        return Provenance(path, self.table, self._origins, self._sources)
+
+    def _set(self, override: Override) -> None:
+        container: Any = self.table
+        key: KeyPath = ()
+        for part, following in pairwise((*override.key, "")):
+            name = _name_in(container, part, (*key, part))
+            key = (*key, name)
+            if following:
+                container = self._enter(container, name, key, following, override)
+            elif isinstance(container, dict):
+                self._merge(container, {str(name): override.value}, key[:-1], override)
+            else:
+                self._put(container, name, override.value, key, override)
+
+    def _merge(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath, source: Source) -> None:
+        self._make_way(table, new, key)
+        for name, value in new.items():
+            self._put(table, name, value, (*key, name), source)
+
+    def _make_way(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath) -> None:
+        """Drop the keys that lose their meaning when `new` changes the kind of a table."""
+        if kinds := TAGGED.get(key):
+            for name in kinds.dropped_keys(table, new):
+                del table[name]
+                self._forget((*key, name))
+
+    def _put(self, container: Any, name: str | int, value: Any, key: KeyPath, source: Source) -> None:
+        """`container[name] = value`, where a table is merged into the one that is there."""
+        old = container[name] if _has(container, name) else None
+        if isinstance(value, dict):
+            merged = old if isinstance(old, dict) else {}
+            if merged is not old:
+                self._forget(key)
+            _assign(container, name, merged)
+            self._merge(merged, value, key, source)
+        else:
+            self._forget(key)
+            _assign(container, name, value)
+        self._origins[key] = source
+
+    def _enter(self, container: Any, name: str | int, key: KeyPath, following: str, source: Source) -> Any:
+        """The table or array at `key`, made where there is none."""
+        if not _has(container, name):
+            self._put(container, name, [] if following.isdecimal() else {}, key, source)
+        inside = container[name]
+        if not isinstance(inside, (dict, list)):
+            reason = f"{format_key(key)} is {toml_value(inside)}, neither a table nor an array"
+            raise config_error((*key, following), reason)
+        return inside
+
+    def _forget(self, key: KeyPath) -> None:
+        """Drop the origins of a key and of everything in it."""
+        for known in [known for known in self._origins if known[: len(key)] == key]:
+            del self._origins[known]
+
+
+def _name_in(container: Any, part: str, key: KeyPath) -> str | int:
+    """A part of an override's path, as a key of a table or as an index into an array."""
+    if isinstance(container, dict):
+        return part
+    if part.isdecimal() and int(part) <= len(container):
+        return int(part)
+    raise config_error(key, _index_reason(format_key(key[:-1]), len(container)))
+
+
+def _index_reason(array: str, length: int) -> str:
+    if not length:
+        return f"{array} is empty; 0 appends the first item"
+    items = "item 0" if length == 1 else f"items 0 to {length - 1}"
+    return f"{array} has {items}; {length} appends one"
+
+
+def _has(container: Any, name: Any) -> bool:
+    return name in container if isinstance(container, dict) else name < len(container)
+
+
+def _assign(container: Any, name: Any, value: Any) -> None:
+    if isinstance(container, list) and name == len(container):
+        container.append(value)
+    else:
+        container[name] = value

@@ -1,0 +1,110 @@
+"""The file and line (or override) that gave each key, and config problems printed with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from titan_launch.core.errors import UNSET, KeyPath, Problem, format_key
+
+
+class Place(NamedTuple):
+    """Where a key was given. Places sort as they were read: files, lines, then the command line."""
+
+    source: int
+    line: int
+    text: str
+    """`configs/job.toml:7`, or `command line: --training.steps=20`."""
+
+
+class Source(Protocol):
+    """A file or an override, laid over those before it."""
+
+    def find(self, key: KeyPath) -> tuple[int, str]:
+        """The line of a key, or of the nearest table around it (0 where there is none), and the place in words."""
+
+
+class Provenance:
+    """The place of every key of a loaded job. Lines are looked for only when somebody asks."""
+
+    def __init__(
+        self, path: str, table: Mapping[str, Any], origins: Mapping[KeyPath, Source], sources: Sequence[Source]
+    ):
+        self.path = path
+        """The job file, as the user named it."""
+        self._table, self._origins, self._sources = table, origins, sources
+
+    def find(self, key: KeyPath) -> Place:
+        """Where a key was given; for a key that was not given, where the nearest table around it was."""
+        for length in range(len(key), 0, -1):
+            source = self._origins.get(key[:length])
+            if source is not None:
+                return Place(self._sources.index(source), *source.find(key))
+        return Place(0, 0, self.path)
+
+    def place(self, key: KeyPath) -> str:
+        """The same in words: `configs/job.toml:7`."""
+        return self.find(key).text
+
+    def is_given(self, key: KeyPath) -> bool:
+        """Whether a key was written somewhere, so that its value is not a default."""
+        return contains(self._table, key)
+
+    def describe(self, problems: Iterable[Problem]) -> str:
+        """Return the message for all problems of a job, in the order of its files, lines and overrides."""
+        ordered = sorted(problems, key=lambda problem: self.find(problem.key))
+        return report([self._line(problem) for problem in ordered], self.path)
+
+    def _line(self, problem: Problem) -> str:
+        place = self.find(problem.key).text
+        if problem.value is UNSET:
+            return f"{place}: {format_key(problem.key)}: {problem.reason}"
+        note = "" if self.is_given(problem.key) else " (default)"
+        return f"{place}: {format_key(problem.key)} = {_shorten(toml_value(problem.value))}{note}: {problem.reason}"
+
+
+def contains(table: Mapping[str, Any], key: KeyPath) -> bool:
+    """Whether a key is in a table, or in the tables and arrays in it."""
+    value: Any = table
+    for part in key:
+        known = range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ()
+        if part not in known:
+            return False
+        value = value[part]
+    return True
+
+
+_MAX_VALUE_LENGTH = 60
+
+
+def report(lines: Sequence[str], subject: str) -> str:
+    """One problem in one line, or several below a line that counts them."""
+    if len(lines) == 1:
+        return f"error: {lines[0]}"
+    return "\n  ".join([f"error: {len(lines)} problems in {subject}", *lines])
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it, in one line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return _toml_string(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{format_key((key,))} = {toml_value(item)}' for key, item in value.items())}}}"
+    return "null" if value is None else str(value)
+
+
+def _toml_string(text: str) -> str:
+    import json  # its escapes are TOML's too
+
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= _MAX_VALUE_LENGTH:
+        return text
+    half = _MAX_VALUE_LENGTH // 2
+    return f"{text[: half - 2]} ... {text[-half + 3 :]}"

@@ -1,0 +1,233 @@
+"""Pydantic's validation errors as config problems, with the nearest valid key.
+
+Imported only after validation has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from titan_launch.config.architectures import ARCHITECTURES
+from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.foreign_keys import foreign_key
+from titan_launch.config.loading.provenance import toml_value
+from titan_launch.config.loading.schema_walk import TAGGED, TableSchema, locate, tables
+from titan_launch.config.sections.base import Section
+from titan_launch.core.errors import UNSET, KeyPath, Problem, format_key, nearest
+
+
+def translate(error: ValidationError, section: type[Section], table: KeyPath = ()) -> list[Problem]:
+    """The problems in a validation error of `section`, which stands at the path `table` of the job file."""
+    found: dict[KeyPath, Problem] = {}
+    in_unions: set[KeyPath] = set()
+    for details in error.errors(include_url=False):
+        key, owner, in_union = locate(details["loc"], section)
+        problem = _translate(details, (*table, *key), owner)
+        if in_union:
+            in_unions.add(problem.key)
+        if problem.key in found:
+            problem = _either(found[problem.key], problem)
+        found[problem.key] = problem
+    return [problem for key, problem in found.items() if not (key in in_unions and _has_deeper(key, found))]
+
+
+def _either(one: Problem, other: Problem) -> Problem:
+    """Two members of a union, neither of which fits; their hints would contradict each other."""
+    reasons = [problem.reason.partition(";")[0] for problem in (one, other)]
+    return Problem(one.key, f"{reasons[0]} or {reasons[1].removeprefix('must be ')}", one.value)
+
+
+def _has_deeper(key: KeyPath, found: Mapping[KeyPath, Problem]) -> bool:
+    """Whether one member of a union fits so far that only something in it is wrong."""
+    return any(len(other) > len(key) and other[: len(key)] == key for other in found)
+
+
+def _translate(details: ErrorDetails, key: KeyPath, owner: type[Section] | None) -> Problem:
+    kind, value = details["type"], details["input"]
+    if kind == "extra_forbidden":
+        return explain_unknown_key(key, value, owner)
+    if kind == "missing":
+        return Problem(key, "required, but missing")
+    if kind == "union_tag_invalid":
+        choices = _listed(details, "expected_tags")
+        return Problem((*key, "kind"), _one_of(choices, value["kind"]), value["kind"])
+    return Problem(key, _reason(details, key), value)
+
+
+def _reason(details: ErrorDetails, key: KeyPath) -> str:
+    context, value = details.get("ctx", {}), details["input"]
+    match details["type"]:
+        case "literal_error":
+            return _one_of(_listed(details, "expected"), value)
+        case "value_error":
+            return str(context["error"])
+        case "model_type" | "model_attributes_type" | "dict_type":
+            foreign = None if isinstance(value, list) else foreign_key(key)
+            return f"must be a table{f'; {foreign[0]}' if foreign else _brackets_hint(key, value)}"
+        case "tuple_type":
+            return f"must be an array{_array_hint(key, value)}"
+        case kind if kind in _TYPES:
+            noun, hint = _TYPES[kind]
+            return f"must be {noun}{hint(value)}"
+        case kind if kind in _BOUNDS:
+            name, words = _BOUNDS[kind]
+            return f"must be {words} {context[name]:{'' if isinstance(context[name], int) else 'g'}}"
+    return details["msg"][:1].lower() + details["msg"][1:]
+
+
+def _one_of(choices: list[str], value: Any) -> str:
+    known = ", ".join(f'"{choice}"' for choice in choices)
+    near = nearest(value, choices, similarity=0.7) if isinstance(value, str) else None  # "gpu" is not meant as "cpu"
+    hint = f'; did you mean "{near}"?' if near else ""
+    if value in _HALF and "bfloat16" in choices:
+        hint = "; float16 needs the loss scaled up and down while it trains, which there is not: use bfloat16"
+    return f"must be {known}" if len(choices) == 1 else f"must be one of {known}{hint}"
+
+
+def _listed(details: ErrorDetails, name: str) -> list[str]:
+    """The choices that pydantic lists as `'a', 'b' or 'c'`."""
+    return details["ctx"][name].split("'")[1::2]
+
+
+def _number_hint(value: Any) -> str:
+    """For a number in quotes, or a whole one with a decimal point."""
+    try:
+        number = float(value) if isinstance(value, (str, float)) else None
+    except ValueError:
+        return ""
+    if number is None or number in (float("inf"), float("-inf")) or number != number:
+        return ""
+    shown = str(int(number)) if number.is_integer() else str(number)
+    return f"; write {shown}{', without quotes' if isinstance(value, str) else ''}"
+
+
+def _whole_number_hint(value: Any) -> str:
+    hint = _number_hint(value)
+    return hint if "." not in hint else ""
+
+
+def _bool_hint(value: Any) -> str:
+    is_word = isinstance(value, str) and value.lower() in ("true", "false")
+    return f"; write {value.lower()}, without quotes" if is_word else ""
+
+
+def _string_hint(value: Any) -> str:
+    return "" if isinstance(value, (list, dict)) else f'; put it in quotes: "{toml_value(value)}"'
+
+
+def _brackets_hint(key: KeyPath, value: Any) -> str:
+    name = format_key(key)
+    return f"; write [{name}], not [[{name}]]" if isinstance(value, list) and isinstance(key[-1], str) else ""
+
+
+def _array_hint(key: KeyPath, value: Any) -> str:
+    if isinstance(value, dict):
+        return f" of tables; write [[{format_key(key)}]], not [{format_key(key)}]"
+    return f"; write [{toml_value(value)}]"
+
+
+def _no_hint(value: Any) -> str:
+    return ""
+
+
+_HALF = ("float16", "fp16", "half")
+_TYPES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+    "int_type": ("a whole number", _whole_number_hint),
+    "float_type": ("a number", _number_hint),
+    "finite_number": ("finite", _no_hint),
+    "bool_type": ("true or false", _bool_hint),
+    "string_type": ("a string", _string_hint),
+}
+_BOUNDS: Mapping[str, tuple[str, str]] = {
+    "greater_than": ("gt", "more than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+_ARGS = ("model", "args")
+
+_MAX_HOMES = 2
+"""A key that more tables than this have says nothing about which table was meant."""
+
+_SINGLE_WORDS = {"beta1", "beta2", "eps", "flavor", "lr", "mfu", "nesterov", "rounding", "shuffle", "steps"}
+"""Names without an underscore that mean the same in any table. Others, such as `path` or `enable`, do not."""
+
+_SIMILARITY, _SIMILARITY_ELSEWHERE = 0.78, 0.88
+"""Least similarity of a misspelt key to a key of its table, and to a key of another table."""
+
+
+def explain_unknown_key(key: KeyPath, value: Any, owner: type[Section] | None) -> Problem:
+    """The problem of a key that `owner`, the section around it, does not have, with the most likely remedy."""
+    is_table = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
+    noun = "section" if is_table and len(key) == 1 else "key"
+    for remedy, meant in _remedies(key, owner):
+        return Problem(key, f"unknown {noun}; {remedy}", UNSET if is_table else value, also=tuple(meant))
+    return Problem(key, f"unknown {noun}; {_list_keys(key[:-1], owner)}", UNSET if is_table else value)
+
+
+def _remedies(key: KeyPath, owner: type[Section] | None) -> Iterator[tuple[str, Sequence[KeyPath]]]:
+    """Yield remedies, the likeliest first, each with the keys that were meant."""
+    name, parent = str(key[-1]), key[:-1]
+    if kinds := _kinds_with(name, parent):
+        yield f"only kind = {_any_of(kinds)} has it", [(*parent, "kind")]
+    if parent == _ARGS and (models := _models_with(name)):
+        yield f"it is an argument of {_any_of(models)}", [("model", "name")]
+    if foreign := foreign_key(key):
+        yield foreign
+    if homes := _homes(name):
+        yield f"it belongs in {_any_of(homes)}", [(*home, name) for home in homes.values()]
+    if near := nearest(name, owner.model_fields if owner else (), _SIMILARITY):
+        yield f'did you mean "{format_key((*parent, near))}"?', [(*parent, near)]
+    if far := _nearest_anywhere(name):
+        yield f'did you mean "{format_key(far)}"?', [far]
+
+
+def _models_with(argument: str) -> list[str]:
+    return [f'"{name}"' for name, architecture in ARCHITECTURES.items() if argument in architecture.args.model_fields]
+
+
+def _kinds_with(name: str, table: KeyPath) -> list[str]:
+    kinds = TAGGED.get(table)
+    return [f'"{kind}"' for kind, section in kinds.variants.items() if name in section.model_fields] if kinds else []
+
+
+def _homes(name: str) -> dict[str, KeyPath]:
+    """The tables that have such a key, by header, if the name says enough."""
+    homes = {table.header: table.key for table in _all_tables() if name in table.section.model_fields}
+    return homes if _is_specific(name) and len(homes) <= _MAX_HOMES else {}
+
+
+def _nearest_anywhere(name: str) -> KeyPath | None:
+    """A very similar key of another table. (Keys in arrays have no path to suggest; keys of several are ambiguous.)"""
+    keys: dict[str, list[KeyPath]] = {}
+    for table in _all_tables():
+        for field in table.section.model_fields if table.header[1] != "[" else ():
+            keys.setdefault(field, []).append((*table.key, field))
+    near = nearest(name, filter(_is_specific, keys), _SIMILARITY_ELSEWHERE)
+    paths = set(keys[near]) if near else set()
+    return paths.pop() if len(paths) == 1 else None
+
+
+def _is_specific(name: str) -> bool:
+    return "_" in name or name in _SINGLE_WORDS
+
+
+def _all_tables() -> Iterator[TableSchema]:
+    yield from tables(JobConfig)
+    for architecture in ARCHITECTURES.values():
+        yield TableSchema("[model.args]", _ARGS, architecture.args)
+
+
+def _list_keys(table: KeyPath, owner: type[Section] | None) -> str:
+    known = ", ".join(owner.model_fields if owner else ())
+    return f"{format_key(table)} has {known}" if table else f"the sections are {known}"
+
+
+def _any_of(names: Iterable[str]) -> str:
+    return " or ".join(names)

@@ -1,0 +1,129 @@
+"""Which keys of a job make the experiment, and which only say how it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from titan_launch.core.errors import KeyPath
+
+Role = Literal["model", "experiment", "operation"]
+"""`model`: decides the tensors and what is computed with them, so a checkpoint of another one cannot be loaded.
+`experiment`: decides what the run learns; a change in the middle of a run is another experiment. `operation`: decides
+how long, where, how fast and how well observed it runs; the results stay the same but for the order of sums."""
+
+ROLES: Mapping[str, Role | Mapping[str, Role]] = {
+    "job": "operation",
+    "model": {
+        "name": "model",
+        "flavor": "model",
+        "args": "model",
+        "blocks": "operation",
+    },
+    "tokenizer": "experiment",
+    "data": {
+        "kind": "experiment",
+        "path": "operation",
+        "split": "experiment",
+        "validation_percent": "experiment",
+        "shuffle": "experiment",
+        "num_samples": "experiment",
+        "vocab_size": "experiment",
+        "noise": "experiment",
+        "seed": "experiment",
+        "mean": "experiment",
+        "std": "experiment",
+        "num_workers": "operation",
+    },
+    "training": {
+        "seq_len": "experiment",
+        "global_batch_size": "experiment",
+        "max_norm": "experiment",
+        "seed": "experiment",
+        "local_batch_size": "operation",
+        "steps": "operation",
+        "loss_chunks": "operation",
+        "enable_cpu_offload": "operation",
+        "gc_freq": "operation",
+    },
+    "precision": {
+        "storage_dtype": "experiment",
+        "param_dtype": "experiment",
+        "reduce_dtype": "experiment",
+        "buffer_dtype": "experiment",
+        "rules": "experiment",
+    },
+    "batchnorm": "experiment",
+    "activation_checkpoint": "operation",
+    "gradient_accumulation": "operation",
+    "compile": "operation",
+    "kernels": {
+        "attention": "operation",
+        "float32_precision": "experiment",
+        "bf16_reduced_precision_reduction": "experiment",
+    },
+    "float8": "experiment",
+    "parallelism": "operation",
+    "optimizer": {
+        "name": "experiment",
+        "lr": "experiment",
+        "beta1": "experiment",
+        "beta2": "experiment",
+        "eps": "experiment",
+        "weight_decay": "experiment",
+        "param_groups": "experiment",
+        "state_dtype": "experiment",
+        "rounding": "experiment",
+        "master_weights": "experiment",
+        "muon": "experiment",
+        "sgd": "experiment",
+        "implementation": "operation",
+    },
+    "lr_scheduler": "experiment",
+    "checkpoint": "operation",
+    "validation": "operation",
+    "metrics": "operation",
+    "planner": "operation",
+    "comm": "operation",
+    "debug": "operation",
+}
+"""The role of every section, or of each of its keys. With `training.steps` a run goes on for longer; a schedule that
+decays at the end follows it. `data.path` is only where the data is: a run that is resumed compares the data itself."""
+
+
+class Difference(NamedTuple):
+    """A key that has another value than it had."""
+
+    key: KeyPath
+    was: Any
+    """None where it was unset."""
+
+    now: Any
+    role: Role
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """Where two configurations, as nested tables without unset keys, are not the same; in the order of keys."""
+    old, new = dict(_leaves(before, ())), dict(_leaves(now, ()))
+    return [
+        Difference(key, old.get(key), new.get(key), role_of(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+
+
+def role_of(key: KeyPath) -> Role:
+    """What a key of a job decides. A key that this version does not know (an older one may have recorded it) counts as
+    the experiment's."""
+    role = ROLES.get(str(key[0]), "experiment")
+    if isinstance(role, str):
+        return role
+    return role.get(str(key[1]), "experiment") if len(key) > 1 else "experiment"
+
+
+def _leaves(table: Mapping[str, Any], key: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*key, name))
+        else:
+            yield (*key, name), value

@@ -1,0 +1,171 @@
+"""Rules across sections for training data and validation data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from titan_launch.config.architectures import ARCHITECTURES, images_taken, known_args
+from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.model import args_problem
+from titan_launch.config.sections.data import (
+    DIGITS,
+    SKLEARN_DIGITS,
+    VOCABULARY_SIZES,
+    ImageData,
+    SampleUnit,
+    SyntheticData,
+    TextData,
+    misfits,
+    names_a_file,
+)
+from titan_launch.core.errors import KeyPath, Problem, format_key
+
+_Split = TextData | ImageData
+_NAME: KeyPath = ("model", "name")
+
+
+def data_suits_the_model(config: JobConfig) -> Iterator[Problem]:
+    """A model of tokens is given tokens, and one of images images."""
+    architecture = ARCHITECTURES.get(config.model.name)
+    for source, data in _sources(config):
+        if architecture is not None and data.unit != architecture.unit:
+            reason = f"the model {config.model.name} takes {architecture.unit}, not {data.unit}"
+            yield Problem((*source, "kind"), f"{reason}; set {_kinds_of(architecture.unit)}", data.kind, also=(_NAME,))
+
+
+def validation_is_on_what_is_trained_on(config: JobConfig) -> Iterator[Problem]:
+    """A factory's model, of which nobody knows what it takes, is validated on the like of what it is trained on."""
+    held_out, unit = config.validation.data, config.data.unit
+    if ":" in config.model.name and held_out is not None and held_out.unit != unit:
+        reason = f"gives {held_out.unit}, and the model is trained on {unit}; set {_kinds_of(unit)}"
+        yield Problem(("validation", "data", "kind"), reason, held_out.kind, also=(_NAME, ("data", "kind")))
+
+
+def vocabulary_is_large_enough(config: JobConfig) -> Iterator[Problem]:
+    """The model has an embedding for every token of its data."""
+    vocab_size = getattr(known_args(config.model), "vocab_size", None)
+    for source, data in _sources(config):
+        if isinstance(data, ImageData):
+            continue
+        size, owner, key = _vocabulary(config, source, data)
+        if vocab_size is not None and vocab_size < size:
+            reason = f"the model's vocab_size ({vocab_size}) must be at least {size}, the vocabulary of {owner}"
+            yield args_problem(config, ("vocab_size",), reason, also=(key, (*source, "kind")))
+
+
+def text_files_exist(config: JobConfig) -> Iterator[Problem]:
+    """Every entry of a `path` names at least one file."""
+    for source, data in _sources(config):
+        if isinstance(data, TextData):
+            entries = [data.path] if isinstance(data.path, str) else data.path
+            for index, entry in enumerate(entries):
+                key = (*source, "path") if isinstance(data.path, str) else (*source, "path", index)
+                if not names_a_file(entry):
+                    yield Problem(key, _why_no_file(entry), entry, also=((*source, "kind"),))
+
+
+def image_files_exist(config: JobConfig) -> Iterator[Problem]:
+    """A `path` to images that does not name the digits names a file."""
+    for source, data in _sources(config):
+        if isinstance(data, ImageData) and data.path != SKLEARN_DIGITS and not os.path.isfile(data.path):
+            reason = f'no such file (paths are relative to the working directory), nor "{SKLEARN_DIGITS}"'
+            yield Problem((*source, "path"), reason, data.path, also=((*source, "kind"),))
+
+
+def digits_suit_the_model(config: JobConfig) -> Iterator[Problem]:
+    """The model takes the digits as they are. (Of other images only reading them can tell.)"""
+    taken = images_taken(config.model) if known_args(config.model) else None
+    for source, data in _sources(config):
+        if taken is not None and isinstance(data, ImageData) and data.path == SKLEARN_DIGITS:
+            for reason in misfits(DIGITS, taken):
+                yield Problem((*source, "path"), reason, data.path, also=(("model",), (*source, "kind")))
+
+
+def validation_has_data(config: JobConfig) -> Iterator[Problem]:
+    """What is validated on must be said."""
+    if config.validation.freq and config.validation.data is None:
+        reason = 'needs data to validate on: add [validation.data], for example with path and split = "validation"'
+        yield Problem(("validation", "freq"), reason, config.validation.freq, also=(("validation", "data"),))
+
+
+def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
+    """Documents and images set aside for validation are not trained on."""
+    train, held_out = config.data, config.validation.data
+    if not (isinstance(train, _Split) and isinstance(held_out, _Split) and config.validation.freq):
+        return
+    if train.kind != held_out.kind or train.path != held_out.path or held_out.split != "validation":
+        return
+    also = (("data",), ("validation", "freq"), ("validation", "data", "path"))
+    if train.split != "train":
+        what = "documents" if isinstance(held_out, TextData) else "images"
+        reason = f'these {what} are trained on too; set data.split = "train"'
+        yield Problem(("validation", "data", "split"), reason, held_out.split, also=also)
+    elif train.validation_percent != held_out.validation_percent:
+        reason = f"differs from data.validation_percent ({train.validation_percent}), so the two splits overlap"
+        yield Problem(("validation", "data", "validation_percent"), reason, held_out.validation_percent, also=also)
+
+
+def validation_sequences_are_new(config: JobConfig) -> Iterator[Problem]:
+    """Synthetic validation data is not the training data over again."""
+    train, held_out = config.data, config.validation.data
+    if not (isinstance(train, SyntheticData) and isinstance(held_out, SyntheticData) and config.validation.freq):
+        return
+    if (train.seed, train.vocab_size, train.noise) == (held_out.seed, held_out.vocab_size, held_out.noise):
+        reason = "these are the sequences trained on; give one of the two sources another seed"
+        also = (("data",), ("validation", "data"), ("validation", "freq"))
+        yield Problem(("validation", "data", "seed"), reason, held_out.seed, also=also)
+
+
+def validation_images_look_like_those_trained_on(config: JobConfig) -> Iterator[Problem]:
+    """Pixels mean the same to the model in validation and in training."""
+    train, held_out = config.data, config.validation.data
+    if not (isinstance(train, ImageData) and isinstance(held_out, ImageData) and config.validation.freq):
+        return
+    for name, ours, theirs in (("mean", held_out.mean, train.mean), ("std", held_out.std, train.std)):
+        if ours != theirs:
+            value = list(theirs) if isinstance(theirs, tuple) else theirs
+            reason = f"must be data.{name} ({value}), or the same image looks different in training"
+            yield Problem(("validation", "data", name), reason, ours, also=(("data", name), ("data", "kind")))
+
+
+DATA_RULES = (
+    data_suits_the_model,
+    validation_is_on_what_is_trained_on,
+    vocabulary_is_large_enough,
+    text_files_exist,
+    image_files_exist,
+    digits_suit_the_model,
+    validation_has_data,
+    validation_samples_are_held_out,
+    validation_sequences_are_new,
+    validation_images_look_like_those_trained_on,
+)
+"""All of them."""
+
+
+def _sources(config: JobConfig) -> Iterator[tuple[KeyPath, TextData | SyntheticData | ImageData]]:
+    """The tables that describe data, with their paths."""
+    yield ("data",), config.data
+    if config.validation.data is not None:
+        yield ("validation", "data"), config.validation.data
+
+
+def _kinds_of(unit: SampleUnit) -> str:
+    """The kinds of data that give tokens or images, to choose from."""
+    return 'kind = "images"' if unit == "images" else 'kind = "text" or "synthetic"'
+
+
+def _why_no_file(entry: str) -> str:
+    if os.path.isdir(entry):
+        return "this folder holds no files"
+    what = "no file matches this pattern" if any(char in entry for char in "*?[") else "no such file or folder"
+    return f"{what} (paths are relative to the working directory)"
+
+
+def _vocabulary(config: JobConfig, source: KeyPath, data: TextData | SyntheticData) -> tuple[int, str, KeyPath]:
+    """How many tokens a source has, who decides that, and by which key."""
+    if isinstance(data, SyntheticData):
+        return data.vocab_size, f"[{format_key(source)}]", (*source, "vocab_size")
+    kind = config.tokenizer.kind
+    return VOCABULARY_SIZES[kind], f'the "{kind}" tokenizer', ("tokenizer", "kind")

@@ -1,0 +1,96 @@
+"""Rules across sections for the model and its arguments. Part of `titan_launch.config.rules.all`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from titan_launch.config.architectures import ARCHITECTURES, resolve_args
+from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import KeyPath, Problem, did_you_mean
+
+_NAME, _FLAVOR, _ARGS = ("model", "name"), ("model", "flavor"), ("model", "args")
+
+
+def model_exists(config: JobConfig) -> Iterator[Problem]:
+    """A model is one of this package, or has the form of an import string."""
+    name = config.model.name
+    if ":" in name:
+        module, _, factory = name.partition(":")
+        if not all(part.isidentifier() for part in [*module.split("."), *factory.split(".")]):
+            yield Problem(_NAME, "a model of your own is named package.module:factory", name)
+    elif name not in ARCHITECTURES:
+        known = ", ".join(f'"{known}"' for known in ARCHITECTURES)
+        hint = did_you_mean(name, ARCHITECTURES)
+        yield Problem(_NAME, f"unknown model; there is {known}, or package.module:factory for your own{hint}", name)
+
+
+def flavor_exists(config: JobConfig) -> Iterator[Problem]:
+    """A flavor is a row of the model's size table."""
+    name, flavor = config.model.name, config.model.flavor
+    if name in ARCHITECTURES and flavor not in ARCHITECTURES[name].flavors:
+        flavors = ARCHITECTURES[name].flavors
+        reason = f"unknown flavor; {name} has {', '.join(flavors)}{did_you_mean(flavor, flavors)}"
+        yield Problem(_FLAVOR, reason, flavor, also=(_NAME,))
+
+
+def flavor_is_not_a_factorys(config: JobConfig) -> Iterator[Problem]:
+    """A factory of the user's own has no size table. (The default is let pass: a recorded configuration has it.)"""
+    if ":" in config.model.name:
+        reason = f"{config.model.name} has no flavors; give its arguments in [model.args]"
+        for _, flavor in config.model.changed("flavor"):
+            yield Problem(_FLAVOR, reason, flavor, also=(_NAME,))
+
+
+def model_args_are_valid(config: JobConfig) -> Iterator[Problem]:
+    """`[model.args]` fits the model: each argument alone, then all together."""
+    try:
+        args = resolve_args(config.model.name, config.model.flavor, config.model.args)
+    except ValidationError as error:
+        from titan_launch.config.loading.validation_errors import translate
+
+        yield from translate(error, ARCHITECTURES[config.model.name].args, _ARGS)
+    except KeyError:  # a model or a flavor that does not exist, or a factory, whose arguments only Python can judge
+        pass
+    else:
+        for fields, reason in ARCHITECTURES[config.model.name].check(args):
+            yield args_problem(config, fields, reason)
+
+
+def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
+    """A run records its configuration as JSON, which a factory's arguments must survive."""
+    for key, value in _leaves(config.model.args, _ARGS):
+        if isinstance(value, float) and not math.isfinite(value):
+            yield Problem(key, "must be finite: a run records its configuration as JSON", value)
+        elif not isinstance(value, (bool, int, float, str)):
+            yield Problem(key, "must be a string, a number or a bool: a run records its configuration as JSON", value)
+
+
+MODEL_RULES = (
+    model_exists,
+    flavor_exists,
+    flavor_is_not_a_factorys,
+    model_args_are_valid,
+    factory_args_can_be_recorded,
+)
+"""All of them."""
+
+
+def args_problem(config: JobConfig, fields: tuple[str, ...], reason: str, also: tuple[KeyPath, ...] = ()) -> Problem:
+    """A problem of a model's arguments, at the first of them that the job gives; else at the flavor they come from."""
+    given = config.model.args
+    name = next((field for field in fields if field in given), None)
+    key, value = (_FLAVOR, config.model.flavor) if name is None else ((*_ARGS, name), given[name])
+    return Problem(key, reason, value, also=(_NAME, _FLAVOR, *((*_ARGS, field) for field in fields), *also))
+
+
+def _leaves(value: Any, key: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    """The values in a free table, and in the tables and arrays in it, that are neither."""
+    if isinstance(value, (dict, list)):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(inner, (*key, name))
+    else:
+        yield key, value

@@ -1,0 +1,111 @@
+"""Rules across sections for the optimizer. Part of `titan_launch.config.rules.all`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.training import Algorithm, OptimizerConfig
+from titan_launch.core.errors import KeyPath, Problem, format_key
+
+_NAME: KeyPath = ("optimizer", "name")
+_GROUPS: KeyPath = ("optimizer", "param_groups")
+_MOMENTUM: KeyPath = ("optimizer", "sgd", "momentum")
+_STATE_DTYPE: KeyPath = ("optimizer", "state_dtype")
+_ROUNDING: KeyPath = ("optimizer", "rounding")
+_MASTERS: KeyPath = ("optimizer", "master_weights")
+_STORAGE: KeyPath = ("precision", "storage_dtype")
+_RULES: KeyPath = ("precision", "rules")
+
+
+def settings_are_of_a_used_algorithm(config: JobConfig) -> Iterator[Problem]:
+    """The settings of an algorithm need parameters that it updates. (Defaults pass: a recorded job has them.)"""
+    optimizer = config.optimizer
+    used = _algorithms(optimizer)
+    for algorithm, key, section, names in (
+        ("AdamW", ("optimizer",), optimizer, ("beta1", "beta2", "eps")),
+        ("Muon", ("optimizer", "muon"), optimizer.muon, ()),
+        ("SGD", ("optimizer", "sgd"), optimizer.sgd, ()),
+    ):
+        reason = (
+            f"is a setting of {algorithm}, which updates no parameter of this job; drop this key, set "
+            f'optimizer.name = "{algorithm}", or give a parameter group algorithm = "{algorithm}"'
+        )
+        for name, value in section.changed(*names) if algorithm not in used else ():
+            yield Problem((*key, name), reason, value, also=(_NAME, _GROUPS))
+
+
+def nesterov_has_momentum(config: JobConfig) -> Iterator[Problem]:
+    """Nesterov's momentum is a way to apply the momentum."""
+    if config.optimizer.sgd.nesterov and not config.optimizer.sgd.momentum:
+        reason = f"needs momentum, and {format_key(_MOMENTUM)} is 0; set that above 0, or nesterov = false"
+        yield Problem(("optimizer", "sgd", "nesterov"), reason, True, also=(_MOMENTUM,))
+
+
+def state_dtype_has_a_state(config: JobConfig) -> Iterator[Problem]:
+    """SGD without momentum keeps nothing that could have a dtype."""
+    optimizer = config.optimizer
+    if optimizer.state_dtype and not optimizer.sgd.momentum and _algorithms(optimizer) == {"SGD"}:
+        reason = f"is the dtype of the momentum, and {format_key(_MOMENTUM)} is 0; drop this key, or set that above 0"
+        yield Problem(_STATE_DTYPE, reason, optimizer.state_dtype, also=(_MOMENTUM, _NAME, _GROUPS))
+
+
+def masters_are_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
+    """A parameter that is stored in float32 is its own master."""
+    if config.optimizer.master_weights and not _stores_bfloat16(config):
+        reason = (
+            "keeps float32 copies of parameters that are stored in bfloat16, and none is; "
+            'set precision.storage_dtype = "bfloat16", or drop this key'
+        )
+        yield Problem(_MASTERS, reason, True, also=(_STORAGE, _RULES))
+
+
+def stochastic_rounding_is_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
+    """Nothing is rounded where everything is float32; with masters, parameters are not what is updated."""
+    optimizer = config.optimizer
+    if optimizer.rounding != "stochastic" or optimizer.state_dtype == "bfloat16":
+        return
+    also = (_STATE_DTYPE, _MASTERS, _STORAGE, _RULES)
+    if not _stores_bfloat16(config):
+        reason = (
+            "rounds to bfloat16, and parameters and moments are float32; set precision.storage_dtype or "
+            'optimizer.state_dtype = "bfloat16", or "nearest"'
+        )
+        yield Problem(_ROUNDING, reason, optimizer.rounding, also=also)
+    elif optimizer.master_weights and optimizer.state_dtype == "float32":
+        reason = (
+            "rounds updates, which optimizer.master_weights = true keeps in float32, as optimizer.state_dtype does the "
+            'moments; set "nearest", or drop one of these'
+        )
+        yield Problem(_ROUNDING, reason, optimizer.rounding, also=also)
+
+
+def implementation_is_pytorchs(config: JobConfig) -> Iterator[Problem]:
+    """PyTorch's implementations know neither masters nor other dtypes. (The default is let pass.)"""
+    optimizer = config.optimizer
+    chosen, _ = next(optimizer.changed("state_dtype", "rounding", "master_weights"), (None, None))
+    if optimizer.implementation != "fused" and chosen is not None:
+        reason = f"is one of PyTorch's, which have no {chosen}; drop one of the two keys"
+        yield Problem(("optimizer", "implementation"), reason, optimizer.implementation, also=(("optimizer", chosen),))
+
+
+OPTIMIZER_RULES = (
+    settings_are_of_a_used_algorithm,
+    nesterov_has_momentum,
+    state_dtype_has_a_state,
+    masters_are_of_bfloat16,
+    stochastic_rounding_is_of_bfloat16,
+    implementation_is_pytorchs,
+)
+"""All of them."""
+
+
+def _algorithms(optimizer: OptimizerConfig) -> set[Algorithm]:
+    """Return the algorithms that may update parameters."""
+    named = {optimizer.name, *(group.algorithm for group in optimizer.param_groups if group.algorithm)}
+    return named | {"AdamW"} if optimizer.name == "Muon" else named
+
+
+def _stores_bfloat16(config: JobConfig) -> bool:
+    """Whether any parameter may be stored in bfloat16."""
+    return "bfloat16" in (config.precision.storage_dtype, *(rule.storage_dtype for rule in config.precision.rules))

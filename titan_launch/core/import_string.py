@@ -1,0 +1,176 @@
+"""Import strings: `package.module:attribute` in a job file names a Python object of the user."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from titan_launch.core.errors import ConfigError, KeyPath, config_error, did_you_mean
+
+_OWN_FOLDER = str(Path(__file__).resolve().parent) + os.sep
+_IMPORT_MACHINERY = ("<frozen importlib", str(Path(importlib.__file__).resolve().parent) + os.sep)
+
+
+def import_factory(name: str, key: KeyPath = ("model", "name")) -> Callable[..., Any]:
+    """The callable that `package.module:attribute` names; the attribute may have dots (`my_models:Net.small`).
+
+    The working directory can be imported from, as with `python -m`. Raises ConfigError on `key`, with the user's own
+    traceback where importing the module fails inside it.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise config_error(key, 'expected "package.module:attribute"', name)
+    found = _import_module(module_name, name, key)
+    path = module_name
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [candidate for candidate in dir(found) if not candidate.startswith("_")]
+            raise config_error(key, f'{path} has no attribute "{part}"{did_you_mean(part, public)}', name)
+        found, path = getattr(found, part), f"{path}.{part}"
+    if not callable(found):
+        raise config_error(key, f"{path} is of type {type(found).__name__}, which cannot be called", name)
+    return found
+
+
+class RefusedImportError(ImportError):
+    """A module that lies in a folder from which nothing is imported."""
+
+
+def refuse_imports_from(folders: Iterable[Path], parent: Path) -> None:
+    """Let nothing be imported from `folders`, from runs in `parent`, and below, in this process from now on.
+
+    The working directory is importable, and the folders of runs and checkpoints lie below it. Files in them may come
+    from somebody else. A folder around the working directory is left out. Replaces an earlier call.
+    """
+    finder = _RefusingFinder(map(os.path.realpath, folders), os.path.realpath(parent))
+    sys.meta_path[:] = [finder, *(other for other in sys.meta_path if not isinstance(other, _RefusingFinder))]
+
+
+class _RefusingFinder(importlib.abc.MetaPathFinder):
+    """Raises RefusedImportError for a module in one of some folders, and finds nothing itself."""
+
+    def __init__(self, folders: Iterable[str], parent: str):
+        self._here = os.path.join(os.path.realpath(os.getcwd()), "")
+        self._folders = tuple(folder for folder in folders if not self._is_around(folder))
+        self._parent = parent
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> None:
+        for entry in sys.path if path is None else path:
+            place = os.path.join(_real_path(os.path.abspath(entry)), name.rpartition(".")[2])
+            if self._is_inside(place) and any(os.path.exists(place + end) for end in _ENDINGS):
+                reason = f"{place} lies in a folder of a run or a checkpoint, from which nothing is imported"
+                raise RefusedImportError(f"{reason}; move the module out of it")
+
+    def _is_inside(self, place: str) -> bool:
+        if f"{place}{os.sep}".startswith(tuple(os.path.join(folder, "") for folder in self._folders)):
+            return True
+        while place.startswith(os.path.join(self._parent, "")):
+            if not self._is_around(place) and any(
+                os.path.exists(os.path.join(place, mark)) for mark in _MARKS_OF_A_RUN
+            ):
+                return True
+            place = os.path.dirname(place)
+        return False
+
+    def _is_around(self, folder: str) -> bool:
+        return self._here.startswith(os.path.join(folder, ""))
+
+
+_MARKS_OF_A_RUN = ("checkpoints", "launch.json")
+_real_path = lru_cache(os.path.realpath)
+_ENDINGS = ("", *importlib.machinery.all_suffixes())
+
+
+def user_traceback(error: BaseException) -> str:
+    """Return the traceback of an error raised while the user's code ran, without our frames and PyTorch's."""
+    trace = traceback.TracebackException.from_exception(error)
+    link: traceback.TracebackException | None = trace
+    while link is not None:
+        link.stack = traceback.StackSummary.from_list([frame for frame in link.stack if is_user_file(frame.filename)])
+        link = link.__cause__ or link.__context__
+    return "".join(trace.format()).rstrip()
+
+
+def is_of_users_forward(error: BaseException) -> bool:
+    """Return whether an error was raised while a forward of the user's own ran."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(frame.name == "forward" and is_user_file(frame.filename) for frame in frames)
+
+
+def user_place(error: BaseException, or_own: bool = False) -> str | None:
+    """`file:line` of the innermost frame of an error that is neither PyTorch's nor ours; None where there is none. With
+    `or_own` then of the innermost one that is ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if is_user_file(frame.filename)]
+    own = [frame for frame in frames if or_own and frame.filename.startswith(_OWN_FOLDER)]
+    named = users or own
+    return f"{named[-1].filename}:{named[-1].lineno}" if named else None
+
+
+def is_user_file(name: str) -> bool:
+    """Return whether a source file is neither ours, nor PyTorch's, nor of Python's import machinery."""
+    return not name.startswith((_OWN_FOLDER, _pytorchs_folder(), *_IMPORT_MACHINERY))
+
+
+@functools.cache
+def _pytorchs_folder() -> str:
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None and torch.origin is not None
+    return os.path.dirname(torch.origin) + os.sep
+
+
+def _import_module(module_name: str, name: str, key: KeyPath) -> Any:
+    _make_working_directory_importable()
+    try:
+        return importlib.import_module(module_name)
+    except RefusedImportError as error:
+        raise config_error(key, str(error), name) from None
+    except ModuleNotFoundError as error:
+        if error.name is not None and _is_or_contains(error.name, module_name):
+            raise _missing_module(error.name, name, key) from None
+        raise config_error(key, f"importing {module_name} failed:\n{user_traceback(error)}", name) from error
+    except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` may call sys.exit
+        raise config_error(key, f"importing {module_name} failed:\n{user_traceback(error)}", name) from error
+
+
+def _is_or_contains(package: str, module: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")
+
+
+def _missing_module(missing: str, name: str, key: KeyPath) -> ConfigError:
+    reason = f'there is no module "{missing}" (searched: {os.getcwd()}, and the installed packages)'
+    return config_error(key, reason, name)
+
+
+def _make_working_directory_importable() -> None:
+    """As `python -m` does; an installed console script does not."""
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
+        importlib.invalidate_caches()
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Around imports of PyTorch and what needs it, which make a million objects that stay: looking through them again
+    and again for garbage takes a tenth to a quarter of the time. What is there at the end is never looked through."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,106 @@
+"""How the ranks of one start find each other in a store that earlier starts have used."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from titan_launch.core.errors import RunError, Stopped, listed
+from titan_launch.core.signals import signal_name
+
+_LEADER = "titan_launch/leader"
+_POLL_S = (0.01, 0.5)
+"""Seconds between two looks into the store, at first and at most."""
+
+_PATIENCE_AFTER_SIGNAL_S = 15.0
+
+
+def meet(
+    store: dist.Store, rank: int, world_size: int, timeout_seconds: float, stop_signal: Callable[[], int]
+) -> dist.Store:
+    """Wait for the other ranks of this start. Returns the part of `store` that belongs to them alone.
+
+    torchrun keeps one store through its restarts, and the ranks of a restart would read in it the addresses of those
+    that are dead. Nothing that torchrun tells a rank is both the same for all ranks of a start and different from
+    start to start: each agent counts only its own failures. So rank 0 names the start. The others give themselves
+    names, and greet the rank 0 that they read of, which may be a dead one's name; only the living answers, by their
+    names.
+
+    Raises RunError for ranks that do not come in time. When `stop_signal()` becomes other than 0 on rank 0 while some
+    are missing, it does not wait much longer, and raises Stopped on the ranks that came.
+    """
+    clock = _Clock(timeout_seconds)
+    start = _lead(store, world_size, clock, stop_signal) if rank == 0 else _follow(store, rank, clock)
+    return dist.PrefixStore(f"titan_launch/{start}", store)
+
+
+class _Clock:
+    """When to look again, and when to give up."""
+
+    def __init__(self, timeout_seconds: float):
+        self.timeout_seconds = timeout_seconds
+        self._deadline = time.monotonic() + timeout_seconds
+        self._pause = _POLL_S[0]
+
+    def pause(self) -> bool:
+        """Wait a little, longer each time. Returns False, at once, when the time is over."""
+        if time.monotonic() >= self._deadline:
+            return False
+        time.sleep(self._pause)
+        self._pause = min(self._pause * 1.5, _POLL_S[1])
+        return True
+
+
+def _lead(store: dist.Store, world_size: int, clock: _Clock, stop_signal: Callable[[], int]) -> str:
+    start = uuid.uuid4().hex
+    store.set(_LEADER, start)
+    greetings = [f"{start}/{rank}" for rank in range(1, world_size)]
+    signalled_at = None
+    while greetings and not store.check(greetings):
+        if signalled_at is None and stop_signal():
+            signalled_at = time.monotonic()
+        if signalled_at is not None and time.monotonic() - signalled_at >= _PATIENCE_AFTER_SIGNAL_S:
+            _answer(store, [key for key in greetings if store.check([key])], f"stop {stop_signal()}")
+            raise _stopped(stop_signal())
+        if not clock.pause():
+            missing = [rank for rank, key in enumerate(greetings, start=1) if not store.check([key])]
+            raise _missing(missing, world_size, clock)
+    _answer(store, greetings, start)
+    return start
+
+
+def _follow(store: dist.Store, rank: int, clock: _Clock) -> str:
+    me, greeted = uuid.uuid4().hex, None
+    while not store.check([me]):
+        leader = store.get(_LEADER).decode() if store.check([_LEADER]) else None
+        if leader != greeted and leader is not None:
+            store.set(f"{leader}/{rank}", me)
+            greeted = leader
+        if not clock.pause():
+            reason = "rank 0 did not come, or waits for others"
+            raise RunError(
+                f"rank {rank} was not admitted to the process group in {clock.timeout_seconds:g} s: {reason}"
+            )
+    answer = store.get(me).decode()
+    if answer.startswith("stop "):
+        raise _stopped(int(answer.removeprefix("stop ")))
+    return answer
+
+
+def _answer(store: dist.Store, greetings: list[str], answer: str) -> None:
+    if greetings:
+        for name in store.multi_get(greetings):
+            store.set(name.decode(), answer)
+
+
+def _missing(missing: list[int], world_size: int, clock: _Clock) -> RunError:
+    shown = listed([*map(str, missing)], most=8)
+    are = f"rank {shown} of {world_size} has" if len(missing) == 1 else f"ranks {shown} of {world_size} have"
+    return RunError(f"{are} not joined the process group in {clock.timeout_seconds:g} s")
+
+
+def _stopped(number: int) -> Stopped:
+    return Stopped(f"stopped by {signal_name(number)} while waiting for other ranks; nothing was trained", 0)

@@ -1,0 +1,385 @@
+"""Private state of FSDP2 and of process groups: the only module that touches it, with one function per question.
+
+Each function was read in torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, unless its docstring names other releases. A
+test lists every private name that is used here, and fails by name on a release that lacks one. On a release newer than
+`torch_release.NEWEST_TESTED` the functions find no units and do nothing, because a name may have kept its spelling and
+changed its meaning.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from titan_launch.core.patches import replaced
+from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD, NEWEST_TESTED, is_tested_release, torch_release
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+_log = logging.getLogger(__name__)
+
+
+def warn_of_untested_release() -> None:
+    """Log one line if the installed torch is newer than every tested release."""
+    if not is_tested_release():
+        _log.warning(
+            "torch %d.%d is newer than the newest release that was tested, %d.%d. Switched off: traces, "
+            "predicted memory, measured memory on a CPU, counted traffic, dtypes of collectives in the precision audit "
+            "(its differences are only logged), all-reduces that overlap with backward on a CPU, prefetching by "
+            "microbatch in pipelines, the workaround for gloo's all-gather",
+            *torch_release(),
+            *NEWEST_TESTED,
+        )
+
+
+# Units
+
+_ROOTS = "_titan_launch_roots"
+
+
+def set_roots(model: nn.Module, roots: Sequence[nn.Module]) -> None:
+    """Note on a model the modules that are run and wrapped in its stead: its pipeline stages."""
+    vars(model)[_ROOTS] = tuple(roots)  # not as children: they share theirs with the model
+
+
+def roots(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return what is run, and wrapped as a whole: the model, or its pipeline stages on this rank."""
+    return vars(model).get(_ROOTS, (model,))
+
+
+def parameter_group(module: nn.Module) -> FSDPParamGroup | None:
+    """Return the state of the unit that a wrapped module belongs to. None if the unit holds no parameters, and on an
+    untested release."""
+    assert isinstance(module, FSDPModule), "fully_shard was not called on this module"
+    if not is_tested_release():
+        return None
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+def parameter_groups(model: nn.Module) -> list[FSDPParamGroup]:
+    """Return the state of every unit that holds parameters, once each: the modules of one unit share it. On an untested
+    release: an empty list."""
+    modules = [module for root in roots(model) for module in root.modules()]
+    groups = [parameter_group(module) for module in modules if isinstance(module, FSDPModule)]
+    return list({id(group): group for group in groups if group is not None}.values())
+
+
+# Collectives of units
+
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+
+See = Callable[[str, Tensor, Tensor], None]
+"""Callback for a collective: its kind (`ALL_GATHER`, `REDUCE_SCATTER` or `ALL_REDUCE`), its output and its input."""
+
+
+@contextmanager
+def collectives_watched(group: FSDPParamGroup, see: See) -> Iterator[None]:
+    """Call `see` at every collective of a unit until the end of the block, in the stream of the collective.
+
+    An all-reduce (HSDP) is shown when it is done, with one tensor as output and input.
+    """
+    with ExitStack() as stack:
+        for name, kind in (("_all_gather_comm", ALL_GATHER), ("_reduce_scatter_comm", REDUCE_SCATTER)):
+            stack.enter_context(replaced(group, name, _Watched(getattr(group, name), kind, see)))
+        if group._is_hsdp:  # without replicas FSDP2 would call the hook for what no all-reduce has summed
+            before = group._all_reduce_hook
+
+            def watch(reduced: Tensor) -> None:
+                see(ALL_REDUCE, reduced, reduced)
+                if before is not None:
+                    before(reduced)
+
+            stack.enter_context(replaced(group, "_all_reduce_hook", watch))
+        yield
+
+
+class _Watched:
+    """FSDP2's own collective, or one that was put in its place, which is shown before it runs."""
+
+    def __init__(self, inner: Any, kind: str, see: See):
+        self._inner = inner
+        self._kind = kind
+        self._see = see
+        self.allocate = inner.allocate
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._see(self._kind, output_tensor, input_tensor)
+        return self._inner(output_tensor, input_tensor, *args, **kwargs)
+
+
+def replace_replica_groups(model: nn.Module, stand_in: Callable[[dist.ProcessGroup, FSDPParamGroup], Any]) -> None:
+    """Give FSDP2 `stand_in(group, unit)` in place of the process group over which it all-reduces a unit's gradients."""
+    for unit in parameter_groups(model):
+        assert unit.gradient_divide_factor == 1.0, "FSDP2 would divide gradients that are still being reduced"
+        info: Any = unit.mesh_info
+        info.replicate_process_group = stand_in(info.replicate_process_group, unit)
+
+
+def replica_groups(model: nn.Module) -> list[Any]:
+    """Return the process groups, or what was put in their place, over which units all-reduce their gradients."""
+    groups = [getattr(unit.mesh_info, "replicate_process_group", None) for unit in parameter_groups(model)]
+    return [group for group in groups if group is not None]
+
+
+def sharded_parameters(unit: FSDPParamGroup) -> list[nn.Parameter]:
+    """Return the sharded parameters of a unit: those that the optimizer updates."""
+    return [parameter.sharded_param for parameter in unit.fsdp_params]
+
+
+# Steps of FSDP2, for those who count memory
+
+
+@contextmanager
+def unit_steps_wrapped(wraps: dict[str, Callable[[Any], Any]]) -> Iterator[None]:
+    """Replace steps of FSDP2 by `wraps[step](function)`, in all units of the process, until the end of the block.
+
+    Steps: `unshard` and `wait_for_unshard` (all-gather and copy-out), `post_backward`, `foreach_reduce` (the reduction
+    of a unit's gradients), `init_unsharded_param` (of one parameter), `all_gather` and `reduce_scatter` (the calls into
+    the process group), and `all_gather_inputs` (a property of one parameter).
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
+
+    unit, parameter = _fsdp_param_group.FSDPParamGroup, _fsdp_param.FSDPParam
+    places: dict[str, tuple[Any, str]] = {
+        "unshard": (unit, "unshard"),
+        "wait_for_unshard": (unit, "wait_for_unshard"),
+        "post_backward": (unit, "post_backward"),
+        "foreach_reduce": (_fsdp_param_group, "foreach_reduce"),
+        "init_unsharded_param": (parameter, "init_unsharded_param"),
+        "all_gather": (_fsdp_collectives.DefaultAllGather, "__call__"),
+        "reduce_scatter": (_fsdp_collectives.DefaultReduceScatter, "__call__"),
+        "all_gather_inputs": (parameter, "all_gather_inputs"),
+    }
+    with ExitStack() as stack:
+        for step, wrap in wraps.items():
+            owner, name = places[step]
+            stack.enter_context(replaced(owner, name, wrap(getattr(owner, name))))
+        yield
+
+
+@contextmanager
+def shape_propagation_wrapped(wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace the function in which DTensor computes shapes, with tensors of the whole size, by `wrap(function)`."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    name = "_propagate_tensor_meta_non_cached"
+    with replaced(ShardingPropagator, name, wrap(getattr(ShardingPropagator, name))):
+        yield
+
+
+def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return a value with `function` applied to its tensors, in the collections that FSDP2 looks into."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    return _apply_to_tensors(function, value)
+
+
+def unsharded_parameter(parameter: Any) -> nn.Parameter:
+    """Return the whole parameter that `init_unsharded_param` has made, the same one in every step."""
+    whole: nn.Parameter = parameter._unsharded_param
+    return whole
+
+
+def shard_to_send(parameter: Any) -> tuple[Tensor, torch.dtype | None]:
+    """Return the padded flat shard that a parameter sends, and the dtype it is cast to before. None: it is not cast."""
+    return parameter._sharded_param_data, parameter.param_dtype
+
+
+REDUCTION = "foreach_reduce"
+"""The function of FSDP2 that reduces a unit's gradients. Its locals `fsdp_params` and `unsharded_grads` are read from
+the traceback of an error."""
+
+CONVERSION = "to_accumulated_grad_if_needed"
+"""Before torch 2.15: the method of FSDP2 that converts a parameter's gradient to the dtype of the reduction."""
+
+
+# Forward and backward
+
+ForwardOrder = tuple["FSDPParamGroup", ...]
+"""The units in the order in which a forward has gone through them, each as often as it ran. Backward gathers ahead by
+it, from its end."""
+
+
+def take_forward_order(root: nn.Module) -> ForwardOrder:
+    """Return the order of the forward that has just ended, and let FSDP2 forget it.
+
+    Of several forwards before the first backward FSDP2 would use the order of the last, and gather ahead for the one
+    before it, which has another backward.
+    """
+    if not is_tested_release():
+        return ()
+    assert isinstance(root, FSDPModule)
+    order = root._get_fsdp_state()._comm_ctx.post_forward_order
+    taken = tuple(order)
+    order.clear()
+    for group in taken:
+        group._post_forward_indices.clear()
+    return taken
+
+
+def give_forward_order(root: nn.Module, order: ForwardOrder) -> None:
+    """Let the backward to come gather ahead by the order of its own forward."""
+    if not is_tested_release():
+        return
+    assert isinstance(root, FSDPModule)
+    take_forward_order(root)
+    root._get_fsdp_state()._comm_ctx.post_forward_order.extend(order)
+    for index, group in enumerate(order):
+        group._post_forward_indices.append(index)
+
+
+def accumulate_in_reduce_dtype(root: nn.Module) -> None:
+    """Add the gradients that autograd has left on unsharded parameters to those that wait for the reduction, in its
+    dtype. FSDP2 does this at the end of a backward; a backward of weights alone has no such end.
+
+    From torch 2.15 on autograd does this.
+    """
+    if ACCUMULATES_IN_GRAD:
+        return
+    for group in parameter_groups(root):
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
+# A step that is abandoned
+
+
+def reset_iteration(root: nn.Module) -> None:
+    """Free what a wrapped module has gathered, and forget how far its forward or backward was.
+
+    `FSDPModule.reset_iter_state` is public from torch 2.13 on. From torch 2.15 on it drops gradients, too.
+    """
+    if not isinstance(root, FSDPModule):
+        return  # nothing is sharded
+    if not is_tested_release():
+        root.reset_iter_state()
+        return
+    if not hasattr(root._get_fsdp_state()._comm_ctx, "all_gather_stream"):
+        return  # no forward has begun yet
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    else:
+        _reset_by_hand(root)  # can go with torch 2.12
+    for group in parameter_groups(root):
+        for parameter in group.fsdp_params:
+            if parameter.all_gather_outputs:  # those of a unit that was interrupted half-way are passed over above
+                parameter.to_sharded()
+
+
+def _reset_by_hand(model: FSDPModule) -> None:
+    """Do what `reset_iter_state` does (torch 2.11 and 2.12). The device finishes its pending work before later work."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    assert isinstance(model, nn.Module)
+    root = model._get_fsdp_state()
+    communication: Any = root._comm_ctx
+    current = communication.device_handle.current_stream()
+    for stream in ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce"):
+        current.wait_stream(getattr(communication, f"{stream}_stream"))
+    communication.all_gather_state = None
+    communication.post_forward_order.clear()
+    if hasattr(communication, "reduce_scatter_states"):
+        communication.reduce_scatter_states.clear()
+    else:
+        communication.reduce_scatter_state = None
+    for group in parameter_groups(model):
+        group._all_gather_result = None
+        group._all_reduce_state = None
+        group._post_reduce_event = None
+        group._reshard_after_forward_event = None
+        group._post_forward_indices.clear()
+        group._training_state = TrainingState.IDLE
+        group._to_sharded()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            state._modules_to_run_forward.clear()
+            state._training_state = TrainingState.IDLE
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
+
+
+def drop_unsharded_gradients(model: nn.Module) -> None:
+    """Drop the gradients of whole parameters that wait for the last microbatch, and those that wait for an all-reduce.
+
+    From torch 2.15 on `reset_iter_state` does this.
+    """
+    if ACCUMULATES_IN_GRAD:
+        return
+    for group in parameter_groups(model):
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+# Meshes and process groups
+
+
+def forget_meshes() -> None:
+    """Empty the caches of DTensor's operations, which keep the mesh of each result and take an equal mesh for the same.
+
+    After another job in this process, stale entries return that job's process groups, on some ranks only, which
+    deadlocks. PyTorch's function for it (torch.distributed.tensor.debug) is slow to import.
+    """
+    with suppress(AttributeError):  # an untested release; `launch` trains one job in a process
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def process_groups() -> Iterable[dist.ProcessGroup]:
+    """Return every process group that this rank belongs to, those of a DeviceMesh included."""
+    try:
+        return list(distributed_c10d._world.pg_map)
+    except AttributeError:  # an untested release
+        return [dist.group.WORLD] if dist.group.WORLD is not None else []
+
+
+def default_store() -> dist.Store:
+    """Return the store with which the default process group was made. On an untested release that lacks it: one in
+    memory, which no other rank shares."""
+    try:
+        store: dist.Store = distributed_c10d._get_default_store()
+    except AttributeError:
+        return dist.HashStore()
+    return store
+
+
+def flight_record(backend: str) -> bytes:
+    """Return the flight record of `gloo` or `nccl` on this rank, pickled, with stack traces."""
+    native: Any = torch._C._distributed_c10d
+    return bytes(native._dump_nccl_trace() if backend == "nccl" else native._dump_fr_trace(True, True, False))
+
+
+def flight_record_entries(backend: str) -> list[dict[str, Any]]:
+    """Return the collectives in the flight record of `gloo` or `nccl` on this rank, the oldest first."""
+    native: Any = torch._C._distributed_c10d
+    try:
+        dump = native._dump_nccl_trace_json if backend == "nccl" else native._dump_fr_trace_json
+    except AttributeError:  # an untested release
+        return []
+    entries: list[dict[str, Any]] = json.loads(dump(True, False)).get("entries", [])
+    return entries
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set how long a collective of a process group may take from now on.
+
+    `torch.distributed.set_timeout` is public from torch 2.14 on; the other branch can go with torch 2.13.
+    """
+    set_group_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    set_group_timeout(timeout, group)

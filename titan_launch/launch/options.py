@@ -1,0 +1,95 @@
+"""The options of `launch`: how many processes are started on how many hosts, and what torchrun is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from titan_launch.core.errors import UserError
+
+TORCHRUN_OPTIONS = (
+    "nproc-per-node",
+    "nnodes",
+    "node-rank",
+    "rdzv-backend",
+    "rdzv-endpoint",
+    "rdzv-id",
+    "rdzv-conf",
+    "master-addr",
+    "master-port",
+    "local-addr",
+    "log-dir",
+    "local-ranks-filter",
+    "max-restarts",
+)
+"""The options of torchrun that are passed on."""
+
+LAUNCH_OPTIONS = (*TORCHRUN_OPTIONS, "shutdown-timeout")
+"""All options of `launch`."""
+
+PROCESSES_WITHOUT_GPU = 2
+
+SHUTDOWN_TIMEOUT_S = 600
+"""How long the workers may take to end after a signal, by default: a step, and a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """How many processes are started, and what else torchrun is told."""
+
+    per_node: int
+    nodes: str
+    """A number, or `min:max`, in which case the world size is not known before the start."""
+
+    torchrun_args: tuple[str, ...]
+    shutdown_timeout_s: int = SHUTDOWN_TIMEOUT_S
+    """How long they may take to end after a signal before they are killed."""
+
+    @property
+    def world_size(self) -> int | None:
+        """All processes, where the number of nodes is fixed."""
+        return self.per_node * int(self.nodes) if self.nodes.isdecimal() else None
+
+
+def plan_processes(options: Mapping[str, str]) -> Processes:
+    """Read torchrun's options. Raises UserError for a number of processes or nodes that is none."""
+    options = dict(options)
+    per_node = _processes_per_node(options.pop("nproc-per-node", "auto"))
+    nodes = options.pop("nnodes", "1")
+    if not all(part.isdecimal() and int(part) >= 1 for part in nodes.split(":", 1)):
+        raise UserError(f"error: --nnodes {nodes}: must be a whole number of at least 1, or min:max")
+    for name in ("node-rank", "master-port", "max-restarts", "shutdown-timeout"):
+        if not options.get(name, "0").isdecimal():
+            raise UserError(f"error: --{name} {options[name]}: must be a whole number")
+    shutdown_timeout_s = int(options.pop("shutdown-timeout", SHUTDOWN_TIMEOUT_S))
+    args = [f"--nproc-per-node={per_node}", *(f"--{name}={value}" for name, value in options.items())]
+    if nodes == "1" and not {"master-addr", "master-port"} & set(options) and not any("rdzv" in o for o in options):
+        args.append("--standalone")  # a free port of this host, so that several jobs do not collide
+    else:
+        args.append(f"--nnodes={nodes}")
+    return Processes(per_node, nodes, tuple(args), shutdown_timeout_s)
+
+
+def _processes_per_node(text: str) -> int:
+    if text in ("auto", "gpu"):
+        gpus = count_gpus()
+        if text == "gpu" and not gpus:
+            raise UserError("error: --nproc-per-node gpu: this host has no GPU")
+        return gpus or PROCESSES_WITHOUT_GPU
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f'error: --nproc-per-node {text}: must be a whole number of at least 1, "gpu" or "auto"')
+    return int(text)
+
+
+def count_gpus() -> int:
+    """GPUs of this host that CUDA will show, without importing torch: `CUDA_VISIBLE_DEVICES`, or `nvidia-smi`."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())

@@ -1,0 +1,235 @@
+"""torchrun in this process: the job file is checked once before, a failed worker's own error stays the last word, and
+a signal gives the workers time to save.
+
+Started from the shell, torchrun ends every failure with a 40-line banner and exit status 1. Called from here, the
+status is the failed worker's, and its message stands alone. A signal ends torchrun from the shell in 30 seconds with a
+traceback and status 1, or (SIGUSR1) at once, leaving the workers running. Here it is passed on to the workers, and how
+they end is how the launch ends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan_launch.core.import_string import without_garbage_collection
+from titan_launch.core.patches import environment, replaced
+from titan_launch.core.process import FAILED, LEFT_BY_ITSELF, remove_folders
+from titan_launch.core.signals import AGENT_PID, heard, signal_name
+from titan_launch.launch.options import Processes
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_AFTER_SECOND_SIGNAL_S = 5
+
+
+def launch(processes: Processes, worker_args: Sequence[str], final_statuses: Collection[int], run_folder: Path) -> int:
+    """Run the training processes and wait for them. Returns the exit status of the first that failed, or 0.
+
+    `final_statuses`: those of a worker that is not worth a restart, since it would only repeat itself. `run_folder`:
+    where the workers write.
+    """
+    os.environ[AGENT_PID] = str(os.getpid())
+    stopping = Stopping(processes.shutdown_timeout_s, tempfile.mkdtemp(prefix="titan-launch-"))
+    try:
+        with heard(stopping.on_request):
+            return _run_torchrun(processes, worker_args, final_statuses, run_folder, stopping)
+    finally:
+        remove_folders(stopping.rank_folders)
+
+
+def _run_torchrun(
+    processes: Processes,
+    worker_args: Sequence[str],
+    final_statuses: Collection[int],
+    run_folder: Path,
+    stopping: Stopping,
+) -> int:
+    _share_cores(processes.per_node)
+    if "--standalone" not in processes.torchrun_args:
+        # Agents keep the address of the store that they share, also when the host that has it is gone. Each start's
+        # rank 0 has one of its own instead.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    with without_garbage_collection():
+        _import_torch_quietly()
+        from torch.distributed import launcher
+        from torch.distributed import run as torchrun
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
+
+        from titan_launch.launch.agent import Agent
+
+    logging.disable(logging.CRITICAL)  # torchrun's own account of a failure would bury the worker's
+    signals = f"--signals-to-handle={','.join(_torchruns_signals())}"
+    log_dir = f"--log-dir={stopping.rank_folders}"  # torchrun would leave a temporary folder of its own behind
+    args = torchrun.parse_args([signals, log_dir, *processes.torchrun_args, "-m", "titan_launch", *worker_args])
+    report_failure = partial(_report_failure, run_folder=run_folder, stopping=stopping)
+    agent = partial(
+        Agent,
+        on_start=stopping.started,
+        on_failure=report_failure,
+        is_stopping=stopping.is_requested,
+        stop_timeout_s=processes.shutdown_timeout_s,
+        final_statuses=final_statuses,
+    )
+    try:
+        with replaced(launcher.api, "LocalElasticAgent", agent):
+            torchrun.run(args)
+    except ChildFailedError as error:
+        return 128 + signal.SIGKILL if stopping.has_killed else report_failure(error.failures)
+    except SignalException as error:
+        return 128 + error.sigval
+    except RendezvousError as error:
+        print(f"error: {_rendezvous_failure(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _import_torch_quietly() -> None:
+    """The native code of this process, not of the workers, logs errors only: when a host has gone, it would warn of
+    that with twenty lines of addresses, and this module says it in one."""
+    with environment(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
+        importlib.import_module("torch")
+
+
+class Stopping:
+    """What a signal does to the workers of this host: it is passed on, and after a while they are killed."""
+
+    def __init__(self, timeout_s: float, rank_folders: str):
+        self.rank_folders = rank_folders
+        """Temporary folder in which torchrun makes a folder for each rank."""
+
+        self.has_killed = False
+        """Whether workers were killed, because they took too long."""
+
+        self.last_start = 0.0
+        """When workers were last started, in seconds since the epoch."""
+
+        self._timeout_s = timeout_s
+        self._number = 0
+        self._workers: Sequence[subprocess.Popen[bytes]] = ()
+        self._lock = threading.Lock()  # workers may be started while a signal comes
+
+    def is_requested(self) -> bool:
+        """Whether a signal has come."""
+        return self._number != 0
+
+    def started(self, workers: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Take these processes for the workers from now on."""
+        with self._lock:
+            self.last_start = time.time()
+            self._workers = workers
+            if self._number:
+                self._pass_on(self._number)
+
+    def on_request(self, number: int, is_repeated: bool) -> None:
+        """Pass a signal on; where there is nobody to pass it to, end this process. Not called in the main thread."""
+        with self._lock:
+            self._number = number
+            if not any(worker.poll() is None for worker in self._workers):
+                os.write(2, f"stopped by {signal_name(number)} while no rank was running on this host\n".encode())
+                remove_folders(self.rank_folders)
+                os._exit(128 + number if any(worker.returncode for worker in self._workers) else 0)
+            self._pass_on(number)
+        wait_s = min(_AFTER_SECOND_SIGNAL_S, self._timeout_s) if is_repeated else self._timeout_s
+        timer = threading.Timer(wait_s, self._kill, (number, wait_s))
+        timer.daemon = True
+        timer.start()
+
+    def _pass_on(self, number: int) -> None:
+        for worker in self._workers:
+            worker.send_signal(number)  # does nothing to one that has ended
+
+    def _kill(self, number: int, wait_s: float) -> None:
+        slow = [worker for worker in self._workers if worker.poll() is None]
+        if not slow:
+            return
+        self.has_killed = True
+        name = signal_name(number)
+        text = f"error: {len(slow)} ranks of this host did not end within {wait_s:g} s of {name}; they are killed"
+        os.write(2, f"{text} (--shutdown-timeout)\n".encode())
+        for worker in slow:
+            os.killpg(worker.pid, signal.SIGKILL)  # torchrun has given each a group of its own
+
+
+def _torchruns_signals() -> list[str]:
+    """Those that are left to torchrun. It would install its handler over the SIG_IGN of `nohup`."""
+    signals = [signal.SIGQUIT, signal.SIGHUP]
+    return [number.name for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, stopping: Stopping) -> int:
+    """Return the status of the rank that failed first, and print how it ended if the rank could not.
+
+    A rank that a signal killed comes first, then one that ended by `os._exit`: the others have failed in their next
+    collective. (SIGTERM is how torchrun stops the others.)
+    """
+    exit_codes = {rank: failure.exitcode for rank, failure in failures.items()}
+    killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM}
+    left = [rank for rank, failure in failures.items() if failure.message == LEFT_BY_ITSELF]
+    if left and not killed:
+        status = exit_codes[left[0]]
+        print(f"error: rank {left[0]} ended with status {status}: {LEFT_BY_ITSELF}", file=sys.stderr)
+        return status or FAILED
+    if not killed:
+        status = next((code for code in exit_codes.values() if code > 0), 0)
+        if not status:
+            print(f"error: rank {min(exit_codes)} was ended by SIGTERM", file=sys.stderr)
+        return status or 128 + signal.SIGTERM
+    rank, number = next(iter(killed.items()))
+    hint = ""
+    if number == signal.SIGKILL:
+        hint = "; the usual cause is that the host ran out of memory"
+    elif number == signal.SIGABRT:
+        hint = _why_aborted(run_folder, stopping.last_start)
+    print(f"error: rank {rank} was killed by {signal_name(number)}{hint}", file=sys.stderr)
+    return 128 + number
+
+
+def _why_aborted(run_folder: Path, since: float) -> str:
+    """Return the cause of a SIGABRT as far as the flight records show it. Native code aborts; no Python code runs then.
+
+    `since`: start time of the workers. Older records are ignored.
+    """
+    from titan_launch.train.health.flight_records import unfinished_collectives
+
+    unfinished = list(unfinished_collectives(run_folder, since))
+    if any(collective.startswith("nccl:") for collective in unfinished):
+        cause = (
+            ": NCCL's watchdog thread aborts the process when CUDA fails, or when a collective takes longer than "
+            "comm.timeout_seconds (comm.init_timeout_seconds until the end of the first step); PyTorch's lines above "
+            "say which"
+        )
+    else:
+        cause = ": native code aborted the process, and may have said why above"
+    records = f"; see the flight records and stacks in {run_folder}" if unfinished else ""
+    return "\n".join([cause, *(f"not finished: {collective}" for collective in unfinished)]) + records
+
+
+def _rendezvous_failure(error: Exception) -> str:
+    """Why this host has no place among the others, in words for who knows only the options of `launch`."""
+    reasons = {
+        "RendezvousClosedError": "the run has ended on another host, and does not take this one in any more",
+        "RendezvousTimeoutError": "too few hosts have come (--nnodes) in the time there is for it (--rdzv-conf)",
+        "RendezvousConnectionError": "the host that keeps the rendezvous (--rdzv-endpoint) is gone, or not reached",
+    }
+    return reasons.get(type(error).__name__, f"the hosts have not come together: {error!r}")
+
+
+def _share_cores(processes: int) -> None:
+    """Divide the cores among the processes: torchrun would give every one a single thread."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))

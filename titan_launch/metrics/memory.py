@@ -1,0 +1,253 @@
+"""Live bytes of a training step by what they are held for, counted at every operation.
+
+Works on real tensors on a CPU, and on fake ones of any size: what counts is the size of storages, from the operation
+that returns them to the moment when the last reference is gone. Memory that an operation takes and gives back inside of
+its kernel is not seen. While a step is tracked, autograd sums the gradients of a tensor that is used twice out of place
+(as it does under any `TorchDispatchMode`), which can hold one activation more for a moment.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_launch.core.patches import replaced
+from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.distributed.torch_private import shape_propagation_wrapped, unit_steps_wrapped, unsharded_parameter
+from titan_launch.plan.memory.ledger import Category, Ledger
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs backward, recomputation included."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _Held(weakref.ref[UntypedStorage]):
+    """A storage, and how it is booked."""
+
+    __slots__ = ("category", "key", "num_bytes")
+
+    key: int
+    num_bytes: int
+    category: Category
+
+
+class LiveMemory(TorchDispatchMode):
+    """Sees every operation, and books the storages of its results. To be entered by `metrics.tracking.track`."""
+
+    def __init__(self, ledger: Ledger):
+        super().__init__()
+        self._ledger = ledger
+        self._held: dict[int, _Held] = {}
+        self._scope: Category | None = None
+        self.offloads = Category.GRADIENTS in ledger.on_host
+        """Whether shards of parameters and gradients are in the host's memory, which is not counted."""
+
+        self.is_paused = False
+        """Whether what is allocated now does not count."""
+
+    def hold(self, tensors: Iterable[Tensor | None], category: Category) -> None:
+        """From now on these are held for `category`, known or not; sharded ones by their local part."""
+        book = self.within(category, self.book)
+        for tensor in tensors:
+            if tensor is not None:
+                self._move(book(local_tensor(tensor).untyped_storage()), category)
+
+    def book(self, storage: UntypedStorage) -> _Held:
+        """Take note of a storage, or of its new size."""
+        held = self._held.get(storage._cdata) or self._begin(storage)
+        self._resize(held, storage.nbytes())
+        return held
+
+    def _begin(self, storage: UntypedStorage) -> _Held:
+        held = _Held(storage, self._release)
+        held.key, held.num_bytes, held.category = storage._cdata, 0, self._category()
+        self._held[held.key] = held
+        return held
+
+    def within(self, category: Category, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, but what it allocates is held for `category`."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, self._scope = self._scope, category
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._scope = before
+
+        return call
+
+    def paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, but what it allocates does not count."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, self.is_paused = self.is_paused, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.is_paused = before
+
+        return call
+
+    def scope(self, category: Category | None) -> None:
+        """What is allocated from now on is held for `category`; None: for activations and their gradients."""
+        self._scope = category
+
+    def forget(self) -> None:
+        """Book nothing any more, not even what is freed."""
+        self._held.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # it comes back as operations on local tensors
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if not self.is_paused:
+            self._see(result)
+        return result
+
+    def _see(self, result: Any) -> None:
+        if isinstance(result, Tensor):
+            if result.device.type != "meta":
+                self.book(result.untyped_storage())
+        elif isinstance(result, (tuple, list)):
+            for part in result:
+                self._see(part)
+
+    def _category(self) -> Category:
+        """What is allocated now, by who allocates it. Recomputation runs in backward, but with gradients enabled."""
+        if self._scope is not None:
+            return self._scope
+        is_backward = is_in_backward() and not torch.is_grad_enabled()
+        return Category.BACKWARD if is_backward else Category.ACTIVATIONS
+
+    def _resize(self, held: _Held, num_bytes: int) -> None:
+        if num_bytes > held.num_bytes:
+            self._ledger.allocate(num_bytes - held.num_bytes, held.category)
+        elif num_bytes < held.num_bytes:
+            self._ledger.free(held.num_bytes - num_bytes, held.category)
+        held.num_bytes = num_bytes
+
+    def _move(self, held: _Held, category: Category) -> None:
+        self._ledger.move(held.num_bytes, held.category, category)
+        held.category = category
+
+    def _release(self, storage: Any) -> None:
+        held: _Held = storage
+        if self._held.get(held.key) is held:
+            del self._held[held.key]
+            self._resize(held, 0)
+
+
+@contextmanager
+def track(model: nn.Module, ledger: Ledger, optimizer: Optimizer | None = None) -> Iterator[LiveMemory]:
+    """Book what a wrapped model holds, and what is allocated and freed until the end of the block, into `ledger`.
+
+    `model` is on its device and wrapped by FSDP2; `optimizer` is told apart from the rest where it is given. Enter the
+    ledger's first place before, and others inside the block; ask for its footprint there too:
+
+        ledger = Ledger()
+        ledger.enter(Place(0, "forward", ""))
+        with track(model, ledger, optimizer) as memory:
+            memory.hold(microbatch, Category.INPUTS)
+            step(...)
+            footprint = ledger.footprint()
+
+    Functions of FSDP2 are replaced meanwhile, so only one step of a process can be tracked at a time.
+    """
+    memory = LiveMemory(ledger)
+    memory.hold(model.parameters(), Category.PARAMETERS)
+    memory.hold((p.grad for p in model.parameters()), Category.GRADIENTS)
+    memory.hold(model.buffers(), Category.BUFFERS)
+    with ExitStack() as stack:
+        stack.callback(memory.forget)
+        _watch_storage(memory, stack)
+        _watch_fsdp(memory, stack)
+        if optimizer is not None:
+            _watch_optimizer(memory, optimizer, stack)
+        stack.enter_context(memory)
+        yield memory
+
+
+def _watch_storage(memory: LiveMemory, stack: ExitStack) -> None:
+    """FSDP2 frees and brings back parameters by the size of their storage, and DTensor asks for shapes with tensors
+    of the whole size."""
+    resize = UntypedStorage.resize_
+
+    def resize_(storage: UntypedStorage, num_bytes: int) -> Any:
+        result = resize(storage, num_bytes)
+        if not memory.is_paused:
+            memory.book(storage)
+        return result
+
+    stack.enter_context(replaced(UntypedStorage, "resize_", resize_))
+    stack.enter_context(shape_propagation_wrapped(memory.paused))
+
+
+def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
+    """Book what each step of FSDP2 allocates for what the step does."""
+    watched: dict[int, Tensor] = {}  # holds the parameters, so that no id is used twice
+
+    def reducing(reduce: Callable[..., Any]) -> Callable[..., Any]:
+        booked = memory.within(Category.REDUCE_SCATTER, reduce)
+
+        def foreach_reduce(fsdp_params: list[Any], *args: Any, **kwargs: Any) -> Any:
+            result = booked(fsdp_params, *args, **kwargs)
+            *_, not_yet_all_reduced = result
+            memory.hold([p.sharded_param.grad for p in fsdp_params], Category.GRADIENTS)
+            if not memory.offloads:  # else it waits for the all-reduce on the device
+                memory.hold([not_yet_all_reduced], Category.GRADIENTS)
+            return result
+
+        return foreach_reduce
+
+    def accumulating(init_unsharded_param: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Autograd makes gradients like any tensor; they become a parameter's when they are accumulated."""
+
+        def init_and_watch(fsdp_param: Any) -> None:
+            init_unsharded_param(fsdp_param)
+            parameter = unsharded_parameter(fsdp_param)
+            if parameter.requires_grad and id(parameter) not in watched:
+                watched[id(parameter)] = parameter
+                hook = parameter.register_post_accumulate_grad_hook(
+                    lambda p: memory.hold([p.grad], Category.UNSHARDED_GRADIENTS)
+                )
+                stack.callback(hook.remove)
+
+        return init_and_watch
+
+    wraps: dict[str, Callable[[Any], Any]] = {
+        "unshard": partial(memory.within, Category.ALL_GATHER),
+        "wait_for_unshard": partial(memory.within, Category.UNSHARDED_PARAMETERS),
+        "post_backward": partial(memory.within, Category.UNSHARDED_GRADIENTS),
+        "all_gather": memory.paused,  # gloo works in copies of its own
+        "reduce_scatter": memory.paused,
+        "foreach_reduce": reducing,
+        "init_unsharded_param": accumulating,
+    }
+    stack.enter_context(unit_steps_wrapped(wraps))
+
+
+def _watch_optimizer(memory: LiveMemory, optimizer: Optimizer, stack: ExitStack) -> None:
+    def hold_state() -> None:
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        memory.hold([value for value in values if isinstance(value, Tensor)], Category.OPTIMIZER)
+
+    def before(*_: Any) -> None:
+        memory.scope(Category.OPTIMIZER_TEMPORARIES)
+
+    def after(*_: Any) -> None:
+        hold_state()
+        memory.scope(None)
+
+    hold_state()
+    stack.callback(optimizer.register_step_pre_hook(before).remove)
+    stack.callback(optimizer.register_step_post_hook(after).remove)

@@ -1,0 +1,246 @@
+"""A model's declarations for tensor and context parallelism, and errors if they do not fit the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import get_args
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.sections.parallelism import ParallelismConfig
+from titan_launch.config.sections.precision import BatchNormConfig
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean
+from titan_launch.core.globs import matches
+from titan_launch.core.import_string import user_place
+from titan_launch.models.spec import TensorStyle
+from titan_launch.models.stages import PassThrough
+from titan_launch.plan.types import full_name
+from titan_launch.plan.units.rule_assignment import nothing_matched
+
+_TENSOR_DEGREE: KeyPath = ("parallelism", "tensor_parallel_degree")
+_CONTEXT_DEGREE: KeyPath = ("parallelism", "context_parallel_degree")
+_SEQUENCE: KeyPath = ("parallelism", "sequence_parallel")
+_NAME: KeyPath = ("model", "name")
+
+_CLASSES: dict[str, type[nn.Module]] = {
+    "embedding": nn.Embedding,
+    "colwise": nn.Linear,
+    "rowwise": nn.Linear,
+    "head": nn.Linear,
+}
+"""What a style is for; others are for any module."""
+
+_DIVIDED_AXIS = {"embedding": 0, "colwise": 0, "rowwise": 1, "head": 0}
+"""The axis of the weight that a style divides."""
+
+
+_ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")
+
+
+@contextmanager
+def shapes_explained(model: ModelConfig, degree: int) -> Iterator[None]:
+    """Raise ConfigError where a forward of the user's own model fails because of shapes, which are others with tensor
+    parallelism; only the model can tell."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if degree == 1 or ":" not in model.name or not _ABOUT_SHAPES.search(str(error)):
+            raise
+        place, text = user_place(error), str(error).partition("\n")[0]
+        reason = (
+            f"fails{f' at {place}' if place else ''} with 1/{degree} of the heads and features on each rank: does its "
+            "attribute tensor_parallel divide what belongs together, are its shapes those of what arrives (-1, not the "
+            f"number of heads), and does the degree divide the heads? See docs/parallelism.md (PyTorch: {text})"
+        )
+        raise config_error(_NAME, reason, model.name, also=(_TENSOR_DEGREE,)) from error
+
+
+def style_by_module(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
+    """The style of every module that a glob matches, by path; the first glob that matches wins. Of a pipeline stage:
+    of the modules that are there."""
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, PassThrough):
+            continue
+        style = next((style for pattern, style in styles.items() if matches(pattern, path)), None)
+        if style is not None:
+            found[path] = style
+    return found
+
+
+def check_tensor_plan(
+    model: nn.Module, styles: Mapping[str, TensorStyle] | None, parallelism: ParallelismConfig
+) -> None:
+    """Raise ConfigError for everything that keeps a whole model on the meta device from being divided by its plan."""
+    if parallelism.tensor_parallel_degree == 1:
+        return
+    problems = list(_problems(model, styles, parallelism))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _problems(
+    model: nn.Module, styles: Mapping[str, TensorStyle] | None, parallelism: ParallelismConfig
+) -> Iterator[Problem]:
+    degree = parallelism.tensor_parallel_degree
+    if not styles:
+        reason = (
+            "the model declares no plan for tensor parallelism (an attribute tensor_parallel of the module: globs of "
+            "its modules, and how each is divided; see docs/parallelism.md); declare one, or set 1"
+        )
+        yield Problem(_TENSOR_DEGREE, reason, degree)
+        return
+    unusable = [*_unknown_styles(styles), *_unmatched(model, styles)]
+    if unusable:
+        yield from unusable
+        return
+    found = style_by_module(model, styles)
+    for path, style in found.items():
+        yield from _misfits(path, model.get_submodule(path), style, degree)
+    yield from _left_out(model, found)
+    yield from _divided_ties(model, found)
+    if "head" not in found.values():
+        yield Problem(_NAME, 'its plan for tensor parallelism has no module of the style "head": the one of the logits')
+    if parallelism.sequence_parallel:
+        yield from _not_by_sequence(model, found)
+
+
+def _unknown_styles(styles: Mapping[str, TensorStyle]) -> Iterator[Problem]:
+    known = get_args(TensorStyle)
+    for pattern, style in styles.items():
+        if style not in known:
+            reason = f'tensor_parallel["{pattern}"] = {style!r} is no style{did_you_mean(str(style), known)}'
+            yield Problem(_NAME, f"{reason} ({', '.join(known)})")
+
+
+def _unmatched(model: nn.Module, styles: Mapping[str, TensorStyle]) -> Iterator[Problem]:
+    paths = [path for path, _ in model.named_modules()]
+    for pattern in styles:
+        if not any(matches(pattern, path) for path in paths):
+            yield Problem(_NAME, f'tensor_parallel["{pattern}"] {nothing_matched(pattern, paths)}')
+
+
+def _misfits(path: str, module: nn.Module, style: TensorStyle, degree: int) -> Iterator[Problem]:
+    wanted = _CLASSES.get(style)
+    if wanted is None:
+        return
+    if not isinstance(module, wanted):
+        reason = f'{path} is a {type(module).__name__}, and its style for tensor parallelism, "{style}", is for an '
+        yield Problem(_NAME, f"{reason}nn.{wanted.__name__}")
+        return
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    size = weight.shape[_DIVIDED_AXIS[style]]
+    if size % degree:
+        reason = f'{path} ("{style}") has {size} {_what_is_divided(style)}, not a multiple of {degree}'
+        yield Problem(_TENSOR_DEGREE, f"{reason}; set a divisor", degree, also=(("model", "args"),))
+
+
+def _what_is_divided(style: TensorStyle) -> str:
+    return {"embedding": "rows", "rowwise": "input features"}.get(style, "output features")
+
+
+def _left_out(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
+    """Modules with parameters and without a style: whether ranks see the same activations there is not known."""
+    owners = (
+        path for path, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None
+    )
+    paths = [path for path in owners if found.get(path) in (None, "input")]
+    if paths:
+        more = f", and {len(paths) - 1} others, which have" if len(paths) > 1 else ", which has"
+        reason = (
+            f"its plan for tensor parallelism leaves out {paths[0] or 'the model itself'}{more} parameters; "
+            'add it ("sequence" is for what works on each token by itself)'
+        )
+        yield Problem(_NAME, reason)
+
+
+def _divided_ties(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
+    """A tied parameter is one tensor, divided in one way."""
+    first: dict[int, str] = {}
+    for path, style in found.items():
+        for name, parameter in model.get_submodule(path)._parameters.items():
+            if parameter is None:
+                continue
+            other = first.setdefault(id(parameter), path)
+            if _DIVIDED_AXIS.get(found[other]) != _DIVIDED_AXIS.get(style):
+                reason = f'{other} ("{found[other]}") and {path} ("{style}") share the parameter {name}, which their '
+                yield Problem(_NAME, f"{reason}styles for tensor parallelism divide in different ways")
+
+
+def _not_by_sequence(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
+    """Sequence parallelism begins at an embedding, and a rank sees a part of the tokens."""
+    if "embedding" not in found.values():
+        reason = 'the plan has no module of the style "embedding", at which the tokens are divided; set false'
+        yield Problem(_SEQUENCE, reason, True)
+    norms = [path for path, style in found.items() if isinstance(model.get_submodule(path), _BatchNorm)]
+    if norms:
+        reason = f"{norms[0]} is a BatchNorm, whose statistics would be those of a part of the tokens; set false"
+        yield Problem(_SEQUENCE, reason, True, also=(("model", "args"),))
+
+
+Buffer = tuple[nn.Module, str, int]
+"""A module, the name of one of its buffers, and the axis of the tokens."""
+
+
+def buffers_along_sequence(model: nn.Module, axes: Mapping[str, int]) -> dict[str, Buffer]:
+    """The buffers that a glob of `axes` matches, by full name; a shared one once."""
+    found = {}
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            axis = next((axis for pattern, axis in axes.items() if matches(pattern, full_name(path, name))), None)
+            if buffer is not None and axis is not None:
+                found[full_name(path, name)] = (module, name, axis)
+    return found
+
+
+def check_context_plan(
+    model: nn.Module, axes: Mapping[str, int] | None, degree: int, seq_len: int, batchnorm: BatchNormConfig
+) -> None:
+    """Raise ConfigError for everything that keeps a model on the meta device from having its sequences divided over
+    `degree` ranks. `axes`: what it declares (`ModelSpec.context_parallel`)."""
+    if degree == 1:
+        return
+    if axes is None:
+        reason = (
+            "the model does not say that its sequences can be divided (an attribute context_parallel of the module: "
+            "globs of its buffers along the sequence, and the axis of the tokens in each; see docs/parallelism.md); "
+            "declare it, or set 1"
+        )
+        raise ConfigError([Problem(_CONTEXT_DEGREE, reason, degree)])
+    problems = [*_wrong_buffers(model, axes, seq_len), *_local_statistics(model, degree, batchnorm)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _wrong_buffers(model: nn.Module, axes: Mapping[str, int], seq_len: int) -> Iterator[Problem]:
+    buffers = buffers_along_sequence(model, axes)
+    for pattern in axes:
+        if not any(matches(pattern, name) for name in buffers):
+            known = [name for name, _ in model.named_buffers()]
+            yield Problem(
+                _NAME, f'context_parallel["{pattern}"] matches no buffer of the model{did_you_mean(pattern, known)}'
+            )
+    for name, (module, own_name, axis) in buffers.items():
+        buffer = module._buffers[own_name]
+        assert isinstance(buffer, Tensor)
+        if not -buffer.ndim <= axis < buffer.ndim or buffer.shape[axis] < seq_len:
+            reason = f"{name} has the shape {tuple(buffer.shape)}: no place for {seq_len} tokens along axis {axis}"
+            yield Problem(_NAME, f"{reason}, which its context_parallel says", also=(("training", "seq_len"),))
+        elif own_name not in module._non_persistent_buffers_set:
+            reason = f"{name}, which is divided with the sequence, would go into checkpoints as one rank's part"
+            yield Problem(_NAME, f"{reason}; register it with persistent=False")
+
+
+def _local_statistics(model: nn.Module, degree: int, batchnorm: BatchNormConfig) -> Iterator[Problem]:
+    norms = [path for path, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    if norms and batchnorm.statistics == "local":
+        reason = (
+            f"the statistics of the BatchNorm {norms[0]} would be those of a part of every sequence; set "
+            'batchnorm.statistics = "synchronized", or 1'
+        )
+        yield Problem(_CONTEXT_DEGREE, reason, degree, also=(("batchnorm", "statistics"),))

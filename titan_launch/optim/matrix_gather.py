@@ -1,0 +1,138 @@
+"""Whole matrices out of shards, and back: of a batch of matrices every rank puts one together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import Shard as Sharded
+from torch.nn.functional import pad
+
+from titan_launch.distributed.dtensor import chunk_sizes, own_box
+
+Shape = Sequence[int]
+"""Of a whole matrix."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How matrices are divided among ranks; those that are divided alike can be exchanged together.
+
+    Along FSDP2's axis of the mesh, every rank sends its part of the i-th matrix of a batch to the i-th rank, in one
+    all-to-all, and gets its part of the result back in another. Where tensor parallelism divides matrices too, its
+    ranks gather them among themselves in between, and each goes on with the whole. Replicas do the same work.
+    """
+
+    mesh: DeviceMesh | None
+    """None where nothing is divided."""
+
+    placements: tuple[Placement, ...]
+
+    @property
+    def size(self) -> int:
+        """Ranks along FSDP2's axis: as many matrices are a batch."""
+        return 1 if self.mesh is None or self._axis is None else self.mesh.size(self._axis)
+
+    def gather(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> Tensor | None:
+        """This rank's matrix of a batch, whole, from all ranks' parts of all of them; None where the batch has none for
+        it. bfloat16, on the mesh's device."""
+        if self.mesh is None or self._axis is None:
+            return parts[0]
+        mine = self._index(shapes)
+        if self.size == 1:
+            return self._gather_tensor_parallel(parts[0].to(self.mesh.device_type), shapes[0])
+        rows, columns = ([0] * self.size, 0) if mine is None else self._rows(shapes[mine])
+        received = self._all_to_all(parts, [count * columns for count in rows])
+        return None if mine is None else self._gather_tensor_parallel(received.view(-1, columns), shapes[mine])
+
+    def scatter(self, whole: Tensor | None, shapes: Sequence[Shape]) -> list[Tensor]:
+        """This rank's parts of all matrices of a batch, from the whole one of every rank."""
+        if self.mesh is None or self._axis is None or self.size == 1:
+            assert whole is not None
+            return [self._tensor_parallel_part(whole)]
+        mine, parts = self._index(shapes), []
+        if whole is not None and mine is not None:
+            parts = list(self._tensor_parallel_part(whole).split(self._rows(shapes[mine])[0]))
+        own = self.mesh.get_local_rank(self._axis)
+        sizes = [(rows[own], columns) for rows, columns in map(self._rows, shapes)]
+        received = self._all_to_all(parts, [rows * columns for rows, columns in sizes])
+        flat = received.split([rows * columns for rows, columns in sizes])
+        return [part.view(size) for part, size in zip(flat, sizes, strict=True)]
+
+    def offsets(self, shape: Shape) -> tuple[int, ...]:
+        """Where this rank's part of a tensor of any number of axes begins."""
+        return own_box(shape, self.mesh, self.placements)[0]
+
+    @property
+    def _axis(self) -> int | None:
+        """FSDP2's axis of the mesh: the first that divides. That of tensor parallelism comes behind it."""
+        return next((axis for axis, placement in enumerate(self.placements) if placement != Replicate()), None)
+
+    @property
+    def _tensor_parallel(self) -> list[tuple[int, int]]:
+        """Axes of the mesh behind FSDP2's, with the axis of the matrix that each divides."""
+        start = len(self.placements) if self._axis is None else self._axis + 1
+        behind = enumerate(self.placements[start:], start)
+        return [(axis, placement.dim) for axis, placement in behind if isinstance(placement, Sharded)]
+
+    def _index(self, shapes: Sequence[Shape]) -> int | None:
+        """Which matrix of a batch this rank puts together."""
+        assert self.mesh is not None and self._axis is not None
+        own = self.mesh.get_local_rank(self._axis)
+        return own if own < len(shapes) else None
+
+    def _rows(self, shape: Shape) -> tuple[list[int], int]:
+        """Of what this rank's tensor parallelism leaves of a matrix: the rows of each rank of FSDP2's axis, and the
+        columns."""
+        assert self.mesh is not None
+        left = list(shape)
+        for axis, divided in self._tensor_parallel:
+            left[divided] = chunk_sizes(left[divided], self.mesh.size(axis))[self.mesh.get_local_rank(axis)]
+        return chunk_sizes(left[0], self.size), left[1]
+
+    def _all_to_all(self, parts: Sequence[Tensor], received: Sequence[int]) -> Tensor:
+        """`parts` go to the first ranks, in order; `received`: elements from the first ranks."""
+        assert self.mesh is not None and self._axis is not None
+        device = self.mesh.device_type
+        sent = [part.numel() for part in parts]
+        nothing = torch.empty(0, dtype=torch.bfloat16, device=device)
+        source = torch.cat([nothing, *(part.reshape(-1).to(device) for part in parts)])
+        output = torch.empty(sum(received), dtype=torch.bfloat16, device=device)
+        dist.all_to_all_single(
+            output, source, self._padded(received), self._padded(sent), group=self.mesh.get_group(self._axis)
+        )
+        return output
+
+    def _padded(self, counts: Sequence[int]) -> list[int]:
+        return [*counts, *[0] * (self.size - len(counts))]
+
+    def _gather_tensor_parallel(self, part: Tensor, shape: Shape) -> Tensor:
+        """The whole matrix, from what FSDP2 has divided."""
+        assert self.mesh is not None
+        for axis, divided in self._tensor_parallel:
+            sizes = chunk_sizes(shape[divided], self.mesh.size(axis))
+            missing = sizes[0] - part.shape[divided]
+            part = pad(part, (0, 0, 0, missing) if divided == 0 else (0, missing)).contiguous()
+            gathered = [torch.empty_like(part) for _ in sizes]
+            dist.all_gather(gathered, part, group=self.mesh.get_group(axis))
+            part = torch.cat(gathered, divided).narrow(divided, 0, shape[divided])
+        return part
+
+    def _tensor_parallel_part(self, whole: Tensor) -> Tensor:
+        for axis, divided in self._tensor_parallel:
+            assert self.mesh is not None
+            sizes = chunk_sizes(whole.shape[divided], self.mesh.size(axis))
+            whole = whole.split(sizes, divided)[self.mesh.get_local_rank(axis)]
+        return whole
+
+
+def division_of(parameter: Tensor) -> Division:
+    """How a parameter is divided."""
+    if isinstance(parameter, DTensor):
+        return Division(parameter.device_mesh, tuple(parameter.placements))
+    return Division(None, ())

@@ -1,0 +1,57 @@
+"""Which modules are computed again in backward. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
+from titan_launch.core.errors import KeyPath, config_error
+from titan_launch.plan.types import Inventory, outermost
+from titan_launch.plan.units.rule_assignment import matched_modules
+
+_MODE: KeyPath = ("activation_checkpoint", "mode")
+_MODULES: KeyPath = ("activation_checkpoint", "modules")
+
+
+def recomputed_modules(inventory: Inventory, config: ActivationCheckpointConfig) -> tuple[str, ...]:
+    """Paths of the modules that `[activation_checkpoint]` has computed again; of modules within modules the outer ones.
+
+    Raises ConfigError where there are none although the mode wants some, and for every glob that matches nothing.
+    """
+    if not recomputes_modules(config):
+        return ()
+    candidates = (
+        outermost(matched_modules(inventory, config.modules, _MODULES))
+        if config.modules
+        else _blocks(inventory, config)
+    )
+    option = selection(config)
+    every = 1 if option is None or option == "op" else option
+    if every > len(candidates):
+        what = "the model has" if not config.modules else "activation_checkpoint.modules matches"
+        them = "blocks" if not config.modules else "modules"
+        reason = f"{what} {len(candidates)} {them}, so this would compute none of them again; set at most that"
+        raise config_error(("activation_checkpoint", "selective_ac_option"), reason, every)
+    return candidates[every - 1 :: every]
+
+
+def recomputes_modules(config: ActivationCheckpointConfig) -> bool:
+    """Whether modules are computed again. (Under a memory budget the compiler chooses operations.)"""
+    if config.mode == "auto":
+        raise ValueError("the mode is not decided yet: resolve `auto` first (plan.resolution)")
+    return config.mode not in ("none", "memory_budget")
+
+
+def selection(config: ActivationCheckpointConfig) -> Literal["op"] | int | None:
+    """What `mode = "selective"` selects by; None in the other modes."""
+    return config.selective_ac_option if config.mode == "selective" else None
+
+
+def _blocks(inventory: Inventory, config: ActivationCheckpointConfig) -> tuple[str, ...]:
+    if not inventory.blocks:
+        reason = (
+            "works on blocks, and none of the model's are known; name them in model.blocks, or others in "
+            "activation_checkpoint.modules"
+        )
+        raise config_error(_MODE, reason, config.mode, also=(("model", "blocks"), _MODULES))
+    return outermost(inventory.blocks)

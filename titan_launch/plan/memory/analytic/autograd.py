@@ -1,0 +1,197 @@
+"""What autograd does with memory: it records a graph, saves tensors in it, and frees them as backward goes. No torch.
+
+The order of backward, and when it lets go of what, are those of PyTorch's engine (torch/csrc/autograd/engine.cpp). Two
+gradients of one tensor are added into a third, which is what happens to tensors that something else holds too.
+Recomputation is `torch.utils.checkpoint` with `use_reentrant=False`: a saved tensor is a place-holder, and the first
+that is asked for has its block computed again, up to the last tensor that was saved.
+"""
+
+from __future__ import annotations
+
+import heapq
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from titan_launch.plan.communication import DTYPE_BYTES
+from titan_launch.plan.memory.analytic.tensors import Backward, Leaf, Node, Saved, Storage, Tensor
+from titan_launch.plan.memory.ledger import Category, Ledger
+
+Keeps = Callable[[], Callable[[str], bool]]
+"""Makes, for one run of a block, what says of each costly operation, in the order they run, whether its result is kept
+(selective recomputation)."""
+
+
+class _RecomputationDone(Exception):  # noqa: N818 (not an error)
+    """Raised where recomputation has made the last tensor that backward wants."""
+
+
+class _Saved:
+    """A place-holder for the tensors that one operation saved in a block that is computed again."""
+
+    __slots__ = ("__weakref__", "block")
+
+    def __init__(self, block: _Block):
+        self.block = block
+
+
+class _Block:
+    """One run of a block under recomputation: how to repeat it, and what the repetition has made."""
+
+    def __init__(self, compute: Callable[[Tensor], Tensor], x: Tensor, keeps: Keeps | None):
+        self.compute = compute
+        self.x = x
+        self.keeps = keeps
+        self.saved: list[weakref.ref[_Saved]] = []
+        self.kept: deque[Any] = deque()
+        """Results of costly operations, under selective recomputation."""
+        self.recomputed: weakref.WeakKeyDictionary[_Saved, Sequence[Tensor]] = weakref.WeakKeyDictionary()
+        self.num_recomputed = 0
+        self.is_recomputed = False
+
+
+class Autograd:
+    """The engine, and the factory of everything that lives on its ledger."""
+
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+        self.is_backward = False
+        """Whether backward runs, recomputation included."""
+        self._num_nodes = 0
+        self._recording: _Block | None = None
+        self._repeating: _Block | None = None
+        self._keep: Callable[[str], bool] | None = None
+
+    def new(self, numel: int, dtype: str, category: Category = Category.ACTIVATIONS) -> Tensor:
+        """Memory for so many elements."""
+        return Tensor(Storage(self.ledger, numel * DTYPE_BYTES[dtype], category), numel, dtype)
+
+    def record(self, output: Tensor, inputs: Sequence[Tensor], backward: Backward, *saved: Saved) -> Tensor:
+        """The output, with a node that leads to the inputs. `saved`: what `save` has returned."""
+        self._num_nodes += 1
+        node = Node(self._num_nodes, [x.node for x in inputs], backward)
+        if saved:
+            node.saved = saved[0] if len(saved) == 1 else lambda: [tensor for part in saved for tensor in part()]
+        output.node = node
+        return output
+
+    def save(self, *tensors: Tensor) -> Saved:
+        """Save tensors for backward: an operation's inputs before it runs, its results after."""
+        kept = [tensor.detached() for tensor in tensors]
+        if self._repeating is not None:
+            return self._save_again(self._repeating, kept)
+        if self._recording is None:
+            return lambda: kept
+        block = self._recording
+        saved = _Saved(block)
+        block.saved.append(weakref.ref(saved))
+        return lambda: self._recall(saved)
+
+    def run_costly(self, name: str, compute: Callable[[], Any]) -> Any:
+        """The result of an operation that selective recomputation may keep: tensors outside of the graph."""
+        block = self._repeating or self._recording
+        if block is None or self._keep is None or not self._keep(name):
+            return compute()
+        if self._repeating is not None:
+            return block.kept.popleft()
+        result = compute()
+        block.kept.append(result)
+        return result
+
+    def checkpoint(self, compute: Callable[[Tensor], Tensor], x: Tensor, keeps: Keeps | None = None) -> Tensor:
+        """`compute(x)`, which backward will run again."""
+        block = _Block(compute, x, keeps)
+        self._recording, self._keep = block, keeps and keeps()
+        try:
+            return compute(x)
+        finally:
+            self._recording = self._keep = None
+
+    def backward(self, loss: Tensor, gradient: Tensor) -> None:
+        """Run the graph behind a tensor."""
+        root, loss.node = loss.node, None
+        assert root is not None
+        self.is_backward = True
+        missing, gradients, ready = _count_edges(root), {root: gradient}, [(-root.sequence, id(root), root)]
+        del root, gradient
+        while ready:
+            node = heapq.heappop(ready)[2]
+            for hook in node.hooks:
+                hook()
+            results = [*self._run(node, [gradients.pop(node)])]
+            for index, following in enumerate(node.inputs):
+                if following is None:
+                    continue
+                self._pass_on(following, results, index, gradients)
+                missing[following] -= 1
+                if not missing[following]:
+                    heapq.heappush(ready, (-following.sequence, id(following), following))
+        self.is_backward = False
+
+    def _pass_on(self, node: Node, results: list[Tensor | None], index: int, gradients: dict[Node, Tensor]) -> None:
+        """Add a gradient to those that a node has already, and let go of it."""
+        result, results[index] = results[index], None
+        assert result is not None, "what leads to a parameter has a gradient"
+        before = gradients.get(node)
+        if before is not None:
+            result = self.new(before.numel, before.dtype, Category.BACKWARD)
+        gradients[node] = result
+
+    def _run(self, node: Node, gradient: list[Tensor]) -> Sequence[Tensor | None]:
+        if isinstance(node, Leaf):
+            node.accumulate(gradient.pop())
+            return ()
+        saved = node.saved() if node.saved is not None else ()
+        assert node.backward is not None
+        gradients = node.backward(gradient, saved)
+        results = [self._converted(*pair) for pair in zip(node.inputs, gradients, strict=True)]
+        node.saved = node.backward = None
+        return results
+
+    def _converted(self, following: Node | None, gradient: Tensor | None) -> Tensor | None:
+        """Return a gradient in the dtype that a parameter takes. The unconverted gradient is freed afterwards."""
+        if not isinstance(following, Leaf) or gradient is None:
+            return gradient
+        dtype = following.grad_dtype(gradient.dtype)
+        return gradient if dtype == gradient.dtype else self.new(gradient.numel, dtype, Category.BACKWARD)
+
+    def _recall(self, saved: _Saved) -> Sequence[Tensor]:
+        block = saved.block
+        if not block.is_recomputed:
+            block.is_recomputed = True
+            self._repeat(block)
+        return block.recomputed.pop(saved)
+
+    def _repeat(self, block: _Block) -> None:
+        self._repeating, self._keep = block, block.keeps and block.keeps()
+        try:
+            block.compute(block.x)
+        except _RecomputationDone:
+            pass
+        finally:
+            self._repeating = self._keep = None
+
+    def _save_again(self, block: _Block, tensors: Sequence[Tensor]) -> Saved:
+        saved = block.saved[block.num_recomputed]()
+        block.num_recomputed += 1
+        if saved is not None:
+            block.recomputed[saved] = tensors
+        if block.num_recomputed == len(block.saved):
+            raise _RecomputationDone
+        return lambda: tensors
+
+
+def _count_edges(root: Node) -> dict[Node, int]:
+    """How many gradients each node waits for."""
+    edges: dict[Node, int] = {}
+    unseen, seen = [root], {root}
+    while unseen:
+        for following in unseen.pop().inputs:
+            if following is None:
+                continue
+            edges[following] = edges.get(following, 0) + 1
+            if following not in seen:
+                seen.add(following)
+                unseen.append(following)
+    return edges

@@ -1,0 +1,349 @@
+"""FSDP2's schedule, unit by unit: when it allocates, gathers, frees and reduces what. No torch.
+
+A transcription of `torch.distributed.fsdp._fully_shard` (torch 2.13 and 2.15: `_fsdp_state`, `_fsdp_param_group`,
+`_fsdp_collectives`), with sizes in place of tensors. Names are FSDP2's, so that the two can be read side by side; so
+are lifetimes, down to those that a local variable over there prolongs, which the comments here point out. It is the
+schedule of the installed release, and of the newest tested one where torch is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
+
+from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD, FREES_EARLIER, SKIPS_DIVISION_BY_ONE
+from titan_launch.plan.communication import DTYPE_BYTES, padded_numel
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.memory.analytic.autograd import Autograd
+from titan_launch.plan.memory.analytic.ops import cast
+from titan_launch.plan.memory.analytic.tensors import Leaf, Tensor
+from titan_launch.plan.memory.ledger import Category
+from titan_launch.plan.types import TensorInfo, Unit
+
+
+class State(Enum):
+    """FSDP2's `TrainingState`."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
+
+
+class Context:
+    """What all units share: `FSDPCommContext` and `FSDPStateContext`."""
+
+    def __init__(self, autograd: Autograd, layout: Layout):
+        self.autograd = autograd
+        self.layout = layout
+        self.offloads = Category.GRADIENTS in autograd.ledger.on_host
+        """Whether shards of parameters and gradients are in the host's memory."""
+        self.units: list[ShardedUnit] = []
+        """In the order in which the modules of the model are met first, parents before children."""
+        self.all_gather: Tensor | None = None
+        """The last forward all-gather's buffer, which is kept until the next one is copied out."""
+        self.reduce_scatter_inputs: list[Tensor] = []
+        self.post_forward_order: list[ShardedUnit] = []
+        self.iter_forward_root: ShardedUnit | None = None
+
+    def finish_backward(self) -> None:
+        """What FSDP2 does when autograd is done: `_root_post_backward_final_callback`."""
+        for unit in self.units:
+            unit.modules_to_run.clear()
+            if unit.parameters:
+                if unit.group_state is not State.POST_BACKWARD:
+                    unit.post_backward()
+                unit.group_state = State.IDLE
+            unit.state = State.IDLE
+            unit.finalize_backward()
+        self.post_forward_order.clear()
+        self.reduce_scatter_inputs.clear()
+
+
+class Parameter:
+    """One parameter of a unit: whole on this side of an all-gather, in dim-0 shards on the other."""
+
+    def __init__(self, unit: ShardedUnit, info: TensorInfo, index: int):
+        self.numel = info.numel
+        self.padded = padded_numel(info, unit.context.layout.shard)
+        self.whole = Tensor(
+            None, info.numel, unit.unit.compute_dtype, self._leaf(unit, index) if info.requires_grad else None
+        )
+        """What operations take; the unit counts its memory."""
+
+    def _leaf(self, unit: ShardedUnit, index: int) -> Leaf:
+        return Leaf(lambda gradient: unit.accumulate(index, gradient), lambda dtype: unit.grad_dtype(index, dtype))
+
+
+class ShardedUnit:
+    """One `fully_shard` call: `FSDPState` with its `FSDPParamGroup`."""
+
+    def __init__(self, context: Context, unit: Unit, parameters: Sequence[TensorInfo]):
+        self.context = context
+        self.unit = unit
+        self.autograd = context.autograd
+        self.parameters = [Parameter(self, info, index) for index, info in enumerate(parameters)]
+        self.padded = sum(parameter.padded for parameter in self.parameters)
+        self.prefetch: list[ShardedUnit] = []
+        """Gathered in backward besides, in place of the default: `set_modules_to_backward_prefetch`."""
+        self.reduce_grads = self.all_reduce_grads = self.reshard_after_backward = True
+        self.state = self.group_state = State.IDLE
+        self.modules_to_run: set[str] = set()
+        self._post_forward_indices: list[int] = []
+        self._pending: Tensor | None = None
+        """The buffer of an all-gather that nothing has waited for yet; with one shard, a mark of it."""
+        self._unsharded_bytes = 0
+        self._gradients: dict[int, Tensor] = {}
+        self._accumulated: dict[int, Tensor] = {}
+        self._sharded_gradient: Tensor | None = None
+        self._partial_reduce_output: Tensor | None = None
+        self._all_reduce_input: Tensor | None = None
+
+    # Parameters
+
+    def unshard(self) -> None:
+        """Start the all-gather."""
+        if self._pending is not None or self._unsharded_bytes or not self.parameters:
+            return
+        if not self.unit.unshard_in_backward and self.group_state is State.PRE_BACKWARD:
+            return
+        world, dtype = self.context.layout.shard, self.unit.compute_dtype
+        if world == 1:
+            self._pending = Tensor(None, 0, dtype)
+            return
+        shards = self._shards_to_send()
+        self._pending = self.autograd.new(self.padded, dtype, Category.ALL_GATHER)
+        del shards
+
+    def _shards_to_send(self) -> list[Tensor]:
+        """What goes into an all-gather beside the shards themselves: casts of them, or copies from the host."""
+        world, stored, sent = self.context.layout.shard, self.unit.storage_dtype, self.unit.compute_dtype
+        if not self.context.offloads:
+            is_cast = sent != stored
+            return [self.autograd.new(self.padded // world, sent, Category.ALL_GATHER)] if is_cast else []
+        shards = []
+        for parameter in self.parameters:
+            shard = self.autograd.new(parameter.padded // world, stored, Category.ALL_GATHER)
+            if sent != stored:
+                shard = self.autograd.new(parameter.padded // world, sent, Category.ALL_GATHER)
+            shards.append(shard)
+        return shards
+
+    def wait_for_unshard(self) -> None:
+        """Copy what was gathered into the parameters."""
+        if self._pending is None:
+            return
+        is_forward, world = self.group_state is State.FORWARD, self.context.layout.shard
+        # Outlives the copy before torch 2.15: a local variable in FSDP2 too.
+        before = self.context.all_gather if is_forward and not FREES_EARLIER else None
+        if is_forward:
+            self.context.all_gather = None
+        if world == 1:
+            self._cast_one_by_one()
+        else:
+            self._count_unsharded(self.padded)
+        if is_forward and world > 1:
+            self.context.all_gather = self._pending
+        self._pending = None
+        del before
+
+    def _cast_one_by_one(self) -> None:
+        """With one shard there is nothing to gather, and every parameter is copied from its cast."""
+        copy = None
+        for parameter in self.parameters:
+            if self.context.offloads:
+                copy = self.autograd.new(parameter.padded, self.unit.storage_dtype, Category.ALL_GATHER)
+            if self.unit.compute_dtype != self.unit.storage_dtype:
+                copy = self.autograd.new(parameter.padded, self.unit.compute_dtype, Category.ALL_GATHER)
+            self._count_unsharded(parameter.padded)
+        del copy
+
+    def _count_unsharded(self, numel: int) -> None:
+        num_bytes = numel * DTYPE_BYTES[self.unit.compute_dtype]
+        self.autograd.ledger.allocate(num_bytes, Category.UNSHARDED_PARAMETERS)
+        self._unsharded_bytes += num_bytes
+
+    def reshard(self) -> None:
+        """Free the whole parameters, if now is the time."""
+        if self.group_state is State.FORWARD and not self._reshards_after_forward:
+            return
+        self.autograd.ledger.free(self._unsharded_bytes, Category.UNSHARDED_PARAMETERS)
+        self._unsharded_bytes = 0
+
+    @property
+    def _reshards_after_forward(self) -> bool:
+        # None leaves it to FSDP2, which spares the root.
+        return self.unit.reshard_after_forward is True
+
+    # Forward
+
+    def pre_forward(self, x: Tensor) -> Tensor:
+        """Before a module of the unit runs: its input as the module gets it, with the parameters there."""
+        if not self.modules_to_run:
+            self.modules_to_run.update(self.unit.modules)
+        if self.state is State.PRE_BACKWARD:  # recomputation
+            if not self._unsharded_bytes:
+                self.unshard()
+                self.wait_for_unshard()
+            return self._cast_input(x)
+        if self.state is not State.FORWARD and self.context.iter_forward_root is None:
+            self.context.iter_forward_root = self
+        self.state = State.FORWARD
+        x = self._cast_input(x)
+        if not self.parameters:
+            return x
+        is_entering, self.group_state = self.group_state is not State.FORWARD, State.FORWARD
+        self.unshard()
+        self.wait_for_unshard()
+        return self._with_post_backward(x) if is_entering and x.node is not None else x
+
+    def post_forward(self, path: str, output: Tensor) -> Tensor:
+        """After a module of the unit has run: its output as others get it."""
+        self.modules_to_run.discard(path)
+        if self.modules_to_run or self.state is State.PRE_BACKWARD:
+            return self._cast_output(output)
+        if self.parameters:
+            if not self.autograd.is_backward:
+                self.reshard()
+                self._post_forward_indices.append(len(self.context.post_forward_order))
+                self.context.post_forward_order.append(self)
+            self.group_state = State.IDLE
+        if output.node is not None:
+            output.node.hooks.append(self.pre_backward)
+        self.state = State.IDLE
+        if self.context.iter_forward_root is self:
+            self.context.all_gather = None
+            self.context.iter_forward_root = None
+        return self._cast_output(output)
+
+    def _cast_input(self, x: Tensor) -> Tensor:
+        wanted = self.unit.policy.input_dtype
+        return x if wanted is None else cast(self.autograd, x, wanted)
+
+    def _cast_output(self, output: Tensor) -> Tensor:
+        wanted = self.unit.policy.output_dtype
+        return output if wanted is None else cast(self.autograd, output, wanted)
+
+    def _with_post_backward(self, x: Tensor) -> Tensor:
+        """The input, with a node that ends the unit's backward: `RegisterPostBackwardFunction`."""
+
+        def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            self.post_backward()
+            return (gradient.pop(),)
+
+        return self.autograd.record(Tensor(x.storage, x.numel, x.dtype), (x,), backward)
+
+    # Backward
+
+    def pre_backward(self) -> None:
+        """The gradient of the unit's output is there."""
+        self.state = State.PRE_BACKWARD
+        if self.parameters and self.group_state is not State.PRE_BACKWARD:
+            self.group_state = State.PRE_BACKWARD
+            self.unshard()
+            self.wait_for_unshard()
+            if not self.prefetch:
+                self._prefetch_previous()
+        for unit in self.prefetch:
+            unit.prefetch_in_backward()
+
+    def _prefetch_previous(self) -> None:
+        if self._post_forward_indices and (index := self._post_forward_indices.pop()) > 0:
+            self.context.post_forward_order[index - 1].prefetch_in_backward()
+
+    def prefetch_in_backward(self) -> None:
+        """Start the all-gather ahead of time."""
+        with self._as_if(State.PRE_BACKWARD):
+            self.unshard()
+
+    @contextmanager
+    def _as_if(self, state: State) -> Iterator[None]:
+        before, self.group_state = self.group_state, state
+        yield
+        self.group_state = before
+
+    def accumulate(self, index: int, gradient: Tensor) -> None:
+        """Take a parameter's whole gradient from autograd. A second one is added in place."""
+        if index in self._gradients:
+            return
+        assert gradient.storage is not None
+        gradient.storage.relabel(Category.UNSHARDED_GRADIENTS)
+        self._gradients[index] = gradient
+
+    def grad_dtype(self, index: int, computed: str) -> str:
+        """Return the dtype that autograd hands a gradient over in: `_set_unsharded_grad_dtypes`."""
+        if not ACCUMULATES_IN_GRAD:
+            return computed
+        is_wider = DTYPE_BYTES[self.unit.reduce_dtype] > DTYPE_BYTES[computed]
+        is_added = self.reduce_grads or index in self._gradients
+        return computed if is_wider and is_added else self.unit.reduce_dtype
+
+    def post_backward(self) -> None:
+        """All gradients of the unit are there: keep them, or reduce them."""
+        self.group_state = State.POST_BACKWARD
+        for index in self._accumulated:
+            self._gradients.pop(index, None)
+        if not self.reduce_grads:
+            if self.reshard_after_backward:
+                self.reshard()
+            if not ACCUMULATES_IN_GRAD:
+                self._accumulate_in_reduce_dtype()
+            return
+        whole = {**self._gradients, **self._accumulated}
+        gradients = [whole[index] for index in sorted(whole)]
+        self._gradients.clear()
+        self._accumulated.clear()
+        whole.clear()
+        if self.reshard_after_backward:
+            self.reshard()
+        del self.context.reduce_scatter_inputs[:1]
+        if gradients:
+            self._all_reduce_input = None
+            self._reduce(gradients, [parameter for i, parameter in enumerate(self.parameters) if parameter.whole.node])
+
+    def _accumulate_in_reduce_dtype(self) -> None:
+        if self.unit.reduce_dtype == self.unit.compute_dtype:
+            return
+        for index in sorted(self._gradients):
+            numel = self.parameters[index].numel
+            self._accumulated[index] = self.autograd.new(numel, self.unit.reduce_dtype, Category.UNSHARDED_GRADIENTS)
+            del self._gradients[index]
+
+    def _reduce(self, gradients: list[Tensor], parameters: Sequence[Parameter]) -> None:
+        """`foreach_reduce`."""
+        world, is_hsdp = self.context.layout.shard, self.context.layout.replicate > 1
+        new, dtype = self.autograd.new, self.unit.reduce_dtype
+        padded = sum(parameter.padded for parameter in parameters)
+        reduce_input = new(padded, dtype, Category.REDUCE_SCATTER)
+        # Before torch 2.15 a loop variable over there, until the function ends.
+        last = gradients[-1] if world > 1 and not FREES_EARLIER else None
+        gradients.clear()
+        output = new(padded // world, dtype, Category.REDUCE_SCATTER)
+        if world == 1 and is_hsdp and not SKIPS_DIVISION_BY_ONE:  # by the factor 1 that is set among several ranks
+            divided = new(padded, dtype, Category.REDUCE_SCATTER)
+            del divided
+        self.context.reduce_scatter_inputs.append(reduce_input)
+        if is_hsdp and not self.all_reduce_grads:
+            if self._partial_reduce_output is None:
+                assert output.storage is not None
+                if not self.context.offloads:  # else it waits for the all-reduce on the device
+                    output.storage.relabel(Category.GRADIENTS)
+                self._partial_reduce_output = output
+            return
+        if is_hsdp:
+            self._all_reduce_input = output
+        if dtype != self.unit.storage_dtype:
+            output = new(padded // world, self.unit.storage_dtype, Category.REDUCE_SCATTER)
+        if self._sharded_gradient is None:
+            assert output.storage is not None
+            output.storage.relabel(Category.GRADIENTS)
+            self._sharded_gradient = output
+        self._partial_reduce_output = None
+        del last
+
+    def finalize_backward(self) -> None:
+        """The last of a backward: nothing is in flight any more."""
+        self._all_reduce_input = None
+        self._pending = None
+        self._post_forward_indices.clear()

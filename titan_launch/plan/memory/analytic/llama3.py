@@ -1,0 +1,183 @@
+"""Llama 3 without numbers: its modules as a table, and what its forward allocates. No torch.
+
+The twin of `titan_launch.models.llama3`, module by module and local variable by local variable, since both decide about
+memory. Tests hold the table against the built model, and the memory against a traced one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from titan_launch.config.architectures.llama3 import Llama3Args, NormKind
+from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.memory.analytic import ops
+from titan_launch.plan.memory.analytic.autograd import Autograd
+from titan_launch.plan.memory.analytic.tensors import Tensor
+from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
+
+Compute = Callable[[Tensor], Tensor]
+
+
+class Llama3:
+    """The model on one rank: `forward` with the sizes of a microbatch."""
+
+    def __init__(
+        self,
+        args: Llama3Args,
+        seq_len: int,
+        autograd: Autograd,
+        kernels: Kernels,
+        weight: Callable[[str], Tensor],
+        call: Callable[[str, Compute, Tensor], Tensor],
+        statistics_ranks: int,
+    ):
+        """`weight` gives a parameter by its full name; `call` runs a module, with all that surrounds it.
+        `statistics_ranks`: how many ranks BatchNorm's statistics are synchronized over; 0: they are not."""
+        self.args = args
+        self.seq_len = seq_len
+        self.autograd = autograd
+        self.kernels = kernels
+        self.weight = weight
+        self.call = call
+        self.statistics_ranks = statistics_ranks
+
+    def forward(self, tokens: Tensor, blocks: Iterable[str]) -> Tensor:
+        """Tokens to logits, through some of the blocks."""
+        x = self.call("tok_embeddings", self._embed, tokens)
+        for path in blocks:
+            x = self.call(path, self._block(path), x)
+        return self._linear("output", self._norm("norm", x))
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return ops.embedding(self.autograd, self.weight("tok_embeddings.weight"), tokens.numel, self.args.dim)
+
+    def _block(self, path: str) -> Compute:
+        def forward(x: Tensor) -> Tensor:
+            x = ops.add(self.autograd, x, self._attention(f"{path}.attention", self._norm(f"{path}.attention_norm", x)))
+            return ops.add(
+                self.autograd, x, self._feed_forward(f"{path}.feed_forward", self._norm(f"{path}.ffn_norm", x))
+            )
+
+        return forward
+
+    def _attention(self, path: str, x: Tensor) -> Tensor:
+        def forward(x: Tensor) -> Tensor:
+            q, k, v = (self._linear(f"{path}.{name}", x) for name in ("wq", "wk", "wv"))
+            q, k = self.call("rope", self._rotate, q), self.call("rope", self._rotate, k)
+            num_rows = q.numel // self.args.head_dim
+            attended = ops.attention(self.autograd, q, k, v, num_rows, self.seq_len, self.kernels)
+            return self._linear(f"{path}.wo", attended)
+
+        return self.call(path, forward, x)
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        return ops.rotate(self.autograd, x)
+
+    def _feed_forward(self, path: str, x: Tensor) -> Tensor:
+        def forward(x: Tensor) -> Tensor:
+            return self._linear(
+                f"{path}.w2",
+                ops.multiply(
+                    self.autograd,
+                    ops.silu(self.autograd, self._linear(f"{path}.w1", x)),
+                    self._linear(f"{path}.w3", x),
+                ),
+            )
+
+        return self.call(path, forward, x)
+
+    def _linear(self, path: str, x: Tensor) -> Tensor:
+        width_in = self.args.hidden_dim if path.endswith(".w2") else self.args.dim
+
+        def forward(x: Tensor) -> Tensor:
+            return ops.linear(self.autograd, x, self.weight(f"{path}.weight"), width_in)
+
+        return self.call(path, forward, x)
+
+    def _norm(self, path: str, x: Tensor) -> Tensor:
+        def forward(x: Tensor) -> Tensor:
+            weight = self.weight(f"{path}.weight")
+            if self.args.norm == "rmsnorm":
+                return ops.rms_norm(self.autograd, ops.view(self.autograd, x), weight, self.kernels)
+            bias = self.weight(f"{path}.bias")
+            if self.args.norm == "layernorm":
+                return ops.layer_norm(self.autograd, x, weight, bias, self.kernels)
+            if self.statistics_ranks:
+                return ops.synchronized_batch_norm(self.autograd, x, weight, bias, self.statistics_ranks)
+            return ops.batch_norm(self.autograd, x, weight, bias)
+
+        return self.call(path, forward, x)
+
+
+def llama3_inventory(args: Llama3Args, seq_len: int) -> Inventory:
+    """What `models.inventory.take_inventory` finds in a Llama of these arguments, for sequences of `seq_len` tokens."""
+    blocks = tuple(f"layers.{index}" for index in range(args.n_layers))
+    modules = tuple(_modules(args, seq_len))
+    return Inventory(modules, blocks, head=("norm", "output"), embeddings=("tok_embeddings",))
+
+
+def _modules(args: Llama3Args, seq_len: int) -> Iterator[ModuleInfo]:
+    width, kv_width = args.dim, args.n_kv_heads * args.head_dim
+    yield ModuleInfo("", ("titan_launch.models.llama3.Llama3",), True)
+    yield _rope(args, seq_len, "rope")
+    yield _matrix("tok_embeddings", _EMBEDDING, args.vocab_size, width)
+    yield ModuleInfo("layers", ("torch.nn.modules.container.ModuleList",), False)
+    for index in range(args.n_layers):
+        block = f"layers.{index}"
+        yield ModuleInfo(block, ("titan_launch.models.llama3.TransformerBlock",), True)
+        yield _norm(args, f"{block}.attention_norm")
+        yield ModuleInfo(f"{block}.attention", ("titan_launch.models.layers.attention.Attention",), True)
+        yield _matrix(f"{block}.attention.wq", _LINEAR, width, width)
+        yield _matrix(f"{block}.attention.wk", _LINEAR, kv_width, width)
+        yield _matrix(f"{block}.attention.wv", _LINEAR, kv_width, width)
+        yield _matrix(f"{block}.attention.wo", _LINEAR, width, width)
+        yield _rope(args, seq_len, f"{block}.attention.rope")
+        yield _norm(args, f"{block}.ffn_norm")
+        yield ModuleInfo(f"{block}.feed_forward", ("titan_launch.models.layers.feed_forward.FeedForward",), True)
+        yield _matrix(f"{block}.feed_forward.w1", _LINEAR, args.hidden_dim, width)
+        yield _matrix(f"{block}.feed_forward.w2", _LINEAR, width, args.hidden_dim)
+        yield _matrix(f"{block}.feed_forward.w3", _LINEAR, args.hidden_dim, width)
+    yield _norm(args, "norm")
+    yield _matrix("output", _LINEAR, args.vocab_size, width, "tok_embeddings.weight" if args.tie_embeddings else None)
+
+
+_EMBEDDING, _LINEAR = "torch.nn.modules.sparse.Embedding", "torch.nn.modules.linear.Linear"
+
+_NORM_CLASSES: dict[NormKind, tuple[str, ...]] = {
+    "rmsnorm": ("titan_launch.models.layers.norms.RMSNorm", "torch.nn.modules.normalization.RMSNorm"),
+    "layernorm": ("torch.nn.modules.normalization.LayerNorm",),
+    "batchnorm": (
+        "titan_launch.models.layers.norms.BatchNorm",
+        "torch.nn.modules.batchnorm.BatchNorm1d",
+        "torch.nn.modules.batchnorm._BatchNorm",
+        "torch.nn.modules.batchnorm._NormBase",
+    ),
+}
+
+
+def _parameter(name: str, *shape: int, tied_to: str | None = None) -> TensorInfo:
+    return TensorInfo(name, shape, "float32", is_floating=True, requires_grad=True, tied_to=tied_to)
+
+
+def _matrix(path: str, class_name: str, rows: int, columns: int, tied_to: str | None = None) -> ModuleInfo:
+    return ModuleInfo(path, (class_name,), True, (_parameter("weight", rows, columns, tied_to=tied_to),))
+
+
+def _norm(args: Llama3Args, path: str) -> ModuleInfo:
+    names = ("weight",) if args.norm == "rmsnorm" else ("weight", "bias")
+    buffers: tuple[TensorInfo, ...] = ()
+    if args.norm == "batchnorm":
+        statistics = (TensorInfo(name, (args.dim,), "float32", True) for name in ("running_mean", "running_var"))
+        buffers = (*statistics, TensorInfo("num_batches_tracked", (), "int64", False))
+    parameters = tuple(_parameter(name, args.dim) for name in names)
+    return ModuleInfo(path, _NORM_CLASSES[args.norm], True, parameters, buffers)
+
+
+def _rope(args: Llama3Args, seq_len: int, path: str) -> ModuleInfo:
+    """The rotary table: one module, which every attention has."""
+    first, name = "rope", "table"
+    is_first = path == first
+    tied_to = None if is_first else full_name(first, name)
+    buffer = TensorInfo(name, (seq_len, args.head_dim // 2, 2), "float32", True, tied_to=tied_to)
+    classes = ("titan_launch.models.layers.attention.RotaryEmbedding",)
+    return ModuleInfo(path, classes, True, buffers=(buffer,), same_as=None if is_first else first)

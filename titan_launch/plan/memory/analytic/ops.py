@@ -1,0 +1,324 @@
+"""Operations without numbers: what each allocates, saves for backward, and frees, in forward and in backward. No torch.
+
+Sizes and order are those of PyTorch's kernels and derivative formulas, as a dispatch mode shows them; for CUDA's own
+kernels (fused RMSNorm, flash attention) as their derivative formulas say. Workspaces inside of a kernel do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.memory.analytic.autograd import Autograd
+from titan_launch.plan.memory.analytic.tensors import Backward, Saved, Tensor
+from titan_launch.plan.memory.ledger import Category
+
+_BACKWARD, _GRADIENT = Category.BACKWARD, Category.UNSHARDED_GRADIENTS
+
+
+def cast(autograd: Autograd, x: Tensor, dtype: str) -> Tensor:
+    """`x.to(dtype)`: the tensor itself where it has that dtype."""
+    if x.dtype == dtype:
+        return x
+    numel, before = x.numel, x.dtype
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return (autograd.new(numel, before, _BACKWARD),)
+
+    return _record(autograd, autograd.new(numel, dtype), (x,), backward)
+
+
+def view(autograd: Autograd, x: Tensor) -> Tensor:
+    """The same memory in another shape, as a step of the graph of its own."""
+    return autograd.record(Tensor(x.storage, x.numel, x.dtype), (x,), lambda gradient, saved: (gradient.pop(),))
+
+
+def embedding(autograd: Autograd, weight: Tensor, num_tokens: int, width: int) -> Tensor:
+    """Rows of a table; what is saved are the tokens, which are there anyway."""
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return (autograd.new(weight.numel, weight.dtype, _GRADIENT),)
+
+    return _record(autograd, autograd.new(num_tokens * width, weight.dtype), (weight,), backward)
+
+
+def linear(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int) -> Tensor:
+    """A matrix product with the transpose, which is a view, of a weight [width_out, width_in]."""
+    weight = view(autograd, weight)
+    numel, dtype = x.numel, x.dtype
+    needs_input, needs_weight = x.node is not None, weight.node is not None
+    saved = autograd.save(x) if needs_weight else autograd.save()
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        for_weight = autograd.new(weight.numel, weight.dtype, _GRADIENT) if needs_weight else None
+        return autograd.new(numel, dtype, _BACKWARD) if needs_input else None, for_weight
+
+    num_results = numel // width_in * (weight.numel // width_in)
+    output = autograd.run_costly("mm", lambda: autograd.new(num_results, dtype)).detached()
+    return autograd.record(output, (x, weight), backward, saved)
+
+
+def add(autograd: Autograd, a: Tensor, b: Tensor) -> Tensor:
+    """A sum; both addends get the same gradient."""
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return gradient[0], gradient.pop()
+
+    return _record(autograd, autograd.new(a.numel, a.dtype), (a, b), backward)
+
+
+def multiply(autograd: Autograd, a: Tensor, b: Tensor) -> Tensor:
+    """An elementwise product."""
+    saved, numel, dtype = autograd.save(a, b), a.numel, a.dtype
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return autograd.new(numel, dtype, _BACKWARD), autograd.new(numel, dtype, _BACKWARD)
+
+    return _record(autograd, autograd.new(numel, dtype), (a, b), backward, saved)
+
+
+def silu(autograd: Autograd, x: Tensor) -> Tensor:
+    """x sigmoid(x)."""
+    saved, numel, dtype = autograd.save(x), x.numel, x.dtype
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return (autograd.new(numel, dtype, _BACKWARD),)
+
+    return _record(autograd, autograd.new(numel, dtype), (x,), backward, saved)
+
+
+def rotate(autograd: Autograd, x: Tensor) -> Tensor:
+    """Rotary embedding in fp32, a product of complex numbers: `models.layers.rope`. Its table is a buffer; nothing is
+    saved."""
+    numel, dtype, new = x.numel, x.dtype, autograd.new
+    wide = x if dtype == "float32" else new(numel, "float32")
+    rotated = new(numel, "float32")
+    output = rotated if dtype == "float32" else new(numel, dtype)
+    del wide, rotated
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        wide = gradient.pop() if dtype == "float32" else new(numel, "float32", _BACKWARD)
+        gradient.clear()
+        rotated = new(numel, "float32", _BACKWARD)
+        del wide
+        return (rotated if dtype == "float32" else new(numel, dtype, _BACKWARD),)
+
+    return _record(autograd, output, (x,), backward)
+
+
+def attention(
+    autograd: Autograd, q: Tensor, k: Tensor, v: Tensor, num_rows: int, seq_len: int, kernels: Kernels
+) -> Tensor:
+    """Causal flash attention, whose heads of keys and values may be fewer than those of queries. It saves its inputs,
+    its output, and an fp32 logarithm for each of `num_rows` = tokens x query heads. In fp32 it is memory-efficient
+    attention on CUDA, which takes equal heads, and whose sequences of logarithms are padded to multiples of 32."""
+    if kernels == "cuda" and q.dtype == "float32":
+        num_rows = num_rows // seq_len * (-(-seq_len // 32) * 32)
+        if k.numel < q.numel:
+            k, v = (_repeat(autograd, x, q.numel) for x in (k, v))
+    saved = autograd.save(q, k, v)
+    shapes = [(x.numel, x.dtype) for x in (q, k, v)]
+
+    def compute() -> tuple[Tensor, Tensor]:
+        return autograd.new(q.numel, q.dtype), autograd.new(num_rows, "float32")
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return [autograd.new(numel, dtype, _BACKWARD) for numel, dtype in shapes]
+
+    output, logarithms = autograd.run_costly("attention", compute)
+    results = autograd.save(output, logarithms)
+    return autograd.record(output.detached(), (q, k, v), backward, saved, results)
+
+
+def _repeat(autograd: Autograd, x: Tensor, numel: int) -> Tensor:
+    """Heads of keys or values, repeated for kernels that want as many as there are of queries."""
+    before, dtype = x.numel, x.dtype
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return (autograd.new(before, dtype, _BACKWARD),)
+
+    return _record(autograd, autograd.new(numel, dtype), (x,), backward)
+
+
+def rms_norm(autograd: Autograd, x: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
+    """Root-mean-square normalization over the last axis: one kernel on CUDA if input and weight have one dtype."""
+    if kernels == "cuda" and x.dtype == weight.dtype:
+        return _norm(autograd, x, (weight,), x.numel // weight.numel)
+    return _composite_rms_norm(autograd, x, weight)
+
+
+def layer_norm(autograd: Autograd, x: Tensor, weight: Tensor, bias: Tensor, kernels: Kernels) -> Tensor:
+    """One kernel, which saves mean and deviation of each row: in fp32 on CUDA, in the input's dtype on a CPU if the
+    weight has that dtype too."""
+    dtype = x.dtype if kernels == "cpu" and x.dtype == weight.dtype else "float32"
+    return _norm(autograd, x, (weight, bias), 2 * (x.numel // weight.numel), dtype)
+
+
+def batch_norm(autograd: Autograd, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """One kernel, which saves the batch's mean and deviation of each channel."""
+    return _norm(autograd, x, (weight, bias), 2 * weight.numel)
+
+
+def synchronized_batch_norm(autograd: Autograd, x: Tensor, weight: Tensor, bias: Tensor, ranks: int) -> Tensor:
+    """`parallel.synchronized_batchnorm` over so many ranks: several operations in fp32, which keep the input and two
+    numbers for each channel."""
+    numel, dtype, new = x.numel, x.dtype, autograd.new
+    is_wide, needs_weight, needs_bias = dtype == "float32", weight.node is not None, bias.node is not None
+    wide = None if is_wide else new(numel, "float32")
+    deviations = new(numel, "float32")
+    del wide, deviations
+    gathered = autograd.run_costly("all_gather", lambda: new(ranks * (1 + 2 * weight.numel), "float32"))
+    combined = new(2 * ranks * weight.numel, "float32")  # of every rank, two of the steps from its numbers to the sums
+    del gathered, combined
+    saved = autograd.save(x, new(2 * weight.numel, "float32"))  # with mean and deviation of each channel
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        wide = None if is_wide else new(numel, "float32", _BACKWARD)
+        deviations = new(numel, "float32", _BACKWARD)
+        del wide
+        normalized = new(numel, "float32", _BACKWARD)
+        del deviations
+        wide = None if is_wide else new(numel, "float32", _BACKWARD)  # of the gradient
+        products = new(numel, "float32", _BACKWARD)
+        del products
+        centred = new(numel, "float32", _BACKWARD)
+        for_x = centred if is_wide else new(numel, dtype, _BACKWARD)
+        del wide, normalized, centred
+        for_weight = new(weight.numel, weight.dtype, _GRADIENT) if needs_weight else None
+        return for_x, for_weight, new(bias.numel, bias.dtype, _GRADIENT) if needs_bias else None
+
+    return autograd.record(new(numel, dtype), (x, weight, bias), backward, saved)
+
+
+def _norm(
+    autograd: Autograd, x: Tensor, parameters: Sequence[Tensor], num_statistics: int, dtype: str = "float32"
+) -> Tensor:
+    numel, input_dtype = x.numel, x.dtype
+    saved = autograd.save(x)
+    output, statistics = autograd.new(numel, input_dtype), autograd.new(num_statistics, dtype)
+    results = autograd.save(statistics)
+    wanted = [(p.numel, p.dtype) if p.node is not None else None for p in parameters]
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        for_x = autograd.new(numel, input_dtype, _BACKWARD)
+        return for_x, *(None if shape is None else autograd.new(*shape, _GRADIENT) for shape in wanted)
+
+    return autograd.record(output, (x, *parameters), backward, saved, results)
+
+
+def _composite_rms_norm(autograd: Autograd, x: Tensor, weight: Tensor) -> Tensor:
+    """Several operations in fp32, of which autograd saves the input and the normalized input."""
+    wide = cast(autograd, x, "float32")
+    mean_square = _mean_square(autograd, wide, wide.numel // weight.numel)
+    normalized = _scale_rows(autograd, wide, mean_square)
+    del wide, mean_square
+    scaled = _scale_columns(autograd, normalized, weight)
+    del normalized
+    return cast(autograd, scaled, x.dtype)
+
+
+def _mean_square(autograd: Autograd, x: Tensor, num_rows: int) -> Tensor:
+    """rsqrt(mean(x ** 2) + eps)."""
+    saved, numel = autograd.save(x), x.numel
+    squares = autograd.new(numel, "float32")
+    result = autograd.new(num_rows, "float32")
+    del squares
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        spread = autograd.new(numel, "float32", _BACKWARD)
+        power = autograd.new(numel, "float32", _BACKWARD)
+        doubled = autograd.new(numel, "float32", _BACKWARD)
+        product = autograd.new(numel, "float32", _BACKWARD)
+        del spread, power, doubled  # temporaries of one C++ expression
+        return (product,)
+
+    return _record(autograd, result, (x,), backward, saved)
+
+
+def _scale_rows(autograd: Autograd, x: Tensor, factor: Tensor) -> Tensor:
+    saved, numel, num_rows = autograd.save(x, factor), x.numel, factor.numel
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        for_x = autograd.new(numel, "float32", _BACKWARD)
+        products = autograd.new(numel, "float32", _BACKWARD)
+        for_factor = autograd.new(num_rows, "float32", _BACKWARD)
+        del products
+        return for_x, for_factor
+
+    return _record(autograd, autograd.new(numel, "float32"), (x, factor), backward, saved)
+
+
+def _scale_columns(autograd: Autograd, x: Tensor, weight: Tensor) -> Tensor:
+    numel, needs_weight = x.numel, weight.node is not None
+    saved = autograd.save(x) if needs_weight else autograd.save()
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        for_x = autograd.new(numel, "float32", _BACKWARD)
+        if not needs_weight:
+            return for_x, None
+        products = autograd.new(numel, "float32", _BACKWARD)
+        for_weight = autograd.new(weight.numel, weight.dtype, _GRADIENT)
+        del products
+        return for_x, for_weight
+
+    return _record(autograd, autograd.new(numel, "float32"), (x, weight), backward, saved)
+
+
+def cross_entropy(autograd: Autograd, logits: Tensor, num_classes: int, num_chunks: int) -> Tensor:
+    """`loss.cross_entropy_sum`, in one piece or in chunks: a scalar."""
+    if num_chunks == 1:
+        wide = cast(autograd, logits, "float32")
+        return _negative_log_likelihood(autograd, _log_softmax(autograd, wide))
+    return _chunked_cross_entropy(autograd, logits, num_classes, num_chunks)
+
+
+def _chunked_cross_entropy(autograd: Autograd, logits: Tensor, num_classes: int, num_chunks: int) -> Tensor:
+    numel, dtype, new = logits.numel, logits.dtype, autograd.new
+    rows = numel // num_classes
+    largest = -(-rows // num_chunks)
+    sizes = [num_classes * min(largest, rows - done) for done in range(0, rows, largest)]
+    for size in sizes:
+        wide = None if dtype == "float32" else new(size, "float32")
+        logarithms = new(size, "float32")
+        del wide, logarithms
+    saved = autograd.save(logits)
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        result = new(numel, dtype, _BACKWARD)
+        for size in sizes:
+            wide = None if dtype == "float32" else new(size, "float32", _BACKWARD)
+            logarithms = new(size, "float32", _BACKWARD)
+            del wide
+            of_logarithms = new(size, "float32", _BACKWARD)
+            part = new(size, "float32", _BACKWARD)
+            del logarithms, of_logarithms, part
+        return (result,)
+
+    return autograd.record(Tensor(None, 1, "float32"), (logits,), backward, saved)
+
+
+def _log_softmax(autograd: Autograd, logits: Tensor) -> Tensor:
+    numel = logits.numel
+    output = autograd.new(numel, "float32")
+    saved = autograd.save(output)
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return (autograd.new(numel, "float32", _BACKWARD),)
+
+    return autograd.record(output, (logits,), backward, saved)
+
+
+def _negative_log_likelihood(autograd: Autograd, logarithms: Tensor) -> Tensor:
+    saved, numel = autograd.save(logarithms), logarithms.numel
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return (autograd.new(numel, "float32", _BACKWARD),)
+
+    return autograd.record(Tensor(None, 1, "float32"), (logarithms,), backward, saved)
+
+
+def _record(autograd: Autograd, output: Tensor, inputs: Sequence[Tensor], backward: Backward, *saved: Saved) -> Tensor:
+    """Record an operation, unless none of its inputs takes a gradient."""
+    if all(x.node is None for x in inputs):
+        return output
+    return autograd.record(output, inputs, backward, *saved)

@@ -1,0 +1,200 @@
+"""One optimizer step of a Llama on one rank, replayed as FSDP2 and autograd run it. No torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+
+from titan_launch.config.architectures.llama3 import Llama3Args
+from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.training import OptimizerConfig
+from titan_launch.plan.activation_checkpoint import selection
+from titan_launch.plan.communication import DTYPE_BYTES, padded_numel
+from titan_launch.plan.hardware import Kernels
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.memory.analytic import ops
+from titan_launch.plan.memory.analytic.autograd import Autograd
+from titan_launch.plan.memory.analytic.fsdp import Context, ShardedUnit
+from titan_launch.plan.memory.analytic.llama3 import Compute, Llama3
+from titan_launch.plan.memory.analytic.tensors import Storage, Tensor
+from titan_launch.plan.memory.ledger import MICROBATCHES, Category, Footprint, Ledger, Place, on_host
+from titan_launch.plan.memory.optimizer import GroupSizes, ShardSize, state_bytes, temporary_bytes
+from titan_launch.plan.param_groups import (
+    GroupSettings,
+    first_match,
+    group_name,
+    is_inner_matrix,
+    is_undecayed,
+    settings_of,
+)
+from titan_launch.plan.types import ModelPlan, full_name, parameters_by_unit
+from titan_launch.plan.units.order import plan_backward_prefetch
+from titan_launch.plan.units.rule_assignment import is_batch_norm
+
+
+def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> list[GroupSizes]:
+    """The trained parameters' shards, by the optimizer's group. A shared parameter has several paths."""
+    paths: defaultdict[str, list[str]] = defaultdict(list)
+    undecayed: defaultdict[str, bool] = defaultdict(bool)
+    inner: defaultdict[str, bool] = defaultdict(lambda: True)
+    shards: dict[str, ShardSize] = {}
+    for module in plan.inventory.modules:
+        classes = [name.rpartition(".")[2] for name in module.classes]
+        for parameter in module.parameters if module.same_as is None else ():
+            name = parameter.tied_to or full_name(module.path, parameter.name)
+            num_axes = len(parameter.shape)
+            paths[name].append(full_name(module.path, parameter.name))
+            undecayed[name] |= is_undecayed(parameter.name, num_axes, classes)
+            inner[name] &= is_inner_matrix(parameter.name, num_axes, classes, module.path, plan.inventory.head)
+            if parameter.requires_grad:
+                num_elements = padded_numel(parameter, layout.parameter_shards) // layout.parameter_shards
+                dtype = plan.unit_of[module.path].storage_dtype
+                shards.setdefault(name, ShardSize(parameter.shape, num_elements, dtype))
+    groups: dict[str, tuple[GroupSettings, list[ShardSize]]] = {}
+    for name, shard in shards.items():
+        index = first_match(config.param_groups, paths[name])
+        settings = settings_of(config, index, undecayed[name], inner[name])
+        groups.setdefault(group_name(index, settings), (settings, []))[1].append(shard)
+    return [GroupSizes(settings, group) for settings, group in groups.values()]
+
+
+class Replay:
+    """A model with its units, ready to be gone through once."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        args: Llama3Args,
+        plan: ModelPlan,
+        layout: Layout,
+        kernels: Kernels,
+        again: Collection[str],
+    ):
+        """`again`: the blocks that are computed again in backward."""
+        self._config = config
+        self._args = args
+        self._plan = plan
+        self._layout = layout
+        self._ledger = Ledger(on_host(config.training, kernels))
+        self._autograd = Autograd(self._ledger)
+        self._context = Context(self._autograd, layout)
+        self._groups = group_sizes(plan, config.optimizer, layout)
+        self._unit_of_module = self._make_units()
+        self._again = again
+        self._keeps = _every_second_product if selection(config.activation_checkpoint) == "op" else None
+        statistics_ranks = layout.data_parallel if config.batchnorm.statistics == "synchronized" else 0
+        weight, seq_len = self._weights().__getitem__, config.training.seq_len
+        self._model = Llama3(args, seq_len, self._autograd, kernels, weight, self._call, statistics_ranks)
+        self._places = {*plan.inventory.blocks, *plan.inventory.head, *plan.inventory.embeddings}
+        self._microbatch = 0
+
+    def step(self) -> Footprint:
+        """Go through the step; once only."""
+        self._ledger.enter(Place(0, "forward", ""))
+        self._allocate_state()
+        count = min(self._layout.num_microbatches, MICROBATCHES)
+        for self._microbatch in range(count):
+            self._begin_microbatch(is_last=self._microbatch == count - 1)
+            self._forward_and_backward()
+        self._ledger.enter(Place(self._microbatch, "optimizer", ""))
+        temporaries = temporary_bytes(self._config.optimizer, self._groups, self._layout.parameter_shards)
+        self._ledger.allocate(temporaries, Category.OPTIMIZER_TEMPORARIES)
+        return self._ledger.footprint()
+
+    def _make_units(self) -> dict[str, ShardedUnit]:
+        """The units by the paths of their modules; those of the context in the order of the model's modules."""
+        parameters = parameters_by_unit(self._plan.inventory, self._plan.units)
+        units = [ShardedUnit(self._context, *pair) for pair in zip(self._plan.units, parameters, strict=True)]
+        by_path = {path: unit for unit in units for path in unit.unit.modules}
+        in_order = (by_path[m.path] for m in self._plan.inventory.modules if m.path in by_path)
+        self._context.units = list(dict.fromkeys(in_order))
+        for path, ahead in plan_backward_prefetch(self._plan).items():
+            by_path[path].prefetch = [by_path[other] for other in ahead]
+        return by_path
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Every parameter by its full name, shared ones under each of their names."""
+        weights: dict[str, Tensor] = {}
+        unseen = {unit.unit: iter(unit.parameters) for unit in self._context.units}
+        for module in self._plan.inventory.modules:
+            for info in module.parameters:
+                if info.tied_to is None:
+                    weight = next(unseen[self._plan.unit_of[module.path]]).whole
+                else:
+                    weight = weights[info.tied_to]
+                weights[full_name(module.path, info.name)] = weight
+        return weights
+
+    def _allocate_state(self) -> None:
+        """What is there before the step: shards of the parameters, the optimizer's state, buffers."""
+        for unit in self._context.units:
+            size = unit.padded // self._layout.shard * DTYPE_BYTES[unit.unit.storage_dtype]
+            self._ledger.allocate(size, Category.PARAMETERS)
+        self._ledger.allocate(state_bytes(self._config.optimizer, self._groups), Category.OPTIMIZER)
+        self._ledger.allocate(sum(self._buffer_bytes()), Category.BUFFERS)
+
+    def _buffer_bytes(self) -> Iterator[int]:
+        """BatchNorm's are there twice: a step that is left out goes back to what they were."""
+        dtypes = self._plan.buffer_dtypes
+        for module in self._plan.inventory.modules:
+            for buffer in module.buffers if module.same_as is None else ():
+                size = DTYPE_BYTES[dtypes[full_name(module.path, buffer.name)]] if buffer.is_floating else 8
+                yield buffer.numel * size * (2 if is_batch_norm(module) else 1)
+
+    def _begin_microbatch(self, is_last: bool) -> None:
+        accumulation = self._config.gradient_accumulation
+        for unit in self._context.units:
+            unit.reduce_grads = is_last or accumulation.mode != "deferred"
+            unit.all_reduce_grads = is_last or accumulation.mode == "immediate"
+            unit.reshard_after_backward = is_last or not accumulation.keep_params_unsharded
+
+    def _forward_and_backward(self) -> None:
+        num_tokens = self._layout.local_batch_size * self._config.training.seq_len
+        batch = Storage(self._ledger, 2 * 8 * num_tokens, Category.INPUTS)  # int64 inputs and targets
+        tokens = Tensor(batch, num_tokens, "float32")
+        loss = self._loss(self._call("", self._forward, tokens))
+        self._autograd.backward(loss, Tensor(None, 1, "float32"))
+        self._context.finish_backward()
+
+    def _forward(self, tokens: Tensor) -> Tensor:
+        return self._model.forward(tokens, self._plan.inventory.blocks)
+
+    def _loss(self, logits: Tensor) -> Tensor:
+        """The place lasts until the gradient of the logits is there."""
+        self._ledger.enter(Place(self._microbatch, "loss", ""))
+        return ops.cross_entropy(self._autograd, logits, self._args.vocab_size, self._config.training.loss_chunks)
+
+    def _call(self, path: str, compute: Compute, x: Tensor) -> Tensor:
+        """Run a module as `nn.Module.__call__` does, with the hooks of FSDP2 around recomputation around `forward`."""
+        is_forward = not self._autograd.is_backward
+        if is_forward and path in self._places:
+            self._ledger.enter(Place(self._microbatch, "forward", path))
+        if is_forward and path in self._again:
+            compute = self._checkpointed(compute)
+        unit = self._unit_of_module.get(path)
+        given = x if unit is None else unit.pre_forward(x)  # like nn.Module, it holds `x` too until it returns
+        output = compute(given)
+        if is_forward and path in self._places:
+            self._mark_backward(output, path)
+        return output if unit is None else unit.post_forward(path, output)
+
+    def _checkpointed(self, compute: Compute) -> Compute:
+        return lambda x: self._autograd.checkpoint(compute, x, self._keeps)
+
+    def _mark_backward(self, output: Tensor, path: str) -> None:
+        """What follows once the gradient of a module's output is there is its backward."""
+        assert output.node is not None
+        place = Place(self._microbatch, "backward", path)
+        output.node.hooks.append(lambda: self._ledger.enter(place))
+
+
+def _every_second_product() -> Callable[[str], bool]:
+    """The option `op`: attention's results are kept, and those of the first, third, ... matrix product of a block."""
+    num_products = 0
+
+    def keeps(name: str) -> bool:
+        nonlocal num_products
+        num_products += name == "mm"
+        return name != "mm" or num_products % 2 == 1
+
+    return keeps

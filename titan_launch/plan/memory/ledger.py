@@ -1,0 +1,270 @@
+"""Active memory of one rank over an optimizer step, counted while the step is replayed or traced. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from titan_launch.config.sections.training import TrainingConfig
+from titan_launch.plan.hardware import Kernels
+
+
+class Category(IntEnum):
+    """What memory is held for."""
+
+    PARAMETERS = 0
+    """Sharded, in the storage dtype."""
+
+    OPTIMIZER = 1
+    """The optimizer's state."""
+
+    GRADIENTS = 2
+    """Sharded gradients, summed over ranks; also those that a later all-reduce will complete (HSDP)."""
+
+    UNSHARDED_GRADIENTS = 3
+    """Whole gradients of units: those of this microbatch, or accumulated ones that wait for the last (deferred)."""
+
+    UNSHARDED_PARAMETERS = 4
+    """All-gathered parameters in the compute dtype."""
+
+    ALL_GATHER = 5
+    """Buffers of all-gathers: what is sent and received, before it is copied out."""
+
+    REDUCE_SCATTER = 6
+    """Buffers of reduce-scatters, and of all-reduces whose result is not a gradient's yet."""
+
+    ACTIVATIONS = 7
+    """What forward, and recomputation in backward, makes: temporaries, and what is kept for backward."""
+
+    BACKWARD = 8
+    """Gradients of activations."""
+
+    INPUTS = 9
+    """The microbatch."""
+
+    BUFFERS = 10
+    """The model's buffers."""
+
+    OPTIMIZER_TEMPORARIES = 11
+    """What the optimizer's update makes and frees."""
+
+    @property
+    def label(self) -> str:
+        """For tables: `unsharded gradients`."""
+        return self.name.lower().replace("_", " ")
+
+
+MICROBATCHES = 4
+"""How many of a step's microbatches are gone through, at most: memory does not change from the third to the one before
+the last."""
+
+_STREAMS = {Category.ALL_GATHER: 1, Category.GRADIENTS: 2}
+"""FSDP2 allocates these in streams of their own, whose blocks CUDA's caching allocator does not give to others. (0 is
+the compute stream, in which what a reduce-scatter sends is allocated too.)"""
+
+_STREAM_OF = tuple(_STREAMS.get(category, 0) for category in Category)
+
+
+class Place(NamedTuple):
+    """Where in a step something happens."""
+
+    microbatch: int
+    """From 0. For the optimizer's update: the last one's."""
+
+    phase: str
+    """`forward`, `loss`, `backward` or `optimizer`."""
+
+    unit: str
+    """What runs: the path of a block, `head`, `embedding`, or whatever a model has beside its blocks; empty for the
+    whole model."""
+
+    def __str__(self) -> str:
+        where = f"{self.phase} of {self.unit}" if self.unit else self.phase
+        return where if self.phase == "optimizer" else f"{where}, microbatch {self.microbatch + 1}"
+
+
+class Peak(NamedTuple):
+    """The most memory that was held at one place."""
+
+    total: float
+    """In bytes."""
+
+    by_category: tuple[float, ...]
+    """Bytes of each `Category` at that moment; they add up to the total."""
+
+    by_stream: tuple[float, ...]
+    """The most bytes of each stream at that place, each at its own moment."""
+
+
+class Ledger:
+    """Live bytes by category, with the peak at every place.
+
+    ledger.enter(Place(0, "forward", "layers.0"))
+    ledger.allocate(4096, Category.ACTIVATIONS)
+    ledger.free(4096, Category.ACTIVATIONS)
+    footprint = ledger.footprint()
+    """
+
+    def __init__(self, on_host: Collection[Category] = ()) -> None:
+        """`on_host`: what is not in the memory that is counted (see `titan_launch.plan.memory.ledger`)."""
+        self.on_host = frozenset(on_host)
+        self.live = [0] * len(Category)
+        self.total = 0
+        self._streams = [0, 0, 0]
+        self._place: Place | None = None
+        self._peak = Peak(0, (), ())
+        self._stream_peaks: list[float] = [0, 0, 0]
+        self._is_rising = False
+        self._peaks: dict[Place, Peak] = {}
+
+    def allocate(self, num_bytes: int, category: Category) -> None:
+        """So many bytes are there from now on."""
+        if category in self.on_host:
+            return
+        self.live[category] += num_bytes
+        self.total += num_bytes
+        stream = _STREAM_OF[category]
+        streams = self._streams
+        streams[stream] += num_bytes
+        if streams[stream] > self._stream_peaks[stream]:
+            self._stream_peaks[stream] = streams[stream]
+        self._is_rising = True
+
+    def free(self, num_bytes: int, category: Category) -> None:
+        """So many bytes are gone from now on."""
+        if category in self.on_host:
+            return
+        if self._is_rising:
+            self._look()
+        self.live[category] -= num_bytes
+        self.total -= num_bytes
+        self._streams[_STREAM_OF[category]] -= num_bytes
+
+    def move(self, num_bytes: int, old: Category, new: Category) -> None:
+        """So many bytes are held for something else from now on. (They stay in the memory of their first stream, which
+        only the categories tell apart here.)"""
+        if new in self.on_host:
+            self.free(num_bytes, old)
+        elif old in self.on_host:
+            self.allocate(num_bytes, new)
+        elif old != new:
+            self._streams[_STREAM_OF[old]] -= num_bytes
+            self.live[old] -= num_bytes
+            self.total -= num_bytes
+            self.allocate(num_bytes, new)
+
+    def enter(self, place: Place) -> None:
+        """What happens from now on happens there."""
+        self._leave()
+        self._place = place
+        known = self._peaks.get(place)
+        self._peak = known or Peak(0, (), ())
+        before = known.by_stream if known else (0, 0, 0)
+        self._stream_peaks = [max(pair) for pair in zip(self._streams, before, strict=True)]
+        self._is_rising = True
+
+    def footprint(self) -> Footprint:
+        """What has been seen so far."""
+        self._leave()
+        return Footprint(dict(self._peaks))
+
+    def _leave(self) -> None:
+        if self._place is not None:
+            self._look()
+            self._peaks[self._place] = self._peak._replace(by_stream=tuple(self._stream_peaks))
+
+    def _look(self) -> None:
+        """Memory only rises until something is freed, so only then the peak needs a look."""
+        self._is_rising = False
+        if self.total > self._peak.total:
+            self._peak = Peak(self.total, tuple(self.live), ())
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Active memory of one rank over a step: its peak at every place. Reserved memory is more (see the plan)."""
+
+    peaks: Mapping[Place, Peak]
+    pipeline_rank: int | None = None
+    """The rank's place along the pipeline; None without one."""
+
+    @property
+    def place(self) -> Place:
+        """Where the most memory is held."""
+        return max(self.peaks, key=lambda place: self.peaks[place].total)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that is held."""
+        return round(self.peaks[self.place].total)
+
+    @property
+    def by_category(self) -> dict[Category, int]:
+        """Bytes of each category at the peak, those there are."""
+        at_peak = zip(Category, self.peaks[self.place].by_category, strict=True)
+        return {category: round(held) for category, held in at_peak if round(held)}
+
+    @property
+    def stream_bytes(self) -> int:
+        """The streams' own peaks, added up: what CUDA's allocator must reserve at least."""
+        return round(sum(max(peak.by_stream[stream] for peak in self.peaks.values()) for stream in range(3)))
+
+    def by_phase(self) -> dict[str, int]:
+        """The peak of each phase: forward, loss, backward, optimizer."""
+        phases: dict[str, int] = {}
+        for place, peak in self.peaks.items():
+            phases[place.phase] = max(phases.get(place.phase, 0), round(peak.total))
+        return phases
+
+
+def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footprint:
+    """The footprint at another depth, from those of two depths: `shorter + factor * (longer - shorter)`.
+
+    At each place memory is an affine function of the number of repeated blocks, if blocks are named alike at all
+    depths, from the first or from the last. Places that only one of the two has (in the middle) are left out: memory
+    there is between that at its neighbours.
+    """
+    return Footprint({place: _along(peak, longer.peaks[place], factor) for place, peak in _shared(shorter, longer)})
+
+
+def with_growth(footprint: Footprint, longer: Footprint, factor: float) -> Footprint:
+    """Return the footprint of a longer step, whose places are those of `footprint`: every peak with `factor` times what
+    the peak of its phase has grown by in `longer`."""
+    before, after = footprint.by_phase(), longer.by_phase()
+    growth = {phase: factor * (after[phase] - peak) for phase, peak in before.items()}
+    return Footprint({place: _grown(peak, growth[place.phase]) for place, peak in footprint.peaks.items()})
+
+
+def _grown(peak: Peak, num_bytes: float) -> Peak:
+    """Return a peak with `num_bytes` more of activations."""
+    held, streams = list(peak.by_category), list(peak.by_stream)
+    held[Category.ACTIVATIONS] += num_bytes
+    streams[_STREAM_OF[Category.ACTIVATIONS]] += num_bytes
+    return Peak(peak.total + num_bytes, tuple(held), tuple(streams))
+
+
+def _shared(shorter: Footprint, longer: Footprint) -> Iterator[tuple[Place, Peak]]:
+    return ((place, peak) for place, peak in shorter.peaks.items() if place in longer.peaks)
+
+
+def _along(a: Peak, b: Peak, factor: float) -> Peak:
+    def line(x: float, y: float) -> float:
+        return x + factor * (y - x)
+
+    return Peak(
+        line(a.total, b.total),
+        tuple(map(line, a.by_category, b.by_category)),
+        tuple(map(line, a.by_stream, b.by_stream)),
+    )
+
+
+_OFFLOADED = frozenset(
+    {Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER, Category.OPTIMIZER_TEMPORARIES},
+)
+
+
+def on_host(training: TrainingConfig, kernels: Kernels) -> frozenset[Category]:
+    """What is not in the device's memory. On a CPU that memory is the host's, and all of it counts."""
+    return _OFFLOADED if training.enable_cpu_offload and kernels == "cuda" else frozenset()

@@ -1,0 +1,82 @@
+"""The comparison of modes as a picture: stacked bars of memory against the device's limit. No torch."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from titan_launch.core.errors import UserError
+from titan_launch.plan.hardware import GIB, Hardware
+from titan_launch.plan.memory.ledger import Category
+from titan_launch.plan.report.comparison import Comparison, Row
+
+FORMATS = (".png", ".pdf", ".svg")
+
+_FAR = 4
+"""A limit that exceeds everything so many times is not drawn: the bars would vanish."""
+
+
+def check_plot(path: str) -> None:
+    """Raise UserError for a picture that could not be written, before anything is computed for it."""
+    if Path(path).suffix not in FORMATS:
+        raise UserError(f"error: --plot {path}: the name must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    if not Path(path).parent.is_dir():
+        raise UserError(f"error: --plot {path}: there is no folder {Path(path).parent}; create it, or name another")
+    if Path(path).is_dir():
+        raise UserError(f"error: --plot {path}: is a folder; name a file in it")
+    if find_spec("matplotlib") is None:
+        raise UserError("error: --plot needs matplotlib: pip install matplotlib")
+
+
+def plot_comparison(comparison: Comparison, hardware: Hardware, title: str, path: str, chosen: Row) -> None:
+    """Write a picture of the memory of all choices, by category, with the limit where there is one.
+
+    Raises UserError where the file cannot be written.
+    """
+    from matplotlib.figure import Figure  # without pyplot nothing looks for a display
+
+    rows = comparison.rows[::-1]  # the first at the top
+    figure = Figure(figsize=(11, 1.8 + 0.42 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    labels = [row.choice.label + (" *" if row is chosen else "") for row in rows]
+    left = [0.0] * len(rows)
+    for color, category in enumerate(Category):
+        sizes = [row.footprint.by_category.get(category, 0) / GIB for row in rows]
+        if any(sizes):
+            axes.barh(labels, sizes, left=left, label=category.label, color=_COLORS[color])
+            left = [start + size for start, size in zip(left, sizes, strict=True)]
+    if hardware.overhead_gib:
+        overhead = [hardware.overhead_gib] * len(rows)
+        axes.barh(labels, overhead, left=left, label="overhead", color="0.6")
+    reserved = [row.reserved_bytes / GIB for row in rows]
+    axes.plot(reserved, labels, "k|", markersize=14, label="reserved (estimate)")
+    axes.set_xlabel(f"GiB per rank at the peak (* {chosen.choice.label})")
+    if hardware.memory_gib is not None:
+        limit = f"limit {hardware.memory_gib:.4g} GiB"
+        if hardware.memory_gib > _FAR * max(reserved):
+            title = f"{title} ({limit}, far to the right)"
+        else:
+            axes.axvline(hardware.memory_gib, color="black", linestyle="--", label=limit)
+    axes.set_title(title)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UserError(f"--plot {path}: cannot be written ({error.strerror})") from None
+
+
+_COLORS = (
+    "#1f77b4",
+    "#aec7e8",
+    "#ff7f0e",
+    "#ffbb78",
+    "#2ca02c",
+    "#98df8a",
+    "#c5b0d5",
+    "#d62728",
+    "#ff9896",
+    "#8c564b",
+    "#c49c94",
+    "#e377c2",
+)
+"""One for each category."""

@@ -1,0 +1,106 @@
+"""The order in which units are wrapped, prefetched in backward, and resharded after forward. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from graphlib import CycleError, TopologicalSorter
+
+from titan_launch.config.sections.parallelism import ParallelismConfig
+from titan_launch.config.sections.training import GradientAccumulationConfig
+from titan_launch.plan.types import Inventory, ModelPlan, Unit, is_within, parent
+
+
+def in_wrapping_order(units: Sequence[Unit]) -> tuple[Unit, ...]:
+    """Inner units first. Two units that each hold a module inside the other's are divided into one per module."""
+    graph = _inner_units(units)
+    try:
+        return tuple(units[i] for i in TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        in_cycle = set(error.args[1])
+    divided = [part for i, unit in enumerate(units) for part in (_split(unit) if i in in_cycle else [unit])]
+    return in_wrapping_order(divided)
+
+
+def _inner_units(units: Sequence[Unit]) -> dict[int, list[int]]:
+    """For every unit, by index: those with a module inside one of its modules."""
+    index_of = {path: index for index, unit in enumerate(units) for path in unit.modules}
+    inner: dict[int, set[int]] = {index: set() for index in range(len(units))}
+    for path, index in index_of.items():
+        while path:
+            path = parent(path)
+            if index_of.get(path, index) != index:
+                inner[index_of[path]].add(index)
+    return {outer: sorted(found) for outer, found in inner.items()}
+
+
+def _split(unit: Unit) -> list[Unit]:
+    return [replace(unit, name=path, modules=(path,)) for path in unit.modules]
+
+
+_OWN_PLACE = ("block", "head", "embedding", "root")
+"""The reasons of units that are there without rules too."""
+
+
+def plan_backward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
+    """For modules whose unit must say what is gathered while its backward runs: the modules that stand for those units.
+
+    Empty where FSDP2's own order is right already: without rules.
+    """
+    blocks = plan.inventory.blocks
+    order: dict[str, tuple[str, ...]] = {}
+    for index, block in enumerate(blocks):
+        inner = [unit for unit in plan.units if _is_inside(unit, block)]
+        before = blocks[index - 1 : index] if index else ()
+        _put_before(order, block, inner, before)
+    last = plan.inventory.head[-1] if plan.inventory.head else ""
+    behind = _paths_behind_blocks(plan.inventory)
+    late = [u for u in plan.units if last not in u.modules and u.reason not in _OWN_PLACE and behind & {*u.modules}]
+    _put_before(order, _stands_for(plan.unit_of[last]), late, blocks[-1:])
+    return order
+
+
+def _put_before(order: dict[str, tuple[str, ...]], module: str, small: list[Unit], block: tuple[str, ...]) -> None:
+    """Backward of `module` gathers the small units that it needs next, and the block before; those units only that."""
+    if not small:
+        return
+    ahead = tuple(_stands_for(unit) for unit in reversed(small))
+    order[module] = (*ahead, *block)
+    for name in ahead:
+        order.setdefault(name, block)
+
+
+def _stands_for(unit: Unit) -> str:
+    return unit.modules[0]
+
+
+def _is_inside(unit: Unit, block: str) -> bool:
+    return all(is_within(path, block) and path != block for path in unit.modules)
+
+
+def _paths_behind_blocks(inventory: Inventory) -> set[str]:
+    """The modules behind the last block, or all without blocks, where they stand in the order they run."""
+    blocks, paths = inventory.blocks, [module.path for module in inventory.modules]
+    behind = paths[paths.index(blocks[-1] if blocks else "") + 1 :]
+    return {path for path in behind if not any(is_within(path, block) for block in blocks)}
+
+
+@dataclass(frozen=True)
+class Resharding:
+    """Whether units free their parameters after forward (`reshard_after_forward`)."""
+
+    blocks: bool
+    """The blocks, and units inside a block."""
+
+    late: bool
+    """Units that backward needs first: the last block, the head, and those that reach over several blocks."""
+
+
+def plan_resharding(parallelism: ParallelismConfig, accumulation: GradientAccumulationConfig) -> Resharding:
+    """What `[parallelism]` and `[gradient_accumulation]` say of it."""
+    if accumulation.mode == "auto" and accumulation.keep_params_unsharded is None:
+        raise ValueError("whether parameters are kept is not decided yet: resolve `auto` first (plan.resolution)")
+    choice = parallelism.fsdp_reshard_after_forward
+    if accumulation.keep_params_unsharded or choice == "never":
+        return Resharding(blocks=False, late=False)
+    return Resharding(blocks=True, late=choice == "always")

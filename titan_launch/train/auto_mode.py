@@ -1,0 +1,163 @@
+"""`mode = "auto"` in a run: decided before anything is allocated, the same on all ranks, and kept on resume."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.precision import ACCUMULATION_RULES
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
+from titan_launch.config.sections.training import GradientAccumulationConfig
+from titan_launch.core.errors import ConfigError, RunError, UserError, format_key
+from titan_launch.core.torch_release import is_tested_release
+from titan_launch.distributed.collectives import on_main
+from titan_launch.distributed.process_group import Ranks
+from titan_launch.models.build import BuiltModel
+from titan_launch.models.inventory import take_inventory
+from titan_launch.models.parallel_plans import check_context_plan, check_tensor_plan
+from titan_launch.parallel.batchnorm import check_batch_norms
+from titan_launch.plan.auto_mode import resolve_auto
+from titan_launch.plan.hardware import GIB, Hardware, hardware_of
+from titan_launch.plan.job import Choice, is_auto, is_own_choice, own_choice, plan_job, possible_choices, with_choice
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.memory.analytic.engine import analytic_engine, unknown_part
+from titan_launch.plan.step_time import flops_of_model
+from titan_launch.plan.types import Inventory, ModelPlan
+from titan_launch.train.forward import check_signature
+from titan_launch.train.run_folder.attempt import Attempt
+from titan_launch.train.run_folder.folder import recorded_modes
+from titan_launch.train.trace_subprocess import Tracing
+
+
+def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
+    """Return the table of a model's modules.
+
+    Raises ConfigError for a forward that takes other arguments than the inputs, and for BatchNorm statistics, tensor
+    parallelism or context parallelism that the model does not go with: only its classes can tell.
+    """
+    check_signature(built.module, config.data.unit)
+    check_batch_norms(built.module, config.batchnorm)
+    check_tensor_plan(built.module, built.tensor_parallel, config.parallelism)
+    context, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len
+    check_context_plan(built.module, built.context_parallel, context, seq_len, config.batchnorm)
+    return take_inventory(built.module, built.blocks, built.head, built.embeddings, built.chain)
+
+
+def plan_precision(config: JobConfig, built: BuiltModel) -> ModelPlan:
+    """The units and dtypes of a model on the meta device.
+
+    Raises ConfigError for precision rules, BatchNorm statistics or recomputation that the model does not go with.
+    """
+    return plan_job(config, inspect_model(config, built))
+
+
+_log = logging.getLogger(__name__)
+
+Decision = tuple[Choice, str]
+"""What `auto` stands for, and why."""
+
+
+def hardware_of_run(config: JobConfig, ranks: Ranks) -> Hardware:
+    """What the planner assumes of the devices of this run, the same on all ranks; collective.
+
+    The memory is that of the smallest device, unless `[planner]` says otherwise.
+    """
+    if ranks.device.type != "cuda":
+        return hardware_of(config, ranks.on_host, kernels="cpu")
+    properties = torch.cuda.get_device_properties(ranks.device)
+    memory = torch.tensor(properties.total_memory, dtype=torch.int64, device=ranks.device)
+    dist.all_reduce(memory, op=dist.ReduceOp.MIN)
+    return hardware_of(config, ranks.on_host, "cuda", properties.name, memory.item() / GIB)
+
+
+def settle_modes(
+    config: JobConfig,
+    layout: Layout,
+    built: BuiltModel,
+    hardware: Hardware,
+    folder: Path,
+    attempt: Attempt,
+    ranks: Ranks,
+) -> tuple[JobConfig, str | None]:
+    """The job with its modes decided, and why; as it is, and None, where it leaves nothing to decide. Collective.
+
+    A run that goes on keeps the modes it had. Otherwise the main rank decides for all. Raises ConfigError (UserError,
+    for a model that is traced) on all ranks alike where nothing fits; nothing is written or allocated then.
+    """
+    if not is_auto(config):
+        return config, None
+    choice, reason = on_main(lambda: _decide(config, layout, built, hardware, folder, attempt))
+    _log.info("auto: %s", reason)
+    return with_choice(config, choice), reason
+
+
+def _decide(
+    config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware, folder: Path, attempt: Attempt
+) -> Decision:
+    try:
+        return _kept(config, folder, attempt) or _resolved(config, layout, built, hardware)
+    except ConfigError:
+        raise
+    except (UserError, RunError) as error:
+        raise UserError(f'{error}\nor name a mode in place of "auto"') from error
+
+
+def _kept(config: JobConfig, folder: Path, attempt: Attempt) -> Decision | None:
+    """What the run had before, if it goes on and the job still admits it: modes add up in different orders, so a change
+    would change the results."""
+    recorded = recorded_modes(folder, config, attempt)
+    if recorded is None:
+        return None
+    own_accumulation, own_recomputation = config.gradient_accumulation, config.activation_checkpoint
+    accumulation = recorded.accumulation if own_accumulation.mode == "auto" else own_accumulation
+    recomputation = recorded.recomputation if own_recomputation.mode == "auto" else own_recomputation
+    choice = own_choice(with_choice(config, Choice(accumulation, recomputation)))
+    obstacle = next(_obstacles(config, choice), None)
+    if obstacle is not None:
+        _log.info("auto: %s cannot be kept (%s), so it is decided anew", choice.label, obstacle)
+        return None
+    return choice, f"{choice.label}: kept from when the run began"
+
+
+def _obstacles(config: JobConfig, choice: Choice) -> Iterator[str]:
+    wanted, kept = config.gradient_accumulation.keep_params_unsharded, choice.accumulation.keep_params_unsharded
+    if wanted is not None and wanted != kept:
+        yield "gradient_accumulation.keep_params_unsharded is another now"
+    for rule in ACCUMULATION_RULES:
+        for problem in rule(with_choice(config, choice)):
+            yield f"{format_key(problem.key)}: {problem.reason}"
+
+
+def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware) -> Decision:
+    is_unknown = unknown_part(config) is not None
+    if is_unknown and is_tested_release():
+        return _resolved_by_trace(config, layout, hardware)
+    inventory = inspect_model(config, built)
+    if is_unknown:
+        return _least_memory(config, layout, inventory)
+    flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks, built.flops_per_sample)
+    engine = analytic_engine(config, layout, hardware.kernels)
+    resolution = resolve_auto(config, layout, inventory, flops, hardware, engine)
+    return resolution.row.choice, resolution.reason
+
+
+def _least_memory(config: JobConfig, layout: Layout, inventory: Inventory) -> Decision:
+    """Return the choice that holds the least memory: the most recomputation, with the first mode of accumulation."""
+    own = [choice for choice in possible_choices(config, layout, inventory)[0] if is_own_choice(config, choice)]
+    choice = next(choice for choice in own if choice.recomputation == own[-1].recomputation)
+    return choice, f"{choice.label}: the least memory, since jobs are not traced on an untested release of PyTorch"
+
+
+def _resolved_by_trace(config: JobConfig, layout: Layout, hardware: Hardware) -> Decision:
+    _log.info("auto: the job is traced to find what it needs (%s)", unknown_part(config))
+    with ExitStack() as stack:
+        resolved = Tracing(config, layout.world_size, hardware, stack).result()["resolved"]
+    accumulation = GradientAccumulationConfig.model_validate(resolved["gradient_accumulation"])
+    recomputation = ActivationCheckpointConfig.model_validate(resolved["activation_checkpoint"])
+    return Choice(accumulation, recomputation), str(resolved["reason"])

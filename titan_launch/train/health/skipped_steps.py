@@ -1,0 +1,172 @@
+"""Steps that were left out: recorded with their samples, and acted on when there are too many."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from functools import partial
+from typing import Any
+
+from titan_launch.core.errors import RunError
+from titan_launch.data.loader import samples_of_step
+from titan_launch.distributed.collectives import on_all, on_main
+from titan_launch.distributed.process_group import set_timeouts
+from titan_launch.metrics.sinks.jsonl import json_number
+from titan_launch.train.batches import sample_order
+from titan_launch.train.health.step_guard import Fault, Settlement
+from titan_launch.train.run import Run
+
+_log = logging.getLogger(__name__)
+
+FOLDER = "faults"
+"""Where a run records the steps that were left out."""
+
+MAX_RECORDS = 100
+"""Steps that are recorded; and, beyond them, the one that ends the run or makes it go back."""
+
+_CAUSES = "Usual causes: optimizer.lr too high, training.max_norm = 0, a precision rule that leaves a sum in bfloat16"
+
+
+def settle_guard(run: Run) -> bool:
+    """Look at what was left out since the last look, record and count it, and act where it was too much.
+
+    Returns whether the run went back to a checkpoint. Raises RunError where it ends. Waits for the device; collective,
+    which costs nothing where no step was left out.
+    """
+    settlement = run.guard.settle(run.progress.step)
+    if not settlement.faults:
+        return False
+    shares = _shares_of_ranks(settlement)
+    run.progress.skipped_steps += len(settlement.faults)
+    for fault, own in zip(settlement.faults, shares, strict=True):
+        is_last = fault is settlement.last
+        recorded = on_main(partial(_record, run, fault, own, in_any_case=is_last))
+        if is_last:
+            _settle_last(run, fault, _describe(run, fault, own), recorded)
+            return True
+        if run.ranks.is_main:
+            _log.warning("%s; its update was left out. %s", _describe(run, fault, own), recorded)
+    return False
+
+
+def _settle_last(run: Run, fault: Fault, what: str, recorded: str) -> None:
+    """Act on a fault that was one too many, after which nothing has been updated: go back, or raise RunError."""
+    debug = run.config.debug
+    if fault.reason == "nonfinite" and debug.on_nonfinite == "stop":
+        raise RunError(
+            f"{what}; its update was left out on all ranks and the run stops "
+            f'(debug.on_nonfinite = "skip" goes on instead). {_CAUSES}. {recorded}'
+        )
+    what = f"{what}; it is the last of {debug.max_skips} steps in a row that were left out (debug.max_skips)"
+    if debug.on_repeated_skips == "stop":
+        raise RunError(f"{what}, and the run stops. {_CAUSES}. {recorded}")
+    if run.progress.rollbacks >= debug.max_rollbacks:
+        times = "once" if debug.max_rollbacks == 1 else f"{debug.max_rollbacks} times"
+        raise RunError(
+            f"{what}, and the run stops: it has gone back to a checkpoint {times} already (debug.max_rollbacks). "
+            f"{_CAUSES}. {recorded}"
+        )
+    _go_back(run, f"{what}. {recorded}")
+
+
+def _shares_of_ranks(settlement: Settlement) -> list[list[float]]:
+    """Of every fault the parts of the loss, by rank."""
+    by_rank = on_all(lambda: [fault.own_loss for fault in settlement.faults])
+    return [list(shares) for shares in zip(*by_rank, strict=True)]
+
+
+def _go_back(run: Run, reason: str) -> None:
+    """Load the newest checkpoint, and go on from it with the data behind the step just done."""
+    assert run.checkpoints is not None, "config.rules demands checkpoint.enable for debug.on_repeated_skips"
+    progress = run.progress
+    position, rollbacks = progress.data_position, progress.rollbacks
+    run.watchdog.enter("returning to a checkpoint", progress.step, patient=True)
+    with run.meter.paused():
+        set_timeouts(run.config.comm.init_timeout_seconds)
+        checkpoint = run.checkpoints.return_to_last()
+        set_timeouts(run.config.comm.timeout_seconds)
+        if checkpoint is None:
+            raise RunError(f"{reason}; there is no checkpoint yet to go back to, and the run stops")
+        progress.samples_skipped = position - progress.samples_seen
+        progress.rollbacks = rollbacks + 1
+        run.step.parameters_changed()
+        run.guard.start_over()
+        run.train_batches.move_to(position)
+    for sink in run.sinks:
+        sink.rewind(progress.step)
+    run.measurements.end_window(progress.step, only_training=False)
+    if run.ranks.is_main:
+        _log.warning(
+            "%s; the run goes back to %s, and on with the samples from position %d on (rollback %d of at most %d)",
+            reason,
+            checkpoint,
+            position,
+            progress.rollbacks,
+            run.config.debug.max_rollbacks,
+        )
+
+
+def _describe(run: Run, fault: Fault, shares: list[float]) -> str:
+    """What was wrong, without its consequences."""
+    if fault.reason == "nonfinite":
+        ranks = [str(rank) for rank, share in enumerate(shares) if not math.isfinite(share)]
+        where = f", on rank {', '.join(ranks)}" if ranks else ""
+        return (
+            f"step {fault.step}: the loss or the gradient is not finite "
+            f"(loss {fault.loss:g}{where}; gradient norm {fault.grad_norm:g})"
+        )
+    over = [
+        f"{name} {value:.4g} is above {limit:.4g}"
+        for name, value, limit in (
+            ("the loss", fault.loss, fault.loss_limit),
+            ("the gradient norm", fault.grad_norm, fault.grad_norm_limit),
+        )
+        if value > limit
+    ]
+    debug = run.config.debug
+    return (
+        f"step {fault.step} is a spike: {' and '.join(over)}, "
+        f"the mean and {debug.spike_sigma:g} standard deviations of the last {debug.spike_window} steps"
+    )
+
+
+def _record(run: Run, fault: Fault, shares: list[float], in_any_case: bool) -> str:
+    """Write the step's numbers and samples to the run's folder, on one rank. Returns a sentence that says where.
+
+    `in_any_case`: also where there are `MAX_RECORDS` already.
+    """
+    folder = run.folder / FOLDER
+    path = folder / _file_name(fault.step, run.progress.rollbacks)
+    try:
+        folder.mkdir(exist_ok=True)
+        if not in_any_case and not path.exists() and sum(1 for _ in folder.iterdir()) >= MAX_RECORDS:
+            return f"Its samples are not recorded: {folder} has {MAX_RECORDS} files already"
+        path.write_text(json.dumps(_as_data(run, fault, shares), indent=2, allow_nan=False) + "\n")
+    except OSError as error:
+        return f"Its samples could not be written to {path}: {error.strerror}"
+    return f"Its samples are in {path}"
+
+
+def _file_name(step: int, rollbacks: int) -> str:
+    """After a return to a checkpoint the same steps have other samples."""
+    return f"step-{step}.json" if not rollbacks else f"step-{step}.rollback-{rollbacks}.json"
+
+
+def _as_data(run: Run, fault: Fault, shares: list[float]) -> dict[str, Any]:
+    batch = run.layout.global_batch_size
+    position = run.progress.data_position - (run.progress.step - fault.step + 1) * batch
+    samples = samples_of_step(sample_order(run.config, run.epoch_size), run.layout, position)
+    return {
+        "step": fault.step,
+        "reason": fault.reason,
+        "loss": json_number(fault.loss),
+        "grad_norm": json_number(fault.grad_norm),
+        "loss_limit": json_number(fault.loss_limit),
+        "grad_norm_limit": json_number(fault.grad_norm_limit),
+        "data_position": position,
+        "ranks": [
+            {"rank": rank, "loss": json_number(share), "samples": samples[run.layout.data_rank(rank)]}
+            for rank, share in enumerate(shares)
+        ],
+    }

@@ -1,0 +1,195 @@
+"""Notices when a run hangs, and says where: which ranks are behind, and what every thread does."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from titan_launch.config.sections.run import CommConfig
+from titan_launch.core.errors import RunError
+from titan_launch.core.process import FAILED, leave_at_once
+from titan_launch.distributed.process_group import Ranks
+from titan_launch.train.health.flight_recorder import dump_flight_recorder
+from titan_launch.train.health.flight_records import FOLDER as FLIGHT_RECORDER
+from titan_launch.train.health.rank_progress import SECONDS_TO_ANSWER, Board, Moment, counted, who_is_behind
+
+_log = logging.getLogger(__name__)
+
+FOLDER = "hangs"
+"""Where the stacks are written."""
+
+_LOOKS_PER_LIMIT = 20
+_SECONDS_BETWEEN_LOOKS = (0.05, 10.0)
+
+
+_STDERR = 2
+"""The file itself: what writes stacks wants no object of Python's."""
+
+_TIMED_OUT = ("Timed out waiting", "wait timeout after", "operation timeout")
+_CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer")
+"""Parts of the texts of errors that gloo raises in the training thread: it has no classes for them. NCCL raises none
+there unless TORCH_NCCL_BLOCKING_WAIT=1: by default its own watchdog thread aborts the process, and `launch` says which
+collective did not finish."""
+
+_GUESSES = ". This is typically caused by"
+"""What gloo goes on with."""
+
+_PLACE_IN_SOURCE = re.compile(r"^\[[^]]*\] ")
+
+T = TypeVar("T")
+
+
+class Watchdog:
+    """A thread that looks whether the main thread enters a new phase from time to time.
+
+    with Watchdog(config.comm, ranks) as watchdog:
+        with watchdog.explaining():
+            watchdog.enter("loading data", step)
+            ...
+
+    Every rank publishes where it is to the process group's store, several times within the limit. Entering a phase is
+    progress, and so is every batch of a validation; a phase that may take long says so (`patient`), and until the end
+    of the first step every phase is one. Used without `with`, there is no thread and nobody looks.
+    """
+
+    def __init__(self, config: CommConfig, ranks: Ranks):
+        """Begins with the phase in which a run is built."""
+        self._ranks = ranks
+        self._limit_s = config.timeout_seconds / 2 if config.hang_seconds is None else float(config.hang_seconds)
+        self._patience = max(1.0, config.init_timeout_seconds / config.timeout_seconds)
+        self._is_warm = False
+        self._folder: Path | None = None
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._board: Board | None = None
+        self._now = Moment(0, 0, "", 0.0, 0.0)
+        self.enter("building the run", 0)
+
+    def __enter__(self) -> Watchdog:
+        if self._limit_s:
+            self._board = Board(self._ranks)  # now: where a run fails, the store may take no new client any more
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._thread is not None:
+            self._closing.set()
+            self._thread.join(SECONDS_TO_ANSWER)
+            faulthandler.cancel_dump_traceback_later()
+
+    def enter(self, phase: str, step: int, *, patient: bool = False) -> None:
+        """The main thread begins something else, in that step; costs nothing."""
+        limit = self._limit_s * (self._patience if patient or not self._is_warm else 1.0)
+        self._now = Moment(self._now.sequence + 1, step, phase, time.monotonic(), limit)
+
+    def entering_each(self, batches: Iterable[T], phase: str, step: int) -> Iterator[T]:
+        """The batches, each of them a phase of its own."""
+        for number, batch in enumerate(batches, start=1):
+            self.enter(f"{phase}, batch {number}", step)
+            yield batch
+
+    def end_warm_up(self) -> None:
+        """The first step is done: from now on phases may last no longer than `comm.hang_seconds`."""
+        self._is_warm = True
+
+    def write_to(self, run_folder: Path) -> None:
+        """The run's folder is there; before, stacks go to standard error."""
+        self._folder = run_folder
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raise a RunError that says which ranks were behind, instead of the error of a collective of gloo that timed
+        out or lost its connection. After any error, ranks that hang are told to end."""
+        try:
+            yield
+        except BaseException as error:
+            explained = self._explained(error)
+            self._closing.set()  # this rank has its own end to come to
+            if self._board is not None:
+                self._board.tell_failure()
+            if explained is None:
+                raise
+            raise explained from error
+
+    def _explained(self, error: BaseException) -> RunError | None:
+        """What to say instead of an error; None where it says all itself."""
+        text = _PLACE_IN_SOURCE.sub("", str(error).partition("\n")[0]).partition(_GUESSES)[0]
+        if not isinstance(error, RuntimeError):
+            return None
+        if any(words in text for words in _TIMED_OUT):
+            key = "timeout_seconds" if self._is_warm else "init_timeout_seconds"
+            return RunError(f"a collective took longer than comm.{key}: {text}\n{self._account()}")
+        if any(words in text for words in _CONNECTION_LOST):
+            reason = f"rank {self._ranks.rank} has lost the connection to another rank, which has ended: {text}"
+            return RunError(f"{reason}\n{self._account()}" if self._is_late(self._now) else reason)
+        return None
+
+    def _account(self) -> str:
+        """Who was behind, and where it is written what everybody did; writes the flight recorder."""
+        if self._board is None:
+            return "comm.hang_seconds = 0, so nobody knows which rank is behind"
+        behind = who_is_behind(self._board, self._now)
+        if self._folder is None:
+            return behind
+        dump_flight_recorder(self._folder)
+        places = f"{self._folder / FOLDER} (stacks of all threads) and {self._folder / FLIGHT_RECORDER} (collectives)"
+        return f"{behind}. See {places}"
+
+    def _is_late(self, now: Moment) -> bool:
+        return 0 < now.limit_s <= time.monotonic() - now.since
+
+    def _watch(self) -> None:
+        """The thread: publishes, and looks."""
+        shortest, longest = _SECONDS_BETWEEN_LOOKS
+        pause = min(max(self._limit_s / _LOOKS_PER_LIMIT, shortest), longest)
+        board = Board(self._ranks)
+        reported: Moment | None = None
+        while not self._closing.wait(pause):
+            now = self._now
+            if reported is None or now.sequence != reported.sequence:  # else it is published, with more detail
+                board.publish(now)
+            # Should the main thread keep Python's lock, this one cannot run; what this sets going needs no lock.
+            faulthandler.dump_traceback_later(now.limit_s + 2 * pause, file=_STDERR)
+            if reported is not None and now.sequence != reported.sequence:
+                _log.info("going on after %.0f s %s", now.since - reported.since, reported)
+                reported = None
+            if self._is_late(now) and board.has_failed() and not self._closing.is_set():
+                _log.info("the run has failed on another rank, and this one hangs %s, so it ends", now)
+                leave_at_once(FAILED)  # the main thread may never return, and torchrun would kill it only after 30 s
+            if self._is_late(now) and reported is None:
+                reported = now
+                self._report(now, board, pause)
+
+    def _report(self, now: Moment, board: Board, pause: float) -> None:
+        """On all ranks, since all of them hang; one says it."""
+        board.publish(counted(now))
+        self._closing.wait(2 * pause)  # for the others to do the same
+        level = logging.WARNING if self._ranks.is_main else logging.INFO
+        where = "standard error" if self._folder is None else self._folder / FOLDER
+        behind = who_is_behind(board, self._now)
+        _log.log(level, "no progress for %.0f s: %s; stacks of all threads: %s", now.limit_s, behind, where)
+        if self._folder is None:
+            faulthandler.dump_traceback(file=_STDERR)
+        else:
+            with suppress(OSError):
+                path = self._folder / FOLDER / f"rank_{self._ranks.rank}.txt"
+                path.parent.mkdir(exist_ok=True)
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(
+                        f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {now} for {time.monotonic() - now.since:.0f} s:\n"
+                    )
+                    file.flush()
+                    faulthandler.dump_traceback(file)
+                    file.write("\n")
+            dump_flight_recorder(self._folder)

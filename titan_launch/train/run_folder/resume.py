@@ -1,0 +1,190 @@
+"""Where a run starts: at its own checkpoint, at another run's, or anew."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from torch import nn
+from torch.optim import Optimizer
+
+from titan_launch.checkpoint.loading import EVERYTHING, Selection, damage, find_checkpoint, load_state, newest_valid
+from titan_launch.checkpoint.manager import CheckpointManager, Origin
+from titan_launch.checkpoint.manifest import checkpoint_name, read_manifest
+from titan_launch.checkpoint.state import Part, Progress, TrainingState
+from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.load import dump_job
+from titan_launch.config.sections.data import SyntheticData
+from titan_launch.core.errors import config_error
+from titan_launch.data.sources import SampleSource
+from titan_launch.distributed.collectives import on_all, on_main, warn
+from titan_launch.distributed.mesh import Mesh
+from titan_launch.distributed.process_group import Ranks
+from titan_launch.distributed.random_state import random_stream
+from titan_launch.train.run_folder.folder import Load, checkpoint_folder, supersede_later_checkpoints
+
+_log = logging.getLogger(__name__)
+
+NOTHING_SAVED = "nothing was saved (checkpoint.enable and checkpoint.save_last are false)"
+"""The end of a run without any checkpoint."""
+
+SAME_COMMAND = "run the same command again"
+"""The way to continue a run that needs no other option."""
+
+Sources = Mapping[str, SampleSource]
+"""The data of a run by the section that describes it: `data`, and `validation.data` where the run validates."""
+
+
+def load_run(
+    config: JobConfig, folder: Path, load: Load, state: TrainingState, progress: Progress, sources: Sources
+) -> None:
+    """Bring a run's state to where it starts; collective.
+
+    `load`: what `checkpoint.load` stands for in this attempt. `progress` is one of the parts of `state`. Raises
+    ConfigError or UserError, on all ranks, where there is no such checkpoint, it is damaged, or of another model, and
+    where the training data has changed since this run saved the checkpoint.
+    """
+    found = _own_checkpoint(folder, load) if config.checkpoint.enable else None
+    if found is not None:
+        selection = EVERYTHING if load == "latest" else _selected(config)
+        _resume(config, found, selection, state, progress, sources)
+        if isinstance(load, int):
+            on_main(lambda: supersede_later_checkpoints(folder, load))
+    elif isinstance(load, str) and load not in ("latest", "none"):
+        _take(find_checkpoint(Path(load), ("checkpoint", "load")), state, _selected(config))
+    elif config.checkpoint.initial_load_path is not None:
+        path = find_checkpoint(Path(config.checkpoint.initial_load_path), ("checkpoint", "initial_load_path"))
+        _take(path, state, Selection(config.checkpoint.exclude_from_loading, only_weights=True))
+
+
+def open_checkpoints(
+    config: JobConfig,
+    folder: Path,
+    state: TrainingState,
+    progress: Progress,
+    sources: Sources,
+    ranks: Ranks,
+    stack: ExitStack,
+) -> CheckpointManager | None:
+    """Return what writes the run's checkpoints, closed with `stack`; for a run that saves nothing log that, and return
+    None. Collective."""
+    if not config.checkpoint.enable and not config.checkpoint.save_last:
+        _log.info("checkpoints: none will be saved (checkpoint.enable and checkpoint.save_last are false)")
+        return None
+    fingerprints = {name: source.fingerprint(config.training.seed) for name, source in sources.items()}
+    origin = Origin(
+        world_size=ranks.world_size,
+        config_digest=hashlib.sha256(dump_job(config).encode()).hexdigest(),
+        gradient_accumulation=config.gradient_accumulation.model_dump(mode="json"),
+        activation_checkpoint=config.activation_checkpoint.model_dump(mode="json"),
+        data={name: fingerprint for name, fingerprint in fingerprints.items() if fingerprint is not None},
+    )
+    checkpoints = CheckpointManager(checkpoint_folder(folder), config.checkpoint, state, progress, origin, ranks.device)
+
+    def close(kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        checkpoints.close(after_error=kind is not None)
+
+    stack.push(close)
+    return checkpoints
+
+
+def training_state(
+    config: JobConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    progress: Progress,
+    guard: Part,
+    mesh: Mesh,
+    ranks: Ranks,
+) -> TrainingState:
+    """All that the run goes on with, by the names that a checkpoint has for it."""
+    parts: dict[str, Part] = {"progress": progress, "guard": guard}
+    stream = random_stream(ranks.rank, config.parallelism)
+    seed, pipeline = config.training.seed, mesh.pipeline_group
+    return TrainingState(model, optimizer, parts, ranks.device, seed, stream, pipeline)
+
+
+def how_to_resume(config: JobConfig) -> str:
+    """Return what somebody has to do for the run to resume from its newest checkpoint."""
+    options = [] if config.checkpoint.enable else ["--checkpoint.enable=true"]
+    options += [] if config.checkpoint.load == "latest" else ["--checkpoint.load=latest"]
+    return f"{SAME_COMMAND} with {' '.join(options)}" if options else SAME_COMMAND
+
+
+def what_to_do_without_folder(config: JobConfig) -> str:
+    """Return what somebody can do after the run's folder was deleted or moved."""
+    if not config.checkpoint.enable:
+        return "the same command begins anew"
+    return f"to resume, move it back and {how_to_resume(config)}; without it, the same command begins anew"
+
+
+def _own_checkpoint(folder: Path, load: Load) -> Path | None:
+    """The checkpoint in the run's own folder, or None where there is none to look for."""
+    checkpoints = checkpoint_folder(folder)
+    if load == "latest":
+        return newest_valid(checkpoints, set_damaged_aside=True)
+    if not isinstance(load, int):
+        return None
+    checkpoint = checkpoints / checkpoint_name(load)
+    reason = damage(checkpoint)
+    if reason is not None:
+        raise config_error(("checkpoint", "load"), f"{checkpoint} cannot be loaded: {reason}", load)
+    return checkpoint
+
+
+def _resume(
+    config: JobConfig,
+    checkpoint: Path,
+    selection: Selection,
+    state: TrainingState,
+    progress: Progress,
+    sources: Sources,
+) -> None:
+    """Go on from a checkpoint of this run. Raises ConfigError where the training data has changed and the change is not
+    accepted. Changed validation data is a warning."""
+    change = _data_change(checkpoint, "data", sources) if selection.takes("data") else ""
+    if change and not config.checkpoint.accept_changes:
+        assert not isinstance(config.data, SyntheticData)
+        raise config_error(
+            ("data", "path"),
+            f"the data has {change}; restore it, or go on with the new data by --checkpoint.accept_changes=true, or "
+            "start anew by --checkpoint.load=none",
+            config.data.path,
+        )
+    _take(checkpoint, state, selection)
+    if change:
+        epoch = progress.data_position / len(sources["data"])
+        warn(_log, "the data has %s; training goes on at epoch %.2f of the new data", change, epoch)
+    if change := _data_change(checkpoint, "validation.data", sources):
+        warn(_log, "the validation data has %s; validation/loss before and after are not comparable", change)
+
+
+def _data_change(checkpoint: Path, section: str, sources: Sources) -> str:
+    """Describe how the data of a section differs from the data with which a checkpoint was saved; collective.
+
+    Returns "" where all ranks have the same data as before, and where one of the two runs reads none.
+    """
+    before = read_manifest(checkpoint).data.get(section)
+    if before is None or section not in sources:
+        return ""
+
+    def compare() -> str:
+        now = sources[section].fingerprint(before.seed)
+        return "" if now is None else before.changed_to(now)
+
+    change = next(filter(None, on_all(compare)), "")
+    return change and f"changed since {checkpoint} was saved: {change}"
+
+
+def _selected(config: JobConfig) -> Selection:
+    return Selection(config.checkpoint.exclude_from_loading)
+
+
+def _take(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
+    load_state(checkpoint, state, selection)
+    what = "began with the parameters and buffers of" if selection.only_weights else "resumed from"
+    _log.info("%s %s", what, checkpoint)
