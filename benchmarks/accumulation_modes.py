@@ -38,7 +38,7 @@ from titan_launch.plan.communication import Traffic, traffic_of_step
 from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.analytic.engine import analytic_engine
-from titan_launch.plan.memory.ledger import Category, Ledger, Place
+from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.model import shard_model
 from titan_launch.train.step import Microbatch, backward
@@ -81,7 +81,7 @@ def measure(accumulation: GradientAccumulationConfig, ranks: Ranks) -> Figures:
         run_step(model, accumulation, batches)
     model.zero_grad()
     ledger = Ledger()
-    ledger.enter(Place(0, "forward", ""))
+    ledger.enter(StepPoint(0, "forward", ""))
     held: list[int] = []
     with track(model, ledger):
         ledger.allocate(optimizer_bytes(model), Category.OPTIMIZER)

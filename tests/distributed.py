@@ -23,7 +23,7 @@ _CONTEXT.set_forkserver_preload(
     [
         "titan_launch.train.main",
         "titan_launch.checkpoint.writer",  # what a start leaves for later
-        "titan_launch.train.pipeline",
+        "titan_launch.train.pipeline_step",
         "torch.utils.tensorboard",
         "torch.profiler",
         "pytest",

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from titan_launch.distributed.dtensor import chunk_sizes, local_tensor, own_part
-from titan_launch.trace.fake_group import imagined_ranks
+from titan_launch.trace.fake_group import fake_process_group
 
 SHARDS, TENSOR = 3, 2
 
@@ -24,7 +24,7 @@ def test_the_parts_of_all_ranks_are_the_whole(style: ParallelStyle | None, rows:
     """Of every parameter, for every rank: what it really has; together every element, once in a replica."""
     seen: dict[str, list[float]] = {"weight": [], "bias": []}
     for rank in range(SHARDS * TENSOR):
-        with imagined_ranks(SHARDS * TENSOR, rank):
+        with fake_process_group(SHARDS * TENSOR, rank):
             for name, parameter in divided(rows, style):
                 part = own_part(numbered(parameter.shape), parameter)
                 assert torch.equal(part, local_tensor(parameter))

@@ -124,7 +124,7 @@ def launcher_step(job: Job, stack: ExitStack, ranks: object) -> Callable[[], obj
     from titan_launch.config.job import JobConfig
     from titan_launch.distributed.process_group import Ranks
     from titan_launch.train.build import build_run
-    from titan_launch.train.loop import is_settled_step, settle_guard, train_one_step
+    from titan_launch.train.loop import act_on_skipped_steps, is_settled_step, train_one_step
 
     assert isinstance(ranks, Ranks)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -135,7 +135,7 @@ def launcher_step(job: Job, stack: ExitStack, ranks: object) -> Callable[[], obj
         train_one_step(run)
         run.control.agree()
         if is_settled_step(run):
-            settle_guard(run)
+            act_on_skipped_steps(run)
 
     return step
 

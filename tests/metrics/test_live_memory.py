@@ -16,10 +16,10 @@ from titan_launch.config.job import JobConfig
 from titan_launch.metrics.memory import track
 from titan_launch.models.loss import cross_entropy_sum
 from titan_launch.optim.registry import build_optimizer
-from titan_launch.plan.memory.ledger import Category, Ledger, Place
+from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
 from titan_launch.train.step import backward
 
-HERE = Place(0, "forward", "")
+HERE = StepPoint(0, "forward", "")
 
 
 def a_ledger() -> Ledger:

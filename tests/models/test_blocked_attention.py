@@ -16,9 +16,9 @@ from titan_launch.cpu import blocked_attention as blocked
 from titan_launch.cpu.blocked_attention import attention, blocked_attention, gradients
 from titan_launch.models.build import build_model
 from titan_launch.plan.layout import Layout
-from titan_launch.train import kernels
+from titan_launch.train import kernel_choice as kernels
 from titan_launch.train.auto_mode import plan_precision
-from titan_launch.train.kernels import use_kernels
+from titan_launch.train.kernel_choice import use_kernels
 
 _aten = torch.ops.aten
 _FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu

@@ -197,7 +197,7 @@ def test_a_checkpoint_is_resumed_in_another_division(tmp_path: Path) -> None:
 class Pooled(nn.Module):
     """Its forward is a chain, or not quite."""
 
-    pipeline_chain = ("layers.*",)
+    pipeline_order = ("layers.*",)
 
     def __init__(self, kind: str = "pooled") -> None:
         super().__init__()
@@ -239,19 +239,19 @@ def test_what_is_received_has_no_gaps_where_tokens_are_divided() -> None:
 
 
 def test_a_model_that_is_no_chain_is_refused() -> None:
-    assert len(boundaries("tests.parallel.test_pipeline:chain").of(torch.zeros(2, 3, 4))) == 3
+    assert len(boundaries("tests.parallel.test_pipeline:pipeline_order").of(torch.zeros(2, 3, 4))) == 3
     for kind, message in {
         "pooled": "the model returns something else than the output of layers.1 as it is",
         "doubled": "layers.1 is given something else than the output of layers.0 as it is",
         "backwards": "the model runs layers.1 where layers.0 comes next",
     }.items():
-        with pytest.raises(ConfigError, match=f"is no chain: {message}"):
+        with pytest.raises(ConfigError, match=f"is not the order of its forward: {message}"):
             boundaries("tests.parallel.test_pipeline:Pooled", args={"kind": kind}).of(torch.zeros(2, 3, 4))
     with pytest.raises(ConfigError, match="stage 0 fails there: RuntimeError"):
-        boundaries("tests.parallel.test_pipeline:chain").of(torch.zeros(2, 3, 5))
+        boundaries("tests.parallel.test_pipeline:pipeline_order").of(torch.zeros(2, 3, 5))
 
 
-def chain() -> Pooled:
+def pipeline_order() -> Pooled:
     return Pooled("chain")
 
 

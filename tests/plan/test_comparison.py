@@ -15,7 +15,7 @@ from titan_launch.plan.hardware import GIB, Hardware, hardware_of
 from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.analytic.engine import model_inventory
-from titan_launch.plan.memory.ledger import Category, Footprint, Ledger, Place
+from titan_launch.plan.memory.ledger import Category, Footprint, Ledger, StepPoint
 from titan_launch.plan.report.comparison import Comparison, compare, estimate_reserved, judge
 from titan_launch.plan.report.table import describe_comparison, format_categories, format_comparison
 from titan_launch.plan.step_time import flops_of_model
@@ -37,7 +37,7 @@ def make_job(**sections: dict[str, Any]) -> JobConfig:
 
 def footprint(gib: float) -> Footprint:
     ledger = Ledger()
-    ledger.enter(Place(0, "backward", "layers.1"))
+    ledger.enter(StepPoint(0, "backward", "layers.1"))
     ledger.allocate(int(gib * GIB), Category.ACTIVATIONS)
     return ledger.footprint()
 
@@ -54,7 +54,7 @@ def predict(choice: Choice) -> Footprint:
 
 def compared(config: JobConfig, ranks: int = 2, only_own: bool = False) -> tuple[Comparison, Hardware]:
     layout, hardware = plan_layout(config.parallelism, config.training, ranks), hardware_of(config, ranks)
-    inventory = replace(model_inventory(config), chain=CHAIN)
+    inventory = replace(model_inventory(config), pipeline_order=CHAIN)
     flops = flops_of_model(config.model, 16, inventory.blocks)
     return compare(config, layout, inventory, flops, hardware, predict, only_own), hardware
 
@@ -153,7 +153,7 @@ def test_rows_as_data_hold_everything() -> None:
 def test_streams_of_a_gpu_do_not_share_memory() -> None:
     """1 GiB of activations is gone when 3 GiB are gathered, but the allocator keeps it for the compute stream."""
     ledger = Ledger()
-    ledger.enter(Place(0, "forward", ""))
+    ledger.enter(StepPoint(0, "forward", ""))
     ledger.allocate(GIB, Category.ACTIVATIONS)
     ledger.free(GIB, Category.ACTIVATIONS)
     ledger.allocate(3 * GIB, Category.ALL_GATHER)

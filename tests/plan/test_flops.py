@@ -14,7 +14,7 @@ from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.models.build import build_model
 from titan_launch.models.loss import cross_entropy_sum
 from titan_launch.parallel.activation_checkpoint import checkpoint_activations
-from titan_launch.plan.activation_checkpoint import recomputed_modules
+from titan_launch.plan.activation_checkpoint import checkpointed_modules
 from titan_launch.plan.step_time import flops_of_model
 from titan_launch.plan.types import Inventory
 
@@ -27,7 +27,7 @@ def counted_matmuls(recomputation: ActivationCheckpointConfig) -> int:
     """FLOPs of a forward and backward without attention's, which torch counts on a CPU from 2.15 on only."""
     built = build_model(ModelConfig(args={**TINY_ARGS, "n_layers": LAYERS}), SEQ_LEN)
     model = built.module.to_empty(device="cpu")
-    checkpoint_activations(model, recomputed_modules(Inventory((), built.blocks), recomputation), recomputation)
+    checkpoint_activations(model, checkpointed_modules(Inventory((), built.blocks), recomputation), recomputation)
     tokens = torch.zeros(1, SEQ_LEN, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         cross_entropy_sum(model(tokens), tokens).backward()
@@ -43,7 +43,7 @@ def test_llamas_matrix_products_are_those_that_torch_counts(mode: dict[str, Any]
     flops = flops_of_model(ModelConfig(args={**TINY_ARGS, "n_layers": LAYERS}), SEQ_LEN, blocks)
     attention = 4 * DIM * SEQ_LEN * SEQ_LEN  # of one block's forward
     keeps_products = recomputation.selective_ac_option == "op" and mode != FULL
-    num_recomputed = 0 if keeps_products else len(recomputed_modules(Inventory((), blocks), recomputation))
+    num_recomputed = 0 if keeps_products else len(checkpointed_modules(Inventory((), blocks), recomputation))
     total = flops.total_per_sample(recomputation)
     assert total is not None and flops.is_exact
     assert total - attention * (3 * LAYERS + num_recomputed) == counted_matmuls(recomputation)

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from titan_launch.plan.memory.ledger import Category, Footprint, Ledger, Place, extrapolate
+from titan_launch.plan.memory.ledger import Category, Footprint, Ledger, StepPoint, extrapolate
 
-FORWARD, BACKWARD = Place(0, "forward", "layers.0"), Place(0, "backward", "layers.0")
+FORWARD, BACKWARD = StepPoint(0, "forward", "layers.0"), StepPoint(0, "backward", "layers.0")
 
 
 def two_places() -> Ledger:
@@ -59,7 +59,7 @@ def of_depth(depth: int) -> Footprint:
     """Memory grows with each of the first blocks' forwards; only first and last have names at every depth."""
     ledger = Ledger()
     for index in range(depth):
-        ledger.enter(Place(0, "forward", f"layers.{index if index < 2 else 100 - depth + index}"))
+        ledger.enter(StepPoint(0, "forward", f"layers.{index if index < 2 else 100 - depth + index}"))
         ledger.allocate(10 + depth, Category.ACTIVATIONS)
     return ledger.footprint()
 
@@ -67,9 +67,9 @@ def of_depth(depth: int) -> Footprint:
 def test_extrapolation_of_an_affine_footprint_is_exact() -> None:
     def held(depth: int) -> Footprint:
         ledger = Ledger()
-        ledger.enter(Place(0, "forward", "layers.0"))
+        ledger.enter(StepPoint(0, "forward", "layers.0"))
         ledger.allocate(3 + 5 * depth, Category.PARAMETERS)
-        ledger.enter(Place(0, "backward", "layers.0"))
+        ledger.enter(StepPoint(0, "backward", "layers.0"))
         ledger.allocate(8, Category.ALL_GATHER)
         return ledger.footprint()
 
@@ -82,6 +82,6 @@ def test_places_in_the_middle_are_left_out() -> None:
 
 
 def test_places_read_like_sentences() -> None:
-    assert str(Place(1, "backward", "layers.3")) == "backward of layers.3, microbatch 2"
-    assert str(Place(0, "loss", "")) == "loss, microbatch 1"
-    assert str(Place(3, "optimizer", "")) == "optimizer"
+    assert str(StepPoint(1, "backward", "layers.3")) == "backward of layers.3, microbatch 2"
+    assert str(StepPoint(0, "loss", "")) == "loss, microbatch 1"
+    assert str(StepPoint(3, "optimizer", "")) == "optimizer"

@@ -11,7 +11,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.plan.communication import Wire
+from titan_launch.plan.communication import LinkTraffic
 from titan_launch.plan.hardware import DEVICES, Hardware, hardware_of, machine_memory_gib
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.step_time import StepTime, bubble_share, estimate_step_time, flops_of_model
@@ -69,15 +69,15 @@ def test_a_run_knows_its_device() -> None:
 
 def test_a_step_takes_between_the_longer_part_and_the_sum() -> None:
     fast = hardware_of(JobConfig.model_validate({"planner": {"device": "h100-80gb", "mfu": 0.5}}), 8)
-    time = estimate_step_time(6 * 989 * 10**12, Wire(within=450e9, across=100e9), fast)
+    time = estimate_step_time(6 * 989 * 10**12, LinkTraffic(within=450e9, across=100e9), fast)
     assert time == StepTime(compute=12, communication=2)  # at half the peak; the slower link counts
     assert time.interval == (12, 14)
 
 
 def test_what_is_unknown_gives_no_interval() -> None:
     nothing = hardware(device="auto")
-    assert estimate_step_time(10, Wire(0, 0), nothing) == StepTime(None, 0.0)
-    assert estimate_step_time(10, Wire(1, 0), nothing).communication is None
+    assert estimate_step_time(10, LinkTraffic(0, 0), nothing) == StepTime(None, 0.0)
+    assert estimate_step_time(10, LinkTraffic(1, 0), nothing).communication is None
     assert StepTime(None, 1.0).interval is None
 
 
@@ -89,7 +89,7 @@ def test_a_pipeline_waits_while_it_fills_and_empties() -> None:
 
     assert [share(name) for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")] == [3 / 8, 3 / 16, 0]
     h100 = hardware_of(JobConfig.model_validate({"planner": {"device": "h100-80gb", "mfu": 0.5}}), 8)
-    time = estimate_step_time(989 * 10**12, Wire(0, 0), h100, share("1F1B"))
+    time = estimate_step_time(989 * 10**12, LinkTraffic(0, 0), h100, share("1F1B"))
     assert (time.compute, time.bubble, time.interval) == (2.75, 0.75, (2.75, 2.75))
 
 
@@ -107,7 +107,7 @@ def test_published_speeds_of_llama_8b_are_met_within_15_percent(published: int) 
     per_sample = flops.total_per_sample(ActivationCheckpointConfig(mode="selective"))
     h100 = hardware_of(JobConfig.model_validate({"planner": {"device": "h100-80gb"}}), 8)
     assert per_sample is not None
-    compute = estimate_step_time(2 * per_sample, Wire(0, 0), h100).compute
+    compute = estimate_step_time(2 * per_sample, LinkTraffic(0, 0), h100).compute
     assert compute is not None and 2 * 8192 / compute == pytest.approx(published, rel=0.15)
 
 

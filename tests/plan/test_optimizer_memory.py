@@ -16,7 +16,7 @@ from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.metrics.memory import track
 from titan_launch.optim.groups import group_parameters
 from titan_launch.optim.registry import build_optimizer
-from titan_launch.plan.memory.ledger import Category, Ledger, Place
+from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
 from titan_launch.plan.memory.optimizer import GroupSizes, ShardSize, state_bytes, temporary_bytes
 
 CASES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
@@ -57,7 +57,7 @@ def measure(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, int], tuple[i
     seen = []
     for _ in range(4):
         ledger = Ledger()
-        ledger.enter(Place(0, "step", ""))
+        ledger.enter(StepPoint(0, "step", ""))
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         with track(model, ledger, optimizer):

@@ -16,7 +16,7 @@ from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig, TrainingConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.torch_release import CAN_SHARE_UNITS
-from titan_launch.models.build import build_model, find_chain
+from titan_launch.models.build import build_model, find_pipeline_order
 from titan_launch.models.inventory import take_inventory
 from titan_launch.plan.communication import Collectives, Exchange, Traffic
 from titan_launch.plan.job import plan_job
@@ -104,7 +104,7 @@ def test_stages_go_round_or_there_and_back(schedule: str, ranks: list[int]) -> N
         (
             llama(3),
             {"pipeline_parallel_degree": 2, "pipeline_parallel_split_points": ["layer.1"]},
-            'split_points.0: is no module of the model\'s chain; did you mean "layers.1"?',
+            'split_points.0: is no module of the model\'s pipeline_order; did you mean "layers.1"?',
         ),
         (
             llama(3),
@@ -121,11 +121,15 @@ def test_stages_go_round_or_there_and_back(schedule: str, ranks: list[int]) -> N
             {"pipeline_parallel_degree": 2},
             "output and tok_embeddings share a parameter (tied), and would be on the stages 1 and 0",
         ),
-        (replace(llama(3), chain=()), {"pipeline_parallel_degree": 2}, "the model does not say which of its modules"),
         (
-            replace(llama(3), chain=llama(3).chain[:-1]),
+            replace(llama(3), pipeline_order=()),
             {"pipeline_parallel_degree": 2},
-            "would leave out output.weight, in no module of the model's pipeline_chain",
+            "the model does not say which of its modules",
+        ),
+        (
+            replace(llama(3), pipeline_order=llama(3).pipeline_order[:-1]),
+            {"pipeline_parallel_degree": 2},
+            "would leave out output.weight, in no module of the model's pipeline_order",
         ),
     ],
 )
@@ -138,10 +142,14 @@ def test_what_cannot_be_divided_is_said(inventory: Inventory, parallelism: dict[
 def test_a_chain_names_modules_that_run() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Linear(2, 2)])
-    assert find_chain(model, ("layers.*",)) == ("layers.0",)
-    for chain, problem in ((("layers",), "a container"), (("layers.1",), "no module"), (("layers.*",) * 2, "twice")):
+    assert find_pipeline_order(model, ("layers.*",)) == ("layers.0",)
+    for pipeline_order, problem in (
+        (("layers",), "a container"),
+        (("layers.1",), "no module"),
+        (("layers.*",) * 2, "twice"),
+    ):
         with pytest.raises(ConfigError, match=problem):
-            find_chain(model, chain)
+            find_pipeline_order(model, pipeline_order)
 
 
 def test_the_parts_of_a_plan_are_those_of_the_model() -> None:
@@ -178,8 +186,8 @@ class Shared(nn.Module):
 def test_a_module_that_layers_share_is_first_met_elsewhere_on_a_later_stage() -> None:
     with torch.device("meta"):
         model = Shared()
-    chain = ("layers.0", "layers.1")
-    whole = plan_job(job(), take_inventory(model, chain, chain=chain))
+    pipeline_order = ("layers.0", "layers.1")
+    whole = plan_job(job(), take_inventory(model, pipeline_order, pipeline_order=pipeline_order))
     (last,) = parts_on_rank(whole, 1)
     assert last.inventory.by_path["layers.1.1"].same_as is None
     assert {"layers.1.1.running_mean", "layers.1.1.running_var"} == last.buffer_dtypes.keys()

@@ -7,7 +7,7 @@ import pytest
 
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.plan.activation_checkpoint import recomputed_modules
+from titan_launch.plan.activation_checkpoint import checkpointed_modules
 from titan_launch.plan.types import Inventory, ModuleInfo
 
 
@@ -20,7 +20,7 @@ def recomputed(blocks: Sequence[str], **config: Any) -> tuple[str, ...]:
         modules += [ModuleInfo(f"{block}{name}", ("Layer",), True) for name in inside]
         modules += [ModuleInfo(f"{block}.rope", ("Rope",), True, same_as=f"{blocks[0]}.rope" if index else None)]
     config = {"mode": "full", **config}
-    return recomputed_modules(Inventory(tuple(modules), tuple(blocks)), ActivationCheckpointConfig(**config))
+    return checkpointed_modules(Inventory(tuple(modules), tuple(blocks)), ActivationCheckpointConfig(**config))
 
 
 BLOCKS = tuple(f"list.{index}" for index in range(7))

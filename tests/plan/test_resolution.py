@@ -7,10 +7,10 @@ import pytest
 from tests.plan.test_comparison import PEAK, auto, compared, make_job, predict
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.plan.activation_checkpoint import recomputed_modules
+from titan_launch.plan.activation_checkpoint import checkpointed_modules
 from titan_launch.plan.auto_mode import Resolution, resolve, resolve_auto, suggest
 from titan_launch.plan.hardware import hardware_of
-from titan_launch.plan.job import own_choice
+from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.analytic.engine import model_inventory
 from titan_launch.plan.report.table import format_assumptions, format_comparison
@@ -33,7 +33,7 @@ def test_auto_takes_the_least_traffic_of_what_fits(memory: float, expected: str)
     """Keeping parameters saves more here than deferring: 7 of a block's 8 all-gathers in bfloat16 (3 of 4 in the last
     block) against 3 of 4 reduce-scatters in float32."""
     resolution = resolved(make_job(**auto(memory_gib=memory)))
-    choice = own_choice(resolution.config)
+    choice = configured_choice(resolution.config)
     assert (choice.accumulation_label, choice.recomputation.mode) == (expected, "none")
     assert f"fit into {memory:g} GiB (planner.memory_gib)" in resolution.reason
 
@@ -41,7 +41,7 @@ def test_auto_takes_the_least_traffic_of_what_fits(memory: float, expected: str)
 def test_auto_keeps_to_what_the_job_says() -> None:
     not_kept = {"mode": "auto", "keep_params_unsharded": False}
     sections = {**auto(memory_gib=12), "gradient_accumulation": not_kept, "activation_checkpoint": {"mode": "full"}}
-    assert own_choice(resolved(make_job(**sections)).config).label == "deferred / full"
+    assert configured_choice(resolved(make_job(**sections)).config).label == "deferred / full"
 
 
 def test_what_is_tight_is_never_chosen() -> None:
@@ -97,7 +97,7 @@ def test_without_a_limit_auto_has_nothing_to_go_by() -> None:
 def test_a_job_that_leaves_nothing_open_is_told_what_auto_would_be() -> None:
     comparison, hardware = compared(make_job(planner={"memory_gib": 12}))
     resolution = resolve(comparison, hardware)
-    assert own_choice(resolution.config).label == "immediate / none"
+    assert configured_choice(resolution.config).label == "immediate / none"
     suggestion = suggest(comparison, hardware)
     assert suggestion is not None and suggestion.startswith("deferred, kept / none: the least traffic of the 4 of 4")
 
@@ -105,11 +105,11 @@ def test_a_job_that_leaves_nothing_open_is_told_what_auto_would_be() -> None:
 def test_nothing_reads_an_undecided_mode() -> None:
     config = make_job(gradient_accumulation={"mode": "auto"}, activation_checkpoint={"mode": "auto"})
     with pytest.raises(ValueError, match="resolve it first"):
-        own_choice(config)
+        configured_choice(config)
     with pytest.raises(ValueError, match="resolve `auto` first"):
         plan_resharding(config.parallelism, config.gradient_accumulation)
     with pytest.raises(ValueError, match="resolve `auto` first"):
-        recomputed_modules(Inventory((), ("layers.0",)), config.activation_checkpoint)
+        checkpointed_modules(Inventory((), ("layers.0",)), config.activation_checkpoint)
 
 
 def test_traffic_between_nodes_counts_too() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from titan_launch.plan.communication import Collectives, Exchange, Traffic, Wire, wire_bytes
+from titan_launch.plan.communication import Collectives, Exchange, LinkTraffic, Traffic, wire_bytes
 from titan_launch.plan.layout import Layout
 
 
@@ -19,18 +19,18 @@ REDUCED = Traffic(Collectives(all_reduces=1), all_reduce_bytes=1024)
 @pytest.mark.parametrize(
     ("traffic", "replicate", "shard", "gpus_per_node", "expected"),
     [
-        (GATHERED, 1, 1, 8, Wire(0, 0)),
-        (GATHERED, 1, 8, 8, Wire(896, 0)),
-        (GATHERED, 1, 16, 8, Wire(840, 120)),  # 960 sent; 2 of the ring's 16 hops leave a node
-        (GATHERED, 1, 4, 1, Wire(0, 768)),
-        (GATHERED, 2, 6, 8, Wire(1024 * 5 / 6 * 4 / 6, 1024 * 5 / 6 * 2 / 6)),  # ranks 6..11 lie on two nodes
-        (REDUCED, 4, 8, 8, Wire(0, 1536)),  # replicas on nodes of their own: twice 3/4, all of it across
-        (REDUCED, 4, 2, 8, Wire(1536, 0)),
-        (REDUCED, 4, 4, 8, Wire(768, 768)),  # ranks 0, 4, 8, 12: 2 hops of 4
+        (GATHERED, 1, 1, 8, LinkTraffic(0, 0)),
+        (GATHERED, 1, 8, 8, LinkTraffic(896, 0)),
+        (GATHERED, 1, 16, 8, LinkTraffic(840, 120)),  # 960 sent; 2 of the ring's 16 hops leave a node
+        (GATHERED, 1, 4, 1, LinkTraffic(0, 768)),
+        (GATHERED, 2, 6, 8, LinkTraffic(1024 * 5 / 6 * 4 / 6, 1024 * 5 / 6 * 2 / 6)),  # ranks 6..11 lie on two nodes
+        (REDUCED, 4, 8, 8, LinkTraffic(0, 1536)),  # replicas on nodes of their own: twice 3/4, all of it across
+        (REDUCED, 4, 2, 8, LinkTraffic(1536, 0)),
+        (REDUCED, 4, 4, 8, LinkTraffic(768, 768)),  # ranks 0, 4, 8, 12: 2 hops of 4
     ],
 )
 def test_rings_lie_on_nodes_as_ranks_do(
-    traffic: Traffic, replicate: int, shard: int, gpus_per_node: int, expected: Wire
+    traffic: Traffic, replicate: int, shard: int, gpus_per_node: int, expected: LinkTraffic
 ) -> None:
     wire = wire_bytes(traffic, layout(replicate, shard), gpus_per_node)
     assert (wire.within, wire.across) == pytest.approx((expected.within, expected.across))

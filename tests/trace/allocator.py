@@ -21,18 +21,18 @@ from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.layout import Layout
-from titan_launch.trace.fake_group import imagined_ranks
+from titan_launch.trace.fake_group import fake_process_group
 from titan_launch.trace.step import make_microbatch, sample_format
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.model import shard_model
-from titan_launch.train.pipeline import PipelinedStep
+from titan_launch.train.pipeline_step import PipelinedStep
 from titan_launch.train.step import backward, loss_of
 
 
 def allocated_peaks(config: JobConfig, layout: Layout, rank: int = 0) -> tuple[int, int]:
     """The most bytes that are held in forward and backward, and in clipping and the optimizer's update, of the second
     step of a run: on a rank of an imagined group, whose collectives copy nothing."""
-    with imagined_ranks(layout.world_size, rank):
+    with fake_process_group(layout.world_size, rank):
         built = build_model(config.model, config.training.seq_len)
         plan = plan_precision(config, built)
         device = torch.device("cpu")

@@ -11,7 +11,7 @@ from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD
 from titan_launch.models.build import build_model
 from titan_launch.plan.communication import Exchange, traffic_of_step
 from titan_launch.trace import step
-from titan_launch.trace.engine import telling_ranks
+from titan_launch.trace.engine import representative_ranks
 from titan_launch.trace.step import TracedStep, trace_step
 from titan_launch.train.auto_mode import plan_precision
 
@@ -82,4 +82,4 @@ def test_a_full_pipeline_tells_of_a_longer_step(
 def test_the_first_and_the_last_rank_tell_what_a_pipeline_needs() -> None:
     config, _, _ = a_job(4, parallelism={"pipeline_parallel_degree": 4}, model={"args": {"n_layers": 4}})
     plan = plan_precision(config, build_model(config.model, config.training.seq_len))
-    assert telling_ranks(plan) == [0, 3]
+    assert representative_ranks(plan) == [0, 3]

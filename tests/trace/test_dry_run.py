@@ -47,7 +47,11 @@ def test_a_rank_says_where_it_is_and_what_it_holds() -> None:
     ("ranks", "sections", "reason"),
     [
         (4, {"model": {"args": {"vocab_size": 61}}, "parallelism": {"tensor_parallel_degree": 2}}, "61"),
-        (4, {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_split_points": ["layer.2"]}}, "chain"),
+        (
+            4,
+            {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_split_points": ["layer.2"]}},
+            "pipeline_order",
+        ),
         (2, {"precision": {"rules": [{"match": "layer.*", "param_dtype": "float32"}]}}, "matches no"),
         (2, {"optimizer": {"param_groups": [{"match": "head.*", "lr_factor": 2.0}]}}, "matches no trainable"),
     ],

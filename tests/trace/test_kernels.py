@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_launch.models.layers.attention import causal_attention
-from titan_launch.trace.kernels import kernels_in_place
+from titan_launch.trace.cuda_kernels import kernels_in_place
 
 B, T, D, H, K, HEAD = 2, 64, 32, 4, 2, 8
 BF16, FP32 = torch.bfloat16, torch.float32

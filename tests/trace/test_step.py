@@ -11,8 +11,8 @@ import torch.distributed as dist
 from tests.trace.allocator import allocated_peaks
 from tests.trace.traces import FP32_NORMS, a_job
 from titan_launch.models.build import build_model
-from titan_launch.plan.memory.ledger import Category, Footprint, Place
-from titan_launch.trace.fake_group import imagined_ranks
+from titan_launch.plan.memory.ledger import Category, Footprint, StepPoint
+from titan_launch.trace.fake_group import fake_process_group
 from titan_launch.trace.step import trace_step
 from titan_launch.train.auto_mode import plan_precision
 
@@ -94,7 +94,7 @@ def test_categories_of_what_is_held_for_the_whole_step() -> None:
     built = build_model(config.model, config.training.seq_len)
     local = sum(p.numel() for p in built.module.parameters()) * 4 // 4 + 3 * 32  # 61 rows on 4 ranks: 16 on the first
     local += 3 * 32  # of both tables
-    held = trace(4, {}).peaks[Place(2, "optimizer", "")].by_category
+    held = trace(4, {}).peaks[StepPoint(2, "optimizer", "")].by_category
     assert held[Category.PARAMETERS] == held[Category.GRADIENTS] == local
     assert held[Category.OPTIMIZER] == 2 * local
 
@@ -103,7 +103,7 @@ def test_deferred_accumulation_holds_whole_gradients_between_microbatches() -> N
     config, _, _ = a_job(4)
     whole = sum(p.numel() for p in build_model(config.model, config.training.seq_len).module.parameters()) * 4
     for mode, held in (("immediate", 0), ("deferred", whole)):
-        peak = trace(4, {"gradient_accumulation": {"mode": mode}}).peaks[Place(1, "forward", "")]
+        peak = trace(4, {"gradient_accumulation": {"mode": mode}}).peaks[StepPoint(1, "forward", "")]
         assert peak.by_category[Category.UNSHARDED_GRADIENTS] == held
 
 
@@ -122,6 +122,6 @@ def test_nothing_is_left_in_the_process() -> None:
 
 
 def test_a_process_group_of_ones_own_is_refused() -> None:
-    with imagined_ranks(2), pytest.raises(RuntimeError, match="process group of its own"):
+    with fake_process_group(2), pytest.raises(RuntimeError, match="process group of its own"):
         trace(4, {})
     assert not dist.is_initialized()

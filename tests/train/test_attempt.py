@@ -8,7 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.distributed import run_ranks
-from titan_launch.train.run_folder.attempt import Agent, Attempt, launch_of, next_attempt, parse_launch, this_attempt
+from titan_launch.train.run_folder.attempt import (
+    AgentProcess,
+    Attempt,
+    launch_of,
+    next_attempt,
+    parse_launch,
+    this_attempt,
+)
 
 
 def attempt_under_torchrun(rank_folder: str) -> Attempt:
@@ -31,7 +38,7 @@ def test_an_attempt_is_the_same_on_all_ranks() -> None:
 def test_an_agent_is_alive_until_its_process_ends_or_the_launch_has() -> None:
     pid = os.getpid()
     ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    agent = Agent(socket.gethostname(), "folder", pid, ticks)
+    agent = AgentProcess(socket.gethostname(), "folder", pid, ticks)
     launch = launch_of(Attempt((agent,)), has_ended=False)
     assert launch.agent_alive_here() == agent
     assert replace(launch, has_ended=True).agent_alive_here() is None

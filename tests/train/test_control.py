@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from tests.distributed import run_ranks
-from titan_launch.train.health.coordination import Control
+from titan_launch.train.health.coordination import StepCoordinator
 
 
 class Clock:
@@ -26,7 +26,7 @@ class Signal:
 def agree() -> list[tuple[int, bool]]:
     """Rank 0's clock reaches the interval, later rank 1 hears a signal: what each rank is told."""
     clock, heard = Clock(), Signal()
-    control = Control(heard, interval_minutes=2, clock=clock)  # type: ignore[arg-type]
+    control = StepCoordinator(heard, interval_minutes=2, clock=clock)  # type: ignore[arg-type]
     told = []
     for seconds in (100, 130, 240, 260):
         clock.now = seconds if dist.get_rank() == 0 else 0

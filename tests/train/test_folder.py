@@ -25,7 +25,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.core.files import remove
 from titan_launch.train.run_folder import folder as run_folder
-from titan_launch.train.run_folder.attempt import Agent, Attempt
+from titan_launch.train.run_folder.attempt import AgentProcess, Attempt
 from titan_launch.train.run_folder.folder import (
     Load,
     effective_load,
@@ -259,14 +259,14 @@ def test_a_damaged_record_of_what_could_be_resumed_is_an_error(tmp_path: Path) -
     assert len(names(tmp_path)) == 2
 
 
-AGENT = Agent("host", "/tmp/torchelastic_1/none_2", 1, None)
+AGENT = AgentProcess("host", "/tmp/torchelastic_1/none_2", 1, None)
 
 
 @pytest.mark.parametrize(
     ("first", "second", "is_restart"),
     [
-        (Attempt((AGENT,)), Attempt((Agent("new", "/tmp/torchelastic_9/none_2", 1, None), AGENT)), True),
-        (Attempt((AGENT,)), Attempt((Agent("host", "/tmp/torchelastic_3/none_4", 1, None),)), False),
+        (Attempt((AGENT,)), Attempt((AgentProcess("new", "/tmp/torchelastic_9/none_2", 1, None), AGENT)), True),
+        (Attempt((AGENT,)), Attempt((AgentProcess("host", "/tmp/torchelastic_3/none_4", 1, None),)), False),
         (Attempt(slurm_job="7"), Attempt(slurm_job="7", is_requeued=True), True),
         (Attempt(slurm_job="7"), Attempt(slurm_job="7"), False),
         (Attempt(slurm_job="7"), Attempt(slurm_job="8", is_requeued=True), False),
@@ -326,7 +326,7 @@ def test_later_checkpoints_are_moved_aside_with_the_reports(tmp_path: Path) -> N
 def test_a_launch_between_two_attempts_keeps_its_folder(tmp_path: Path) -> None:
     """The ranks have died, so the lock is free; their torchrun (here: this process) is about to start them again."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    agent = Agent(socket.gethostname(), "/tmp/torchelastic_1/none_2", os.getpid(), ticks)
+    agent = AgentProcess(socket.gethostname(), "/tmp/torchelastic_1/none_2", os.getpid(), ticks)
     with pytest.raises(UserError), ExitStack() as stack:
         prepare(tmp_path, stack, Attempt((agent,)), checkpoint=CHECKPOINT)
         raise UserError("a rank has failed")

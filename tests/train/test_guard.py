@@ -20,14 +20,14 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import DebugConfig
 from titan_launch.core.errors import RunError
 from titan_launch.train.build import build_run
-from titan_launch.train.health.skipped_steps import settle_guard
-from titan_launch.train.health.step_guard import Settlement, StepGuard
+from titan_launch.train.health.skipped_steps import act_on_skipped_steps
+from titan_launch.train.health.step_guard import SkippedSteps, StepGuard
 from titan_launch.train.loop import train_one_step
 
 CPU = torch.device("cpu")
 
 
-def decide(config: DebugConfig, bad_rank: int, values: list[tuple[float, float]]) -> tuple[list[float], Settlement]:
+def decide(config: DebugConfig, bad_rank: int, values: list[tuple[float, float]]) -> tuple[list[float], SkippedSteps]:
     """Steps of which one rank sees these losses and norms, and the others ones: decisions, and what was left out."""
     guard = StepGuard(config, CPU)
     decisions = []
@@ -158,7 +158,7 @@ def train_with_poison(job: dict[str, Any], bad_step: int, bad_rank: int) -> tupl
         try:
             while run.progress.step < job["training"]["steps"]:
                 train_one_step(run)
-                settle_guard(run)
+                act_on_skipped_steps(run)
                 states.append(whole_state(run.model))
         except RunError as error:
             return states, str(error)

@@ -17,9 +17,9 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model
 from titan_launch.plan.layout import Layout
-from titan_launch.train import kernels
+from titan_launch.train import kernel_choice as kernels
 from titan_launch.train.auto_mode import plan_precision
-from titan_launch.train.kernels import (
+from titan_launch.train.kernel_choice import (
     BACKENDS,
     attention_dtypes,
     choose,

@@ -25,7 +25,7 @@ from tests.train.jobs import this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import CommConfig
 from titan_launch.train.build import build_run
-from titan_launch.train.health.rank_progress import who_is_behind
+from titan_launch.train.health.rank_progress import ranks_behind
 from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.loop import fit
 from titan_launch.train.run import Run
@@ -152,7 +152,7 @@ def hang_within_a_phase(comm: CommConfig) -> str:
         watchdog.enter("forward, backward and update", 7)
         work = dist.barrier(async_op=True) if ranks.rank == 0 else None
         time.sleep(2.5)
-        sentence = who_is_behind(watchdog._board, watchdog._now)  # type: ignore[arg-type]
+        sentence = ranks_behind(watchdog._board, watchdog._now)  # type: ignore[arg-type]
     (work or dist.barrier(async_op=True)).wait()
     return sentence
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from titan_launch.checkpoint.snapshot import Arena, State, in_memory, lay_out
 from titan_launch.checkpoint.writer import WriteRequest, Written
-from titan_launch.checkpoint.writer_process import COLLECTIVE_TIMEOUT, Order, WriterProcess, load_writer
+from titan_launch.checkpoint.writer_process import COLLECTIVE_TIMEOUT, WriteOrder, WriterProcess, load_writer
 from titan_launch.config.sections.checkpoint import AsyncMode
 from titan_launch.distributed.collectives import on_all
 
@@ -147,7 +147,7 @@ class InProcess(Background):
         slots = _copied(state, self._arena)
         memory = None if self._arena.memory is self._sent else self._arena.memory
         self._sent = self._arena.memory
-        return self._executor.submit(self._writer.write, Order(request, slots, memory))
+        return self._executor.submit(self._writer.write, WriteOrder(request, slots, memory))
 
     def close(self) -> None:
         """The process is killed: it holds nothing but what is being written."""

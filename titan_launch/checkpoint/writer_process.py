@@ -38,7 +38,7 @@ _NICENESS = 10
 
 
 @dataclass(frozen=True)
-class Order:
+class WriteOrder:
     """What a writer process is told."""
 
     request: WriteRequest
@@ -52,7 +52,7 @@ class WriterProcess:
 
     def __init__(self) -> None:
         host, port, self._store = _meeting_point()
-        place = Place(dist.get_rank(), dist.get_world_size(), host, port, os.getpid())
+        place = WriterAddress(dist.get_rank(), dist.get_world_size(), host, port, os.getpid())
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, place), name="checkpoint writer", daemon=True)
@@ -60,7 +60,7 @@ class WriterProcess:
             self.process.start()
         theirs.close()  # so that reading ends when the process does
 
-    def write(self, order: Order) -> Written:
+    def write(self, order: WriteOrder) -> Written:
         """Have it write, and wait for that. Raises OSError where a disk is full or the like, RuntimeError for anything
         else, the death of the process among it."""
         try:
@@ -90,7 +90,7 @@ def load_writer() -> Callable[[WriteRequest, State, dist.ProcessGroup | None], W
 
 
 @dataclass(frozen=True)
-class Place:
+class WriterAddress:
     """A writer process among the others."""
 
     rank: int
@@ -135,7 +135,7 @@ def _own_address() -> str:
     return master if own in ("127.0.0.1", "::1") else own
 
 
-def serve(connection: Connection, place: Place) -> None:
+def serve(connection: Connection, place: WriterAddress) -> None:
     """The main function of a writer process: join the others, then write what it is told, until this rank is gone."""
     _end_with(place.parent)
     leave_signals_to_parent()  # which waits for this process
@@ -160,7 +160,7 @@ def serve(connection: Connection, place: Place) -> None:
     os._exit(0)  # see titan_launch.core.process.leave
 
 
-def _join(place: Place) -> None:
+def _join(place: WriterAddress) -> None:
     if place.world_size == 1:
         store: dist.Store = dist.HashStore()
     else:

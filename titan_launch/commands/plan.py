@@ -28,7 +28,7 @@ from titan_launch.plan.report.table import (
     format_comparison,
     honesty,
 )
-from titan_launch.plan.report.unit_table import Place, describe_units, format_batches, format_kernels, format_plan
+from titan_launch.plan.report.unit_table import KeyLocator, describe_units, format_batches, format_kernels, format_plan
 from titan_launch.plan.step_time import ModelFlops, flops_of_model
 from titan_launch.plan.types import Inventory, ModelPlan
 
@@ -81,7 +81,7 @@ class _Planned:
     """What `auto` would be, where all rows are there to choose from and the job leaves nothing open."""
 
 
-def print_plan(config: JobConfig, world_size: int, place: Place, options: PlanOptions) -> None:
+def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, options: PlanOptions) -> None:
     """Show what a job would do on `world_size` ranks, as text or as JSON, and as a picture if one is wanted.
 
     Raises ConfigError as a run would at its start, and where `auto` finds nothing that fits.
@@ -93,9 +93,9 @@ def print_plan(config: JobConfig, world_size: int, place: Place, options: PlanOp
         plot_comparison(planned.comparison, planned.hardware, title, options.plot, chosen)
         print(f"picture: {options.plot}", file=sys.stderr)
     if options.as_json:
-        print(json.dumps(_describe(planned, place), indent=2))
+        print(json.dumps(_describe(planned, locate_key), indent=2))
     else:
-        print(_format(planned, place, options.verbose))
+        print(_format(planned, locate_key, options.verbose))
 
 
 def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
@@ -163,12 +163,12 @@ def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
     return _Subject(inventory, flops, engine, "trace", engine.traffic)
 
 
-def _format(planned: _Planned, place: Place, verbose: bool) -> str:
+def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:
     config, hardware, row = planned.resolution.config, planned.hardware, planned.resolution.row
     kernels = format_kernels(config, planned.plan)
     parts = [
         format_batches(config, planned.layout),
-        "\n".join(filter(None, (format_plan(config, planned.plan, planned.layout, place), kernels))),
+        "\n".join(filter(None, (format_plan(config, planned.plan, planned.layout, locate_key), kernels))),
         format_assumptions(hardware, planned.subject.flops, planned.subject.engine_name),
         format_comparison(planned.comparison, hardware, row),
     ]
@@ -196,7 +196,7 @@ def _chosen(planned: _Planned) -> str:
     return f"{own}, {AS_GIVEN}" + ("" if verdict is None else f"; it {_VERDICTS[verdict]}")
 
 
-def _describe(planned: _Planned, place: Place) -> dict[str, Any]:
+def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
     """All of it as plain data."""
     config = planned.resolution.config
     return {
@@ -205,7 +205,7 @@ def _describe(planned: _Planned, place: Place) -> dict[str, Any]:
         "layout": asdict(planned.layout),
         "kernels": config.kernels.model_dump(),
         "float8": list(planned.plan.float8),
-        "units": describe_units(planned.plan, planned.layout, place),
+        "units": describe_units(planned.plan, planned.layout, locate_key),
         "collectives_per_step": asdict(planned.resolution.row.traffic.collectives),
         "engine": planned.subject.engine_name,
         "torch_release": planned_release(),

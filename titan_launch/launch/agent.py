@@ -19,7 +19,7 @@ from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, held_back
 _SECONDS_AFTER_A_FAILURE = 30  # as torchrun's own
 
 
-class Agent(LocalElasticAgent):
+class ElasticAgent(LocalElasticAgent):
     """torchrun's own agent ends itself when a signal comes, gives its ranks 30 s, and does not tell how they ended.
 
     This one leaves signals to `launch.torchrun`, which passes them on to the ranks, and goes on watching: ranks that

@@ -70,7 +70,7 @@ def _run_torchrun(
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous import RendezvousError
 
-        from titan_launch.launch.agent import Agent
+        from titan_launch.launch.agent import ElasticAgent
 
     logging.disable(logging.CRITICAL)  # torchrun's own account of a failure would bury the worker's
     signals = f"--signals-to-handle={','.join(_torchruns_signals())}"
@@ -78,7 +78,7 @@ def _run_torchrun(
     args = torchrun.parse_args([signals, log_dir, *processes.torchrun_args, "-m", "titan_launch", *worker_args])
     report_failure = partial(_report_failure, run_folder=run_folder, stopping=stopping)
     agent = partial(
-        Agent,
+        ElasticAgent,
         on_start=stopping.started,
         on_failure=report_failure,
         is_stopping=stopping.is_requested,

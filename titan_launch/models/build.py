@@ -59,7 +59,7 @@ class BuiltModel:
     tensor_parallel: Mapping[str, TensorStyle] | None = None
     """How tensor parallelism treats its modules, by glob; None where it is not known."""
 
-    chain: tuple[str, ...] = ()
+    pipeline_order: tuple[str, ...] = ()
     """Paths of the modules that run one after another, in order, and hold all parameters; empty where nothing is known
     about that."""
 
@@ -78,7 +78,7 @@ def build_model(config: ModelConfig, seq_len: int, host: HostBuild | None = None
 
     Raises ConfigError for what the user can fix; names, flavors and arguments of the package's own models are checked
     by `titan_launch.config` before. A user's module can define `flops_per_sample(seq_len)`, and, as attributes,
-    `pipeline_chain` (the `chain` of `ModelSpec`), and its `tensor_parallel` and `context_parallel`.
+    `pipeline_order` (the `pipeline_order` of `ModelSpec`), and its `tensor_parallel` and `context_parallel`.
     """
     if ":" in config.name:
         return _build_users_own(config, seq_len, host)
@@ -93,7 +93,7 @@ def build_model(config: ModelConfig, seq_len: int, host: HostBuild | None = None
         flops_per_sample=spec.flops_per_sample(args, seq_len),
         initializer=spec.initializer(args),
         embeddings=spec.embeddings,
-        chain=find_chain(module, spec.chain),
+        pipeline_order=find_pipeline_order(module, spec.pipeline_order),
         tensor_parallel=spec.tensor_parallel,
         context_parallel=spec.context_parallel,
         attention=None if spec.attention is None else spec.attention(args),
@@ -131,7 +131,7 @@ def _build_users_own(config: ModelConfig, seq_len: int, host: HostBuild | None) 
         head=(),
         flops_per_sample=None if count_flops is None else count_flops(seq_len),
         initializer=initializer,
-        chain=find_chain(module, getattr(module, "pipeline_chain", ())),
+        pipeline_order=find_pipeline_order(module, getattr(module, "pipeline_order", ())),
         tensor_parallel=getattr(module, "tensor_parallel", None),
         context_parallel=getattr(module, "context_parallel", None),
     )
@@ -139,10 +139,10 @@ def _build_users_own(config: ModelConfig, seq_len: int, host: HostBuild | None) 
 
 def _check_declarations(module: nn.Module) -> None:
     """Raise ConfigError for what a model says of itself in another form than it is read in."""
-    chain = getattr(module, "pipeline_chain", ())
+    pipeline_order = getattr(module, "pipeline_order", ())
     problems = []
-    if not isinstance(chain, (tuple, list)) or not all(isinstance(pattern, str) for pattern in chain):
-        problems.append(f"pipeline_chain must be a tuple of globs; it is {chain!r}")
+    if not isinstance(pipeline_order, (tuple, list)) or not all(isinstance(pattern, str) for pattern in pipeline_order):
+        problems.append(f"pipeline_order must be a tuple of globs; it is {pipeline_order!r}")
     for name, kind in (("tensor_parallel", str), ("context_parallel", int)):
         declared = getattr(module, name, None)
         if declared is not None and not _is_table(declared, kind):
@@ -174,28 +174,28 @@ def find_blocks(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(path for path in paths if any(matches(pattern, path) for pattern in patterns))
 
 
-def find_chain(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Paths of the modules that the globs of a `chain` match, glob by glob, each in the order of `named_modules`.
+def find_pipeline_order(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Return the paths that the globs of `pipeline_order` match, glob by glob, each in the order of `named_modules`.
 
     Raises ConfigError on `model.name` for a glob that matches nothing to be run, and for modules that are named twice,
     or lie in one another.
     """
     paths, containers = _paths(module)
-    chain: list[str] = []
+    pipeline_order: list[str] = []
     problems = []
     for pattern in patterns:
         found = [path for path in paths if matches(pattern, path)]
         if not found:
-            problems.append(f'pipeline_chain has "{pattern}", which {nothing_matched(pattern, paths, containers)}')
-        chain += found
+            problems.append(f'pipeline_order has "{pattern}", which {nothing_matched(pattern, paths, containers)}')
+        pipeline_order += found
     problems += [
-        f"pipeline_chain has {path} twice, or has it and the module around it"
-        for path in chain
-        if chain.count(path) > 1 or enclosing(parent(path), chain)
+        f"pipeline_order has {path} twice, or has it and the module around it"
+        for path in pipeline_order
+        if pipeline_order.count(path) > 1 or enclosing(parent(path), pipeline_order)
     ]
     if problems:
         raise ConfigError(Problem(("model", "name"), reason) for reason in dict.fromkeys(problems))
-    return tuple(chain)
+    return tuple(pipeline_order)
 
 
 def _paths(module: nn.Module) -> tuple[list[str], list[str]]:

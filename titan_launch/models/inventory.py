@@ -14,7 +14,7 @@ def take_inventory(
     blocks: tuple[str, ...],
     head: tuple[str, ...] = (),
     embeddings: tuple[str, ...] = (),
-    chain: tuple[str, ...] = (),
+    pipeline_order: tuple[str, ...] = (),
 ) -> Inventory:
     """Describe a model, on any device (meta included), before it is wrapped."""
     first_path: dict[int, str] = {}
@@ -30,7 +30,7 @@ def take_inventory(
         )
         for path, module in model.named_modules(remove_duplicate=False)
     )
-    return Inventory(modules, blocks, head, embeddings, chain)
+    return Inventory(modules, blocks, head, embeddings, pipeline_order)
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -141,7 +141,7 @@ SPEC = ModelSpec(
     build=lambda args, seq_len: ResNet(args),
     blocks=("layer*.*",),
     head=("fc",),
-    chain=("conv1", "bn1", "relu", "maxpool", "layer*.*", "avgpool", "fc"),
+    pipeline_order=("conv1", "bn1", "relu", "maxpool", "layer*.*", "avgpool", "fc"),
     flops_per_sample=lambda args, seq_len: flops_per_sample(args),
     initializer=initial_values,
 )

@@ -69,7 +69,7 @@ class ModelSpec:
     """Globs of modules to how tensor parallelism treats them; the first that matches wins. All modules with parameters
     of their own are among them. None: the model cannot be divided so."""
 
-    chain: tuple[str, ...] = ()
+    pipeline_order: tuple[str, ...] = ()
     """Globs of the modules that run one after another, in order, each on what the one before it returns, one tensor:
     where pipeline parallelism may cut. All parameters are in them, and the forwards of the modules around them do
     nothing else. Empty: the model cannot be divided so."""

@@ -27,25 +27,25 @@ def cut(model: nn.Module, stages: Sequence[Collection[str]], others: Collection[
     `stages`, `others`: paths of the modules of the model's chain; together they are all of it. With one stage, that is
     the model itself. Modules outside of the chain, which have no parameters, are on every stage.
     """
-    chain = {path for stage in stages for path in stage} | set(others)
-    views = [_view(model, set(stage), chain) for stage in stages] if len(stages) > 1 else [model]
+    pipeline_order = {path for stage in stages for path in stage} | set(others)
+    views = [_view(model, set(stage), pipeline_order) for stage in stages] if len(stages) > 1 else [model]
     for path in others:
         model.set_submodule(path, PassThrough())
     return tuple(views)
 
 
-def _view(module: nn.Module, kept: Collection[str], chain: Collection[str], path: str = "") -> nn.Module:
+def _view(module: nn.Module, kept: Collection[str], pipeline_order: Collection[str], path: str = "") -> nn.Module:
     """The module without what is not kept; itself, where nothing is inside of it that could be cut off."""
-    if path in chain:
+    if path in pipeline_order:
         return module if path in kept else PassThrough()
-    if not any(other.startswith(f"{path}.") or not path for other in chain):
+    if not any(other.startswith(f"{path}.") or not path for other in pipeline_order):
         return module
     view = copy.copy(module)
     for name, value in vars(module).items():
         if isinstance(value, dict) and "hook" in name:
             vars(view)[name] = value.copy()
     vars(view)["_modules"] = {
-        name: None if child is None else _view(child, kept, chain, f"{path}.{name}" if path else name)
+        name: None if child is None else _view(child, kept, pipeline_order, f"{path}.{name}" if path else name)
         for name, child in module._modules.items()
     }
     return view

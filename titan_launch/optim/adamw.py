@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_launch.optim.shards import Shard, count_step, in_float32, masters, store
+from titan_launch.optim.shards import LocalShard, count_step, in_float32, masters, store
 from titan_launch.plan.param_groups import batches
 
 
 def update_adamw(
-    shards: Sequence[Shard], lr: float, weight_decay: float, betas: tuple[float, float], eps: float, kept: Tensor
+    shards: Sequence[LocalShard], lr: float, weight_decay: float, betas: tuple[float, float], eps: float, kept: Tensor
 ) -> None:
     """One step for shards with equal step counts, in float32; what is stored in bfloat16 is rounded once, at the end.
 
@@ -41,7 +41,7 @@ class _Corrections(NamedTuple):
 
 
 def _update(
-    shards: Sequence[Shard],
+    shards: Sequence[LocalShard],
     lr: float,
     weight_decay: float,
     betas: tuple[float, float],

@@ -20,7 +20,7 @@ Shape = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Division:
+class MatrixGather:
     """How matrices are divided among ranks; those that are divided alike can be exchanged together.
 
     Along FSDP2's axis of the mesh, every rank sends its part of the i-th matrix of a batch to the i-th rank, in one
@@ -131,8 +131,8 @@ class Division:
         return whole
 
 
-def division_of(parameter: Tensor) -> Division:
+def matrix_gather_of(parameter: Tensor) -> MatrixGather:
     """How a parameter is divided."""
     if isinstance(parameter, DTensor):
-        return Division(parameter.device_mesh, tuple(parameter.placements))
-    return Division(None, ())
+        return MatrixGather(parameter.device_mesh, tuple(parameter.placements))
+    return MatrixGather(None, ())

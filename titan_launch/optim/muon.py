@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from titan_launch.config.sections.training import MuonConfig
-from titan_launch.optim.matrix_gather import Division, division_of
-from titan_launch.optim.shards import Shard, masters, store
+from titan_launch.optim.matrix_gather import MatrixGather, matrix_gather_of
+from titan_launch.optim.shards import LocalShard, masters, store
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic polynomial: chosen for its slope at 0, so that small singular values grow fast."""
@@ -22,7 +22,7 @@ _EPS = 1e-7
 class Matrix(NamedTuple):
     """A parameter to be updated, with the settings of its group."""
 
-    shard: Shard
+    shard: LocalShard
     lr: float
     weight_decay: float
 
@@ -36,7 +36,7 @@ def update_muon(matrices: Sequence[Matrix], config: MuonConfig, kept: Tensor) ->
         _update(division, batch, config, kept)
 
 
-def _update(division: Division, batch: Sequence[Matrix], config: MuonConfig, kept: Tensor) -> None:
+def _update(division: MatrixGather, batch: Sequence[Matrix], config: MuonConfig, kept: Tensor) -> None:
     shapes = [matrix.shard.whole.shape for matrix in batch]
     whole = division.gather([_direction(matrix.shard, config, kept) for matrix in batch], shapes)
     if whole is not None:
@@ -75,18 +75,18 @@ def scale_of_update(config: MuonConfig, rows: int, columns: int) -> float:
     return 0.2 * math.sqrt(max(rows, columns))
 
 
-def _batches(matrices: Sequence[Matrix]) -> Iterator[tuple[Division, list[Matrix]]]:
+def _batches(matrices: Sequence[Matrix]) -> Iterator[tuple[MatrixGather, list[Matrix]]]:
     """As many matrices as ranks share them, one for each to put together; those of one size together, since the ranks
     wait for each other."""
-    divided_alike: dict[Division, list[Matrix]] = {}
+    divided_alike: dict[MatrixGather, list[Matrix]] = {}
     for matrix in sorted(matrices, key=lambda matrix: matrix.shard.whole.numel(), reverse=True):
-        divided_alike.setdefault(division_of(matrix.shard.whole), []).append(matrix)
+        divided_alike.setdefault(matrix_gather_of(matrix.shard.whole), []).append(matrix)
     for division, group in divided_alike.items():
         for start in range(0, len(group), division.size):
             yield division, group[start : start + division.size]
 
 
-def _direction(shard: Shard, config: MuonConfig, kept: Tensor) -> Tensor:
+def _direction(shard: LocalShard, config: MuonConfig, kept: Tensor) -> Tensor:
     """The momentum after this step's gradient, in bfloat16; the state has it too."""
     shard.state["step"].add_(kept)
     gradient, momentum = shard.gradient.float(), shard.state["momentum_buffer"].float()

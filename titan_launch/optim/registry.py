@@ -17,7 +17,7 @@ from titan_launch.optim.adamw import update_adamw
 from titan_launch.optim.groups import Group, group_parameters
 from titan_launch.optim.muon import Matrix, update_muon
 from titan_launch.optim.sgd import update_sgd
-from titan_launch.optim.shards import Shard, count_step, mask_gradients, shard_of, share_kept
+from titan_launch.optim.shards import LocalShard, count_step, mask_gradients, shard_of, share_kept
 from titan_launch.plan.param_groups import is_mixed, moments_of
 
 
@@ -91,7 +91,7 @@ class MixedOptimizer(Optimizer):
                 betas = (self._config.beta1, self._config.beta2)
                 update_adamw(shards, group["lr"], group["weight_decay"], betas, self._config.eps, kept)
 
-    def _shards_by_step(self, group: Mapping[str, Any]) -> list[list[Shard]]:
+    def _shards_by_step(self, group: Mapping[str, Any]) -> list[list[LocalShard]]:
         """Return the shards of a group in lists with equal step counts: one list, as long as all parameters have
         gradients in every step.
 
@@ -104,7 +104,7 @@ class MixedOptimizer(Optimizer):
             before = self._histories[parameter] if self.state.get(parameter) else None
             number = numbers.setdefault((before, parameter.grad is not None), len(numbers))
             self._histories[parameter] = number
-        lists: dict[float, list[Shard]] = {}
+        lists: dict[float, list[LocalShard]] = {}
         for shard in self._shards(group):
             lists.setdefault(self._histories[shard.whole], []).append(shard)
         return list(lists.values())
@@ -141,7 +141,7 @@ class MixedOptimizer(Optimizer):
                 **settings,
             )
 
-    def _shards(self, group: Mapping[str, Any]) -> Iterator[Shard]:
+    def _shards(self, group: Mapping[str, Any]) -> Iterator[LocalShard]:
         """Of the parameters with a gradient; their state is made where it is not there yet."""
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -166,7 +166,7 @@ def as_param_group(group: Group) -> dict[str, Any]:
     return {"name": group.name, "params": list(group.parameters.values()), **group.settings._asdict()}
 
 
-def _on_device(left_out: Tensor | None, shard: Shard) -> Tensor | None:
+def _on_device(left_out: Tensor | None, shard: LocalShard) -> Tensor | None:
     """Where the shards are: with offloaded parameters, the host, which then waits."""
     return None if left_out is None else left_out.to(shard.parameter.device)
 

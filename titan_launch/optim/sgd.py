@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from titan_launch.config.sections.training import SGDConfig
-from titan_launch.optim.shards import Shard, count_step, in_float32, masters, store
+from titan_launch.optim.shards import LocalShard, count_step, in_float32, masters, store
 from titan_launch.plan.param_groups import batches
 
 
-def update_sgd(shards: Sequence[Shard], lr: float, weight_decay: float, config: SGDConfig, kept: Tensor) -> None:
+def update_sgd(shards: Sequence[LocalShard], lr: float, weight_decay: float, config: SGDConfig, kept: Tensor) -> None:
     """One step in float32; what is stored in bfloat16 is rounded once, at the end.
 
     `kept`: 1, or 0 where nothing is to change, in which case the gradients must be 0. Nothing waits for the device.
@@ -22,7 +22,7 @@ def update_sgd(shards: Sequence[Shard], lr: float, weight_decay: float, config: 
         _update([shards[index] for index in batch], lr, weight_decay, config, kept)
 
 
-def _update(shards: Sequence[Shard], lr: float, weight_decay: float, config: SGDConfig, kept: Tensor) -> None:
+def _update(shards: Sequence[LocalShard], lr: float, weight_decay: float, config: SGDConfig, kept: Tensor) -> None:
     # Scalars in the dtype of the lists, without which PyTorch updates a list tensor by tensor.
     parameters = masters(shards)
     updates = torch._foreach_mul(parameters, (weight_decay * kept).float())

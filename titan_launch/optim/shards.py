@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from titan_launch.distributed.dtensor import local_tensor
-from titan_launch.optim.matrix_gather import division_of
+from titan_launch.optim.matrix_gather import matrix_gather_of
 
 
 @dataclass(frozen=True)
-class Shard:
+class LocalShard:
     """A parameter as this rank has it: plain tensors, the memory of which is that of the DTensors."""
 
     name: str
@@ -32,18 +32,18 @@ class Shard:
         """Random numbers for the stochastic rounding of the `parameter`, or of a name of the state; None without it."""
         if self.seed is None:
             return None
-        offsets = division_of(self.whole).offsets(self.whole.shape)
+        offsets = matrix_gather_of(self.whole).offsets(self.whole.shape)
         return Draw(self.seed, f"{self.name}/{what}", self.state["step"], offsets)
 
 
-def shard_of(name: str, parameter: Tensor, state: dict[str, Any], seed: int | None) -> Shard:
+def shard_of(name: str, parameter: Tensor, state: dict[str, Any], seed: int | None) -> LocalShard:
     """The part of a parameter that has a gradient and state."""
     assert parameter.grad is not None
     local_state = {key: local_tensor(value) for key, value in state.items()}
-    return Shard(name, parameter, local_tensor(parameter), local_tensor(parameter.grad), local_state, seed)
+    return LocalShard(name, parameter, local_tensor(parameter), local_tensor(parameter.grad), local_state, seed)
 
 
-def mask_gradients(shards: Sequence[Shard], left_out: Tensor | None) -> None:
+def mask_gradients(shards: Sequence[LocalShard], left_out: Tensor | None) -> None:
     """Set the gradients to zero, in place, where the step is skipped. `left_out`: a boolean on the device.
 
     They are multiplied as integers of the same size, because NaN * 0 is NaN.
@@ -61,7 +61,7 @@ def share_kept(left_out: Tensor | None, device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float64, device=device) if left_out is None else (~left_out).double()
 
 
-def count_step(shards: Sequence[Shard], kept: Tensor) -> None:
+def count_step(shards: Sequence[LocalShard], kept: Tensor) -> None:
     """Count a step that is kept."""
     # A list of equal tensors: of one tensor, PyTorch would ask the device for its value.
     torch._foreach_add_([shard.state["step"] for shard in shards], [kept.float()] * len(shards))
@@ -74,12 +74,12 @@ def in_float32(tensors: Sequence[Tensor]) -> list[Tensor]:
     return results
 
 
-def masters(shards: Sequence[Shard]) -> list[Tensor]:
+def masters(shards: Sequence[LocalShard]) -> list[Tensor]:
     """Return the parameters in float32, to be updated: their masters, themselves, or copies."""
     return in_float32([shard.state.get("master", shard.parameter) for shard in shards])
 
 
-def store(shards: Sequence[Shard], name: str, values: Sequence[Tensor]) -> None:
+def store(shards: Sequence[LocalShard], name: str, values: Sequence[Tensor]) -> None:
     """Store float32 values, which are used up, as the `parameter` of each shard, or by a name of its state.
 
     The value of a parameter with a master is that master, updated in place; the parameter is rounded to the nearest.

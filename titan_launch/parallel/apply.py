@@ -18,7 +18,7 @@ from titan_launch.parallel.compile import compile_pieces
 from titan_launch.parallel.float8 import convert_to_float8
 from titan_launch.parallel.fsdp import apply_fsdp
 from titan_launch.parallel.tensor_parallel import apply_tensor_parallel
-from titan_launch.plan.compilation import recomputes_compiled
+from titan_launch.plan.compilation import checkpoints_compiled
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.policy import cast_storage
 
@@ -54,7 +54,7 @@ def parallelize(
         assert styles is not None, "check_tensor_plan comes first"
         apply_tensor_parallel(model, styles, mesh.tensor, parallelism)
     prepare_batch_norms(model, batchnorm, mesh.layout.num_microbatches, statistics_group)
-    if recomputes_compiled(recomputation, mesh.layout.tensor):
+    if checkpoints_compiled(recomputation, mesh.layout.tensor):
         compile_pieces(model, plan, compilation, recomputation)
         checkpoint_activations(model, plan.recomputed, recomputation)
     else:

@@ -129,10 +129,10 @@ class Boundaries:
         for index, stage in enumerate(self._stages):
             found.append(self._run(stage, found[-1], f"stage {index}"))
         if not self._known:
-            self._check_chain(x)
+            self._check_pipeline_order(x)
         return (found[0], *(self._on_one_rank(tensor) for tensor in found[1:-1]), found[-1])
 
-    def _check_chain(self, x: Tensor) -> None:
+    def _check_pipeline_order(self, x: Tensor) -> None:
         """Raise ConfigError unless the whole model runs the modules of its chain in order, each on what the one before
         has returned and nothing else, and returns what the last one does."""
         links = _Links(self._chain, x)
@@ -148,7 +148,7 @@ class Boundaries:
         except Exception as error:
             reason = (
                 f"pipeline parallelism goes through the model on the meta device, and {what} fails there: "
-                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; see pipeline_chain in "
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; see pipeline_order in "
                 "docs/parallelism.md"
             )
             raise config_error(("model", "name"), reason) from error
@@ -168,8 +168,8 @@ class Boundaries:
 class _Links:
     """What the modules of a chain hand on, one after the other."""
 
-    def __init__(self, chain: Sequence[str], inputs: Tensor):
-        self._next = list(chain)
+    def __init__(self, pipeline_order: Sequence[str], inputs: Tensor):
+        self._next = list(pipeline_order)
         self._before = "the model's input"
         self._handed_on: Any = inputs
 
@@ -188,9 +188,9 @@ class _Links:
     def _take(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         expected = self._next.pop(0) if self._next else "the end"
         if path != expected:
-            raise _no_chain(f"the model runs {path} where {expected} comes next")
+            raise _no_pipeline_order(f"the model runs {path} where {expected} comes next")
         if not args or args[0] is not self._handed_on:
-            raise _no_chain(f"{path} is given something else than {self._before} as it is")
+            raise _no_pipeline_order(f"{path} is given something else than {self._before} as it is")
 
     def _give(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._handed_on, self._before = output, f"the output of {path}"
@@ -198,14 +198,14 @@ class _Links:
     def end(self, output: Tensor) -> None:
         """The forward is over, and returned this."""
         if self._next:
-            raise _no_chain(f"the model does not run {self._next[0]}")
+            raise _no_pipeline_order(f"the model does not run {self._next[0]}")
         if output is not self._handed_on:
-            raise _no_chain(f"the model returns something else than {self._before} as it is")
+            raise _no_pipeline_order(f"the model returns something else than {self._before} as it is")
 
 
-def _no_chain(reason: str) -> ConfigError:
+def _no_pipeline_order(reason: str) -> ConfigError:
     advice = "each module must take what the one before it returns, and nothing may be done to it on the way"
-    return config_error(("model", "name"), f"its pipeline_chain is no chain: {reason}; {advice}")
+    return config_error(("model", "name"), f"its pipeline_order is not the order of its forward: {reason}; {advice}")
 
 
 def _compute_as_planned(model: nn.Module, plan: ModelPlan) -> None:

@@ -13,12 +13,12 @@ _MODE: KeyPath = ("activation_checkpoint", "mode")
 _MODULES: KeyPath = ("activation_checkpoint", "modules")
 
 
-def recomputed_modules(inventory: Inventory, config: ActivationCheckpointConfig) -> tuple[str, ...]:
+def checkpointed_modules(inventory: Inventory, config: ActivationCheckpointConfig) -> tuple[str, ...]:
     """Paths of the modules that `[activation_checkpoint]` has computed again; of modules within modules the outer ones.
 
     Raises ConfigError where there are none although the mode wants some, and for every glob that matches nothing.
     """
-    if not recomputes_modules(config):
+    if not checkpoints_modules(config):
         return ()
     candidates = (
         outermost(matched_modules(inventory, config.modules, _MODULES))
@@ -35,7 +35,7 @@ def recomputed_modules(inventory: Inventory, config: ActivationCheckpointConfig)
     return candidates[every - 1 :: every]
 
 
-def recomputes_modules(config: ActivationCheckpointConfig) -> bool:
+def checkpoints_modules(config: ActivationCheckpointConfig) -> bool:
     """Whether modules are computed again. (Under a memory budget the compiler chooses operations.)"""
     if config.mode == "auto":
         raise ValueError("the mode is not decided yet: resolve `auto` first (plan.resolution)")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.plan.hardware import GIB, Hardware
-from titan_launch.plan.job import is_auto, is_own_recomputation, with_choice
+from titan_launch.plan.job import is_auto, is_configured_activation_checkpoint, with_choice
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.comparison import Comparison, Engine, Row, compare
 from titan_launch.plan.report.table import format_comparison
@@ -63,7 +63,7 @@ def suggest(comparison: Comparison, hardware: Hardware) -> str | None:
     config = comparison.config
     if is_auto(config) or hardware.memory_gib is None:
         return None
-    rows = [row for row in comparison.rows if is_own_recomputation(config, row.choice.recomputation)]
+    rows = [row for row in comparison.rows if is_configured_activation_checkpoint(config, row.choice.recomputation)]
     best = _best(rows, by_time=False)
     return "nothing: no mode fits" if best is None else _reason(best, hardware)
 

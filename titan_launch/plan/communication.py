@@ -181,7 +181,7 @@ def _times(microbatch: Collectives, layout: Layout, accumulation: GradientAccumu
 
 
 @dataclass(frozen=True)
-class Wire:
+class LinkTraffic:
     """Bytes that one rank sends (and receives as many)."""
 
     within: float
@@ -196,7 +196,7 @@ class Wire:
         return self.within + self.across
 
 
-def wire_bytes(traffic: Traffic, layout: Layout, gpus_per_node: int) -> Wire:
+def wire_bytes(traffic: Traffic, layout: Layout, gpus_per_node: int) -> LinkTraffic:
     """What one rank sends in a step, if collectives go round in rings.
 
     In a ring of n ranks each sends B (n-1)/n of an all-gather's or reduce-scatter's buffer of B bytes, and twice that
@@ -223,7 +223,7 @@ def wire_bytes(traffic: Traffic, layout: Layout, gpus_per_node: int) -> Wire:
     )
     across = sum(num_bytes * ring.across for num_bytes, ring in sent)
     total = sum(num_bytes for num_bytes, _ in sent)
-    return Wire(within=float(total - across), across=float(across))
+    return LinkTraffic(within=float(total - across), across=float(across))
 
 
 @dataclass(frozen=True)

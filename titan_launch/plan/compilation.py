@@ -35,7 +35,7 @@ def compiled_modules(
     if not inventory.blocks:
         raise ConfigError([Problem(_ENABLE, _no_blocks(config), True, also=(("model", "blocks"),))])
     tensor_degree = config.parallelism.tensor_parallel_degree
-    outside = recomputed if recomputes_compiled(config.activation_checkpoint, tensor_degree) else ()
+    outside = recomputed if checkpoints_compiled(config.activation_checkpoint, tensor_degree) else ()
     pieces = _Pieces(inventory, units, outside)
     found = {block: list(pieces.of_block(block)) for block in outermost(inventory.blocks)}
     empty = [block for block, paths in found.items() if not paths]
@@ -64,7 +64,7 @@ def _check_seen_by_selection(compiled: Sequence[str], recomputed: Collection[str
         raise config_error(("activation_checkpoint", "selective_ac_option"), reason, "op", also=(_ENABLE, _MODULES))
 
 
-def recomputes_compiled(recomputation: ActivationCheckpointConfig, tensor_degree: int) -> bool:
+def checkpoints_compiled(recomputation: ActivationCheckpointConfig, tensor_degree: int) -> bool:
     """Whether recomputation runs a module's graphs again, instead of being a part of them.
 
     With tensor parallelism it must: a graph with a checkpoint in it would have to save a DeviceMesh. What keeps the

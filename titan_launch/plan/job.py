@@ -15,7 +15,7 @@ from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import ConfigError, Problem, format_key
 from titan_launch.core.torch_release import CAN_SHARE_UNITS
-from titan_launch.plan.activation_checkpoint import recomputed_modules
+from titan_launch.plan.activation_checkpoint import checkpointed_modules
 from titan_launch.plan.compilation import compiled_modules
 from titan_launch.plan.float8 import float8_modules
 from titan_launch.plan.layout import Layout
@@ -58,7 +58,7 @@ class Choice:
         return f"{chosen.mode}{option}{' of modules' if chosen.modules else ''}"
 
 
-def own_choice(config: JobConfig) -> Choice:
+def configured_choice(config: JobConfig) -> Choice:
     """What a job whose modes are not `auto` says itself. (`keep_params_unsharded` unset means not kept.)"""
     accumulation, recomputation = config.gradient_accumulation, config.activation_checkpoint
     kept = bool(accumulation.keep_params_unsharded)
@@ -106,7 +106,7 @@ def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
 
     Raises ConfigError for precision rules, recomputation, compilation or stages that the model does not go with.
     """
-    recomputed = recomputed_modules(inventory, config.activation_checkpoint)
+    recomputed = checkpointed_modules(inventory, config.activation_checkpoint)
     resharding = plan_resharding(config.parallelism, config.gradient_accumulation)
     plan = plan_model(inventory, config.precision, resharding, CAN_SHARE_UNITS)
     return replace(
@@ -121,17 +121,17 @@ def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
 def possible_choices(config: JobConfig, layout: Layout, inventory: Inventory) -> tuple[list[Choice], list[str]]:
     """Every mode of accumulation that is allowed and differs from the others here, with every recomputation."""
     accumulations, notes = _accumulations(config, layout)
-    recomputations = [r for r in _recomputations(config) if _suits_the_schedule(config, r, notes)]
+    recomputations = [r for r in _activation_checkpoints(config) if _suits_the_schedule(config, r, notes)]
     own = config.activation_checkpoint
     if not inventory.blocks and not own.modules:
         if own.mode not in ("none", "auto"):
-            recomputed_modules(inventory, own)  # for its error
+            checkpointed_modules(inventory, own)  # for its error
         notes.append("recomputation is left out: it works on blocks, and none of the model's are known (model.blocks)")
         recomputations = [ActivationCheckpointConfig()]
     else:
         for recomputation in recomputations:
-            if is_own_recomputation(config, recomputation):
-                recomputed_modules(inventory, recomputation)  # for its error
+            if is_configured_activation_checkpoint(config, recomputation):
+                checkpointed_modules(inventory, recomputation)  # for its error
         recomputations = [r for r in recomputations if _can_be_compiled(config, inventory, r, notes)]
     return [Choice(a, r) for r in recomputations for a in accumulations], notes
 
@@ -168,7 +168,7 @@ def _accumulations(config: JobConfig, layout: Layout) -> tuple[list[GradientAccu
     own = config.gradient_accumulation
     found: dict[tuple[bool, bool, bool], GradientAccumulationConfig] = {}
     notes = []
-    for candidate in sorted(_candidates(layout), key=lambda it: not _is_own_accumulation(config, it)):
+    for candidate in sorted(_candidates(layout), key=lambda it: not _is_configured_accumulation(config, it)):
         problem = _refusal(config, candidate)
         if problem is None:
             found.setdefault(_effect(candidate, layout), candidate)
@@ -198,7 +198,7 @@ def _effect(accumulation: GradientAccumulationConfig, layout: Layout) -> tuple[b
     )
 
 
-def _recomputations(config: JobConfig) -> Iterator[ActivationCheckpointConfig]:
+def _activation_checkpoints(config: JobConfig) -> Iterator[ActivationCheckpointConfig]:
     own = config.activation_checkpoint
     yield ActivationCheckpointConfig(mode="none")
     yield ActivationCheckpointConfig(mode="selective", modules=own.modules)
@@ -218,18 +218,20 @@ def _left_out(accumulation: GradientAccumulationConfig, problem: Problem) -> str
     return f"{label} is left out: {format_key(problem.key)} = {problem.value}: {problem.reason.partition(';')[0]}"
 
 
-def is_own_choice(config: JobConfig, choice: Choice) -> bool:
+def is_configured_choice(config: JobConfig, choice: Choice) -> bool:
     """Whether a job asks for a choice, or leaves it open by `auto`."""
-    return _is_own_accumulation(config, choice.accumulation) and is_own_recomputation(config, choice.recomputation)
+    return _is_configured_accumulation(config, choice.accumulation) and is_configured_activation_checkpoint(
+        config, choice.recomputation
+    )
 
 
-def _is_own_accumulation(config: JobConfig, accumulation: GradientAccumulationConfig) -> bool:
+def _is_configured_accumulation(config: JobConfig, accumulation: GradientAccumulationConfig) -> bool:
     own = config.gradient_accumulation
     if own.mode == "auto":
         return own.keep_params_unsharded in (None, accumulation.keep_params_unsharded)
     return (own.mode, bool(own.keep_params_unsharded)) == (accumulation.mode, accumulation.keep_params_unsharded)
 
 
-def is_own_recomputation(config: JobConfig, recomputation: ActivationCheckpointConfig) -> bool:
+def is_configured_activation_checkpoint(config: JobConfig, recomputation: ActivationCheckpointConfig) -> bool:
     """Whether a job asks for a recomputation, or leaves it open by `auto`."""
     return config.activation_checkpoint.mode == "auto" or config.activation_checkpoint == recomputation

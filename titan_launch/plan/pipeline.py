@@ -42,9 +42,11 @@ def plan_stages(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[S
     """
     if parallelism.pipeline_parallel_degree == 1:
         return ()
-    _check_chain(inventory, parallelism.pipeline_parallel_degree)
+    _check_pipeline_order(inventory, parallelism.pipeline_parallel_degree)
     starts = _given_starts(inventory, parallelism) or _balanced_starts(inventory, parallelism)
-    parts = [inventory.chain[start:end] for start, end in pairwise((0, *starts, len(inventory.chain)))]
+    parts = [
+        inventory.pipeline_order[start:end] for start, end in pairwise((0, *starts, len(inventory.pipeline_order)))
+    ]
     stages = tuple(
         Stage(
             index=index,
@@ -67,10 +69,10 @@ def place(stage: int, parallelism: ParallelismConfig) -> int:
     return stage % degree
 
 
-def _check_chain(inventory: Inventory, degree: int) -> None:
-    if not inventory.chain:
+def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
+    if not inventory.pipeline_order:
         reason = (
-            "the model does not say which of its modules run one after another (an attribute pipeline_chain of the "
+            "the model does not say which of its modules run one after another (an attribute pipeline_order of the "
             "module: globs of them, in order; see docs/parallelism.md); declare it, or set 1"
         )
         raise config_error(_DEGREE, reason, degree)
@@ -78,28 +80,30 @@ def _check_chain(inventory: Inventory, degree: int) -> None:
         full_name(module.path, parameter.name)
         for module in inventory.modules
         for parameter in module.parameters
-        if module.same_as is None and not enclosing(module.path, inventory.chain)
+        if module.same_as is None and not enclosing(module.path, inventory.pipeline_order)
     ]
     if outside:
-        reason = f"would leave out {listed(outside)}, in no module of the model's pipeline_chain; add these, or set 1"
+        reason = f"would leave out {listed(outside)}, in no module of the model's pipeline_order; add these, or set 1"
         raise config_error(_DEGREE, reason, degree)
 
 
 def _given_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[int, ...]:
     """Where in the chain the stages from the second on begin, as the job says."""
-    points, chain = parallelism.pipeline_parallel_split_points, inventory.chain
+    points, pipeline_order = parallelism.pipeline_parallel_split_points, inventory.pipeline_order
     unknown = [
-        Problem((*_SPLIT, index), f"is no module of the model's chain{did_you_mean(point, chain)}", point)
+        Problem(
+            (*_SPLIT, index), f"is no module of the model's pipeline_order{did_you_mean(point, pipeline_order)}", point
+        )
         for index, point in enumerate(points)
-        if point not in chain
+        if point not in pipeline_order
     ]
     if unknown:
         raise ConfigError(unknown)
-    starts = tuple(map(chain.index, points))
+    starts = tuple(map(pipeline_order.index, points))
     for index, (before, start) in enumerate(pairwise((0, *starts))):
         if start <= before:
             reason = f"does not come after {points[index - 1]}" if index else "is where the first stage begins anyway"
-            advice = f"name modules in the order of the chain, each once ({listed(chain, most=8)})"
+            advice = f"name modules in the order of pipeline_order, each once ({listed(pipeline_order, most=8)})"
             raise config_error((*_SPLIT, index), f"{reason}; {advice}", points[index])
     return starts
 
@@ -121,16 +125,16 @@ def _balanced_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tu
         )
     starts = (0, *layers[1:])
     costs = [
-        sum(_cost(inventory, path) for path in inventory.chain[start:end])
-        for start, end in pairwise((*starts, len(inventory.chain)))
+        sum(_cost(inventory, path) for path in inventory.pipeline_order[start:end])
+        for start, end in pairwise((*starts, len(inventory.pipeline_order)))
     ]
     return tuple(starts[layer] for layer in balance(costs, wanted))
 
 
 def _layers(inventory: Inventory) -> list[int]:
     """The places in the chain of what no stage may be without."""
-    blocks = [index for index, path in enumerate(inventory.chain) if _holds_block(inventory, path)]
-    return blocks or [i for i, path in enumerate(inventory.chain) if _elements(inventory, path, min_axes=0)]
+    blocks = [index for index, path in enumerate(inventory.pipeline_order) if _holds_block(inventory, path)]
+    return blocks or [i for i, path in enumerate(inventory.pipeline_order) if _elements(inventory, path, min_axes=0)]
 
 
 def _holds_block(inventory: Inventory, path: str) -> bool:
@@ -266,7 +270,7 @@ def _without(inventory: Inventory, foreign: Collection[str]) -> tuple[Inventory,
         blocks=_own(inventory.blocks, foreign),
         head=_own(inventory.head, foreign),
         embeddings=_own(inventory.embeddings, foreign),
-        chain=_own(inventory.chain, foreign),
+        pipeline_order=_own(inventory.pipeline_order, foreign),
     )
     return left, first
 

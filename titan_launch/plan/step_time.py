@@ -9,8 +9,8 @@ from titan_launch.config.architectures.llama3 import Llama3Args, flops_per_token
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES, stages_per_rank
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
-from titan_launch.plan.activation_checkpoint import recomputed_modules, recomputes_modules, selection
-from titan_launch.plan.communication import Wire
+from titan_launch.plan.activation_checkpoint import checkpointed_modules, checkpoints_modules, selection
+from titan_launch.plan.communication import LinkTraffic
 from titan_launch.plan.hardware import Hardware
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import Inventory
@@ -45,7 +45,7 @@ class StepTime:
 
 
 def estimate_step_time(
-    flops_per_rank: float | None, wire: Wire, hardware: Hardware, bubble_share: float = 0.0
+    flops_per_rank: float | None, wire: LinkTraffic, hardware: Hardware, bubble_share: float = 0.0
 ) -> StepTime:
     """Computing at `mfu` of the peak; communicating at the full rate of the links, of which the slower one counts.
 
@@ -109,7 +109,7 @@ class ModelFlops:
         """What `recomputation` adds for one sample; None where unknown."""
         if recomputation.mode == "none":
             return 0
-        if recomputation.modules or not recomputes_modules(recomputation):
+        if recomputation.modules or not checkpoints_modules(recomputation):
             return None
         keeps_costly_ops = selection(recomputation) == "op"
         num_blocks = self._num_blocks(recomputation)
@@ -120,7 +120,7 @@ class ModelFlops:
         return self.per_sample * num_blocks // (3 * self._num_blocks(_FULL))
 
     def _num_blocks(self, recomputation: ActivationCheckpointConfig) -> int:
-        return len(recomputed_modules(Inventory((), self.blocks), recomputation))
+        return len(checkpointed_modules(Inventory((), self.blocks), recomputation))
 
     def total_per_sample(self, recomputation: ActivationCheckpointConfig) -> int | None:
         """Everything that is computed for one sample; None where unknown."""

@@ -74,7 +74,7 @@ class Inventory:
     embeddings: tuple[str, ...] = ()
     """Paths of the modules that run first and whose weights only their own forward reads: not even backward does."""
 
-    chain: tuple[str, ...] = ()
+    pipeline_order: tuple[str, ...] = ()
     """Paths of the modules that run one after another, in order, each on what the one before it returns; all parameters
     are in them. Empty where nothing is known about that."""
 

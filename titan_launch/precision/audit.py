@@ -12,7 +12,7 @@ from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD
 from titan_launch.distributed.torch_private import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from titan_launch.plan.communication import DTYPE_BYTES
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.report.unit_table import Place
+from titan_launch.plan.report.unit_table import KeyLocator
 from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit, full_name
 from titan_launch.precision.observation import (
     AUTOCAST,
@@ -76,10 +76,10 @@ class Audit:
     modules: tuple[Audited, ...]
     units: tuple[Audited, ...]
 
-    def differences(self, place: Place = format_key) -> list[str]:
+    def differences(self, locate_key: KeyLocator = format_key) -> list[str]:
         """One line for each thing that differs, modules alike but for the numbers in their paths together."""
         differing = [(row, finding) for row in (*self.modules, *self.units) for finding in row.findings]
-        lines = [(row.name, _difference(row, finding, place)) for row, finding in differing if finding.differs]
+        lines = [(row.name, _difference(row, finding, locate_key)) for row, finding in differing if finding.differs]
         return [f"{name} {line}" for name, (line,) in _alike((name, (line,)) for name, line in lines)]
 
     def as_data(self) -> dict[str, Any]:
@@ -176,8 +176,8 @@ def _findings(planned: dict[str, tuple[str, ...]], seen: Seen) -> Iterator[Findi
         yield Finding(what, planned.get(what, ()), tuple(sorted(seen.dtypes.get(what, ()))))
 
 
-def _difference(row: Audited, finding: Finding, place: Place) -> str:
-    where = row.unit.reason if row.unit.key is None else place(row.unit.key)
+def _difference(row: Audited, finding: Finding, locate_key: KeyLocator) -> str:
+    where = row.unit.reason if row.unit.key is None else locate_key(row.unit.key)
     origin = row.unit.reason if where == row.unit.reason else f"{row.unit.reason}, {where}"
     observed = " and ".join(finding.observed)
     return f"({row.classes}), {finding.what}: planned {finding.planned_text}, observed {observed} (unit: {origin})"

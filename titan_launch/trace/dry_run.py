@@ -29,7 +29,7 @@ from titan_launch.plan.report.table import format_gib
 from titan_launch.plan.report.unit_table import format_batches
 from titan_launch.plan.types import ModelPlan
 from titan_launch.trace.depth import trace_rank
-from titan_launch.trace.fake_group import imagined_ranks, silence
+from titan_launch.trace.fake_group import fake_process_group, silence
 from titan_launch.trace.step import TracedStep
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.model import shard_model
@@ -47,7 +47,7 @@ def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) ->
     plan = plan_precision(config, built)
     with ExitStack() as stack:
         stack.enter_context(silence())
-        stack.enter_context(imagined_ranks(layout.world_size, rank))
+        stack.enter_context(fake_process_group(layout.world_size, rank))
         mesh = build_mesh(layout, "cpu")
         model = shard_model(config, built, replace(plan, float8=()), mesh)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

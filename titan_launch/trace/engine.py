@@ -52,7 +52,7 @@ class TraceEngine:
                 self._inventory = inspect_model(config, build_model(config.model, config.training.seq_len))
             plan = plan_job(config, self._inventory)
             self._known[choice] = max(
-                (self._trace(config, plan, pipeline_rank) for pipeline_rank in telling_ranks(plan)),
+                (self._trace(config, plan, pipeline_rank) for pipeline_rank in representative_ranks(plan)),
                 key=lambda traced: traced.footprint.peak_bytes,
             )
         return self._known[choice]
@@ -65,7 +65,7 @@ class TraceEngine:
         return replace(traced, footprint=replace(traced.footprint, pipeline_rank=pipeline_rank))
 
 
-def telling_ranks(plan: ModelPlan) -> list[int]:
+def representative_ranks(plan: ModelPlan) -> list[int]:
     """The ranks along the pipeline one of which holds the most: the first, where most microbatches have begun before a
     backward ends, the last, which has the logits, and the one with the most parameters."""
     parameters: dict[int, int] = {}
@@ -77,9 +77,9 @@ def telling_ranks(plan: ModelPlan) -> list[int]:
 
 
 def trace_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> TraceEngine:
-    """What answers for any model the job can build, in a process that has no process group.
+    """Return an engine for any model that the job can build. The process must have no process group.
 
-    `kernels`: whose memory is meant, CUDA's, for which some stand in (see `titan_launch.trace.kernels`), or the CPU's.
+    `kernels`: the device family whose memory is predicted. `trace.cuda_kernels` stands in for CUDA's.
     Raises UserError on an untested release of PyTorch.
     """
     if not is_tested_release():

@@ -16,7 +16,7 @@ from titan_launch.core.patches import replaced
 
 
 @contextmanager
-def imagined_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
+def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
     """Be a rank of so many until the end of the block; collectives return at once and change nothing.
 
     Of the ranks that share parameters the first holds the most: its shard is never the smaller one. Raises

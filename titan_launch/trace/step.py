@@ -36,18 +36,18 @@ from titan_launch.parallel.pipeline import Pipeline, parts, pipeline_of
 from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.memory.ledger import MICROBATCHES, Category, Footprint, Ledger, Place, on_host, with_growth
+from titan_launch.plan.memory.ledger import MICROBATCHES, Category, Footprint, Ledger, StepPoint, on_host, with_growth
 from titan_launch.plan.memory.optimizer import GroupSizes, ShardSize, state_bytes, temporary_bytes
 from titan_launch.plan.pipeline import scaled_to_step, sufficient_microbatches
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.diagnosis import dtype_failures_explained
 from titan_launch.trace.collective_counts import count_exchanges
-from titan_launch.trace.fake_group import imagined_ranks, silence
-from titan_launch.trace.kernels import copies_from_host, kernels_in_place
-from titan_launch.trace.step_points import Places, stations
+from titan_launch.trace.cuda_kernels import copies_from_host, kernels_in_place
+from titan_launch.trace.fake_group import fake_process_group, silence
+from titan_launch.trace.step_points import StepPoints, stations
 from titan_launch.train.forward import check_embeddings, checked_loss
 from titan_launch.train.model import shard_model
-from titan_launch.train.pipeline import PipelinedStep
+from titan_launch.train.pipeline_step import PipelinedStep
 from titan_launch.train.step import backward, loss_of
 
 
@@ -124,7 +124,7 @@ def trace_step(
     """
     with ExitStack() as stack:
         stack.enter_context(silence())
-        stack.enter_context(imagined_ranks(layout.world_size, rank))
+        stack.enter_context(fake_process_group(layout.world_size, rank))
         mesh = build_mesh(layout, "cpu")
         part = sequence_part(mesh.context, config.parallelism)
         model = shard_model(config, built, replace(plan, float8=()), mesh)  # whose memory is not known
@@ -173,8 +173,8 @@ def _go_through(
     `num_microbatches`: number of microbatches to trace.
     """
     layout = mesh.layout
-    ledger.enter(Place(0, "forward", ""))
-    places = Places(ledger)
+    ledger.enter(StepPoint(0, "forward", ""))
+    places = StepPoints(ledger)
     with ExitStack() as stack:
         memory = stack.enter_context(track(model, ledger))
         for module, part in parts(model, plan):
@@ -188,7 +188,7 @@ def _go_through(
         statistics = RunningStatistics(model)  # kept all the time
         memory.scope(None)
         traffic = _Accumulation(config, model, layout, num_microbatches, batches, places, memory, count).run()
-        ledger.enter(Place(places.microbatch, "optimizer", ""))
+        ledger.enter(StepPoint(places.microbatch, "optimizer", ""))
         _update(temporary_bytes(config.optimizer, groups, layout.parameter_shards), ledger)
         del statistics
         return TracedStep(ledger.footprint(), traffic)
@@ -209,7 +209,7 @@ class _Accumulation:
     layout: Layout
     num_microbatches: int
     batches: Batches
-    places: Places
+    places: StepPoints
     memory: LiveMemory
     count: TrafficCount
 

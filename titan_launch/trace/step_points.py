@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from titan_launch.metrics.memory import is_in_backward
 from titan_launch.models.inventory import has_forward
-from titan_launch.plan.memory.ledger import Ledger, Place
+from titan_launch.plan.memory.ledger import Ledger, StepPoint
 from titan_launch.plan.types import Inventory, full_name, outermost, parent
 from titan_launch.precision.observation import floating_tensors
 
 
-class Places:
+class StepPoints:
     """Enters a ledger's places. Forward reaches a module before FSDP2 gathers its parameters, backward when the
     gradient of its output is there; the loss lasts until then, its own backward included."""
 
@@ -47,7 +47,7 @@ class Places:
             yield
 
     def _enter(self, phase: str, unit: str) -> None:
-        self._ledger.enter(Place(self.microbatch, phase, unit))
+        self._ledger.enter(StepPoint(self.microbatch, phase, unit))
 
     def _begin_next(self, model: nn.Module, _: Any) -> None:
         """A model, or a stage of a pipeline, goes through the microbatches one after the other."""

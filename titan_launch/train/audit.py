@@ -66,7 +66,7 @@ def _settle(run: Run, watched: Sequence[_Watched]) -> None:
     audit = together([compare(plan, run.layout, observed) for _, plan, observed in watched])
     if run.mesh.pipeline_group is not None:
         audit = together(on_all(lambda: audit, run.mesh.pipeline_group))
-    differences = _differences_of_all_ranks(audit.differences(run.place))
+    differences = _differences_of_all_ranks(audit.differences(run.locate_key))
     if run.ranks.is_main:
         record_audit(run.folder, {"differences": differences, **audit.as_data()})
         for sink in run.sinks:

@@ -24,7 +24,15 @@ from titan_launch.models.parallel_plans import check_context_plan, check_tensor_
 from titan_launch.parallel.batchnorm import check_batch_norms
 from titan_launch.plan.auto_mode import resolve_auto
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
-from titan_launch.plan.job import Choice, is_auto, is_own_choice, own_choice, plan_job, possible_choices, with_choice
+from titan_launch.plan.job import (
+    Choice,
+    configured_choice,
+    is_auto,
+    is_configured_choice,
+    plan_job,
+    possible_choices,
+    with_choice,
+)
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic.engine import analytic_engine, unknown_part
 from titan_launch.plan.step_time import flops_of_model
@@ -46,7 +54,7 @@ def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
     check_tensor_plan(built.module, built.tensor_parallel, config.parallelism)
     context, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len
     check_context_plan(built.module, built.context_parallel, context, seq_len, config.batchnorm)
-    return take_inventory(built.module, built.blocks, built.head, built.embeddings, built.chain)
+    return take_inventory(built.module, built.blocks, built.head, built.embeddings, built.pipeline_order)
 
 
 def plan_precision(config: JobConfig, built: BuiltModel) -> ModelPlan:
@@ -76,7 +84,7 @@ def hardware_of_run(config: JobConfig, ranks: Ranks) -> Hardware:
     return hardware_of(config, ranks.on_host, "cuda", properties.name, memory.item() / GIB)
 
 
-def settle_modes(
+def resolve_auto_modes(
     config: JobConfig,
     layout: Layout,
     built: BuiltModel,
@@ -117,7 +125,7 @@ def _kept(config: JobConfig, folder: Path, attempt: Attempt) -> Decision | None:
     own_accumulation, own_recomputation = config.gradient_accumulation, config.activation_checkpoint
     accumulation = recorded.accumulation if own_accumulation.mode == "auto" else own_accumulation
     recomputation = recorded.recomputation if own_recomputation.mode == "auto" else own_recomputation
-    choice = own_choice(with_choice(config, Choice(accumulation, recomputation)))
+    choice = configured_choice(with_choice(config, Choice(accumulation, recomputation)))
     obstacle = next(_obstacles(config, choice), None)
     if obstacle is not None:
         _log.info("auto: %s cannot be kept (%s), so it is decided anew", choice.label, obstacle)
@@ -149,7 +157,7 @@ def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Ha
 
 def _least_memory(config: JobConfig, layout: Layout, inventory: Inventory) -> Decision:
     """Return the choice that holds the least memory: the most recomputation, with the first mode of accumulation."""
-    own = [choice for choice in possible_choices(config, layout, inventory)[0] if is_own_choice(config, choice)]
+    own = [choice for choice in possible_choices(config, layout, inventory)[0] if is_configured_choice(config, choice)]
     choice = next(choice for choice in own if choice.recomputation == own[-1].recomputation)
     return choice, f"{choice.label}: the least memory, since jobs are not traced on an untested release of PyTorch"
 

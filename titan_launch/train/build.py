@@ -25,7 +25,7 @@ from titan_launch.parallel.compile import cache_folder, compile_loss
 from titan_launch.parallel.context_parallel import ring_attention, sequence_part
 from titan_launch.parallel.float8 import scale_update
 from titan_launch.parallel.pipeline import pipeline_of
-from titan_launch.plan.report.unit_table import Place, describe_units, format_plan
+from titan_launch.plan.report.unit_table import KeyLocator, describe_units, format_plan
 from titan_launch.train.batches import (
     build_train_batches,
     build_train_source,
@@ -33,15 +33,15 @@ from titan_launch.train.batches import (
     build_validation_source,
 )
 from titan_launch.train.forward import check_embeddings, checked_loss
-from titan_launch.train.health.coordination import Control, StopRequest
+from titan_launch.train.health.coordination import StepCoordinator, StopRequest
 from titan_launch.train.health.flight_recorder import make_room_for_nccl
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.health.watchdog import Watchdog
-from titan_launch.train.kernels import use_kernels
+from titan_launch.train.kernel_choice import use_kernels
 from titan_launch.train.measure import MemoryCheck, StepMeasurements
 from titan_launch.train.model import check_stages, fill_model, shard_model
-from titan_launch.train.pipeline import PipelinedStep
-from titan_launch.train.resolve_job import settle
+from titan_launch.train.pipeline_step import PipelinedStep
+from titan_launch.train.resolve_job import resolve_job
 from titan_launch.train.run import Run, build_meter, build_sinks, log_batches
 from titan_launch.train.run_folder.attempt import Attempt, this_attempt
 from titan_launch.train.run_folder.folder import HeldFolder, effective_load, new_attempt_folder, prepare_run_folder
@@ -57,23 +57,24 @@ def build_run(
     config: JobConfig,
     ranks: Ranks,
     stack: ExitStack,
-    place: Place = format_key,
+    locate_key: KeyLocator = format_key,
     stop: StopRequest | None = None,
     log_file: LogFile | None = None,
     watchdog: Watchdog | None = None,
 ) -> Run:
-    """Build everything that training needs; what must be closed is entered into `stack`. `place` says where a key of
-    the job was given; `stop` is asked after every step whether a signal has arrived; `log_file` is told where to write,
-    and so is `watchdog`.
+    """Build everything that training needs. Resources that must be closed are entered into `stack`.
 
-    What can be wrong is found first (the division of ranks, the model, the precision rules, the data); then memory is
-    allocated; only then is anything written.
+    `locate_key` returns the file and line of a key. `stop` is asked after every step whether a signal has arrived.
+    `log_file` and `watchdog` are given the run's folder.
+
+    Errors that need no memory are found first: division of ranks, model, precision rules, data. Then memory is
+    allocated, and only then are files written.
     """
     watchdog = watchdog or Watchdog(config.comm, ranks)
     attempt = this_attempt()
-    settled = settle(config, ranks, config.job.run_folder, attempt)
+    settled = resolve_job(config, ranks, config.job.run_folder, attempt)
     config, recorded, layout, built = settled.config, settled.recorded, settled.layout, settled.built
-    _log.info("%s", format_plan(config, settled.plan, layout, place))
+    _log.info("%s", format_plan(config, settled.plan, layout, locate_key))
     use_kernels(config, built, settled.plan, layout, ranks.device, stack)
     stack.enter_context(cache_folder(config.compile))
     mesh = build_mesh(layout, ranks.device.type)
@@ -100,7 +101,7 @@ def build_run(
     load = on_main(lambda: effective_load(folder, recorded, attempt))
     load_run(recorded, folder, load, state, progress, sources)
     on_main(lambda: record_run(folder, recorded, attempt, stack))
-    on_main(lambda: record_units(folder, describe_units(settled.plan, layout, place)))
+    on_main(lambda: record_units(folder, describe_units(settled.plan, layout, locate_key)))
     log_batches(config, layout, ranks, source, held_out, folder)
     step = build_step(config, model, optimizer, guard, mesh, ranks, num_classes)
     first_step = progress.step + 1
@@ -119,7 +120,7 @@ def build_run(
         guard=guard,
         progress=progress,
         state=state,
-        control=Control(stop or StopRequest(), config.checkpoint.interval_minutes),
+        control=StepCoordinator(stop or StopRequest(), config.checkpoint.interval_minutes),
         first_step=first_step,
         epoch_size=len(source),
         train_batches=build_train_batches(config, source, layout, ranks, progress.data_position, stack),
@@ -133,7 +134,7 @@ def build_run(
         sinks=build_sinks(config, settled.reason, folder, progress, console, stack),
         console=console,
         watchdog=watchdog,
-        place=place,
+        locate_key=locate_key,
     )
 
 

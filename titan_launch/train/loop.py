@@ -18,8 +18,8 @@ from titan_launch.parallel.batchnorm import largest_divergence, pool_running_sta
 from titan_launch.parallel.pipeline import parts
 from titan_launch.precision.diagnosis import dtype_failures_explained
 from titan_launch.train.audit import audited_step, audits, is_audited
-from titan_launch.train.health.skipped_steps import settle_guard
-from titan_launch.train.kernels import attention_failures_explained
+from titan_launch.train.health.skipped_steps import act_on_skipped_steps
+from titan_launch.train.kernel_choice import attention_failures_explained
 from titan_launch.train.measure import MEASURED
 from titan_launch.train.run import Run
 from titan_launch.train.run_folder.folder import checkpoint_folder
@@ -67,7 +67,7 @@ def fit(run: Run) -> None:
             result = train_one_step(run)
             run.watchdog.enter("agreeing and reporting", run.progress.step)
             run.control.agree()
-            if is_settled_step(run) and settle_guard(run):
+            if is_settled_step(run) and act_on_skipped_steps(run):
                 continue  # back at the step of a checkpoint
             scalars = report(run, result) if is_report_step(run) else {}
             if is_checkpoint_step(run):

@@ -19,10 +19,10 @@ from titan_launch.metrics.memory import track
 from titan_launch.metrics.traffic import TrafficCount, count_collectives, profile_exposed_time
 from titan_launch.parallel.compile import compile_time
 from titan_launch.plan.hardware import GIB, Hardware
-from titan_launch.plan.job import own_choice
+from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic.engine import analytic_engine, unknown_part
-from titan_launch.plan.memory.ledger import Category, Ledger, Place
+from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
 from titan_launch.train.step import Microbatch, TrainStep
 from titan_launch.train.trace_subprocess import Tracing
 
@@ -62,7 +62,7 @@ class MemoryCheck:
             _log.info("memory is not predicted: the planner does not know what torchao keeps; `plan` shows it without")
             return
         if unknown_part(config) is None:
-            footprint = analytic_engine(config, layout, hardware.kernels)(own_choice(config))
+            footprint = analytic_engine(config, layout, hardware.kernels)(configured_choice(config))
             self._prediction = Prediction(footprint.peak_bytes / GIB, str(footprint.place))
             return
         if layout.pipeline > 1 or (layout.model_parallel > 1 and hardware.kernels == "cpu"):
@@ -202,7 +202,7 @@ class StepMeasurements:
     def _tracked(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
         """Measures active memory as the planner counts it: of a step's microbatches one is on the device at a time."""
         ledger = Ledger()
-        ledger.enter(Place(0, "step", ""))
+        ledger.enter(StepPoint(0, "step", ""))
         with track(self._model, ledger, self._optimizer) as memory:
             memory.hold([self._train_step.kept_statistics], Category.BUFFERS)
             memory.hold(microbatches[0], Category.INPUTS)

@@ -14,14 +14,14 @@ from titan_launch.plan.hardware import Hardware
 from titan_launch.plan.job import with_whole_parameters
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 from titan_launch.plan.types import ModelPlan
-from titan_launch.train.auto_mode import hardware_of_run, plan_precision, settle_modes
+from titan_launch.train.auto_mode import hardware_of_run, plan_precision, resolve_auto_modes
 from titan_launch.train.measure import check_profiling
 from titan_launch.train.model import build_on_all_ranks
 from titan_launch.train.run_folder.attempt import Attempt
 
 
 @dataclass(frozen=True)
-class Settled:
+class ResolvedJob:
     """What all ranks know of a run when they begin to build it."""
 
     config: JobConfig
@@ -41,7 +41,7 @@ class Settled:
     plan: ModelPlan
 
 
-def settle(config: JobConfig, ranks: Ranks, folder: Path, attempt: Attempt) -> Settled:
+def resolve_job(config: JobConfig, ranks: Ranks, folder: Path, attempt: Attempt) -> ResolvedJob:
     """Divide the ranks, build the model, decide on modes, and plan units and dtypes; collective.
 
     `folder`: the run's, whose modes are kept where it goes on. Raises ConfigError, on all ranks alike, for whatever of
@@ -54,8 +54,8 @@ def settle(config: JobConfig, ranks: Ranks, folder: Path, attempt: Attempt) -> S
     check_param_groups(built.module, config.optimizer, built.head)
     check_profiling(config.comm, ranks.device)
     hardware = hardware_of_run(config, ranks)
-    config, reason = settle_modes(config, layout, built, hardware, folder, attempt, ranks)
+    config, reason = resolve_auto_modes(config, layout, built, hardware, folder, attempt, ranks)
     plan = plan_precision(config, built)
     check_shards(config.float8, plan, layout)
     recorded = config.model_copy(update={"parallelism": job.parallelism})
-    return Settled(config, recorded, reason, layout, hardware, built, plan)
+    return ResolvedJob(config, recorded, reason, layout, hardware, built, plan)

@@ -25,10 +25,10 @@ from titan_launch.metrics.sinks import ConsoleSink, JsonlSink, Sink, TensorBoard
 from titan_launch.models.build import BuiltModel
 from titan_launch.plan.hardware import find_device
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.report.unit_table import Place, format_batches
+from titan_launch.plan.report.unit_table import KeyLocator, format_batches
 from titan_launch.plan.types import ModelPlan
 from titan_launch.train.batches import TrainBatches
-from titan_launch.train.health.coordination import Control
+from titan_launch.train.health.coordination import StepCoordinator
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.measure import MemoryCheck, StepMeasurements
@@ -56,7 +56,7 @@ class Run:
     state: TrainingState
     """All that goes into a checkpoint."""
 
-    control: Control
+    control: StepCoordinator
     first_step: int
     """The first step of this process: 1, or the one after the checkpoint it resumed from."""
 
@@ -80,7 +80,7 @@ class Run:
     watchdog: Watchdog
     """Is told what this rank does."""
 
-    place: Place
+    locate_key: KeyLocator
     """Where a key of the job was given."""
 
 

@@ -21,7 +21,7 @@ from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.fsdp import discard_pending
 from titan_launch.train.forward import logits_of
 from titan_launch.train.health.step_guard import StepGuard
-from titan_launch.train.pipeline import PipelinedStep
+from titan_launch.train.pipeline_step import PipelinedStep
 
 Microbatch = tuple[Tensor, Tensor]
 """Inputs and targets of one rank; the first axis is the sample."""

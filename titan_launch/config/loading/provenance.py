@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from titan_launch.core.errors import UNSET, KeyPath, Problem, format_key
 
 
-class Place(NamedTuple):
+class KeyLocation(NamedTuple):
     """Where a key was given. Places sort as they were read: files, lines, then the command line."""
 
     source: int
@@ -34,13 +34,13 @@ class Provenance:
         """The job file, as the user named it."""
         self._table, self._origins, self._sources = table, origins, sources
 
-    def find(self, key: KeyPath) -> Place:
+    def find(self, key: KeyPath) -> KeyLocation:
         """Where a key was given; for a key that was not given, where the nearest table around it was."""
         for length in range(len(key), 0, -1):
             source = self._origins.get(key[:length])
             if source is not None:
-                return Place(self._sources.index(source), *source.find(key))
-        return Place(0, 0, self.path)
+                return KeyLocation(self._sources.index(source), *source.find(key))
+        return KeyLocation(0, 0, self.path)
 
     def place(self, key: KeyPath) -> str:
         """The same in words: `configs/job.toml:7`."""

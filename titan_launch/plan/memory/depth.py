@@ -104,7 +104,7 @@ def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
             inventory,
             modules=modules,
             blocks=tuple(filter(stays, inventory.blocks)),
-            chain=tuple(filter(stays, inventory.chain)),
+            pipeline_order=tuple(filter(stays, inventory.pipeline_order)),
         ),
         tuple(unit for unit in units if unit.modules),
         {name: dtype for name, dtype in plan.buffer_dtypes.items() if stays(name)},

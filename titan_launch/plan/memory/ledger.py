@@ -67,7 +67,7 @@ the compute stream, in which what a reduce-scatter sends is allocated too.)"""
 _STREAM_OF = tuple(_STREAMS.get(category, 0) for category in Category)
 
 
-class Place(NamedTuple):
+class StepPoint(NamedTuple):
     """Where in a step something happens."""
 
     microbatch: int
@@ -113,11 +113,11 @@ class Ledger:
         self.live = [0] * len(Category)
         self.total = 0
         self._streams = [0, 0, 0]
-        self._place: Place | None = None
+        self._place: StepPoint | None = None
         self._peak = Peak(0, (), ())
         self._stream_peaks: list[float] = [0, 0, 0]
         self._is_rising = False
-        self._peaks: dict[Place, Peak] = {}
+        self._peaks: dict[StepPoint, Peak] = {}
 
     def allocate(self, num_bytes: int, category: Category) -> None:
         """So many bytes are there from now on."""
@@ -155,7 +155,7 @@ class Ledger:
             self.total -= num_bytes
             self.allocate(num_bytes, new)
 
-    def enter(self, place: Place) -> None:
+    def enter(self, place: StepPoint) -> None:
         """What happens from now on happens there."""
         self._leave()
         self._place = place
@@ -186,12 +186,12 @@ class Ledger:
 class Footprint:
     """Active memory of one rank over a step: its peak at every place. Reserved memory is more (see the plan)."""
 
-    peaks: Mapping[Place, Peak]
+    peaks: Mapping[StepPoint, Peak]
     pipeline_rank: int | None = None
     """The rank's place along the pipeline; None without one."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StepPoint:
         """Where the most memory is held."""
         return max(self.peaks, key=lambda place: self.peaks[place].total)
 
@@ -245,7 +245,7 @@ def _grown(peak: Peak, num_bytes: float) -> Peak:
     return Peak(peak.total + num_bytes, tuple(held), tuple(streams))
 
 
-def _shared(shorter: Footprint, longer: Footprint) -> Iterator[tuple[Place, Peak]]:
+def _shared(shorter: Footprint, longer: Footprint) -> Iterator[tuple[StepPoint, Peak]]:
     return ((place, peak) for place, peak in shorter.peaks.items() if place in longer.peaks)
 
 

@@ -8,9 +8,9 @@ from functools import cache
 from typing import Literal
 
 from titan_launch.config.job import JobConfig
-from titan_launch.plan.communication import Traffic, Wire, traffic_of_step, wire_bytes
+from titan_launch.plan.communication import LinkTraffic, Traffic, traffic_of_step, wire_bytes
 from titan_launch.plan.hardware import GIB, Hardware
-from titan_launch.plan.job import Choice, is_own_choice, plan_kept, possible_choices
+from titan_launch.plan.job import Choice, is_configured_choice, plan_kept, possible_choices
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import Footprint
 from titan_launch.plan.step_time import ModelFlops, StepTime, bubble_share, estimate_step_time
@@ -29,7 +29,7 @@ class Row:
     choice: Choice
     footprint: Footprint
     traffic: Traffic
-    wire: Wire
+    wire: LinkTraffic
     flops_per_rank: int | None
     """Of a step, recomputation included; the mean of the ranks that work on the same samples."""
 
@@ -88,7 +88,7 @@ def compare(
         notes.append(_OF_ONE_STAGE)
     rows = []
     for choice in choices:
-        is_own = is_own_choice(config, choice)
+        is_own = is_configured_choice(config, choice)
         if only_own and not is_own:
             continue
         footprint = engine(choice)

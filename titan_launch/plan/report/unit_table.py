@@ -23,16 +23,16 @@ from titan_launch.plan.pipeline import stage_part
 from titan_launch.plan.types import ModelPlan, Unit, enclosing, full_name
 from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT, is_batch_norm
 
-Place = Callable[[KeyPath], str]
+KeyLocator = Callable[[KeyPath], str]
 """Where a key of the job file was given: `configs/job.toml:33`."""
 
 
-def describe_units(plan: ModelPlan, layout: Layout, place: Place = format_key) -> list[dict[str, Any]]:
+def describe_units(plan: ModelPlan, layout: Layout, locate_key: KeyLocator = format_key) -> list[dict[str, Any]]:
     """One row per unit in wrapping order, as plain data: what `units.json` holds."""
-    return [_describe(unit, plan, layout, place) for unit in plan.units]
+    return [_describe(unit, plan, layout, locate_key) for unit in plan.units]
 
 
-def _describe(unit: Unit, plan: ModelPlan, layout: Layout, place: Place) -> dict[str, Any]:
+def _describe(unit: Unit, plan: ModelPlan, layout: Layout, locate_key: KeyLocator) -> dict[str, Any]:
     return {
         "name": unit.name,
         "modules": list(unit.modules),
@@ -49,7 +49,7 @@ def _describe(unit: Unit, plan: ModelPlan, layout: Layout, place: Place) -> dict
         "collectives_per_microbatch": asdict(collectives_of_unit(unit, layout)),
         "reason": unit.reason,
         **({"stages": _stages_of(unit, plan)} if plan.stages else {}),
-        "place": None if unit.key is None else place(unit.key),
+        "place": None if unit.key is None else locate_key(unit.key),
     }
 
 
@@ -76,10 +76,10 @@ _DTYPE_COLUMNS = ("storage", "compute", "reduce", "output", "buffers")
 _COLUMNS = ("unit", "modules", "class", "parameters", *_DTYPE_COLUMNS, "reshard", "collectives", "from")
 
 
-def format_units(plan: ModelPlan, layout: Layout, place: Place = format_key) -> str:
+def format_units(plan: ModelPlan, layout: Layout, locate_key: KeyLocator = format_key) -> str:
     """An aligned table, one line per unit in wrapping order; units alike but for their path share a line."""
     lines: list[Sequence[str]] = [_COLUMNS]
-    rows = describe_units(plan, layout, place)
+    rows = describe_units(plan, layout, locate_key)
     for _, alike in groupby(rows, key=lambda row: _cells(row)[1:]):
         group = list(alike)
         cells = _cells(group[0])
@@ -125,11 +125,11 @@ def format_collectives(plan: ModelPlan, layout: Layout, accumulation: GradientAc
     )
 
 
-def format_plan(config: JobConfig, plan: ModelPlan, layout: Layout, place: Place) -> str:
+def format_plan(config: JobConfig, plan: ModelPlan, layout: Layout, locate_key: KeyLocator) -> str:
     """The model, its unit table, and what is communicated."""
     lines = [
         f"model: {config.model.name}, {plan.inventory.num_parameters:,} parameters",
-        format_units(plan, layout, place),
+        format_units(plan, layout, locate_key),
         *(_stage_lines(config, plan, layout) or [format_collectives(plan, layout, config.gradient_accumulation)]),
     ]
     num_norms = sum(is_batch_norm(module) and module.same_as is None for module in plan.inventory.modules)

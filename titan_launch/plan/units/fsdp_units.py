@@ -32,7 +32,12 @@ from titan_launch.plan.types import (
     unit_by_module,
 )
 from titan_launch.plan.units.order import Resharding, in_wrapping_order
-from titan_launch.plan.units.rule_assignment import Claim, Claims, claims_of_rules, with_batch_norm_default
+from titan_launch.plan.units.rule_assignment import (
+    RuleAssignment,
+    RuleAssignments,
+    assign_rules,
+    with_batch_norm_default,
+)
 from titan_launch.plan.units.rule_problems import check_rules
 
 _SMALL_UNIT = 2**20
@@ -50,7 +55,7 @@ def plan_model(
     Raises ConfigError for a rule that matches nothing or only modules without tensors, for dtypes that kernels do not
     take together, and for tied parameters that the rules would put into two units.
     """
-    claims = claims_of_rules(inventory, precision)
+    claims = assign_rules(inventory, precision)
     check_rules(inventory, precision, claims)
     claims = with_batch_norm_default(inventory, precision, claims)
     units = in_wrapping_order(_UnitPlanner(inventory, precision, resharding, claims).units(share_units))
@@ -58,7 +63,7 @@ def plan_model(
     return ModelPlan(inventory, units, _buffer_dtypes(inventory, claims))
 
 
-def _buffer_dtypes(inventory: Inventory, claims: Claims) -> dict[str, str]:
+def _buffer_dtypes(inventory: Inventory, claims: RuleAssignments) -> dict[str, str]:
     return {
         full_name(module.path, buffer.name): claims.buffer_dtype(module) or buffer.dtype
         for module in inventory.modules
@@ -70,7 +75,9 @@ def _buffer_dtypes(inventory: Inventory, claims: Claims) -> dict[str, str]:
 class _UnitPlanner:
     """Builds the units of one model; the units are not in order yet."""
 
-    def __init__(self, inventory: Inventory, precision: PrecisionConfig, resharding: Resharding, claims: Claims):
+    def __init__(
+        self, inventory: Inventory, precision: PrecisionConfig, resharding: Resharding, claims: RuleAssignments
+    ):
         self.inventory = inventory
         self.precision = precision
         self.resharding = resharding
@@ -94,7 +101,7 @@ class _UnitPlanner:
         """A unit under no rule."""
         return Unit(name, tuple(modules), self.default, reshard, self.precision.storage_dtype, reason)
 
-    def _ruled_unit(self, name: str, modules: Sequence[str], claim: Claim, policy: Policy) -> Unit:
+    def _ruled_unit(self, name: str, modules: Sequence[str], claim: RuleAssignment, policy: Policy) -> Unit:
         reshard, storage = self._reshard(modules, claim), self.claims.storage_dtype(claim)
         return Unit(name, tuple(modules), policy, reshard, storage, claim.reason, claim.key)
 
@@ -104,7 +111,7 @@ class _UnitPlanner:
         A unit's parameters are gathered together, so one that would hold more than the largest block, and more than a
         few MB, is divided into one per block.
         """
-        groups: dict[tuple[str, Policy], tuple[Claim, list[str]]] = {}
+        groups: dict[tuple[str, Policy], tuple[RuleAssignment, list[str]]] = {}
         for path, claim in self.claims.own.items():
             if path not in self.inventory.blocks and self._needs_unit(path, claim):
                 policy = self._policy(path, claim)
@@ -142,7 +149,7 @@ class _UnitPlanner:
                 numel[path] += own
         return numel
 
-    def _needs_unit(self, path: str, claim: Claim) -> bool:
+    def _needs_unit(self, path: str, claim: RuleAssignment) -> bool:
         """Not a module that the same rule already covers from further out, nor one that holds no parameters."""
         covered = self.claims.governing(parent(path)) is claim
         return not covered and self._numel_within[path] > 0
@@ -197,7 +204,7 @@ class _UnitPlanner:
     def _root_unit(self) -> Unit:
         return self._unit("(root)", [""], None, "root")
 
-    def _reshard(self, modules: Sequence[str], claim: Claim) -> bool:
+    def _reshard(self, modules: Sequence[str], claim: RuleAssignment) -> bool:
         """As the rule says. Else a unit that stays gathered through most of forward anyway, and that backward begins
         with, keeps its parameters: gathering them again would cost a collective and save nothing."""
         if claim.rule.reshard_after_forward is not None:
@@ -213,7 +220,7 @@ class _UnitPlanner:
         is_late = any(is_within(path, last) for path in modules for last in late)
         return self.resharding.late if is_late else self.resharding.blocks
 
-    def _policy(self, path: str, claim: Claim) -> Policy:
+    def _policy(self, path: str, claim: RuleAssignment) -> Policy:
         rule = claim.rule
         return Policy(
             param_dtype=rule.param_dtype,
@@ -235,7 +242,7 @@ class _UnitPlanner:
         return self.claims.compute_dtype(parent(path))
 
 
-def check_tied_parameters(inventory: Inventory, units: Sequence[Unit], claims: Claims) -> None:
+def check_tied_parameters(inventory: Inventory, units: Sequence[Unit], claims: RuleAssignments) -> None:
     """FSDP2 refuses a parameter in two units, at the first forward and without names; say it here, with names."""
     owners = unit_by_module(inventory, units)
     problems = []
@@ -252,7 +259,7 @@ def check_tied_parameters(inventory: Inventory, units: Sequence[Unit], claims: C
         raise ConfigError(problems)
 
 
-def _tied_remedy(module: ModuleInfo, first: str, claims: Claims) -> str:
+def _tied_remedy(module: ModuleInfo, first: str, claims: RuleAssignments) -> str:
     """What brings a module and the one that shares its parameter into one unit."""
     own, other = claims.governing(module.path), claims.governing(first)
     if own is None and other is None:

@@ -19,7 +19,7 @@ _REDUCED = {"bfloat16"}
 
 
 @dataclass(frozen=True)
-class Claim:
+class RuleAssignment:
     """A rule, and what it is called in the unit table."""
 
     rule: PrecisionRule
@@ -28,15 +28,15 @@ class Claim:
     """Where the rule stands in the job file; None for a default."""
 
 
-class Claims:
+class RuleAssignments:
     """Who is under which rule. A rule covers what is inside the modules it matches, up to another rule's."""
 
-    def __init__(self, own: Mapping[str, Claim], precision: PrecisionConfig):
+    def __init__(self, own: Mapping[str, RuleAssignment], precision: PrecisionConfig):
         self.own = own
         """The claims of the modules that rules match themselves, by path, parents first within a rule."""
         self._precision = precision
 
-    def governing(self, path: str) -> Claim | None:
+    def governing(self, path: str) -> RuleAssignment | None:
         """The claim of a module, or of the nearest module around it that has one."""
         while path:
             if path in self.own:
@@ -49,7 +49,7 @@ class Claims:
         claim = self.governing(path)
         return self._precision.param_dtype if claim is None else claim.rule.param_dtype or self.storage_dtype(claim)
 
-    def storage_dtype(self, claim: Claim | None) -> str:
+    def storage_dtype(self, claim: RuleAssignment | None) -> str:
         """What the parameters under a claim, or under none, are stored in."""
         own = None if claim is None else claim.rule.storage_dtype
         return own or self._precision.storage_dtype
@@ -64,7 +64,7 @@ class Claims:
         own = None if claim is None else claim.rule.buffer_dtype
         return own or (None if is_batch_norm(module) else self._precision.buffer_dtype)
 
-    def of_buffers(self, module: ModuleInfo) -> Claim | None:
+    def of_buffers(self, module: ModuleInfo) -> RuleAssignment | None:
         """The claim that decides about a module's floating buffers, if it has any."""
         if module.same_as is not None or not any(buffer.is_floating for buffer in module.buffers):
             return None
@@ -82,35 +82,37 @@ def is_batch_norm(module: ModuleInfo) -> bool:
     return _BATCH_NORM in module.classes
 
 
-def claims_of_rules(inventory: Inventory, precision: PrecisionConfig) -> Claims:
+def assign_rules(inventory: Inventory, precision: PrecisionConfig) -> RuleAssignments:
     """Put every module under the first rule that matches it."""
-    own: dict[str, Claim] = {}
-    for claim in rule_claims(precision):
-        for module in claimable(inventory):
+    own: dict[str, RuleAssignment] = {}
+    for claim in candidate_assignments(precision):
+        for module in assignable_modules(inventory):
             if rule_matches(claim.rule, module):
                 own.setdefault(module.path, claim)
-    return Claims(own, precision)
+    return RuleAssignments(own, precision)
 
 
-def rule_claims(precision: PrecisionConfig) -> Iterator[Claim]:
+def candidate_assignments(precision: PrecisionConfig) -> Iterator[RuleAssignment]:
     """The rules of the job file, in order."""
     for index, rule in enumerate(precision.rules):
-        yield Claim(rule, f"precision.rules.{index}", ("precision", "rules", index))
+        yield RuleAssignment(rule, f"precision.rules.{index}", ("precision", "rules", index))
 
 
-def claimable(inventory: Inventory) -> list[ModuleInfo]:
+def assignable_modules(inventory: Inventory) -> list[ModuleInfo]:
     """The modules that a rule can match: what runs inside the model, each under its first path."""
     return [m for m in inventory.modules if m.path and m.has_forward and m.same_as is None]
 
 
-def with_batch_norm_default(inventory: Inventory, precision: PrecisionConfig, claims: Claims) -> Claims:
+def with_batch_norm_default(
+    inventory: Inventory, precision: PrecisionConfig, claims: RuleAssignments
+) -> RuleAssignments:
     """A BatchNorm that would compute in a reduced dtype, and that no rule matches itself, is put under a default rule:
     its parameters are fp32 beside its fp32 running statistics, and its input is taken as it comes, which the kernels
     allow."""
-    default = Claim(_batch_norm_rule(precision), BATCH_NORM_DEFAULT, None)
-    unruled = [m.path for m in claimable(inventory) if is_batch_norm(m) and m.path not in claims.own]
+    default = RuleAssignment(_batch_norm_rule(precision), BATCH_NORM_DEFAULT, None)
+    unruled = [m.path for m in assignable_modules(inventory) if is_batch_norm(m) and m.path not in claims.own]
     defaults = {path: default for path in unruled if claims.compute_dtype(path) in _REDUCED}
-    return Claims({**claims.own, **defaults}, precision)
+    return RuleAssignments({**claims.own, **defaults}, precision)
 
 
 def _batch_norm_rule(precision: PrecisionConfig) -> PrecisionRule:

@@ -9,12 +9,12 @@ from titan_launch.core.errors import ConfigError, Problem, did_you_mean, listed
 from titan_launch.core.globs import matches
 from titan_launch.plan.types import Inventory, ModuleInfo, full_name, is_within
 from titan_launch.plan.units.rule_assignment import (
-    Claim,
-    Claims,
-    claimable,
+    RuleAssignment,
+    RuleAssignments,
+    assignable_modules,
+    candidate_assignments,
     is_batch_norm,
     nothing_matched,
-    rule_claims,
     rule_matches,
     rule_patterns,
 )
@@ -22,13 +22,13 @@ from titan_launch.plan.units.rule_assignment import (
 _MATMULS = {"torch.nn.modules.linear.Linear", "torch.nn.modules.conv._ConvNd"}
 
 
-def check_rules(inventory: Inventory, precision: PrecisionConfig, claims: Claims) -> None:
+def check_rules(inventory: Inventory, precision: PrecisionConfig, claims: RuleAssignments) -> None:
     """Raise ConfigError with all that is wrong: rules that match nothing or only modules without tensors, dtypes that
     kernels do not take together, parameters that have no dtype to choose.
 
     `claims`: those of the rules alone, without defaults.
     """
-    candidates = claimable(inventory)
+    candidates = assignable_modules(inventory)
     problems = [*_unused_rules(inventory, precision, candidates, claims)]
     problems = problems or [
         *_idle_buffer_dtypes(inventory, precision, claims),
@@ -41,10 +41,10 @@ def check_rules(inventory: Inventory, precision: PrecisionConfig, claims: Claims
 
 
 def _unused_rules(
-    inventory: Inventory, precision: PrecisionConfig, candidates: Sequence[ModuleInfo], claims: Claims
+    inventory: Inventory, precision: PrecisionConfig, candidates: Sequence[ModuleInfo], claims: RuleAssignments
 ) -> Iterator[Problem]:
     used = {claim.key for claim in claims.own.values()}
-    for claim in rule_claims(precision):
+    for claim in candidate_assignments(precision):
         matched = [m.path for m in candidates if rule_matches(claim.rule, m)]
         if not matched:
             yield _nothing_matched(inventory, claim, candidates)
@@ -59,10 +59,10 @@ def _unused_rules(
             yield _problem(claim, f"matches only {listed(matched)}: no {tensors} to apply it to")
 
 
-def _idle_buffer_dtypes(inventory: Inventory, precision: PrecisionConfig, claims: Claims) -> Iterator[Problem]:
+def _idle_buffer_dtypes(inventory: Inventory, precision: PrecisionConfig, claims: RuleAssignments) -> Iterator[Problem]:
     """A `buffer_dtype` that no buffer follows: those inside are under other rules, or a BatchNorm's."""
     followed = {claim.key for module in inventory.modules if (claim := claims.of_buffers(module)) is not None}
-    for claim in rule_claims(precision):
+    for claim in candidate_assignments(precision):
         if claim.rule.buffer_dtype is not None and claim.key not in followed:
             reason = "no floating buffer follows it: there is none inside, or it is met first on another path"
             remedy = "BatchNorm's need a rule for the BatchNorm itself; drop this key"
@@ -75,7 +75,7 @@ def _has_something_to_apply_to(inventory: Inventory, path: str, rule: PrecisionR
     return any(m.parameters for m in inside) or (rule.buffer_dtype is not None and bool(buffers))
 
 
-def _useless_patterns(claim: Claim, candidates: Sequence[ModuleInfo]) -> Iterator[Problem]:
+def _useless_patterns(claim: RuleAssignment, candidates: Sequence[ModuleInfo]) -> Iterator[Problem]:
     """Of several patterns in one rule, those that match nothing."""
     for index, pattern in enumerate([] if isinstance(claim.rule.match, str) else rule_patterns(claim.rule)):
         if not any(matches(pattern, module.path) for module in candidates):
@@ -83,7 +83,7 @@ def _useless_patterns(claim: Claim, candidates: Sequence[ModuleInfo]) -> Iterato
             yield Problem((*(claim.key or ()), "match", index), reason, pattern)
 
 
-def _nothing_matched(inventory: Inventory, claim: Claim, candidates: Sequence[ModuleInfo]) -> Problem:
+def _nothing_matched(inventory: Inventory, claim: RuleAssignment, candidates: Sequence[ModuleInfo]) -> Problem:
     rule = claim.rule
     others = [m for m in inventory.modules if m.path not in {c.path for c in candidates} and rule_matches(rule, m)]
     if others and others[0].same_as:
@@ -104,7 +104,7 @@ def _nothing_matched(inventory: Inventory, claim: Claim, candidates: Sequence[Mo
     return _problem(claim, nothing_matched(rule_patterns(rule)[0], [m.path for m in candidates]))
 
 
-def _mixed_batch_norms(candidates: Sequence[ModuleInfo], claims: Claims) -> Iterator[Problem]:
+def _mixed_batch_norms(candidates: Sequence[ModuleInfo], claims: RuleAssignments) -> Iterator[Problem]:
     """BatchNorm's kernels take parameters in bf16 only with running statistics in bf16, and fp32 only with fp32."""
     for module in candidates:
         claim, dtype = claims.own.get(module.path), claims.compute_dtype(module.path)
@@ -119,9 +119,9 @@ def _mixed_batch_norms(candidates: Sequence[ModuleInfo], claims: Claims) -> Iter
             return
 
 
-def _mixed_matmuls(candidates: Sequence[ModuleInfo], claims: Claims) -> Iterator[Problem]:
+def _mixed_matmuls(candidates: Sequence[ModuleInfo], claims: RuleAssignments) -> Iterator[Problem]:
     """Norms and embeddings take inputs of another dtype than their weights; matrix products do not."""
-    failing: dict[str, tuple[Claim, list[str]]] = {}
+    failing: dict[str, tuple[RuleAssignment, list[str]]] = {}
     for module in candidates:
         claim = claims.governing(module.path)
         if claim is None or _casts_inputs(claim.rule) or not _MATMULS & set(module.classes):
@@ -150,6 +150,6 @@ def _parameters_without_dtype(inventory: Inventory) -> Iterator[Problem]:
                 yield Problem(("model", "name"), f"{reason}; register it as a buffer")
 
 
-def _problem(claim: Claim, reason: str) -> Problem:
+def _problem(claim: RuleAssignment, reason: str) -> Problem:
     field = "match" if claim.rule.match is not None else "type"
     return Problem((*(claim.key or ("precision",)), field), reason, getattr(claim.rule, field))

@@ -70,7 +70,7 @@ class StopRequest:
         leave_at_once(128 + number)
 
 
-class Control:
+class StepCoordinator:
     """Asks, after every step, what no rank may decide alone: whether to save now, and whether to stop.
 
     One all-reduce of two numbers, on the host: it waits for the other hosts, not for the devices. The default group has

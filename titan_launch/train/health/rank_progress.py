@@ -19,7 +19,7 @@ _FAILED = "titan_launch/failed"
 
 
 @dataclass(frozen=True)
-class Moment:
+class ProgressPoint:
     """Where a rank is."""
 
     sequence: int
@@ -45,7 +45,7 @@ class Moment:
         return f"in step {self.step} ({self.phase})"
 
 
-class Board:
+class ProgressBoard:
     """Where ranks read of each other where they are: the process group's store."""
 
     def __init__(self, ranks: Ranks):
@@ -54,24 +54,24 @@ class Board:
         self._store = default_store().clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=SECONDS_TO_ANSWER))
 
-    def publish(self, moment: Moment) -> None:
+    def publish(self, moment: ProgressPoint) -> None:
         """Tell where this rank is. Where the store is gone, the run is about to end for that reason."""
         place = [moment.sequence, moment.step, moment.phase, moment.collectives]
         with suppress(RuntimeError):
             self._store.set(self._key(self.rank), json.dumps(place))
 
-    def read(self) -> list[Moment | None] | None:
+    def read(self) -> list[ProgressPoint | None] | None:
         """Where each rank was last; None for one that never told, or for all where the store is gone."""
         try:
             return [self._read(rank) for rank in range(self._world_size)]
         except RuntimeError:
             return None
 
-    def _read(self, rank: int) -> Moment | None:
+    def _read(self, rank: int) -> ProgressPoint | None:
         if not self._store.check([self._key(rank)]):
             return None
         sequence, step, phase, collectives = json.loads(self._store.get(self._key(rank)))
-        return Moment(sequence, step, phase, 0.0, 0.0, collectives)
+        return ProgressPoint(sequence, step, phase, 0.0, 0.0, collectives)
 
     def tell_failure(self) -> None:
         """The run has failed on this rank."""
@@ -88,7 +88,7 @@ class Board:
         return f"titan_launch/where/{rank}"
 
 
-def who_is_behind(board: Board, now: Moment) -> str:
+def ranks_behind(board: ProgressBoard, now: ProgressPoint) -> str:
     """A sentence that names the ranks that have come least far. `now`: where this one is."""
     own = counted(now)
     board.publish(own)
@@ -110,7 +110,7 @@ def who_is_behind(board: Board, now: Moment) -> str:
     return f"{ranks_listed(behind)} {is_are} behind: all are {least}, but {ranks_listed(behind)} {counts}"
 
 
-def counted(moment: Moment) -> Moment:
+def counted(moment: ProgressPoint) -> ProgressPoint:
     """With the number of collectives."""
     try:
         return replace(moment, collectives=collectives_begun())

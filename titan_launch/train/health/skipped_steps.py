@@ -14,7 +14,7 @@ from titan_launch.distributed.collectives import on_all, on_main
 from titan_launch.distributed.process_group import set_timeouts
 from titan_launch.metrics.sinks.jsonl import json_number
 from titan_launch.train.batches import sample_order
-from titan_launch.train.health.step_guard import Fault, Settlement
+from titan_launch.train.health.step_guard import SkippedStep, SkippedSteps
 from titan_launch.train.run import Run
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ MAX_RECORDS = 100
 _CAUSES = "Usual causes: optimizer.lr too high, training.max_norm = 0, a precision rule that leaves a sum in bfloat16"
 
 
-def settle_guard(run: Run) -> bool:
+def act_on_skipped_steps(run: Run) -> bool:
     """Look at what was left out since the last look, record and count it, and act where it was too much.
 
     Returns whether the run went back to a checkpoint. Raises RunError where it ends. Waits for the device; collective,
@@ -50,7 +50,7 @@ def settle_guard(run: Run) -> bool:
     return False
 
 
-def _settle_last(run: Run, fault: Fault, what: str, recorded: str) -> None:
+def _settle_last(run: Run, fault: SkippedStep, what: str, recorded: str) -> None:
     """Act on a fault that was one too many, after which nothing has been updated: go back, or raise RunError."""
     debug = run.config.debug
     if fault.reason == "nonfinite" and debug.on_nonfinite == "stop":
@@ -70,7 +70,7 @@ def _settle_last(run: Run, fault: Fault, what: str, recorded: str) -> None:
     _go_back(run, f"{what}. {recorded}")
 
 
-def _shares_of_ranks(settlement: Settlement) -> list[list[float]]:
+def _shares_of_ranks(settlement: SkippedSteps) -> list[list[float]]:
     """Of every fault the parts of the loss, by rank."""
     by_rank = on_all(lambda: [fault.own_loss for fault in settlement.faults])
     return [list(shares) for shares in zip(*by_rank, strict=True)]
@@ -107,7 +107,7 @@ def _go_back(run: Run, reason: str) -> None:
         )
 
 
-def _describe(run: Run, fault: Fault, shares: list[float]) -> str:
+def _describe(run: Run, fault: SkippedStep, shares: list[float]) -> str:
     """What was wrong, without its consequences."""
     if fault.reason == "nonfinite":
         ranks = [str(rank) for rank, share in enumerate(shares) if not math.isfinite(share)]
@@ -131,7 +131,7 @@ def _describe(run: Run, fault: Fault, shares: list[float]) -> str:
     )
 
 
-def _record(run: Run, fault: Fault, shares: list[float], in_any_case: bool) -> str:
+def _record(run: Run, fault: SkippedStep, shares: list[float], in_any_case: bool) -> str:
     """Write the step's numbers and samples to the run's folder, on one rank. Returns a sentence that says where.
 
     `in_any_case`: also where there are `MAX_RECORDS` already.
@@ -153,7 +153,7 @@ def _file_name(step: int, rollbacks: int) -> str:
     return f"step-{step}.json" if not rollbacks else f"step-{step}.rollback-{rollbacks}.json"
 
 
-def _as_data(run: Run, fault: Fault, shares: list[float]) -> dict[str, Any]:
+def _as_data(run: Run, fault: SkippedStep, shares: list[float]) -> dict[str, Any]:
     batch = run.layout.global_batch_size
     position = run.progress.data_position - (run.progress.step - fault.step + 1) * batch
     samples = samples_of_step(sample_order(run.config, run.epoch_size), run.layout, position)

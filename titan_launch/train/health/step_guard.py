@@ -23,7 +23,7 @@ _REASONS: dict[int, Reason] = {_NONFINITE: "nonfinite", _SPIKE: "spike"}
 
 
 @dataclass(frozen=True)
-class Fault:
+class SkippedStep:
     """A step whose update was left out; the same on all ranks, but for `own_loss`."""
 
     step: int
@@ -41,11 +41,11 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Settlement:
+class SkippedSteps:
     """What has been left out since the last look."""
 
-    faults: tuple[Fault, ...]
-    last: Fault | None
+    faults: tuple[SkippedStep, ...]
+    last: SkippedStep | None
     """The fault that was one too many, if there was one: nothing has been updated since."""
 
 
@@ -128,21 +128,21 @@ class StepGuard:
         self._history = torch.where(is_trained, shifted, self._history)
         self._filled = (self._filled + is_trained).clamp(max=MAX_WINDOW)
 
-    def settle(self, step: int) -> Settlement:
+    def settle(self, step: int) -> SkippedSteps:
         """What was left out since the last call, of which `step` is the last step done. Waits for the device."""
         records, self._records = self._records, []
         if not records:
-            return Settlement((), None)
+            return SkippedSteps((), None)
         rows = torch.stack(records).tolist()
         faults, last = [], None
         for number, row in enumerate(rows, start=step - len(rows) + 1):
             code, own_loss, is_last, loss, grad_norm, loss_limit, grad_norm_limit = row
             if int(code) not in _REASONS:
                 continue
-            fault = Fault(number, _REASONS[int(code)], loss, grad_norm, loss_limit, grad_norm_limit, own_loss)
+            fault = SkippedStep(number, _REASONS[int(code)], loss, grad_norm, loss_limit, grad_norm_limit, own_loss)
             faults.append(fault)
             last = fault if is_last else last
-        return Settlement(tuple(faults), last)
+        return SkippedSteps(tuple(faults), last)
 
     def start_over(self) -> None:
         """Forget the steps left out in a row, and go on: after the run has gone back to a checkpoint."""

@@ -19,7 +19,13 @@ from titan_launch.core.process import FAILED, leave_at_once
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.train.health.flight_recorder import dump_flight_recorder
 from titan_launch.train.health.flight_records import FOLDER as FLIGHT_RECORDER
-from titan_launch.train.health.rank_progress import SECONDS_TO_ANSWER, Board, Moment, counted, who_is_behind
+from titan_launch.train.health.rank_progress import (
+    SECONDS_TO_ANSWER,
+    ProgressBoard,
+    ProgressPoint,
+    counted,
+    ranks_behind,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -69,13 +75,15 @@ class Watchdog:
         self._folder: Path | None = None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._board: Board | None = None
-        self._now = Moment(0, 0, "", 0.0, 0.0)
+        self._board: ProgressBoard | None = None
+        self._now = ProgressPoint(0, 0, "", 0.0, 0.0)
         self.enter("building the run", 0)
 
     def __enter__(self) -> Watchdog:
         if self._limit_s:
-            self._board = Board(self._ranks)  # now: where a run fails, the store may take no new client any more
+            self._board = ProgressBoard(
+                self._ranks
+            )  # now: where a run fails, the store may take no new client any more
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
         return self
@@ -91,7 +99,7 @@ class Watchdog:
     def enter(self, phase: str, step: int, *, patient: bool = False) -> None:
         """The main thread begins something else, in that step; costs nothing."""
         limit = self._limit_s * (self._patience if patient or not self._is_warm else 1.0)
-        self._now = Moment(self._now.sequence + 1, step, phase, time.monotonic(), limit)
+        self._now = ProgressPoint(self._now.sequence + 1, step, phase, time.monotonic(), limit)
 
     def entering_each(self, batches: Iterable[T], phase: str, step: int) -> Iterator[T]:
         """The batches, each of them a phase of its own."""
@@ -139,22 +147,22 @@ class Watchdog:
         """Who was behind, and where it is written what everybody did; writes the flight recorder."""
         if self._board is None:
             return "comm.hang_seconds = 0, so nobody knows which rank is behind"
-        behind = who_is_behind(self._board, self._now)
+        behind = ranks_behind(self._board, self._now)
         if self._folder is None:
             return behind
         dump_flight_recorder(self._folder)
         places = f"{self._folder / FOLDER} (stacks of all threads) and {self._folder / FLIGHT_RECORDER} (collectives)"
         return f"{behind}. See {places}"
 
-    def _is_late(self, now: Moment) -> bool:
+    def _is_late(self, now: ProgressPoint) -> bool:
         return 0 < now.limit_s <= time.monotonic() - now.since
 
     def _watch(self) -> None:
         """The thread: publishes, and looks."""
         shortest, longest = _SECONDS_BETWEEN_LOOKS
         pause = min(max(self._limit_s / _LOOKS_PER_LIMIT, shortest), longest)
-        board = Board(self._ranks)
-        reported: Moment | None = None
+        board = ProgressBoard(self._ranks)
+        reported: ProgressPoint | None = None
         while not self._closing.wait(pause):
             now = self._now
             if reported is None or now.sequence != reported.sequence:  # else it is published, with more detail
@@ -171,13 +179,13 @@ class Watchdog:
                 reported = now
                 self._report(now, board, pause)
 
-    def _report(self, now: Moment, board: Board, pause: float) -> None:
+    def _report(self, now: ProgressPoint, board: ProgressBoard, pause: float) -> None:
         """On all ranks, since all of them hang; one says it."""
         board.publish(counted(now))
         self._closing.wait(2 * pause)  # for the others to do the same
         level = logging.WARNING if self._ranks.is_main else logging.INFO
         where = "standard error" if self._folder is None else self._folder / FOLDER
-        behind = who_is_behind(board, self._now)
+        behind = ranks_behind(board, self._now)
         _log.log(level, "no progress for %.0f s: %s; stacks of all threads: %s", now.limit_s, behind, where)
         if self._folder is None:
             faulthandler.dump_traceback(file=_STDERR)

@@ -17,7 +17,7 @@ _PREFIX = "attempt-"
 
 
 @dataclass(frozen=True)
-class Agent:
+class AgentProcess:
     """A process of torchrun, which starts the ranks of one host, watches them, and starts them again."""
 
     host: str
@@ -30,7 +30,7 @@ class Agent:
     started: int | None
     """When that process was started, in clock ticks since the host was; None where the system does not tell."""
 
-    def is_same(self, other: Agent) -> bool:
+    def is_same(self, other: AgentProcess) -> bool:
         """Whether both are one process of torchrun."""
         return (self.host, self.folder) == (other.host, other.folder)
 
@@ -43,7 +43,7 @@ class Agent:
 class Attempt:
     """One start of all ranks of a run."""
 
-    agents: tuple[Agent, ...] = ()
+    agents: tuple[AgentProcess, ...] = ()
     """The processes of torchrun that started the ranks; none where something else did."""
 
     slurm_job: str | None = None
@@ -64,7 +64,7 @@ class Attempt:
 class Launch:
     """The launch that wrote to a run's folder last, as the folder records it."""
 
-    agents: tuple[Agent, ...]
+    agents: tuple[AgentProcess, ...]
     slurm_job: str | None
     has_ended: bool
     """Whether the run has come to an orderly end, after which nothing starts it again."""
@@ -73,7 +73,7 @@ class Launch:
         """As text; `parse_launch` reads it."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
-    def agent_alive_here(self) -> Agent | None:
+    def agent_alive_here(self) -> AgentProcess | None:
         """The agent on this host that may yet start the ranks again."""
         return None if self.has_ended else next((agent for agent in self.agents if agent.is_alive_here()), None)
 
@@ -114,14 +114,14 @@ def next_attempt(logs: Path) -> int:
     return max((int(number) for number in numbers if number.isdecimal()), default=0) + 1
 
 
-def _agent_of(environment: Mapping[str, str]) -> Agent | None:
+def _agent_of(environment: Mapping[str, str]) -> AgentProcess | None:
     """This rank's agent, told by the first rank of each host. torchrun names a file for each rank's error, three levels
     below the folder that it made for this launch."""
     error_file = environment.get("TORCHELASTIC_ERROR_FILE")
     if error_file is None or environment.get("LOCAL_RANK", "0") != "0":
         return None
     pid = os.getppid()
-    return Agent(socket.gethostname(), str(Path(error_file).parents[2]), pid, _started(pid))
+    return AgentProcess(socket.gethostname(), str(Path(error_file).parents[2]), pid, _started(pid))
 
 
 def _started(pid: int) -> int | None:

@@ -9,7 +9,7 @@ from titan_launch.config.architectures import resolve_args
 from titan_launch.config.architectures.llama3 import Llama3Args
 from titan_launch.config.job import JobConfig
 from titan_launch.core.globs import matches
-from titan_launch.plan.activation_checkpoint import recomputed_modules
+from titan_launch.plan.activation_checkpoint import checkpointed_modules
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, plan_kept, with_choice
 from titan_launch.plan.layout import Layout
@@ -64,7 +64,7 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
 
     def footprint(choice: Choice) -> Footprint:
         kept = bool(choice.accumulation.keep_params_unsharded)
-        again = recomputed_modules(inventory, choice.recomputation)
+        again = checkpointed_modules(inventory, choice.recomputation)
 
         def replay(removed: tuple[str, ...] = ()) -> Footprint:
             return Replay(with_choice(config, choice), args, plan(kept, removed), layout, kernels, again).step()

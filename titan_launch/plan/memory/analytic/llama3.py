@@ -18,7 +18,7 @@ from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
 Compute = Callable[[Tensor], Tensor]
 
 
-class Llama3:
+class AnalyticLlama3:
     """The model on one rank: `forward` with the sizes of a microbatch."""
 
     def __init__(

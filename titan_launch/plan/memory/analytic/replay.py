@@ -15,9 +15,9 @@ from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic import ops
 from titan_launch.plan.memory.analytic.autograd import Autograd
 from titan_launch.plan.memory.analytic.fsdp import Context, ShardedUnit
-from titan_launch.plan.memory.analytic.llama3 import Compute, Llama3
+from titan_launch.plan.memory.analytic.llama3 import AnalyticLlama3, Compute
 from titan_launch.plan.memory.analytic.tensors import Storage, Tensor
-from titan_launch.plan.memory.ledger import MICROBATCHES, Category, Footprint, Ledger, Place, on_host
+from titan_launch.plan.memory.ledger import MICROBATCHES, Category, Footprint, Ledger, StepPoint, on_host
 from titan_launch.plan.memory.optimizer import GroupSizes, ShardSize, state_bytes, temporary_bytes
 from titan_launch.plan.param_groups import (
     GroupSettings,
@@ -84,19 +84,19 @@ class Replay:
         self._keeps = _every_second_product if selection(config.activation_checkpoint) == "op" else None
         statistics_ranks = layout.data_parallel if config.batchnorm.statistics == "synchronized" else 0
         weight, seq_len = self._weights().__getitem__, config.training.seq_len
-        self._model = Llama3(args, seq_len, self._autograd, kernels, weight, self._call, statistics_ranks)
+        self._model = AnalyticLlama3(args, seq_len, self._autograd, kernels, weight, self._call, statistics_ranks)
         self._places = {*plan.inventory.blocks, *plan.inventory.head, *plan.inventory.embeddings}
         self._microbatch = 0
 
     def step(self) -> Footprint:
         """Go through the step; once only."""
-        self._ledger.enter(Place(0, "forward", ""))
+        self._ledger.enter(StepPoint(0, "forward", ""))
         self._allocate_state()
         count = min(self._layout.num_microbatches, MICROBATCHES)
         for self._microbatch in range(count):
             self._begin_microbatch(is_last=self._microbatch == count - 1)
             self._forward_and_backward()
-        self._ledger.enter(Place(self._microbatch, "optimizer", ""))
+        self._ledger.enter(StepPoint(self._microbatch, "optimizer", ""))
         temporaries = temporary_bytes(self._config.optimizer, self._groups, self._layout.parameter_shards)
         self._ledger.allocate(temporaries, Category.OPTIMIZER_TEMPORARIES)
         return self._ledger.footprint()
@@ -161,14 +161,14 @@ class Replay:
 
     def _loss(self, logits: Tensor) -> Tensor:
         """The place lasts until the gradient of the logits is there."""
-        self._ledger.enter(Place(self._microbatch, "loss", ""))
+        self._ledger.enter(StepPoint(self._microbatch, "loss", ""))
         return ops.cross_entropy(self._autograd, logits, self._args.vocab_size, self._config.training.loss_chunks)
 
     def _call(self, path: str, compute: Compute, x: Tensor) -> Tensor:
         """Run a module as `nn.Module.__call__` does, with the hooks of FSDP2 around recomputation around `forward`."""
         is_forward = not self._autograd.is_backward
         if is_forward and path in self._places:
-            self._ledger.enter(Place(self._microbatch, "forward", path))
+            self._ledger.enter(StepPoint(self._microbatch, "forward", path))
         if is_forward and path in self._again:
             compute = self._checkpointed(compute)
         unit = self._unit_of_module.get(path)
@@ -184,7 +184,7 @@ class Replay:
     def _mark_backward(self, output: Tensor, path: str) -> None:
         """What follows once the gradient of a module's output is there is its backward."""
         assert output.node is not None
-        place = Place(self._microbatch, "backward", path)
+        place = StepPoint(self._microbatch, "backward", path)
         output.node.hooks.append(lambda: self._ledger.enter(place))
 
 
