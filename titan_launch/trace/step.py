@@ -48,7 +48,7 @@ from titan_launch.trace.step_points import StepPoints, stations
 from titan_launch.train.forward import check_embeddings, checked_loss
 from titan_launch.train.model import shard_model
 from titan_launch.train.pipeline_step import PipelinedStep
-from titan_launch.train.step import backward, loss_of
+from titan_launch.train.step import forward_backward, loss_of
 
 
 class Batches:
@@ -226,10 +226,10 @@ class _Accumulation:
         for index in range(self.num_microbatches):
             self.places.begin_microbatch(index)
             strategy.begin_microbatch(self.model, is_last=index == self.num_microbatches - 1)
-            inputs, targets = self.batches.make()
-            self.memory.hold((inputs, targets), Category.INPUTS)
-            backward(self.model, inputs, targets, lambda: valid_global, self._loss_sum)
-            del inputs, targets
+            microbatch = self.batches.make()
+            self.memory.hold(microbatch, Category.INPUTS)
+            forward_backward(self.model, microbatch, torch.device("cpu"), lambda: valid_global, self._loss_sum)
+            del microbatch
             traffic.append(self.count.take())
         return _of_all(traffic, self.layout.num_microbatches)
 

@@ -6,8 +6,10 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 from titan_launch.checkpoint.manifest import checkpoint_name
+from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import Stopped
 from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, signal_name
 from titan_launch.distributed.collectives import on_all
@@ -17,7 +19,7 @@ from titan_launch.optim.schedule import describe_clipping, lr_factor, set_lr
 from titan_launch.parallel.batchnorm import largest_divergence, pool_running_statistics
 from titan_launch.parallel.pipeline import parts
 from titan_launch.precision.diagnosis import dtype_failures_explained
-from titan_launch.train.audit import audited_step, audits, is_audited
+from titan_launch.train.audit import audit_of_step, audits
 from titan_launch.train.health.skipped_steps import act_on_skipped_steps
 from titan_launch.train.kernel_choice import attention_failures_explained
 from titan_launch.train.measure import MEASURED
@@ -53,6 +55,61 @@ def _collect_young(step: int, every_steps: int) -> None:
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Due:
+    """The work that follows a step, the same on all ranks."""
+
+    report: bool
+    """Report metrics: the first step of this process, every `metrics.log_freq` steps, the last step, and whenever
+    anything below is due."""
+
+    validate: bool
+    """Validate: every `validation.freq` steps and the last step, unless a signal ends the run after this step. The time
+    until the scheduler kills the run is short, and the checkpoint needs it."""
+
+    save: bool
+    """Save a checkpoint: the last step, the step after which a signal ends the run, and with `checkpoint.enable` every
+    `checkpoint.interval` steps or `interval_minutes`."""
+
+    pool: bool
+    """Pool BatchNorm's running statistics over ranks: a validation and a checkpoint are of one model."""
+
+    restore_statistics: bool
+    """Give each rank its own running statistics back after the save. An undisturbed run does not pool at this step, so
+    a checkpoint by the clock or for a signal must not change later steps."""
+
+
+def due_after_step(config: JobConfig, step: int, first_step: int, stop_signal: int, save_is_due: bool) -> Due:
+    """Return the work that follows `step`. `stop_signal` and `save_is_due`: the StepCoordinator's answer.
+
+    `first_step`: the first step of this process.
+    """
+    checkpoint, freq = config.checkpoint, config.validation.freq
+    is_last = step == config.training.steps
+    regular_validation = freq > 0 and (is_last or step % freq == 0)
+    if checkpoint.enable:
+        regular_save = is_last or step % checkpoint.interval == 0
+        save = regular_save or save_is_due or stop_signal != 0
+    else:  # before a restart nothing is saved: a run without checkpoint.enable would not resume from it
+        regular_save = checkpoint.save_last and is_last
+        save = checkpoint.save_last and (is_last or stop_signal not in (0, RESTART_SIGNAL))
+    validate = regular_validation and (is_last or not stop_signal)
+    pool = validate or save
+    return Due(
+        report=pool or is_last or step == first_step or step % config.metrics.log_freq == 0,
+        validate=validate,
+        save=save,
+        pool=pool,
+        restore_statistics=pool and not (regular_validation or regular_save),
+    )
+
+
+def due_now(run: Run) -> Due:
+    """Return the work that follows the run's newest step, once the ranks have agreed."""
+    control = run.control
+    return due_after_step(run.config, run.progress.step, run.first_step, control.stop_signal, control.save_is_due)
+
+
 def fit(run: Run) -> None:
     """Train until `training.steps` are done, reporting, validating and saving on the way."""
     last = run.config.training.steps
@@ -67,10 +124,11 @@ def fit(run: Run) -> None:
             result = train_one_step(run)
             run.watchdog.enter("agreeing and reporting", run.progress.step)
             run.control.agree()
-            if is_settled_step(run) and act_on_skipped_steps(run):
+            due = due_now(run)
+            if looks_for_skipped_steps(run, due) and act_on_skipped_steps(run):
                 continue  # back at the step of a checkpoint
-            scalars = report(run, result) if is_report_step(run) else {}
-            if is_checkpoint_step(run):
+            scalars = report(run, result, due) if due.report else {}
+            if due.save:
                 save(run, scalars.get("validation/loss"))
             elif run.checkpoints is not None:
                 run.checkpoints.poll()
@@ -82,6 +140,12 @@ def fit(run: Run) -> None:
         run.checkpoints.finish()
     clear_progress(run)
     _log.info("%s", ending(run))
+
+
+def looks_for_skipped_steps(run: Run, due: Due) -> bool:
+    """Return True if the host reads which steps were skipped: after every step on a CPU, where reading costs nothing;
+    on CUDA, where reading waits for the device, only before a report."""
+    return due.report or run.ranks.device.type == "cpu"
 
 
 def ending(run: Run) -> str:
@@ -119,8 +183,9 @@ def train_one_step(run: Run) -> StepResult:
     with (
         failures_explained(run),
         run.measurements.watching(step, microbatches),
+        audit_of_step(run, step) as before_update,
     ):
-        result = audited_step(run, microbatches) if is_audited(run) else run.step(microbatches)
+        result = run.step(microbatches, before_update)
     run.progress.step = step
     run.progress.samples_seen += run.layout.global_batch_size
     run.meter.end_step(result.valid_global)
@@ -159,72 +224,15 @@ def current_lr_factor(run: Run, step: int) -> float:
     return lr_factor(run.config.lr_scheduler, step, run.config.training.steps)
 
 
-def is_validation_step(run: Run) -> bool:
-    """Return True every `validation.freq` steps, and for the last step. The step after which a signal ends the run is
-    not validated: the time until the scheduler kills the run is short, and the checkpoint needs it."""
-    freq, step = run.config.validation.freq, run.progress.step
-    return freq > 0 and (is_last_step(run) or (step % freq == 0 and not run.control.stop_signal))
-
-
-def is_report_step(run: Run) -> bool:
-    """Return True for the first step of this process, every `metrics.log_freq` steps, the last step, and a step that is
-    validated or saved."""
-    step = run.progress.step
-    regular = step % run.config.metrics.log_freq == 0 or is_last_step(run)
-    return regular or step == run.first_step or needs_pooled_statistics(run)
-
-
-def is_settled_step(run: Run) -> bool:
-    """Where it is looked whether the step's update was left out: at every step on a CPU, where looking costs nothing;
-    on CUDA, where it makes the host wait, at every report."""
-    return run.ranks.device.type == "cpu" or is_report_step(run)
-
-
-def is_checkpoint_step(run: Run) -> bool:
-    """Return True for the last step, for the step after which a signal ends the run, and with `checkpoint.enable` also
-    every `checkpoint.interval` steps or `interval_minutes`."""
-    if run.checkpoints is None:
-        return False
-    if run.config.checkpoint.enable:
-        return is_regular_checkpoint(run) or run.control.save_is_due or run.control.stop_signal != 0
-    # Before a restart nothing is saved: a run without checkpoint.enable would not resume from it.
-    return is_last_step(run) or run.control.stop_signal not in (0, RESTART_SIGNAL)
-
-
-def is_regular_checkpoint(run: Run) -> bool:
-    """Return True for a step that an undisturbed run saves whatever the clock says."""
-    if run.checkpoints is None:
-        return False
-    config = run.config.checkpoint
-    return is_last_step(run) or (config.enable and run.progress.step % config.interval == 0)
-
-
-def is_last_step(run: Run) -> bool:
-    """Return True at step `training.steps`."""
-    return run.progress.step == run.config.training.steps
-
-
-def needs_pooled_statistics(run: Run) -> bool:
-    """Where there is a validation or a checkpoint, which are of one model."""
-    return is_validation_step(run) or is_checkpoint_step(run)
-
-
-def pools_anyway(run: Run) -> bool:
-    """Return True if an undisturbed run pools at this step too, because it saves or validates there. A checkpoint by
-    the clock, or before a signal's end, must not change the steps that follow."""
-    freq = run.config.validation.freq
-    return is_regular_checkpoint(run) or (freq > 0 and (is_last_step(run) or run.progress.step % freq == 0))
-
-
 def clear_progress(run: Run) -> None:
     """Take the progress bar away before something else is printed."""
     if run.console is not None:
         run.console.clear()
 
 
-def report(run: Run, result: StepResult) -> dict[str, float]:
-    """Bring the step's numbers, and those of the window since the last report, to the host and to the writers. Returns
-    them by tag; those of a single rank are this rank's."""
+def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
+    """Bring the step's numbers, and those of the window since the last report, to the host and to the sinks. Pool and
+    validate first if that is due. Return the numbers by tag; those of a single rank are this rank's."""
     step = run.progress.step
     scalars = run.meter.report(
         loss_sum=result.loss_sum,
@@ -241,13 +249,13 @@ def report(run: Run, result: StepResult) -> dict[str, float]:
     scalars["train/epoch"] = run.progress.data_position / run.epoch_size
     scalars["train/skipped_steps"] = run.progress.skipped_steps
     scalars["train/rollbacks"] = run.progress.rollbacks
-    if needs_pooled_statistics(run):
-        if not pools_anyway(run):
-            run.state.local_statistics.keep()
+    if due.restore_statistics:
+        run.state.local_statistics.keep()
+    if due.pool:
         scalars |= pool_statistics(run)
-    if is_validation_step(run):
+    if due.validate:
         scalars |= validation_scalars(run)
-    run.measurements.end_window(step, only_training=not needs_pooled_statistics(run))
+    run.measurements.end_window(step, only_training=not due.pool)
     run.held_folder.check()
     for sink in run.sinks:
         sink.write(step, scalars)

@@ -19,7 +19,7 @@ from titan_launch.optim.registry import step_unless
 from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.fsdp import discard_pending
-from titan_launch.train.forward import logits_of
+from titan_launch.train.forward import forward_explained, logits_of
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.pipeline_step import PipelinedStep
 
@@ -90,22 +90,34 @@ class TrainStep:
         """
         self._statistics.save()
         with self._abandoned_on_error():
-            valid = self._count(targets for _, targets in microbatches)
-            loss_sum = self._accumulate(microbatches, valid) / self._mesh.layout.tensor
+            valid = _ValidTargets((targets for _, targets in microbatches), self._device, self._mesh.data_group)
+
+            if self._pipelined is not None:
+                loss_sum = self._pipelined(
+                    microbatches, partial(loss_of, valid_global=valid.total(), loss_sum=self.loss)
+                )
+            else:
+                loss_sum = torch.zeros((), device=self._device)
+                for index, microbatch in enumerate(microbatches):
+                    self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
+                    loss_sum += forward_backward(self._model, microbatch, self._device, valid.total, self.loss)
+            loss_sum = loss_sum / self._mesh.layout.tensor
             if before_update is not None:
                 before_update()
+
             grad_norm = clip_grad_norm(self._parameters, self._max_norm, self._mesh.pipeline_group)
-            grad_norm = grad_norm.to(self._device, non_blocking=True)  # from the host, where gradients are offloaded
-            left_out = self._guard.check(loss_sum, grad_norm)
+            grad_norm = grad_norm.to(self._device, non_blocking=True)  # CPU offload keeps the norm on the host
+            is_skipped = self._guard.check(loss_sum, grad_norm)
+
         try:
-            step_unless(self._optimizer, left_out)
-            self._statistics.restore_if(left_out)
+            step_unless(self._optimizer, is_skipped)
+            self._statistics.restore_if(is_skipped)
             self.parameters_changed()
         finally:  # after an interrupt the next step must not add to these gradients
             self._optimizer.zero_grad()
-        valid_local = valid.local
-        if self._pipelined is not None and not self._pipelined.computes_loss:
-            valid_local = torch.zeros_like(valid_local)
+
+        has_loss = self._pipelined is None or self._pipelined.computes_loss
+        valid_local = valid.local if has_loss else torch.zeros_like(valid.local)
         return StepResult(loss_sum, valid_local / self._mesh.layout.tensor, valid.total(), grad_norm)
 
     def parameters_changed(self) -> None:
@@ -128,55 +140,45 @@ class TrainStep:
             self._statistics.restore()
             raise
 
-    def _count(self, targets: Iterable[Tensor]) -> _Valid:
-        local = sum((count_valid(t) for t in targets), start=torch.zeros((), dtype=torch.int64))
-        return _Valid(local.to(self._device, non_blocking=True), self._mesh.data_group)
 
-    def _accumulate(self, microbatches: list[Microbatch], valid: _Valid) -> Tensor:
-        """The gradients of all microbatches, complete after the last one. Returns this rank's part of the loss."""
-        if self._pipelined is not None:
-            loss = partial(loss_of, valid_global=valid.total(), loss_sum=self.loss)
-            return self._pipelined(microbatches, loss)
-        loss_sum = torch.zeros((), device=self._device)
-        for index, microbatch in enumerate(microbatches):
-            self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
-            loss_sum += self._backward(microbatch, valid)
-        return loss_sum
+class _ValidTargets:
+    """The numbers of valid targets of a step: this rank's, and the sum over all ranks.
 
-    def _backward(self, microbatch: Microbatch, valid: _Valid) -> Tensor:
-        inputs, targets = (tensor.to(self._device, non_blocking=True) for tensor in microbatch)
-        return backward(self._model, inputs, targets, valid.total, self.loss)
+    The sum is an asynchronous all-reduce, which runs beside the first forward.
+    """
 
-
-class _Valid:
-    """A step's valid targets: of this rank, and of all ranks, which are added up while the first forward runs."""
-
-    def __init__(self, local: Tensor, group: dist.ProcessGroup | None):
-        self.local = local
-        self._total = local.clone()
+    def __init__(self, targets: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup | None):
+        count = sum((count_valid(t) for t in targets), start=torch.zeros((), dtype=torch.int64))
+        self.local = count.to(device, non_blocking=True)
+        self._total = self.local.clone()
         self._sum = dist.all_reduce(self._total, group=group, async_op=True)
 
     def total(self) -> Tensor:
-        """Of all ranks; a scalar on the device, for which the host does not wait on CUDA."""
+        """Return the sum over all ranks, a scalar on the device. The host does not wait for it on CUDA."""
         if self._sum is not None:
             self._sum.wait()
             self._sum = None
         return self._total
 
 
-def backward(
-    model: nn.Module, inputs: Tensor, targets: Tensor, valid_global: Callable[[], Tensor], loss_sum: Loss
+def forward_backward(
+    model: nn.Module, microbatch: Microbatch, device: torch.device, valid_global: Callable[[], Tensor], loss_sum: Loss
 ) -> Tensor:
-    """Forward and backward over one microbatch. Returns its part of the step's loss, detached.
+    """Run forward and backward over one microbatch. Return its part of the step's loss, detached.
 
-    `valid_global`: the step's valid targets over all ranks, which divide the sum that `loss_sum` gives; asked for when
-    the forward is done.
+    `valid_global` returns the step's valid targets over all ranks. It is called after the forward.
+
+    The function frees inputs, logits and loss when it returns, before the next microbatch allocates its own.
     """
-    loss = loss_of(logits_of(model, inputs), targets, valid_global(), loss_sum)
+    inputs, targets = (tensor.to(device, non_blocking=True) for tensor in microbatch)
+    with forward_explained(model, inputs):
+        logits = logits_of(model(inputs), inputs)
+    loss = loss_of(logits, targets, valid_global(), loss_sum)
+    del logits  # the graph holds what backward needs
     loss.backward()
     return loss.detach()
 
 
 def loss_of(logits: Tensor, targets: Tensor, valid_global: Tensor, loss_sum: Loss) -> Tensor:
-    """A microbatch's part of the step's loss: its sum, divided by the step's valid targets over all ranks."""
+    """Return a microbatch's part of the step's loss: its sum, divided by the step's valid targets over all ranks."""
     return loss_sum(logits, targets) / valid_global.clamp(min=1)
