@@ -22,7 +22,7 @@ from titan_launch.data.context_shard import SequencePart
 from titan_launch.data.sources.images import build_images
 from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.distributed.dtensor import local_tensor
-from titan_launch.distributed.mesh import Mesh, build_mesh
+from titan_launch.distributed.mesh import build_mesh
 from titan_launch.metrics.memory import LiveMemory, track
 from titan_launch.metrics.traffic import TrafficCount, count_collectives
 from titan_launch.models.build import BuiltModel
@@ -30,7 +30,7 @@ from titan_launch.models.loss import Loss, loss_in_chunks
 from titan_launch.optim.groups import group_parameters
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.batchnorm import RunningStatistics
-from titan_launch.parallel.context_parallel import divide_buffers, ring_attention, sequence_part
+from titan_launch.parallel.context_parallel import sequence_part
 from titan_launch.parallel.fsdp import discard_pending
 from titan_launch.parallel.pipeline import Pipeline, parts, pipeline_of
 from titan_launch.plan.communication import Traffic, on_line
@@ -45,35 +45,33 @@ from titan_launch.trace.collective_counts import count_exchanges
 from titan_launch.trace.cuda_kernels import copies_from_host, kernels_in_place
 from titan_launch.trace.fake_group import fake_process_group, silence
 from titan_launch.trace.step_points import StepPoints, stations
-from titan_launch.train.forward import check_embeddings, checked_loss
-from titan_launch.train.model import shard_model
+from titan_launch.train.forward import checked_loss
+from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
 from titan_launch.train.pipeline_step import PipelinedStep
 from titan_launch.train.step import forward_backward, loss_of
 
 
 class Batches:
-    """The microbatches of a rank: all alike."""
+    """The microbatches of a rank, all alike: the SampleFormat of a model that is traced."""
 
     def __init__(self, config: JobConfig, layout: Layout, part: SequencePart | None):
-        """`part`: of every sequence, what the rank has. Raises ConfigError as `sample_format` does."""
+        """`part`: the tokens of every sequence that the rank has. Raises ConfigError as `sample_format` does."""
         self._config = config
         self._batch_size = layout.local_batch_size
         self._shape, self.num_classes = sample_format(config)
-        self._part = part
+        self.sequence_part = part
 
     def make(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, on the default device."""
+        """Return inputs and targets, on the default device."""
         inputs, targets = make_microbatch(self._config, self._shape, self._batch_size)
-        if self._part is None:
+        if self.sequence_part is None:
             return inputs, targets
-        return self._part.of(inputs, axis=1), self._part.of(targets, axis=1)
+        return self.sequence_part.of(inputs, axis=1), self.sequence_part.of(targets, axis=1)
 
-    def announce(self, model: nn.Module) -> None:
-        """Let the stages of a pipeline find what travels between them, before tensors are fake ones."""
-        pipeline = pipeline_of(model)
-        if pipeline is not None:
-            with torch.device("meta"):
-                pipeline.boundaries.of(self.make()[0])
+    def meta_inputs(self) -> Tensor:
+        """Return the inputs of one microbatch, on the meta device."""
+        with torch.device("meta"):
+            return self.make()[0]
 
 
 def sample_format(config: JobConfig) -> tuple[tuple[int, ...], int]:
@@ -123,56 +121,60 @@ def trace_step(
     and backward come as they are.
     """
     with ExitStack() as stack:
-        stack.enter_context(silence())
-        stack.enter_context(fake_process_group(layout.world_size, rank))
-        mesh = build_mesh(layout, "cpu")
-        part = sequence_part(mesh.context, config.parallelism)
-        model = shard_model(config, built, replace(plan, float8=()), mesh)  # whose memory is not known
-        batches = Batches(config, layout, part)
-        batches.announce(model)
-        if config.data.unit == "tokens":
-            check_embeddings(model, batches.num_classes)
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(kernels_in_place(kernels, config.kernels.attention))
-        if on_host(config.training, kernels):
-            stack.enter_context(copies_from_host())
-        if mesh.context is not None:
-            device = "meta" if kernels == "cuda" else "cpu"  # it asks whether PyTorch has a kernel for a ring there
-            stack.enter_context(ring_attention(mesh.context, config.parallelism, torch.device(device)))
-        model.to_empty(device="cpu")
-        if part is not None:
-            divide_buffers(model, built.context_parallel or {}, part, config.training.seq_len)
-        on_host_there = on_host(config.training, kernels)
-        if mesh.pipeline is None:
+        model, batches = assemble_without_values(config, built, plan, layout, kernels, rank, stack)
+        held_on_host = on_host(config.training, kernels)
+        if layout.pipeline == 1:
             num_microbatches = min(layout.num_microbatches, MICROBATCHES)
-            return _go_through(config, model, plan, mesh, batches, Ledger(on_host_there), num_microbatches)
+            return _trace_microbatches(config, model, batches, Ledger(held_on_host), num_microbatches)
         num_microbatches = sufficient_microbatches(config.parallelism, layout)
-        traced = _go_through(config, model, plan, mesh, batches, Ledger(on_host_there), num_microbatches)
-        left_out = layout.num_microbatches - num_microbatches
-        if not left_out:
+        traced = _trace_microbatches(config, model, batches, Ledger(held_on_host), num_microbatches)
+        untraced = layout.num_microbatches - num_microbatches
+        if not untraced:
             return traced
-        discard_pending(model)
-        more = num_microbatches + min(left_out, layout.pipeline)  # interleaved schedules take multiples
-        longer = _go_through(config, model, plan, mesh, batches, Ledger(on_host_there), more)
-        factor = left_out / (more - num_microbatches)
+        discard_pending(model.module)
+        more = num_microbatches + min(untraced, layout.pipeline)  # interleaved schedules take multiples
+        longer = _trace_microbatches(config, model, batches, Ledger(held_on_host), more)
+        factor = untraced / (more - num_microbatches)
         return replace(traced, footprint=with_growth(traced.footprint, longer.footprint, factor))
 
 
-def _go_through(
+def assemble_without_values(
     config: JobConfig,
-    model: nn.Module,
+    built: BuiltModel,
     plan: ModelPlan,
-    mesh: Mesh,
-    batches: Batches,
-    ledger: Ledger,
-    num_microbatches: int,
-) -> TracedStep:
-    """Forward and backward over microbatches of a step, and the optimizer's update in closed form.
+    layout: Layout,
+    kernels: Kernels,
+    rank: int,
+    stack: ExitStack,
+) -> tuple[AssembledModel, Batches]:
+    """Assemble a model as a rank of `layout.world_size` does, with fake tensors on the CPU. Return it with its
+    microbatches.
 
-    `model`: wrapped and on the CPU, with real tensors or fake ones, without gradients. `plan`: of the whole model.
-    `num_microbatches`: number of microbatches to trace.
+    Until `stack` is closed, this process is that rank, tensors are fake, and operations save for backward what
+    `kernels` save. Layers in float8 are left as they are: the memory that torchao takes is not known.
     """
-    layout = mesh.layout
+    stack.enter_context(silence())
+    stack.enter_context(fake_process_group(layout.world_size, rank))
+    mesh = build_mesh(layout, "cpu")
+    batches = Batches(config, layout, sequence_part(mesh.context, config.parallelism))
+    model = assemble_model(config, built, replace(plan, float8=()), mesh, batches)
+    stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+    stack.enter_context(kernels_in_place(kernels, config.kernels.attention))
+    if on_host(config.training, kernels):
+        stack.enter_context(copies_from_host())
+    attention_device = torch.device("meta" if kernels == "cuda" else "cpu")  # PyTorch has no ring attention for CPUs
+    allocate_model(model, config, torch.device("cpu"), stack, initial_values=False, attention_device=attention_device)
+    return model, batches
+
+
+def _trace_microbatches(
+    config: JobConfig, assembled: AssembledModel, batches: Batches, ledger: Ledger, num_microbatches: int
+) -> TracedStep:
+    """Trace forward and backward over so many microbatches of a step, and add the optimizer's update in closed form.
+
+    `assembled`: on the CPU, with real tensors or fake ones, without gradients.
+    """
+    model, plan, mesh = assembled.module, assembled.plan, assembled.mesh
     ledger.enter(StepPoint(0, "forward", ""))
     places = StepPoints(ledger)
     with ExitStack() as stack:
@@ -187,9 +189,9 @@ def _go_through(
         memory.scope(Category.BUFFERS)
         statistics = RunningStatistics(model)  # kept all the time
         memory.scope(None)
-        traffic = _Accumulation(config, model, layout, num_microbatches, batches, places, memory, count).run()
+        traffic = _Accumulation(config, model, mesh.layout, num_microbatches, batches, places, memory, count).run()
         ledger.enter(StepPoint(places.microbatch, "optimizer", ""))
-        _update(temporary_bytes(config.optimizer, groups, layout.parameter_shards), ledger)
+        _update(temporary_bytes(config.optimizer, groups, mesh.layout.parameter_shards), ledger)
         del statistics
         return TracedStep(ledger.footprint(), traffic)
 

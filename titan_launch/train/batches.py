@@ -1,17 +1,24 @@
-"""The batches of a run: the stream that it trains on, and those it is validated on."""
+"""The data of a run: its samples, the stream of batches that it trains on, and those it is validated on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.data import DataConfig
+from titan_launch.core.errors import KeyPath
 from titan_launch.data.context_shard import SequencePart, part_of
 from titan_launch.data.loader import Loader, SampleOrder, build_train_loader, build_validation_loader
 from titan_launch.data.sources import SampleSource, build_source
-from titan_launch.data.tokenizers import Tokenizer
+from titan_launch.data.tokenizers import build_tokenizer
+from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
+from titan_launch.parallel.context_parallel import sequence_part
 from titan_launch.plan.layout import Layout
 from titan_launch.train.step import Microbatch
 
@@ -48,20 +55,48 @@ class TrainBatches:
         self._batches = iter(self._loader)
 
 
-def build_train_source(config: JobConfig, tokenizer: Tokenizer, part: SequencePart | None) -> SampleSource:
-    """The samples to train on. `part`: the tokens of each that this rank has."""
-    source = build_source(config.data, tokenizer, config.training.seq_len, ("data",), images_taken(config.model))
-    return part_of(source, part)
+@dataclass(frozen=True)
+class RunData:
+    """The samples of a run, of which this rank has all tokens, or its part of each sequence."""
+
+    train: SampleSource
+    validation: SampleSource | None
+    """The samples to validate on; None without validation."""
+
+    sequence_part: SequencePart | None
+    """The tokens of every sequence that this rank has; None if it has whole sequences."""
+
+    local_batch_size: int
+    """Samples of a microbatch on this rank."""
+
+    @property
+    def sources(self) -> dict[str, SampleSource]:
+        """The sources by the section of the job that describes them."""
+        return {"data": self.train} | ({} if self.validation is None else {"validation.data": self.validation})
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; of tokens, the size of their vocabulary."""
+        return max(source.num_classes for source in self.sources.values())
+
+    def meta_inputs(self) -> Tensor:
+        """Return the inputs of one microbatch on this rank, on the meta device. Reads one sample."""
+        sample, _ = self.train[0]
+        return sample.to("meta").expand(self.local_batch_size, *sample.shape)
 
 
-def build_validation_source(config: JobConfig, tokenizer: Tokenizer, part: SequencePart | None) -> SampleSource | None:
-    """Return the samples to validate on, or None without validation. `part`: the tokens of each that this rank has."""
-    validation = config.validation
-    if not validation.freq or validation.data is None:
-        return None
-    key = ("validation", "data")
-    source = build_source(validation.data, tokenizer, config.training.seq_len, key, images_taken(config.model))
-    return part_of(source, part)
+def build_data(config: JobConfig, mesh: Mesh) -> RunData:
+    """Open the data to train on and to validate on. Raises ConfigError for data that cannot be read."""
+    tokenizer, part = build_tokenizer(config.tokenizer), sequence_part(mesh.context, config.parallelism)
+
+    def build(data: DataConfig, key: KeyPath) -> SampleSource:
+        source = build_source(data, tokenizer, config.training.seq_len, key, images_taken(config.model))
+        return part_of(source, part)
+
+    train, validation = build(config.data, ("data",)), None
+    if config.validation.freq and config.validation.data is not None:
+        validation = build(config.validation.data, ("validation", "data"))
+    return RunData(train, validation, part, mesh.layout.local_batch_size)
 
 
 def build_train_batches(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from titan_launch.distributed.torch_private import roots
 from titan_launch.models.loss import Loss, count_correct, count_valid, cross_entropy_sum
@@ -33,6 +33,7 @@ def validate(
     for root in roots(model):
         root.eval()
     pipeline = pipeline_of(model)
+    logits: Tensor | None
     for batch in batches:
         inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
         if pipeline is None:
