@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import traceback
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,34 @@ def test_what_is_due_after_a_step(
     config = JobConfig.model_validate(tiny_job(Path("unused"), **sections))
     found = due_after_step(config, step, first_step=1, stop_signal=stop_signal, save_is_due=save_is_due)
     assert {name for name, is_due in vars(found).items() if is_due} == set(due.split())
+
+
+class Traced(torch.nn.Sequential):
+    """A model that notes which functions of the launcher call it."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Embedding(61, 8), torch.nn.Linear(8, 61))
+        self.callers: list[list[str]] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        stack = traceback.extract_stack()
+        self.callers.append([frame.name for frame in stack if "/titan_launch/train/" in frame.filename])
+        return super().forward(tokens)
+
+
+def callers_of_forward(folder: Path) -> list[list[str]]:
+    job = tiny_job(folder, training={"steps": 2})
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate({**job, "model": {"name": f"{__name__}:Traced"}}), this_rank(), stack)
+        fit(run)
+        assert isinstance(run.model, Traced)
+        return run.model.callers
+
+
+def test_few_calls_lead_from_the_loop_to_the_model(tmp_path: Path) -> None:
+    """The first step, which is audited, takes the way of all others."""
+    (callers,) = run_ranks(callers_of_forward, 1, tmp_path)
+    assert callers == [["fit", "train_one_step", "__call__", "forward_backward"]] * 8
 
 
 def losses(folder: Path, tag: str = "train/loss") -> list[float]:

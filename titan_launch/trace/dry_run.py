@@ -1,4 +1,4 @@
-"""A start of a run without the run: what one rank of many would build, in a process of its own, without values."""
+"""A dry run: one rank of many builds its part of a run, without values and without the other ranks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from titan_launch.train.model import AssembledModel
 
 
 def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) -> str:
-    """Build what a rank of a job builds, go through a step of it, and say what the rank holds.
+    """Build the part of a rank of a job, trace a step, and return a text that describes the rank.
 
-    The mesh, the units, the stages of a pipeline, the optimizer and its update are real, and whole; forward and
-    backward are those of a trace, in which equal blocks stand for each other. Data are not read, and nothing is
-    written. The job's modes are not `auto` any more. Raises ConfigError as a run would, before it allocates anything.
+    The mesh, the units, the pipeline stages, the optimizer and its update are those of a run. Forward and backward are
+    traced, and equal blocks are traced once. No data is read, and nothing is written. The job's modes must not be
+    `auto`. Raises ConfigError as a run would, before memory is allocated.
     """
     built = build_model(config.model, config.training.seq_len)
     check_param_groups(built.module, config.optimizer, built.head)
@@ -45,14 +45,14 @@ def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) ->
         optimizer = build_optimizer(model.module, config.optimizer, built.head, config.training.seed)
         _update(model, optimizer)
         held = list(_what_it_holds(model, optimizer))
-    eager = config.model_copy(update={"compile": CompileConfig()})  # compiling takes long, and tells nothing here
+    eager = config.model_copy(update={"compile": CompileConfig()})  # compilation is slow and does not change the text
     traced = trace_rank(eager, replace(plan, compiled=()), layout, hardware.kernels, rank)
     lines = [format_batches(config, layout), *held, *_what_a_step_takes(traced, layout, hardware)]
     return "\n".join([*lines, "nothing was trained, read or written"])
 
 
 def _update(model: AssembledModel, optimizer: Optimizer) -> None:
-    """Clip gradients of all parameters together, and update. Both fail for parameters that do not go with the others."""
+    """Clip the gradients of all parameters together, and update. Both fail for parameters that do not go together."""
     for parameter in model.module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)

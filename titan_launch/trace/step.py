@@ -1,7 +1,7 @@
-"""One training step of a rank, gone through with tensors that have shapes and no values.
+"""A trace of one rank's training step, with tensors that have shapes and no values.
 
-The model is built, planned, wrapped and trained on by what a run uses: the same units, hooks, accumulation strategy and
-loss. Only data, initial values and the update itself are left out.
+The functions of a run build, plan, wrap and train the model: units, hooks, gradient accumulation and loss are the same.
+Only data, initial values and the update are missing.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Batches:
 def sample_format(config: JobConfig) -> tuple[tuple[int, ...], int]:
     """Return the shape of one input, `[seq_len]` or `[channels, height, width]`, and the number of classes.
 
-    Of images it is what the model takes; a user's own model takes what the data source holds, which is read for it.
-    Raises ConfigError where that cannot be read.
+    The shape of images comes from the model's arguments. For a user's own model one image of the data is read; raises
+    ConfigError if that fails.
     """
     data = config.data
     if isinstance(data, TextData):
@@ -94,7 +94,7 @@ def sample_format(config: JobConfig) -> tuple[tuple[int, ...], int]:
 
 
 def make_microbatch(config: JobConfig, shape: tuple[int, ...], num_samples: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of `num_samples`, as the data sources give them, on the default device."""
+    """Return inputs and targets of `num_samples`, shaped as the data sources return them, on the default device."""
     if isinstance(config.data, ImageData):
         return torch.zeros(num_samples, *shape), torch.zeros(num_samples, dtype=torch.int64)
     tokens = torch.zeros(num_samples, *shape, dtype=torch.int64)
@@ -103,22 +103,22 @@ def make_microbatch(config: JobConfig, shape: tuple[int, ...], num_samples: int)
 
 @dataclass(frozen=True)
 class TracedStep:
-    """What was seen."""
+    """The memory and the traffic of a traced step."""
 
     footprint: Footprint
     traffic: Traffic
-    """Of the whole step, also of microbatches that were not gone through."""
+    """Traffic of the whole step, including microbatches that were not traced."""
 
 
 def trace_step(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int = 0
 ) -> TracedStep:
-    """Go through a step on a rank of `layout.world_size`. `built` is on the meta device, and is wrapped here.
+    """Trace a step on a rank of `layout.world_size`. `built` is on the meta device, and is wrapped in place.
 
     Traces the number of microbatches after which peak memory stops growing. Traces a pipeline a second time with more
-    microbatches, and extrapolates the growth of each phase's peak. Raises ConfigError for what dtypes explain, as a run
-    does, but not for all of it: matrix products of fake tensors take two dtypes. Other errors of the model's forward
-    and backward come as they are.
+    microbatches, and extrapolates the growth of each phase's peak. Raises ConfigError for most errors that dtypes
+    explain, as a run does; but a matrix product of fake tensors accepts two dtypes. Other errors of the model's forward
+    and backward are raised unchanged.
     """
     with ExitStack() as stack:
         model, batches = assemble_without_values(config, built, plan, layout, kernels, rank, stack)
@@ -187,7 +187,7 @@ def _trace_microbatches(
         groups = _group_sizes(config, model, plan)
         ledger.allocate(state_bytes(config.optimizer, groups), Category.OPTIMIZER)
         memory.scope(Category.BUFFERS)
-        statistics = RunningStatistics(model)  # kept all the time
+        statistics = RunningStatistics(model)  # a run holds this copy during the whole step
         memory.scope(None)
         traffic = _Accumulation(config, model, mesh.layout, num_microbatches, batches, places, memory, count).run()
         ledger.enter(StepPoint(places.microbatch, "optimizer", ""))
@@ -197,14 +197,14 @@ def _trace_microbatches(
 
 
 def _makes_logits(model: nn.Module, module: nn.Module) -> bool:
-    """Whether a loss follows the forward of what this rank runs: of a pipeline's stages, of the last."""
+    """Return True if the loss is computed from the output of `module`: the model, or the last pipeline stage."""
     pipeline = pipeline_of(model)
     return pipeline is None or (pipeline.has_last and module is pipeline.local[-1].module)
 
 
 @dataclass(frozen=True)
 class _Accumulation:
-    """The traced microbatches of a step, and what watches them."""
+    """The traced microbatches of a step, with the objects that observe them."""
 
     config: JobConfig
     model: nn.Module
@@ -216,13 +216,13 @@ class _Accumulation:
     count: TrafficCount
 
     def run(self) -> Traffic:
-        """Make the gradients of all microbatches. Returns the traffic of the whole step."""
+        """Compute the gradients of all microbatches. Return the traffic of the whole step."""
         pipeline, valid_global = pipeline_of(self.model), torch.ones((), dtype=torch.int64)
         if pipeline is None:
-            return self._one_by_one(valid_global)
-        return self._through(pipeline, valid_global)
+            return self._run_in_sequence(valid_global)
+        return self._run_pipeline(pipeline, valid_global)
 
-    def _one_by_one(self, valid_global: Tensor) -> Traffic:
+    def _run_in_sequence(self, valid_global: Tensor) -> Traffic:
         strategy = build_strategy(self.config.gradient_accumulation)
         traffic = []
         for index in range(self.num_microbatches):
@@ -233,10 +233,10 @@ class _Accumulation:
             forward_backward(self.model, microbatch, torch.device("cpu"), lambda: valid_global, self._loss_sum)
             del microbatch
             traffic.append(self.count.take())
-        return _of_all(traffic, self.layout.num_microbatches)
+        return _traffic_of_step(traffic, self.layout.num_microbatches)
 
-    def _through(self, pipeline: Pipeline, valid_global: Tensor) -> Traffic:
-        """Through the stages of a pipeline, by its schedule."""
+    def _run_pipeline(self, pipeline: Pipeline, valid_global: Tensor) -> Traffic:
+        """Run the microbatches through the pipeline's stages, by its schedule."""
         config, layout = self.config, self.layout
         inputs, targets = self.memory.paused(self.batches.make)()  # on the host
         strategy = build_strategy(config.gradient_accumulation)
@@ -252,15 +252,15 @@ class _Accumulation:
         return checked_loss(loss_sum, self.config.data.unit, self.batches.num_classes)
 
 
-def _of_all(seen: Sequence[Traffic], num_microbatches: int) -> Traffic:
-    """The traffic of a step, from that of its first microbatches and of its last one."""
+def _traffic_of_step(seen: Sequence[Traffic], num_microbatches: int) -> Traffic:
+    """Return the traffic of a step from that of its first microbatches and its last one."""
     total = sum(seen, start=Traffic())
-    left_out = num_microbatches - len(seen)
-    return on_line(total, total + seen[-2], left_out) if left_out else total
+    untraced = num_microbatches - len(seen)
+    return on_line(total, total + seen[-2], untraced) if untraced else total
 
 
 def _group_sizes(config: JobConfig, model: nn.Module, plan: ModelPlan) -> list[GroupSizes]:
-    """What is trained, as the optimizer groups it."""
+    """Return the sizes of trainable parameters, by parameter group."""
     groups = group_parameters(model, config.optimizer, plan.inventory.head)
     return [GroupSizes(g.settings, [_shard_size(p) for p in g.parameters.values()]) for g in groups]
 
@@ -271,7 +271,7 @@ def _shard_size(parameter: nn.Parameter) -> ShardSize:
 
 
 def _update(num_bytes: int, ledger: Ledger) -> None:
-    """Clipping scales gradients in place; the optimizer's temporaries are known in closed form. Both are left out of
-    the trace, in which the operations of so many DTensors would take longest."""
+    """Book the optimizer's temporaries, which are known in closed form. Clipping scales gradients in place. Neither is
+    traced: operations on so many DTensors would take longer than the rest of the trace."""
     ledger.allocate(num_bytes, Category.OPTIMIZER_TEMPORARIES)
     ledger.free(num_bytes, Category.OPTIMIZER_TEMPORARIES)

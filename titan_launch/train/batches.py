@@ -24,14 +24,14 @@ from titan_launch.train.step import Microbatch
 
 
 class TrainBatches:
-    """This rank's microbatches, without end, from a position in the data that can be moved.
+    """An endless iterator over this rank's microbatches, whose position in the data can be moved.
 
     for microbatch in batches: ...
     batches.move_to(position)
     """
 
     def __init__(self, build: Callable[[int], Loader], position: int):
-        """`build` makes a loader that begins at a position, in samples over all ranks."""
+        """`build` returns a loader that begins at a position, counted in samples over all ranks."""
         self._build = build
         self._begin(position)
 
@@ -42,7 +42,7 @@ class TrainBatches:
         return next(self._batches)
 
     def move_to(self, position: int) -> None:
-        """Go on from another position; data workers are started anew."""
+        """Continue at another position, with new data workers."""
         self.close()
         self._begin(position)
 
@@ -57,7 +57,7 @@ class TrainBatches:
 
 @dataclass(frozen=True)
 class RunData:
-    """The samples of a run, of which this rank has all tokens, or its part of each sequence."""
+    """The samples of a run. Under context parallelism they hold this rank's part of each sequence."""
 
     train: SampleSource
     validation: SampleSource | None
@@ -102,7 +102,7 @@ def build_data(config: JobConfig, mesh: Mesh) -> RunData:
 def build_train_batches(
     config: JobConfig, source: SampleSource, layout: Layout, ranks: Ranks, position: int, stack: ExitStack
 ) -> TrainBatches:
-    """This rank's microbatches, from a position in the data on."""
+    """Return this rank's microbatches, from a position in the data. Data workers end with `stack`."""
 
     def build_loader(start: int) -> Loader:
         return build_train_loader(
@@ -121,14 +121,14 @@ def build_train_batches(
 
 
 def sample_order(config: JobConfig, epoch_size: int) -> SampleOrder:
-    """The order in which the run goes through its data."""
+    """Return the order in which the run reads its samples."""
     return SampleOrder(epoch_size, config.training.seed, config.data.shuffle)
 
 
 def build_validation_batches(
     config: JobConfig, source: SampleSource | None, layout: Layout, ranks: Ranks, stack: ExitStack
 ) -> Iterable[Microbatch] | None:
-    """Return this rank's batches of the validation source, or None where there is none."""
+    """Return this rank's batches of the validation source, or None without one. Data workers end with `stack`."""
     if source is None:
         return None
     validation = config.validation

@@ -34,8 +34,8 @@ from titan_launch.train.validate import validate
 def scheduled_garbage_collection(every_steps: int) -> Iterator[Callable[[int], None]]:
     """Switch automatic collection off and yield a function of the step that collects on every `every_steps`-th.
 
-    Left to itself each rank collects at another moment, and every pause holds up all ranks at the next collective.
-    What start-up has made is frozen, so that the collections have little to look at.
+    Automatic collection pauses each rank at a different moment, and every pause delays all ranks at the next
+    collective. Objects made during start-up are frozen, so later collections do not visit them.
     """
     gc.collect()
     gc.freeze()
@@ -149,8 +149,8 @@ def looks_for_skipped_steps(run: Run, due: Due) -> bool:
 
 
 def ending(run: Run) -> str:
-    """Describe how the run ended. Raises Stopped where a signal has ended the run and that is not success: its steps
-    are lost, since nothing is saved, or all ranks are to be started again."""
+    """Describe how the run ended. Raise Stopped if a signal ended the run and its steps are lost, because nothing is
+    saved, or if all ranks are to be started again."""
     step, last, number = run.progress.step, run.config.training.steps, run.control.stop_signal
     if step >= last or not number:
         return f"done: {last} steps; {result(run)}"
@@ -195,14 +195,15 @@ def train_one_step(run: Run) -> StepResult:
 
 
 def last_warm_up_step(run: Run) -> int:
-    """The first step of this process, or the one after it where that compiles what an audited step has not."""
+    """Return the last step that may take much longer than later ones: the first step of this process, or the second if
+    the first is audited and therefore not compiled."""
     return run.first_step + (run.config.compile.enable and audits(run))
 
 
 @contextmanager
 def failures_explained(run: Run) -> Iterator[None]:
-    """Run forwards and backwards: errors that dtypes, divided matrices, or a backend of attention explain are raised
-    as ConfigError."""
+    """Raise ConfigError for an error of forward or backward that dtypes, tensor parallelism or the attention backend
+    explain."""
     with ExitStack() as stack:
         stack.enter_context(attention_failures_explained(run.config.kernels))
         stack.enter_context(shapes_explained(run.config.model, run.layout.tensor))
@@ -212,7 +213,7 @@ def failures_explained(run: Run) -> Iterator[None]:
 
 
 def end_warm_up(run: Run) -> None:
-    """The first steps of this process are done on all ranks, and with them what takes longer than later."""
+    """Prepare for checkpoints and set the timeouts of regular steps, once all ranks have done the slow first steps."""
     if run.checkpoints is not None and run.config.checkpoint.enable:
         run.checkpoints.get_ready()
     set_timeouts(run.config.comm.timeout_seconds)
@@ -220,19 +221,22 @@ def end_warm_up(run: Run) -> None:
 
 
 def current_lr_factor(run: Run, step: int) -> float:
-    """The schedule's value at a step, as a fraction of the peak."""
+    """Return the learning rate at a step as a fraction of its peak."""
     return lr_factor(run.config.lr_scheduler, step, run.config.training.steps)
 
 
 def clear_progress(run: Run) -> None:
-    """Take the progress bar away before something else is printed."""
+    """Remove the progress bar before another line is printed."""
     if run.console is not None:
         run.console.clear()
 
 
 def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
-    """Bring the step's numbers, and those of the window since the last report, to the host and to the sinks. Pool and
-    validate first if that is due. Return the numbers by tag; those of a single rank are this rank's."""
+    """Read the metrics of the step and of the window since the last report, and write them to all sinks. Pool and
+    validate before if these are due.
+
+    Waits for the device. Returns the metrics by tag; a metric of a single rank is this rank's.
+    """
     step = run.progress.step
     scalars = run.meter.report(
         loss_sum=result.loss_sum,
@@ -263,13 +267,13 @@ def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
 
 
 def checkpoint_measurements(run: Run) -> dict[str, float]:
-    """Return what checkpoints have cost since the last report; nothing for a run that saves only its last step."""
+    """Return the cost of checkpoints since the last report, by tag; empty for a run that saves only its last step."""
     return run.checkpoints.take_measurements() if run.checkpoints and run.config.checkpoint.enable else {}
 
 
 def pool_statistics(run: Run) -> dict[str, float]:
-    """Give all ranks the same running statistics, once a step; how far they were apart. The time does not count as
-    training time."""
+    """Pool BatchNorm's running statistics over all ranks. Return how far they differed, by tag; empty without
+    BatchNorm. The time does not count as training time."""
     with run.meter.paused():
         divergence = pool_running_statistics(run.model, run.mesh.data_group)
         if run.mesh.pipeline_group is not None:
@@ -283,7 +287,8 @@ def pool_statistics(run: Run) -> dict[str, float]:
 
 
 def validation_scalars(run: Run) -> dict[str, float]:
-    """Validate, with running statistics that are pooled; the time does not count as training time."""
+    """Validate and return the metrics by tag. Running statistics must be pooled. The time does not count as training
+    time."""
     assert run.validation_batches is not None, "config.rules demands validation.data with validation.freq"
     batches = run.watchdog.entering_each(run.validation_batches, "validating", run.progress.step)
     with run.meter.paused(), failures_explained(run):
@@ -291,8 +296,8 @@ def validation_scalars(run: Run) -> dict[str, float]:
 
 
 def save(run: Run, validation_loss: float | None = None) -> None:
-    """Begin a checkpoint of a step that was reported: its guard is settled, and its running statistics are pooled. The
-    time that training waits for it does not count as training time."""
+    """Begin a checkpoint of a step that was reported: its skipped steps are known, and its running statistics are
+    pooled. The time for which training waits does not count as training time."""
     assert run.checkpoints is not None
     clear_progress(run)
     run.watchdog.enter("saving a checkpoint", run.progress.step, patient=True)

@@ -34,9 +34,9 @@ _log = logging.getLogger(__name__)
 
 
 def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
-    """Build a job's model on each rank, with the initial values of a factory of the user's own; collective.
+    """Build a job's model on each rank. A factory of the user's own may give it initial values; collective.
 
-    Raises ConfigError, on all ranks alike, as `build_model` does, and where a factory gives ranks different values.
+    Raises ConfigError, on all ranks alike, as `build_model` does, and if a factory gives ranks different values.
     """
     if ":" not in config.model.name:
         return build_model(config.model, config.training.seq_len)
@@ -59,12 +59,12 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
 
 
 def _format_bytes(num_bytes: int) -> str:
-    """`22.4 GiB`, and below 1 GiB `22.4 MiB`."""
+    """Return `22.4 GiB`, or below 1 GiB `22.4 MiB`."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / GIB * 1024:.1f} MiB"
 
 
 def _host_digests(built: BuiltModel) -> dict[str, str]:
-    """Digests of the values that a factory made, by full name; nothing for a model that is filled later."""
+    """Return digests of the values that a factory made, by full name; empty for a model that is initialized later."""
     return built.initializer.digests() if isinstance(built.initializer, HostValues) else {}
 
 
@@ -73,7 +73,7 @@ def _digest(digests: Mapping[str, str]) -> str:
 
 
 def _different_values(config: JobConfig, digests: list[dict[str, str]]) -> ConfigError:
-    """The error for the first rank whose tensors are not those of rank 0."""
+    """Return the error for the first rank whose tensors differ from those of rank 0."""
     first = list(digests[0].items())
     rank, other = next((rank, other) for rank, other in enumerate(digests) if list(other.items()) != first)
     differing = [name for name in {**digests[0], **other} if digests[0].get(name) != other.get(name)]

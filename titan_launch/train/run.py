@@ -54,7 +54,7 @@ class Run:
     guard: StepGuard
     progress: Progress
     state: TrainingState
-    """All that goes into a checkpoint."""
+    """The state that a checkpoint holds."""
 
     control: StepCoordinator
     first_step: int
@@ -64,24 +64,24 @@ class Run:
     """Samples in an epoch."""
 
     train_batches: TrainBatches
-    """This rank's microbatches, without end."""
+    """An endless iterator over this rank's microbatches."""
 
     validation_batches: Iterable[Microbatch] | None
     checkpoints: CheckpointManager | None
     meter: Meter
     measurements: StepMeasurements
     memory_check: MemoryCheck | None
-    """On the main rank."""
+    """On rank 0; None on the others."""
 
     sinks: tuple[Sink, ...]
     console: ConsoleSink | None
-    """The terminal, on the main rank; also among the sinks."""
+    """The terminal, which is also one of the sinks; on rank 0, None on the others."""
 
     watchdog: Watchdog
-    """Is told what this rank does."""
+    """Records the current activity of this rank, for hang detection."""
 
     locate_key: KeyLocator
-    """Where a key of the job was given."""
+    """Returns the file and line of a key of the job."""
 
 
 _log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def build_meter(job: ResolvedJob, ranks: Ranks) -> Meter:
 
 
 def peak_flops(config: JobConfig, device: torch.device) -> float | None:
-    """FLOP/s that the MFU is relative to: as configured, else those of a known GPU, else none."""
+    """Return the FLOP/s that MFU is relative to: the configured value, else that of a known GPU, else None."""
     if config.metrics.peak_tflops_per_device is not None:
         return config.metrics.peak_tflops_per_device * 1e12
     known = find_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

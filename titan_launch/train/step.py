@@ -29,24 +29,24 @@ Microbatch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves behind, on the device: scalars that nothing has waited for yet."""
+    """The results of a step: scalars on the device, for which the host has not waited."""
 
     loss_sum: Tensor
-    """This rank's part of the step's loss; the sum over all ranks is the mean over all valid targets. Ranks that
-    compute the same loss together (tensor parallelism) have equal parts of it."""
+    """This rank's part of the step's loss. The sum over all ranks is the mean loss of all valid targets. Ranks that
+    share matrices (tensor parallelism) compute the same loss, and each has an equal part of it."""
 
     valid_local: Tensor
-    """Valid (not ignored) targets that `loss_sum` is of: this rank's, divided among those that share the loss."""
+    """Number of valid (not ignored) targets in `loss_sum`: this rank's, divided by the ranks that share matrices."""
 
     valid_global: Tensor
-    """Valid targets of all ranks: the one denominator of the step's loss."""
+    """Number of valid targets of all ranks: the only denominator of the step's loss."""
 
     grad_norm: Tensor
     """Norm of the whole gradient before clipping."""
 
 
 class TrainStep:
-    """Forward and backward over a step's microbatches, clipping, and the optimizer's update."""
+    """One optimizer step: count targets, forward and backward over all microbatches, clip, guard, update."""
 
     def __init__(
         self,
@@ -61,8 +61,9 @@ class TrainStep:
         pipelined: PipelinedStep | None = None,
         after_update: Callable[[], None] | None = None,
     ):
-        """`pipelined`: goes through the microbatches where the model is divided into pipeline stages. `after_update`:
-        what depends on the parameters beyond a step; see `parameters_changed`."""
+        """`loss` returns the sum of the loss over the valid targets of a microbatch. `pipelined` runs forward and
+        backward if the model has pipeline stages. `after_update` runs after every change of parameters; see
+        `parameters_changed`."""
         self._model = model
         self._optimizer = optimizer
         self._accumulation = accumulation
@@ -71,22 +72,21 @@ class TrainStep:
         self._mesh = mesh
         self._device = device
         self.loss = loss
-        """The sum of the loss over the valid targets of a microbatch."""
-
         self._pipelined = pipelined
         self._after_update = after_update
         self._statistics = RunningStatistics(model)
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def __call__(self, microbatches: list[Microbatch], before_update: Callable[[], None] | None = None) -> StepResult:
-        """Train on one step's microbatches; nothing waits for the device.
+        """Train on the microbatches of one step. The host does not wait for the device.
 
-        Exact for unequal microbatches and ranks, in every accumulation mode: the step's valid targets are counted over
-        all ranks before the first loss, every microbatch's loss is a sum divided by that count, and FSDP2 only sums
-        gradients. `before_update` is called when the gradients are complete and nothing is changed yet.
+        The gradient is exact for unequal microbatches and ranks, in every gradient accumulation mode. The step's valid
+        targets are counted over all ranks before the first loss. Every microbatch's loss is a sum divided by that
+        count, and FSDP2 only sums gradients.
 
-        What ends the step before the update (an error, an interrupt) leaves nothing of it behind: gradients and running
-        statistics are as before, and if all ranks have abandoned it, it can be tried again.
+        `before_update` is called when all gradients are complete, before anything changes. An error or an interrupt
+        before the update restores gradients and running statistics. If all ranks have abandoned the step, it can be
+        tried again.
         """
         self._statistics.save()
         with self._abandoned_on_error():
@@ -101,7 +101,7 @@ class TrainStep:
                 for index, microbatch in enumerate(microbatches):
                     self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
                     loss_sum += forward_backward(self._model, microbatch, self._device, valid.total, self.loss)
-            loss_sum = loss_sum / self._mesh.layout.tensor
+            loss_sum = loss_sum / self._mesh.layout.tensor  # ranks that share matrices compute the same loss
             if before_update is not None:
                 before_update()
 
@@ -121,14 +121,14 @@ class TrainStep:
         return StepResult(loss_sum, valid_local / self._mesh.layout.tensor, valid.total(), grad_norm)
 
     def parameters_changed(self) -> None:
-        """Bring up to date what depends on the parameters: done after each update, and to be called when something else
-        than a step has changed them. Nothing waits for the device."""
+        """Update the values that depend on parameters, such as float8 scales. A step does so after its update; call it
+        after any other change of parameters. The host does not wait for the device."""
         if self._after_update is not None:
             self._after_update()
 
     @property
     def kept_statistics(self) -> Tensor:
-        """The copy of BatchNorm's running statistics, which is held all the time."""
+        """Copy of BatchNorm's running statistics from before the step. It is never freed."""
         return self._statistics.saved
 
     @contextmanager
