@@ -31,7 +31,6 @@ from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.kernel_choice import use_kernels
 from titan_launch.train.measure import MemoryCheck, StepMeasurements
 from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
-from titan_launch.train.pipeline_step import PipelinedStep
 from titan_launch.train.resolve_job import ResolvedJob, resolve_job
 from titan_launch.train.run import Run, build_meter, build_sinks, log_batches
 from titan_launch.train.run_folder.attempt import this_attempt
@@ -152,7 +151,11 @@ def build_step(
 ) -> TrainStep:
     """Return the step that trains on microbatches. `num_classes`: number of classes of the data."""
     accumulation = build_strategy(config.gradient_accumulation)
-    pipeline = pipeline_of(model.module)
+    pipeline, pipelined = pipeline_of(model.module), None
+    if pipeline is not None:
+        from titan_launch.train.pipeline_step import PipelinedStep  # importing PyTorch's schedules takes a second
+
+        pipelined = PipelinedStep(pipeline, config.parallelism, accumulation, ranks.device)
     loss_sum = compile_loss(loss_in_chunks(config.training.loss_chunks), config.compile)
     return TrainStep(
         model.module,
@@ -163,6 +166,6 @@ def build_step(
         model.mesh,
         ranks.device,
         checked_loss(loss_sum, config.data.unit, num_classes),
-        pipelined=None if pipeline is None else PipelinedStep(pipeline, config.parallelism, accumulation, ranks.device),
+        pipelined=pipelined,
         after_update=scale_update(model.module, config.float8),
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,9 @@ from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.fsdp import discard_pending
 from titan_launch.train.forward import forward_explained, logits_of
 from titan_launch.train.health.step_guard import StepGuard
-from titan_launch.train.pipeline_step import PipelinedStep
+
+if TYPE_CHECKING:
+    from titan_launch.train.pipeline_step import PipelinedStep
 
 Microbatch = tuple[Tensor, Tensor]
 """Inputs and targets of one rank; the first axis is the sample."""
