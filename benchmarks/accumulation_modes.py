@@ -41,7 +41,7 @@ from titan_launch.plan.memory.analytic.engine import analytic_engine
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.model import shard_model
-from titan_launch.train.step import Microbatch, backward
+from titan_launch.train.step import Microbatch, forward_backward
 
 FEW, MANY = 4, 64
 """Microbatches in a step."""
@@ -138,9 +138,9 @@ def run_step(
     strategy = build_strategy(accumulation)
     targets_of_all = sum(targets.numel() for _, targets in batches) * torch.distributed.get_world_size()
     valid = torch.tensor(targets_of_all / share, device=batches[0][0].device)
-    for index, (inputs, targets) in enumerate(batches):
+    for index, microbatch in enumerate(batches):
         strategy.begin_microbatch(model, is_last=index == len(batches) - 1)
-        backward(model, inputs, targets, lambda: valid, cross_entropy_sum)
+        forward_backward(model, microbatch, valid.device, lambda: valid, cross_entropy_sum)
         if index == 0 and after_first is not None:
             after_first()
 

@@ -124,7 +124,8 @@ def launcher_step(job: Job, stack: ExitStack, ranks: object) -> Callable[[], obj
     from titan_launch.config.job import JobConfig
     from titan_launch.distributed.process_group import Ranks
     from titan_launch.train.build import build_run
-    from titan_launch.train.loop import act_on_skipped_steps, is_settled_step, train_one_step
+    from titan_launch.train.health.skipped_steps import act_on_skipped_steps
+    from titan_launch.train.loop import due_now, looks_for_skipped_steps, train_one_step
 
     assert isinstance(ranks, Ranks)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -134,7 +135,7 @@ def launcher_step(job: Job, stack: ExitStack, ranks: object) -> Callable[[], obj
     def step() -> None:
         train_one_step(run)
         run.control.agree()
-        if is_settled_step(run):
+        if looks_for_skipped_steps(run, due_now(run)):
             act_on_skipped_steps(run)
 
     return step

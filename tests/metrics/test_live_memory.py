@@ -17,7 +17,7 @@ from titan_launch.metrics.memory import track
 from titan_launch.models.loss import cross_entropy_sum
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
-from titan_launch.train.step import backward
+from titan_launch.train.step import forward_backward
 
 HERE = StepPoint(0, "forward", "")
 
@@ -71,7 +71,7 @@ def train(mode: str) -> list[dict[str, int]]:
     for _ in range(2):
         ledger = a_ledger()
         with track(model, ledger, optimizer):
-            backward(model, tokens, tokens, lambda: valid, cross_entropy_sum)
+            forward_backward(model, (tokens, tokens), torch.device("cpu"), lambda: valid, cross_entropy_sum)
             seen.append(named(ledger))
             optimizer.step()
             seen.append(named(ledger))

@@ -20,7 +20,7 @@ from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.fsdp import fsdp_modules
 from titan_launch.plan.communication import Traffic, traffic_of_step
 from titan_launch.precision.observation import observe
-from titan_launch.train.step import backward
+from titan_launch.train.step import forward_backward
 
 
 def count(mode: str, replicate: int) -> tuple[Traffic, Traffic, Traffic, bool]:
@@ -42,7 +42,7 @@ def count(mode: str, replicate: int) -> tuple[Traffic, Traffic, Traffic, bool]:
         dist.all_reduce(valid)
         for index in range(layout.num_microbatches):
             strategy.begin_microbatch(model, is_last=index == layout.num_microbatches - 1)
-            backward(model, tokens, tokens, lambda: valid, cross_entropy_sum)
+            forward_backward(model, (tokens, tokens), torch.device("cpu"), lambda: valid, cross_entropy_sum)
         clip_grad_norm(model.parameters(), 1.0)
 
     with count_collectives(model) as counted:

@@ -22,7 +22,7 @@ from titan_launch.parallel.pipeline import Boundaries, parts
 from titan_launch.plan.communication import collectives_of_step
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
-from titan_launch.train.loop import fit, report, train_one_step
+from titan_launch.train.loop import due_now, fit, report, train_one_step
 from titan_launch.train.run import Run
 
 STEPS = 2
@@ -56,7 +56,7 @@ def train(jobs: list[Any]) -> list[Trained]:
     for each in jobs:
         with ExitStack() as stack:
             run = build_run(JobConfig.model_validate(each), this_rank(), stack)
-            scalars = [report(run, train_one_step(run)) for _ in range(STEPS)]
+            scalars = [report(run, train_one_step(run), due_now(run)) for _ in range(STEPS)]
             results.append((scalars, whole_state(run.model)))
             _check_traffic(run, scalars[-1])
     return results

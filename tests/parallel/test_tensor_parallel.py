@@ -23,7 +23,7 @@ from titan_launch.distributed.random_state import random_stream, seed_everything
 from titan_launch.models.parallel_plans import check_tensor_plan, shapes_explained
 from titan_launch.train import build
 from titan_launch.train.build import build_run
-from titan_launch.train.loop import fit, report, train_one_step
+from titan_launch.train.loop import due_now, fit, report, train_one_step
 from titan_launch.train.run import Run
 
 TWO = {"tensor_parallel_degree": 2}
@@ -69,7 +69,7 @@ def train_one(job: dict[str, Any], folder: Path) -> Trained:
         # Another process would trace what models of somebody's own need.
         stack.enter_context(replaced(build, "MemoryCheck", lambda *_: None))
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
-        reports = [report(run, train_one_step(run)) for _ in range(2)]
+        reports = [report(run, train_one_step(run), due_now(run)) for _ in range(2)]
         names = ("train/loss", "train/grad_norm", "validation/loss", "validation/accuracy")
         seen = {name: torch.tensor([scalars[name] for scalars in reports if name in scalars]) for name in names}
         seen = {name: values for name, values in seen.items() if len(values)}

@@ -26,7 +26,7 @@ from titan_launch.trace.step import make_microbatch, sample_format
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.model import shard_model
 from titan_launch.train.pipeline_step import PipelinedStep
-from titan_launch.train.step import backward, loss_of
+from titan_launch.train.step import forward_backward, loss_of
 
 
 def allocated_peaks(config: JobConfig, layout: Layout, rank: int = 0) -> tuple[int, int]:
@@ -74,9 +74,9 @@ def _accumulate(config: JobConfig, model: nn.Module, layout: Layout) -> Pipeline
         return step
     for index in range(layout.num_microbatches):
         strategy.begin_microbatch(model, is_last=index == layout.num_microbatches - 1)
-        inputs, targets = make_microbatch(config, shape, layout.local_batch_size)
-        backward(model, inputs, targets, lambda: valid, loss_sum)
-        del inputs, targets
+        microbatch = make_microbatch(config, shape, layout.local_batch_size)
+        forward_backward(model, microbatch, torch.device("cpu"), lambda: valid, loss_sum)
+        del microbatch
     return None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import traceback
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,81 @@ from tests.tensors import assert_equal, whole_state
 from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import RunError
+from titan_launch.core.signals import RESTART_SIGNAL
 from titan_launch.data.sources import build_source
 from titan_launch.train import batches
 from titan_launch.train.build import build_run
-from titan_launch.train.loop import fit, report, train_one_step, validation_scalars
+from titan_launch.train.loop import due_after_step, due_now, fit, report, train_one_step, validation_scalars
 from titan_launch.train.validate import validate
+
+NOTHING: dict[str, Any] = {}
+SAVES = {"checkpoint": {"enable": True, "interval": 4}}
+SAVES_LAST = {"checkpoint": {"save_last": True}}
+VALIDATES = {"validation": {"freq": 3, "data": {"kind": "synthetic", "vocab_size": 61}}}
+SIGNAL = int(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("sections", "step", "stop_signal", "save_is_due", "due"),
+    [
+        (NOTHING, 2, 0, False, ""),
+        (NOTHING, 1, 0, False, "report"),  # the first step of the process
+        (NOTHING, 5, 0, False, "report"),  # log_freq
+        (NOTHING, 12, 0, False, "report"),  # the last step
+        (NOTHING, 2, SIGNAL, True, ""),
+        (VALIDATES, 3, 0, False, "report validate pool"),
+        (VALIDATES, 4, 0, False, ""),
+        (VALIDATES, 3, SIGNAL, False, ""),  # no time to validate
+        (VALIDATES, 12, SIGNAL, False, "report validate pool"),
+        (SAVES, 4, 0, False, "report save pool"),
+        (SAVES, 12, 0, False, "report save pool"),
+        (SAVES, 2, 0, True, "report save pool restore_statistics"),  # interval_minutes
+        (SAVES, 2, SIGNAL, False, "report save pool restore_statistics"),
+        (SAVES, 2, RESTART_SIGNAL, False, "report save pool restore_statistics"),
+        (SAVES, 4, SIGNAL, True, "report save pool"),
+        (SAVES_LAST, 4, 0, False, ""),
+        (SAVES_LAST, 12, 0, False, "report save pool"),
+        (SAVES_LAST, 2, SIGNAL, False, "report save pool restore_statistics"),
+        (SAVES_LAST, 2, RESTART_SIGNAL, False, ""),
+        (SAVES | VALIDATES, 3, SIGNAL, False, "report save pool"),  # pooled as in an undisturbed run, which validates
+        (SAVES | VALIDATES, 12, 0, False, "report validate save pool"),
+    ],
+)
+def test_what_is_due_after_a_step(
+    sections: dict[str, Any], step: int, stop_signal: int, save_is_due: bool, due: str
+) -> None:
+    sections = {"training": {"steps": 12}, "metrics": {"log_freq": 5}, **sections}
+    config = JobConfig.model_validate(tiny_job(Path("unused"), **sections))
+    found = due_after_step(config, step, first_step=1, stop_signal=stop_signal, save_is_due=save_is_due)
+    assert {name for name, is_due in vars(found).items() if is_due} == set(due.split())
+
+
+class Traced(torch.nn.Sequential):
+    """A model that notes which functions of the launcher call it."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Embedding(61, 8), torch.nn.Linear(8, 61))
+        self.callers: list[list[str]] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        stack = traceback.extract_stack()
+        self.callers.append([frame.name for frame in stack if "/titan_launch/train/" in frame.filename])
+        return super().forward(tokens)
+
+
+def callers_of_forward(folder: Path) -> list[list[str]]:
+    job = tiny_job(folder, training={"steps": 2})
+    with ExitStack() as stack:
+        run = build_run(JobConfig.model_validate({**job, "model": {"name": f"{__name__}:Traced"}}), this_rank(), stack)
+        fit(run)
+        assert isinstance(run.model, Traced)
+        return run.model.callers
+
+
+def test_few_calls_lead_from_the_loop_to_the_model(tmp_path: Path) -> None:
+    """The first step, which is audited, takes the way of all others."""
+    (callers,) = run_ranks(callers_of_forward, 1, tmp_path)
+    assert callers == [["fit", "train_one_step", "__call__", "forward_backward"]] * 8
 
 
 def losses(folder: Path, tag: str = "train/loss") -> list[float]:
@@ -174,7 +246,7 @@ def validate_again(job: dict[str, Any]) -> tuple[list[float], dict[str, float], 
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         for _ in range(3):
             result = train_one_step(run)
-        report(run, result)
+        report(run, result, due_now(run))
         before = whole_state(run.model)
         metrics = validation_scalars(run)
         after = whole_state(run.model)

@@ -14,7 +14,7 @@ from tests.train.jobs import this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import train_one_step
-from titan_launch.train.step import TrainStep
+from titan_launch.train.step import forward_backward
 
 
 def quiet_step(job: dict[str, Any]) -> dict[str, int]:
@@ -25,16 +25,15 @@ def quiet_step(job: dict[str, Any]) -> dict[str, int]:
             train_one_step(run)
             run.control.agree()
         operations = Operations()
-        accumulate = TrainStep._accumulate
 
         def uncounted(*args: Any) -> Any:
             operations.is_counting = False
             try:
-                return accumulate(*args)
+                return forward_backward(*args)
             finally:
                 operations.is_counting = True
 
-        stack.enter_context(mock.patch.object(TrainStep, "_accumulate", uncounted))
+        stack.enter_context(mock.patch("titan_launch.train.step.forward_backward", uncounted))
         with operations:
             run.step([next(run.train_batches)])
             run.control.agree()

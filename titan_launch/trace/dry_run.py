@@ -1,4 +1,4 @@
-"""A start of a run without the run: what one rank of many would build, in a process of its own, without values."""
+"""A dry run: one rank of many builds its part of a run, without values and without the other ranks."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
 from torch.optim import Optimizer
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import CompileConfig
 from titan_launch.distributed.dtensor import local_tensor
-from titan_launch.distributed.mesh import Mesh, build_mesh
 from titan_launch.models.build import build_model
-from titan_launch.models.init import allocate
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.groups import check_param_groups
 from titan_launch.optim.registry import build_optimizer
@@ -27,51 +24,44 @@ from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.comparison import estimate_reserved, judge
 from titan_launch.plan.report.table import format_gib
 from titan_launch.plan.report.unit_table import format_batches
-from titan_launch.plan.types import ModelPlan
 from titan_launch.trace.depth import trace_rank
-from titan_launch.trace.fake_group import fake_process_group, silence
-from titan_launch.trace.step import TracedStep
+from titan_launch.trace.step import TracedStep, assemble_without_values
 from titan_launch.train.auto_mode import plan_precision
-from titan_launch.train.model import shard_model
+from titan_launch.train.model import AssembledModel
 
 
 def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) -> str:
-    """Build what a rank of a job builds, go through a step of it, and say what the rank holds.
+    """Build the part of a rank of a job, trace a step, and return a text that describes the rank.
 
-    The mesh, the units, the stages of a pipeline, the optimizer and its update are real, and whole; forward and
-    backward are those of a trace, in which equal blocks stand for each other. Data are not read, and nothing is
-    written. The job's modes are not `auto` any more. Raises ConfigError as a run would, before it allocates anything.
+    The mesh, the units, the pipeline stages, the optimizer and its update are those of a run. Forward and backward are
+    traced, and equal blocks are traced once. No data is read, and nothing is written. The job's modes must not be
+    `auto`. Raises ConfigError as a run would, before memory is allocated.
     """
     built = build_model(config.model, config.training.seq_len)
     check_param_groups(built.module, config.optimizer, built.head)
     plan = plan_precision(config, built)
     with ExitStack() as stack:
-        stack.enter_context(silence())
-        stack.enter_context(fake_process_group(layout.world_size, rank))
-        mesh = build_mesh(layout, "cpu")
-        model = shard_model(config, built, replace(plan, float8=()), mesh)
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        allocate(model, torch.device("cpu"))
-        optimizer = build_optimizer(model, config.optimizer, built.head, config.training.seed)
-        _update(model, optimizer, mesh)
-        held = list(_what_it_holds(model, optimizer, plan, mesh))
-    eager = config.model_copy(update={"compile": CompileConfig()})  # compiling takes long, and tells nothing here
+        model, _ = assemble_without_values(config, built, plan, layout, hardware.kernels, rank, stack)
+        optimizer = build_optimizer(model.module, config.optimizer, built.head, config.training.seed)
+        _update(model, optimizer)
+        held = list(_what_it_holds(model, optimizer))
+    eager = config.model_copy(update={"compile": CompileConfig()})  # compilation is slow and does not change the text
     traced = trace_rank(eager, replace(plan, compiled=()), layout, hardware.kernels, rank)
     lines = [format_batches(config, layout), *held, *_what_a_step_takes(traced, layout, hardware)]
     return "\n".join([*lines, "nothing was trained, read or written"])
 
 
-def _update(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> None:
-    """Clip gradients, and update: of all parameters together, which is where those of a kind that does not go with the
-    others are found."""
-    for parameter in model.parameters():
+def _update(model: AssembledModel, optimizer: Optimizer) -> None:
+    """Clip the gradients of all parameters together, and update. Both fail for parameters that do not go together."""
+    for parameter in model.module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)
-    clip_grad_norm(model.parameters(), 1.0, mesh.pipeline_group)
+    clip_grad_norm(model.module.parameters(), 1.0, model.mesh.pipeline_group)
     optimizer.step()
 
 
-def _what_it_holds(model: nn.Module, optimizer: Optimizer, plan: ModelPlan, mesh: Mesh) -> Iterator[str]:
+def _what_it_holds(model: AssembledModel, optimizer: Optimizer) -> Iterator[str]:
+    mesh, plan = model.mesh, model.plan
     names, place = mesh.ranks.mesh_dim_names, mesh.ranks.get_coordinate()
     assert names is not None and place is not None
     degrees = zip(names, place, mesh.ranks.mesh.shape, strict=True)
@@ -80,8 +70,8 @@ def _what_it_holds(model: nn.Module, optimizer: Optimizer, plan: ModelPlan, mesh
     for stage in plan.stages:
         if stage.rank == place[0]:
             yield f"stage {stage.index} of {len(plan.stages)}: {stage.extent}"
-    parameters = list(model.parameters())
-    num_units = sum(len(part.units) for _, part in parts(model, plan))
+    parameters = list(model.module.parameters())
+    num_units = sum(len(part.units) for _, part in parts(model.module, plan))
     yield (
         f"model: {plan.inventory.num_parameters:,} parameters; here {num_units} units and "
         f"{sum(local_tensor(p).numel() for p in parameters):,} elements of parameters, {_gib(parameters)}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import NamedTuple
 
@@ -20,14 +20,8 @@ from titan_launch.precision.audit import Audit, compare, together
 from titan_launch.precision.observation import Observations, look_at_storage, observe
 from titan_launch.train.run import Run
 from titan_launch.train.run_folder.records import AUDIT_FILE, record_audit
-from titan_launch.train.step import Microbatch, StepResult
 
 _log = logging.getLogger(__name__)
-
-
-def is_audited(run: Run) -> bool:
-    """Whether the step to come is the first of this process, and is watched."""
-    return run.progress.step + 1 == run.first_step and audits(run)
 
 
 def audits(run: Run) -> bool:
@@ -38,18 +32,23 @@ def audits(run: Run) -> bool:
     return by_default if wanted is None else wanted
 
 
-def audited_step(run: Run, microbatches: list[Microbatch]) -> StepResult:
-    """Train on one step's microbatches and watch; the numbers are those of any other step. Nothing is compiled in it.
+@contextmanager
+def audit_of_step(run: Run, step: int) -> Iterator[Callable[[], None] | None]:
+    """Observe the run's next step if `step` is the first of this process and is audited, else do nothing.
 
-    Raises UserError, on all ranks and before the update, for what is not as planned.
+    Yield what the step must call before its update. The call raises UserError on all ranks if the observed dtypes or
+    collectives differ from the plan. An audited step computes the same numbers as any other, without compilation.
     """
+    if step != run.first_step or not audits(run):
+        yield None
+        return
     with ExitStack() as stack:
         watched = [
             _Watched(module, plan, stack.enter_context(observe(module, plan)))
             for module, plan in parts(run.model, run.plan)
         ]
         stack.enter_context(eager(run.config.compile))
-        return run.step(microbatches, before_update=lambda: _settle(run, watched))
+        yield lambda: _settle(run, watched)
 
 
 class _Watched(NamedTuple):

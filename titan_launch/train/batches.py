@@ -1,30 +1,37 @@
-"""The batches of a run: the stream that it trains on, and those it is validated on."""
+"""The data of a run: its samples, the stream of batches that it trains on, and those it is validated on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.data import DataConfig
+from titan_launch.core.errors import KeyPath
 from titan_launch.data.context_shard import SequencePart, part_of
 from titan_launch.data.loader import Loader, SampleOrder, build_train_loader, build_validation_loader
 from titan_launch.data.sources import SampleSource, build_source
-from titan_launch.data.tokenizers import Tokenizer
+from titan_launch.data.tokenizers import build_tokenizer
+from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
+from titan_launch.parallel.context_parallel import sequence_part
 from titan_launch.plan.layout import Layout
 from titan_launch.train.step import Microbatch
 
 
 class TrainBatches:
-    """This rank's microbatches, without end, from a position in the data that can be moved.
+    """An endless iterator over this rank's microbatches, whose position in the data can be moved.
 
     for microbatch in batches: ...
     batches.move_to(position)
     """
 
     def __init__(self, build: Callable[[int], Loader], position: int):
-        """`build` makes a loader that begins at a position, in samples over all ranks."""
+        """`build` returns a loader that begins at a position, counted in samples over all ranks."""
         self._build = build
         self._begin(position)
 
@@ -35,7 +42,7 @@ class TrainBatches:
         return next(self._batches)
 
     def move_to(self, position: int) -> None:
-        """Go on from another position; data workers are started anew."""
+        """Continue at another position, with new data workers."""
         self.close()
         self._begin(position)
 
@@ -48,26 +55,54 @@ class TrainBatches:
         self._batches = iter(self._loader)
 
 
-def build_train_source(config: JobConfig, tokenizer: Tokenizer, part: SequencePart | None) -> SampleSource:
-    """The samples to train on. `part`: the tokens of each that this rank has."""
-    source = build_source(config.data, tokenizer, config.training.seq_len, ("data",), images_taken(config.model))
-    return part_of(source, part)
+@dataclass(frozen=True)
+class RunData:
+    """The samples of a run. Under context parallelism they hold this rank's part of each sequence."""
+
+    train: SampleSource
+    validation: SampleSource | None
+    """The samples to validate on; None without validation."""
+
+    sequence_part: SequencePart | None
+    """The tokens of every sequence that this rank has; None if it has whole sequences."""
+
+    local_batch_size: int
+    """Samples of a microbatch on this rank."""
+
+    @property
+    def sources(self) -> dict[str, SampleSource]:
+        """The sources by the section of the job that describes them."""
+        return {"data": self.train} | ({} if self.validation is None else {"validation.data": self.validation})
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; of tokens, the size of their vocabulary."""
+        return max(source.num_classes for source in self.sources.values())
+
+    def meta_inputs(self) -> Tensor:
+        """Return the inputs of one microbatch on this rank, on the meta device. Reads one sample."""
+        sample, _ = self.train[0]
+        return sample.to("meta").expand(self.local_batch_size, *sample.shape)
 
 
-def build_validation_source(config: JobConfig, tokenizer: Tokenizer, part: SequencePart | None) -> SampleSource | None:
-    """Return the samples to validate on, or None without validation. `part`: the tokens of each that this rank has."""
-    validation = config.validation
-    if not validation.freq or validation.data is None:
-        return None
-    key = ("validation", "data")
-    source = build_source(validation.data, tokenizer, config.training.seq_len, key, images_taken(config.model))
-    return part_of(source, part)
+def build_data(config: JobConfig, mesh: Mesh) -> RunData:
+    """Open the data to train on and to validate on. Raises ConfigError for data that cannot be read."""
+    tokenizer, part = build_tokenizer(config.tokenizer), sequence_part(mesh.context, config.parallelism)
+
+    def build(data: DataConfig, key: KeyPath) -> SampleSource:
+        source = build_source(data, tokenizer, config.training.seq_len, key, images_taken(config.model))
+        return part_of(source, part)
+
+    train, validation = build(config.data, ("data",)), None
+    if config.validation.freq and config.validation.data is not None:
+        validation = build(config.validation.data, ("validation", "data"))
+    return RunData(train, validation, part, mesh.layout.local_batch_size)
 
 
 def build_train_batches(
     config: JobConfig, source: SampleSource, layout: Layout, ranks: Ranks, position: int, stack: ExitStack
 ) -> TrainBatches:
-    """This rank's microbatches, from a position in the data on."""
+    """Return this rank's microbatches, from a position in the data. Data workers end with `stack`."""
 
     def build_loader(start: int) -> Loader:
         return build_train_loader(
@@ -86,14 +121,14 @@ def build_train_batches(
 
 
 def sample_order(config: JobConfig, epoch_size: int) -> SampleOrder:
-    """The order in which the run goes through its data."""
+    """Return the order in which the run reads its samples."""
     return SampleOrder(epoch_size, config.training.seed, config.data.shuffle)
 
 
 def build_validation_batches(
     config: JobConfig, source: SampleSource | None, layout: Layout, ranks: Ranks, stack: ExitStack
 ) -> Iterable[Microbatch] | None:
-    """Return this rank's batches of the validation source, or None where there is none."""
+    """Return this rank's batches of the validation source, or None without one. Data workers end with `stack`."""
     if source is None:
         return None
     validation = config.validation

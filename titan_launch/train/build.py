@@ -6,44 +6,34 @@ import logging
 from contextlib import ExitStack
 from pathlib import Path
 
-from torch import nn
 from torch.optim import Optimizer
 
-from titan_launch.checkpoint.state import Progress
+from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import format_key
-from titan_launch.data.context_shard import SequencePart
-from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.distributed.collectives import on_main
-from titan_launch.distributed.mesh import Mesh, build_mesh
+from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.process_group import Ranks, set_timeouts
 from titan_launch.metrics.sinks import ConsoleSink
 from titan_launch.models.loss import loss_in_chunks
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.compile import cache_folder, compile_loss
-from titan_launch.parallel.context_parallel import ring_attention, sequence_part
 from titan_launch.parallel.float8 import scale_update
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.report.unit_table import KeyLocator, describe_units, format_plan
-from titan_launch.train.batches import (
-    build_train_batches,
-    build_train_source,
-    build_validation_batches,
-    build_validation_source,
-)
-from titan_launch.train.forward import check_embeddings, checked_loss
+from titan_launch.train.batches import RunData, build_data, build_train_batches, build_validation_batches
+from titan_launch.train.forward import checked_loss
 from titan_launch.train.health.coordination import StepCoordinator, StopRequest
 from titan_launch.train.health.flight_recorder import make_room_for_nccl
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.kernel_choice import use_kernels
 from titan_launch.train.measure import MemoryCheck, StepMeasurements
-from titan_launch.train.model import check_stages, fill_model, shard_model
-from titan_launch.train.pipeline_step import PipelinedStep
-from titan_launch.train.resolve_job import resolve_job
+from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
+from titan_launch.train.resolve_job import ResolvedJob, resolve_job
 from titan_launch.train.run import Run, build_meter, build_sinks, log_batches
-from titan_launch.train.run_folder.attempt import Attempt, this_attempt
+from titan_launch.train.run_folder.attempt import this_attempt
 from titan_launch.train.run_folder.folder import HeldFolder, effective_load, new_attempt_folder, prepare_run_folder
 from titan_launch.train.run_folder.logs import LogFile
 from titan_launch.train.run_folder.records import record_run, record_units
@@ -62,7 +52,7 @@ def build_run(
     log_file: LogFile | None = None,
     watchdog: Watchdog | None = None,
 ) -> Run:
-    """Build everything that training needs. Resources that must be closed are entered into `stack`.
+    """Build everything that training needs; collective. Enter what must be closed into `stack`.
 
     `locate_key` returns the file and line of a key. `stop` is asked after every step whether a signal has arrived.
     `log_file` and `watchdog` are given the run's folder.
@@ -71,50 +61,39 @@ def build_run(
     allocated, and only then are files written.
     """
     watchdog = watchdog or Watchdog(config.comm, ranks)
-    attempt = this_attempt()
-    settled = resolve_job(config, ranks, config.job.run_folder, attempt)
-    config, recorded, layout, built = settled.config, settled.recorded, settled.layout, settled.built
-    _log.info("%s", format_plan(config, settled.plan, layout, locate_key))
-    use_kernels(config, built, settled.plan, layout, ranks.device, stack)
+    job = resolve_job(config, ranks, this_attempt())
+    config = job.config
+    _log.info("%s", format_plan(config, job.plan, job.layout, locate_key))
+    use_kernels(config, job.built, job.plan, job.layout, ranks.device, stack)
     stack.enter_context(cache_folder(config.compile))
-    mesh = build_mesh(layout, ranks.device.type)
-    part = own_tokens(config, mesh, ranks, stack)
-    model = shard_model(config, built, settled.plan, mesh)
+
+    mesh = build_mesh(job.layout, ranks.device.type)
+    data = build_data(config, mesh)
+    model = assemble_model(config, job.built, job.plan, mesh, data)
     set_timeouts(config.comm.init_timeout_seconds)
-    tokenizer = build_tokenizer(config.tokenizer)
-    source = build_train_source(config, tokenizer, part)
-    check_stages(model, source, layout)
-    held_out = build_validation_source(config, tokenizer, part)
-    sources = {"data": source} | ({"validation.data": held_out} if held_out is not None else {})
-    num_classes = max(data.num_classes for data in sources.values())
+    allocate_model(model, config, ranks.device, stack)
+    optimizer = build_optimizer(model.module, config.optimizer, job.built.head, config.training.seed)
 
-    fill_model(config, built, model, part, ranks)
-    if config.data.unit == "tokens":
-        check_embeddings(model, num_classes)
-    optimizer = build_optimizer(model, config.optimizer, built.head, config.training.seed)
-
-    folder = open_run_folder(recorded, attempt, ranks, log_file, watchdog, stack)
-    held_folder = stack.enter_context(HeldFolder(folder, what_to_do_without_folder(recorded)))
+    folder = open_run_folder(job, ranks, log_file, watchdog, stack)
     progress, guard = Progress(), StepGuard(config.debug, ranks.device)
-    state = training_state(config, model, optimizer, progress, guard, mesh, ranks)
-    checkpoints = open_checkpoints(recorded, folder, state, progress, sources, ranks, stack)
-    load = on_main(lambda: effective_load(folder, recorded, attempt))
-    load_run(recorded, folder, load, state, progress, sources)
-    on_main(lambda: record_run(folder, recorded, attempt, stack))
-    on_main(lambda: record_units(folder, describe_units(settled.plan, layout, locate_key)))
-    log_batches(config, layout, ranks, source, held_out, folder)
-    step = build_step(config, model, optimizer, guard, mesh, ranks, num_classes)
+    state = training_state(config, model.module, optimizer, progress, guard, mesh, ranks)
+    checkpoints = open_checkpoints(job.requested, folder.path, state, progress, data.sources, ranks, stack)
+    load_or_begin(job, folder.path, state, progress, data, stack)
+    on_main(lambda: record_units(folder.path, describe_units(job.plan, job.layout, locate_key)))
+    log_batches(config, job.layout, ranks, data.train, data.validation, folder.path)
+
+    step = build_step(config, model, optimizer, guard, ranks, data.num_classes)
     first_step = progress.step + 1
     console = ConsoleSink(total_steps=config.training.steps) if ranks.is_main else None
     return Run(
         config=config,
-        folder=folder,
-        held_folder=held_folder,
+        folder=folder.path,
+        held_folder=folder,
         ranks=ranks,
-        layout=layout,
+        layout=job.layout,
         mesh=mesh,
-        plan=settled.plan,
-        model=model,
+        plan=job.plan,
+        model=model.module,
         optimizer=optimizer,
         step=step,
         guard=guard,
@@ -122,43 +101,31 @@ def build_run(
         state=state,
         control=StepCoordinator(stop or StopRequest(), config.checkpoint.interval_minutes),
         first_step=first_step,
-        epoch_size=len(source),
-        train_batches=build_train_batches(config, source, layout, ranks, progress.data_position, stack),
-        validation_batches=build_validation_batches(config, held_out, layout, ranks, stack),
+        epoch_size=len(data.train),
+        train_batches=build_train_batches(config, data.train, job.layout, ranks, progress.data_position, stack),
+        validation_batches=build_validation_batches(config, data.validation, job.layout, ranks, stack),
         checkpoints=checkpoints,
-        meter=build_meter(config, built, layout, ranks),
+        meter=build_meter(job, ranks),
         measurements=StepMeasurements(
-            config.comm, model, optimizer, step, ranks.device, first_step, config.compile.enable, stack
+            config.comm, model.module, optimizer, step, ranks.device, first_step, config.compile.enable, stack
         ),
-        memory_check=MemoryCheck(config, layout, settled.hardware, stack) if ranks.is_main else None,
-        sinks=build_sinks(config, settled.reason, folder, progress, console, stack),
+        memory_check=MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_main else None,
+        sinks=build_sinks(job, folder.path, progress, console, stack),
         console=console,
         watchdog=watchdog,
         locate_key=locate_key,
     )
 
 
-def own_tokens(config: JobConfig, mesh: Mesh, ranks: Ranks, stack: ExitStack) -> SequencePart | None:
-    """The part of every sequence that this rank has, with attention over the ranks of the others until `stack` is
-    closed; None where each rank has whole sequences."""
-    if mesh.context is not None:
-        stack.enter_context(ring_attention(mesh.context, config.parallelism, ranks.device))
-    return sequence_part(mesh.context, config.parallelism)
-
-
 def open_run_folder(
-    config: JobConfig,
-    attempt: Attempt,
-    ranks: Ranks,
-    log_file: LogFile | None,
-    watchdog: Watchdog,
-    stack: ExitStack,
-) -> Path:
-    """The run's folder, made ready by the main rank before any rank goes on, with the logs of this attempt."""
-    folder = config.job.run_folder
+    job: ResolvedJob, ranks: Ranks, log_file: LogFile | None, watchdog: Watchdog, stack: ExitStack
+) -> HeldFolder:
+    """Return the run's folder, held until `stack` is closed, with the logs of this attempt in it; collective. Rank 0
+    makes the folder ready before any rank goes on."""
+    folder = job.requested.job.run_folder
 
     def prepare() -> Path:
-        prepare_run_folder(folder, config, attempt, stack)
+        prepare_run_folder(folder, job.requested, job.attempt, stack)
         return new_attempt_folder(folder)
 
     logs = on_main(prepare)
@@ -167,32 +134,38 @@ def open_run_folder(
     watchdog.write_to(folder)
     if ranks.device.type == "cuda":
         make_room_for_nccl(folder)
-    return folder
+    return stack.enter_context(HeldFolder(folder, what_to_do_without_folder(job.requested)))
+
+
+def load_or_begin(
+    job: ResolvedJob, folder: Path, state: TrainingState, progress: Progress, data: RunData, stack: ExitStack
+) -> None:
+    """Load the checkpoint from which the run starts, if any, and record the run in its folder; collective."""
+    load = on_main(lambda: effective_load(folder, job.requested, job.attempt))
+    load_run(job.requested, folder, load, state, progress, data.sources)
+    on_main(lambda: record_run(folder, job.requested, job.attempt, stack))
 
 
 def build_step(
-    config: JobConfig,
-    model: nn.Module,
-    optimizer: Optimizer,
-    guard: StepGuard,
-    mesh: Mesh,
-    ranks: Ranks,
-    num_classes: int,
+    config: JobConfig, model: AssembledModel, optimizer: Optimizer, guard: StepGuard, ranks: Ranks, num_classes: int
 ) -> TrainStep:
-    """What trains on a step's microbatches. `num_classes`: of the data."""
+    """Return the step that trains on microbatches. `num_classes`: number of classes of the data."""
     accumulation = build_strategy(config.gradient_accumulation)
-    training = config.training
-    pipeline = pipeline_of(model)
-    loss_sum = compile_loss(loss_in_chunks(training.loss_chunks), config.compile)
+    pipeline, pipelined = pipeline_of(model.module), None
+    if pipeline is not None:
+        from titan_launch.train.pipeline_step import PipelinedStep  # importing PyTorch's schedules takes a second
+
+        pipelined = PipelinedStep(pipeline, config.parallelism, accumulation, ranks.device)
+    loss_sum = compile_loss(loss_in_chunks(config.training.loss_chunks), config.compile)
     return TrainStep(
-        model,
+        model.module,
         optimizer,
         accumulation,
         guard,
-        training.max_norm,
-        mesh,
+        config.training.max_norm,
+        model.mesh,
         ranks.device,
         checked_loss(loss_sum, config.data.unit, num_classes),
-        pipelined=None if pipeline is None else PipelinedStep(pipeline, config.parallelism, accumulation, ranks.device),
-        after_update=scale_update(model, config.float8),
+        pipelined=pipelined,
+        after_update=scale_update(model.module, config.float8),
     )

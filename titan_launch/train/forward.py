@@ -6,6 +6,8 @@ import inspect
 import linecache
 import re
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -40,18 +42,23 @@ def check_signature(model: nn.Module, unit: SampleUnit) -> None:
         raise _error(f"{place} cannot be called with one argument ({error})".lstrip(), unit) from None
 
 
-def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return a model's logits: its output, or the `logits` of it, as the classes of `transformers` return them.
-
-    Raises ConfigError where there are none, and for a forward that takes the inputs for something else than a tensor.
-    """
+@contextmanager
+def forward_explained(model: nn.Module, inputs: Tensor) -> Iterator[None]:
+    """Raise ConfigError when `model(inputs)` fails because its forward expects something else than a tensor."""
     try:
-        outputs = model(inputs)
+        yield
     except Exception as error:
         problem = _explanation(error, model, inputs)
         if problem is None:
             raise
         raise problem from error
+
+
+def logits_of(outputs: Any, inputs: Tensor) -> Tensor:
+    """Return the logits in a model's outputs: the outputs, or their `logits` as classes of `transformers` return them.
+
+    Raises ConfigError when the outputs hold no tensor of logits.
+    """
     logits = getattr(outputs, "logits", outputs)
     if not isinstance(logits, Tensor):
         raise _error(f"returns a {type(outputs).__name__}", _unit_of(inputs))

@@ -6,8 +6,10 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 from titan_launch.checkpoint.manifest import checkpoint_name
+from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import Stopped
 from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, signal_name
 from titan_launch.distributed.collectives import on_all
@@ -17,7 +19,7 @@ from titan_launch.optim.schedule import describe_clipping, lr_factor, set_lr
 from titan_launch.parallel.batchnorm import largest_divergence, pool_running_statistics
 from titan_launch.parallel.pipeline import parts
 from titan_launch.precision.diagnosis import dtype_failures_explained
-from titan_launch.train.audit import audited_step, audits, is_audited
+from titan_launch.train.audit import audit_of_step, audits
 from titan_launch.train.health.skipped_steps import act_on_skipped_steps
 from titan_launch.train.kernel_choice import attention_failures_explained
 from titan_launch.train.measure import MEASURED
@@ -32,8 +34,8 @@ from titan_launch.train.validate import validate
 def scheduled_garbage_collection(every_steps: int) -> Iterator[Callable[[int], None]]:
     """Switch automatic collection off and yield a function of the step that collects on every `every_steps`-th.
 
-    Left to itself each rank collects at another moment, and every pause holds up all ranks at the next collective.
-    What start-up has made is frozen, so that the collections have little to look at.
+    Automatic collection pauses each rank at a different moment, and every pause delays all ranks at the next
+    collective. Objects made during start-up are frozen, so later collections do not visit them.
     """
     gc.collect()
     gc.freeze()
@@ -53,6 +55,61 @@ def _collect_young(step: int, every_steps: int) -> None:
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Due:
+    """The work that follows a step, the same on all ranks."""
+
+    report: bool
+    """Report metrics: the first step of this process, every `metrics.log_freq` steps, the last step, and whenever
+    anything below is due."""
+
+    validate: bool
+    """Validate: every `validation.freq` steps and the last step, unless a signal ends the run after this step. The time
+    until the scheduler kills the run is short, and the checkpoint needs it."""
+
+    save: bool
+    """Save a checkpoint: the last step, the step after which a signal ends the run, and with `checkpoint.enable` every
+    `checkpoint.interval` steps or `interval_minutes`."""
+
+    pool: bool
+    """Pool BatchNorm's running statistics over ranks: a validation and a checkpoint are of one model."""
+
+    restore_statistics: bool
+    """Give each rank its own running statistics back after the save. An undisturbed run does not pool at this step, so
+    a checkpoint by the clock or for a signal must not change later steps."""
+
+
+def due_after_step(config: JobConfig, step: int, first_step: int, stop_signal: int, save_is_due: bool) -> Due:
+    """Return the work that follows `step`. `stop_signal` and `save_is_due`: the StepCoordinator's answer.
+
+    `first_step`: the first step of this process.
+    """
+    checkpoint, freq = config.checkpoint, config.validation.freq
+    is_last = step == config.training.steps
+    regular_validation = freq > 0 and (is_last or step % freq == 0)
+    if checkpoint.enable:
+        regular_save = is_last or step % checkpoint.interval == 0
+        save = regular_save or save_is_due or stop_signal != 0
+    else:  # before a restart nothing is saved: a run without checkpoint.enable would not resume from it
+        regular_save = checkpoint.save_last and is_last
+        save = checkpoint.save_last and (is_last or stop_signal not in (0, RESTART_SIGNAL))
+    validate = regular_validation and (is_last or not stop_signal)
+    pool = validate or save
+    return Due(
+        report=pool or is_last or step == first_step or step % config.metrics.log_freq == 0,
+        validate=validate,
+        save=save,
+        pool=pool,
+        restore_statistics=pool and not (regular_validation or regular_save),
+    )
+
+
+def due_now(run: Run) -> Due:
+    """Return the work that follows the run's newest step, once the ranks have agreed."""
+    control = run.control
+    return due_after_step(run.config, run.progress.step, run.first_step, control.stop_signal, control.save_is_due)
+
+
 def fit(run: Run) -> None:
     """Train until `training.steps` are done, reporting, validating and saving on the way."""
     last = run.config.training.steps
@@ -67,10 +124,11 @@ def fit(run: Run) -> None:
             result = train_one_step(run)
             run.watchdog.enter("agreeing and reporting", run.progress.step)
             run.control.agree()
-            if is_settled_step(run) and act_on_skipped_steps(run):
+            due = due_now(run)
+            if looks_for_skipped_steps(run, due) and act_on_skipped_steps(run):
                 continue  # back at the step of a checkpoint
-            scalars = report(run, result) if is_report_step(run) else {}
-            if is_checkpoint_step(run):
+            scalars = report(run, result, due) if due.report else {}
+            if due.save:
                 save(run, scalars.get("validation/loss"))
             elif run.checkpoints is not None:
                 run.checkpoints.poll()
@@ -84,9 +142,15 @@ def fit(run: Run) -> None:
     _log.info("%s", ending(run))
 
 
+def looks_for_skipped_steps(run: Run, due: Due) -> bool:
+    """Return True if the host reads which steps were skipped: after every step on a CPU, where reading costs nothing;
+    on CUDA, where reading waits for the device, only before a report."""
+    return due.report or run.ranks.device.type == "cpu"
+
+
 def ending(run: Run) -> str:
-    """Describe how the run ended. Raises Stopped where a signal has ended the run and that is not success: its steps
-    are lost, since nothing is saved, or all ranks are to be started again."""
+    """Describe how the run ended. Raise Stopped if a signal ended the run and its steps are lost, because nothing is
+    saved, or if all ranks are to be started again."""
     step, last, number = run.progress.step, run.config.training.steps, run.control.stop_signal
     if step >= last or not number:
         return f"done: {last} steps; {result(run)}"
@@ -119,8 +183,9 @@ def train_one_step(run: Run) -> StepResult:
     with (
         failures_explained(run),
         run.measurements.watching(step, microbatches),
+        audit_of_step(run, step) as before_update,
     ):
-        result = audited_step(run, microbatches) if is_audited(run) else run.step(microbatches)
+        result = run.step(microbatches, before_update)
     run.progress.step = step
     run.progress.samples_seen += run.layout.global_batch_size
     run.meter.end_step(result.valid_global)
@@ -130,14 +195,15 @@ def train_one_step(run: Run) -> StepResult:
 
 
 def last_warm_up_step(run: Run) -> int:
-    """The first step of this process, or the one after it where that compiles what an audited step has not."""
+    """Return the last step that may take much longer than later ones: the first step of this process, or the second if
+    the first is audited and therefore not compiled."""
     return run.first_step + (run.config.compile.enable and audits(run))
 
 
 @contextmanager
 def failures_explained(run: Run) -> Iterator[None]:
-    """Run forwards and backwards: errors that dtypes, divided matrices, or a backend of attention explain are raised
-    as ConfigError."""
+    """Raise ConfigError for an error of forward or backward that dtypes, tensor parallelism or the attention backend
+    explain."""
     with ExitStack() as stack:
         stack.enter_context(attention_failures_explained(run.config.kernels))
         stack.enter_context(shapes_explained(run.config.model, run.layout.tensor))
@@ -147,7 +213,7 @@ def failures_explained(run: Run) -> Iterator[None]:
 
 
 def end_warm_up(run: Run) -> None:
-    """The first steps of this process are done on all ranks, and with them what takes longer than later."""
+    """Prepare for checkpoints and set the timeouts of regular steps, once all ranks have done the slow first steps."""
     if run.checkpoints is not None and run.config.checkpoint.enable:
         run.checkpoints.get_ready()
     set_timeouts(run.config.comm.timeout_seconds)
@@ -155,76 +221,22 @@ def end_warm_up(run: Run) -> None:
 
 
 def current_lr_factor(run: Run, step: int) -> float:
-    """The schedule's value at a step, as a fraction of the peak."""
+    """Return the learning rate at a step as a fraction of its peak."""
     return lr_factor(run.config.lr_scheduler, step, run.config.training.steps)
 
 
-def is_validation_step(run: Run) -> bool:
-    """Return True every `validation.freq` steps, and for the last step. The step after which a signal ends the run is
-    not validated: the time until the scheduler kills the run is short, and the checkpoint needs it."""
-    freq, step = run.config.validation.freq, run.progress.step
-    return freq > 0 and (is_last_step(run) or (step % freq == 0 and not run.control.stop_signal))
-
-
-def is_report_step(run: Run) -> bool:
-    """Return True for the first step of this process, every `metrics.log_freq` steps, the last step, and a step that is
-    validated or saved."""
-    step = run.progress.step
-    regular = step % run.config.metrics.log_freq == 0 or is_last_step(run)
-    return regular or step == run.first_step or needs_pooled_statistics(run)
-
-
-def is_settled_step(run: Run) -> bool:
-    """Where it is looked whether the step's update was left out: at every step on a CPU, where looking costs nothing;
-    on CUDA, where it makes the host wait, at every report."""
-    return run.ranks.device.type == "cpu" or is_report_step(run)
-
-
-def is_checkpoint_step(run: Run) -> bool:
-    """Return True for the last step, for the step after which a signal ends the run, and with `checkpoint.enable` also
-    every `checkpoint.interval` steps or `interval_minutes`."""
-    if run.checkpoints is None:
-        return False
-    if run.config.checkpoint.enable:
-        return is_regular_checkpoint(run) or run.control.save_is_due or run.control.stop_signal != 0
-    # Before a restart nothing is saved: a run without checkpoint.enable would not resume from it.
-    return is_last_step(run) or run.control.stop_signal not in (0, RESTART_SIGNAL)
-
-
-def is_regular_checkpoint(run: Run) -> bool:
-    """Return True for a step that an undisturbed run saves whatever the clock says."""
-    if run.checkpoints is None:
-        return False
-    config = run.config.checkpoint
-    return is_last_step(run) or (config.enable and run.progress.step % config.interval == 0)
-
-
-def is_last_step(run: Run) -> bool:
-    """Return True at step `training.steps`."""
-    return run.progress.step == run.config.training.steps
-
-
-def needs_pooled_statistics(run: Run) -> bool:
-    """Where there is a validation or a checkpoint, which are of one model."""
-    return is_validation_step(run) or is_checkpoint_step(run)
-
-
-def pools_anyway(run: Run) -> bool:
-    """Return True if an undisturbed run pools at this step too, because it saves or validates there. A checkpoint by
-    the clock, or before a signal's end, must not change the steps that follow."""
-    freq = run.config.validation.freq
-    return is_regular_checkpoint(run) or (freq > 0 and (is_last_step(run) or run.progress.step % freq == 0))
-
-
 def clear_progress(run: Run) -> None:
-    """Take the progress bar away before something else is printed."""
+    """Remove the progress bar before another line is printed."""
     if run.console is not None:
         run.console.clear()
 
 
-def report(run: Run, result: StepResult) -> dict[str, float]:
-    """Bring the step's numbers, and those of the window since the last report, to the host and to the writers. Returns
-    them by tag; those of a single rank are this rank's."""
+def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
+    """Read the metrics of the step and of the window since the last report, and write them to all sinks. Pool and
+    validate before if these are due.
+
+    Waits for the device. Returns the metrics by tag; a metric of a single rank is this rank's.
+    """
     step = run.progress.step
     scalars = run.meter.report(
         loss_sum=result.loss_sum,
@@ -241,13 +253,13 @@ def report(run: Run, result: StepResult) -> dict[str, float]:
     scalars["train/epoch"] = run.progress.data_position / run.epoch_size
     scalars["train/skipped_steps"] = run.progress.skipped_steps
     scalars["train/rollbacks"] = run.progress.rollbacks
-    if needs_pooled_statistics(run):
-        if not pools_anyway(run):
-            run.state.local_statistics.keep()
+    if due.restore_statistics:
+        run.state.local_statistics.keep()
+    if due.pool:
         scalars |= pool_statistics(run)
-    if is_validation_step(run):
+    if due.validate:
         scalars |= validation_scalars(run)
-    run.measurements.end_window(step, only_training=not needs_pooled_statistics(run))
+    run.measurements.end_window(step, only_training=not due.pool)
     run.held_folder.check()
     for sink in run.sinks:
         sink.write(step, scalars)
@@ -255,13 +267,13 @@ def report(run: Run, result: StepResult) -> dict[str, float]:
 
 
 def checkpoint_measurements(run: Run) -> dict[str, float]:
-    """Return what checkpoints have cost since the last report; nothing for a run that saves only its last step."""
+    """Return the cost of checkpoints since the last report, by tag; empty for a run that saves only its last step."""
     return run.checkpoints.take_measurements() if run.checkpoints and run.config.checkpoint.enable else {}
 
 
 def pool_statistics(run: Run) -> dict[str, float]:
-    """Give all ranks the same running statistics, once a step; how far they were apart. The time does not count as
-    training time."""
+    """Pool BatchNorm's running statistics over all ranks. Return how far they differed, by tag; empty without
+    BatchNorm. The time does not count as training time."""
     with run.meter.paused():
         divergence = pool_running_statistics(run.model, run.mesh.data_group)
         if run.mesh.pipeline_group is not None:
@@ -275,7 +287,8 @@ def pool_statistics(run: Run) -> dict[str, float]:
 
 
 def validation_scalars(run: Run) -> dict[str, float]:
-    """Validate, with running statistics that are pooled; the time does not count as training time."""
+    """Validate and return the metrics by tag. Running statistics must be pooled. The time does not count as training
+    time."""
     assert run.validation_batches is not None, "config.rules demands validation.data with validation.freq"
     batches = run.watchdog.entering_each(run.validation_batches, "validating", run.progress.step)
     with run.meter.paused(), failures_explained(run):
@@ -283,8 +296,8 @@ def validation_scalars(run: Run) -> dict[str, float]:
 
 
 def save(run: Run, validation_loss: float | None = None) -> None:
-    """Begin a checkpoint of a step that was reported: its guard is settled, and its running statistics are pooled. The
-    time that training waits for it does not count as training time."""
+    """Begin a checkpoint of a step that was reported: its skipped steps are known, and its running statistics are
+    pooled. The time for which training waits does not count as training time."""
     assert run.checkpoints is not None
     clear_progress(run)
     run.watchdog.enter("saving a checkpoint", run.progress.step, patient=True)

@@ -25,7 +25,7 @@ from titan_launch.train.run_folder.resume import how_to_resume
 
 
 def train(config: JobConfig, provenance: Provenance, stop: StopRequest) -> None:
-    """Train as one rank, to the end or to `stop`. Every path out closes writers and destroys the process group."""
+    """Train as one rank, to the last step or until `stop`. All writers are closed on every path."""
     with full_disk_explained(config), ExitStack() as stack:
         log_file = stack.enter_context(rank_log())
         configure_flight_recorder(config.job.run_folder, config.comm.flight_recorder_size)
@@ -35,7 +35,7 @@ def train(config: JobConfig, provenance: Provenance, stop: StopRequest) -> None:
         if ranks.device.type == "cpu":
             keep_freed_memory()
         warn_of_untested_release()
-        _leave_out_warnings()
+        _ignore_warnings()
         seed_everything(
             config.training.seed + random_stream(ranks.rank, config.parallelism), config.debug.deterministic
         )
@@ -48,8 +48,8 @@ def train(config: JobConfig, provenance: Provenance, stop: StopRequest) -> None:
 
 @contextmanager
 def full_disk_explained(config: JobConfig) -> Iterator[None]:
-    """Raise a RunError where reports can no longer be written. (A checkpoint that finds no room is logged, and training
-    goes on.)"""
+    """Raise RunError if the disk is full when a report is written. (A checkpoint without room is logged, and training
+    continues.)"""
     try:
         yield
     except OSError as error:
@@ -60,12 +60,12 @@ def full_disk_explained(config: JobConfig) -> Iterator[None]:
         raise RunError(f"{reason}; make room, and {advice}") from error
 
 
-def _leave_out_warnings() -> None:
-    """Those of PyTorch that every rank would print, for what the launcher says itself or somebody asked for."""
+def _ignore_warnings() -> None:
+    """Ignore warnings of PyTorch that every rank would print about something that the launcher logs or intends."""
     for message in (
-        r"FSDP2-wrapped module .* returned a view tensor",  # train.audit names them by path
-        r"Mismatch dtype between input and weight",  # a rule for fp32 norm weights asks for it
-        r"Slicing a flattened dim from root mesh",  # parallel.mesh: there is no other way to HSDP with a flattened axis
+        r"FSDP2-wrapped module .* returned a view tensor",  # train.audit names the modules
+        r"Mismatch dtype between input and weight",  # a precision rule for fp32 norm weights asks for it
+        r"Slicing a flattened dim from root mesh",  # distributed.mesh: HSDP needs it
         r"Using a non-tuple sequence for multidimensional indexing",  # inputs["name"]: train.forward explains the error
     ):
         warnings.filterwarnings("ignore", message=message)

@@ -1,4 +1,4 @@
-"""A run's model, from the meta device to this rank's shards of its initial values."""
+"""A model, from its factory on the meta device to this rank's shards, for a run, a trace and a dry run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, config_error, listed
 from titan_launch.data.context_shard import SequencePart
-from titan_launch.data.sources import SampleSource
 from titan_launch.distributed.collectives import on_all
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
@@ -20,20 +23,20 @@ from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.models.factory import HostBuild, HostValues
 from titan_launch.models.init import allocate, initialize
 from titan_launch.parallel.apply import parallelize
-from titan_launch.parallel.context_parallel import divide_buffers
+from titan_launch.parallel.context_parallel import divide_buffers, ring_attention
 from titan_launch.parallel.pipeline import divide, pipeline_of
 from titan_launch.parallel.tensor_parallel import token_shards
 from titan_launch.plan.hardware import GIB, free_memory_gib
-from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import ModelPlan
+from titan_launch.train.forward import check_embeddings
 
 _log = logging.getLogger(__name__)
 
 
 def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
-    """Build a job's model on each rank, with the initial values of a factory of the user's own; collective.
+    """Build a job's model on each rank. A factory of the user's own may give it initial values; collective.
 
-    Raises ConfigError, on all ranks alike, as `build_model` does, and where a factory gives ranks different values.
+    Raises ConfigError, on all ranks alike, as `build_model` does, and if a factory gives ranks different values.
     """
     if ":" not in config.model.name:
         return build_model(config.model, config.training.seq_len)
@@ -56,12 +59,12 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
 
 
 def _format_bytes(num_bytes: int) -> str:
-    """`22.4 GiB`, and below 1 GiB `22.4 MiB`."""
+    """Return `22.4 GiB`, or below 1 GiB `22.4 MiB`."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / GIB * 1024:.1f} MiB"
 
 
 def _host_digests(built: BuiltModel) -> dict[str, str]:
-    """Digests of the values that a factory made, by full name; nothing for a model that is filled later."""
+    """Return digests of the values that a factory made, by full name; empty for a model that is initialized later."""
     return built.initializer.digests() if isinstance(built.initializer, HostValues) else {}
 
 
@@ -70,7 +73,7 @@ def _digest(digests: Mapping[str, str]) -> str:
 
 
 def _different_values(config: JobConfig, digests: list[dict[str, str]]) -> ConfigError:
-    """The error for the first rank whose tensors are not those of rank 0."""
+    """Return the error for the first rank whose tensors differ from those of rank 0."""
     first = list(digests[0].items())
     rank, other = next((rank, other) for rank, other in enumerate(digests) if list(other.items()) != first)
     differing = [name for name in {**digests[0], **other} if digests[0].get(name) != other.get(name)]
@@ -87,8 +90,62 @@ def _different_values(config: JobConfig, digests: list[dict[str, str]]) -> Confi
     return config_error(("model", "name"), reason, config.model.name)
 
 
+class SampleFormat(Protocol):
+    """The facts about the data that the assembly of a model needs."""
+
+    @property
+    def sequence_part(self) -> SequencePart | None:
+        """The tokens of every sequence that this rank has; None if it has whole sequences."""
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes of the data; of tokens, the size of their vocabulary."""
+
+    def meta_inputs(self) -> Tensor:
+        """Return the inputs of one microbatch on this rank, on the meta device."""
+
+
+@dataclass(frozen=True)
+class AssembledModel:
+    """A model as one rank runs it."""
+
+    built: BuiltModel
+    """The model, whose module was wrapped in place."""
+
+    plan: ModelPlan
+    """The plan of the whole model, by which it was wrapped."""
+
+    mesh: Mesh
+    sequence_part: SequencePart | None
+    """The tokens of every sequence that this rank has; None if it has whole sequences."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped model; of a pipeline, this rank's stages of it."""
+        return self.built.module
+
+
+def assemble_model(
+    config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mesh, samples: SampleFormat
+) -> AssembledModel:
+    """Wrap a model on the meta device as planned, in place, and check that it goes with the data; collective.
+
+    A run, a trace and a dry run all assemble their models here. Nothing is allocated: see `allocate_model`.
+
+    Raises ConfigError for a model whose pipeline stages do not run one after another. Its first forward raises
+    ConfigError if an embedding of token ids has too few rows.
+    """
+    module = shard_model(config, built, plan, mesh)
+    pipeline = pipeline_of(module)
+    if pipeline is not None:
+        pipeline.boundaries.of(samples.meta_inputs())
+    if config.data.unit == "tokens":
+        check_embeddings(module, samples.num_classes)
+    return AssembledModel(built, plan, mesh, samples.sequence_part)
+
+
 def shard_model(config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mesh) -> nn.Module:
-    """Wrap a model on the meta device as planned, of a pipeline this rank's stages; nothing is allocated."""
+    """Wrap a model on the meta device as planned, of a pipeline this rank's stages. Collective; allocates nothing."""
     group = None
     if config.batchnorm.statistics == "synchronized":
         group = mesh.statistics_group(config.comm.init_timeout_seconds)
@@ -115,17 +172,25 @@ def shard_model(config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mes
     return built.module
 
 
-def check_stages(model: nn.Module, source: SampleSource, layout: Layout) -> None:
-    """Raise ConfigError for a model whose pipeline stages do not run one after another; nothing is allocated."""
-    pipeline = pipeline_of(model)
-    if pipeline is not None:
-        sample, _ = source[0]
-        pipeline.boundaries.of(sample.to("meta").expand(layout.local_batch_size, *sample.shape))
+def allocate_model(
+    model: AssembledModel,
+    config: JobConfig,
+    device: torch.device,
+    stack: ExitStack,
+    initial_values: bool = True,
+    attention_device: torch.device | None = None,
+) -> None:
+    """Allocate this rank's shards on `device`, and fill them unless `initial_values` is False.
 
-
-def fill_model(config: JobConfig, built: BuiltModel, model: nn.Module, part: SequencePart | None, ranks: Ranks) -> None:
-    """Allocate this rank's shards and give them their initial values. `part`: the tokens that the rank has."""
-    allocate(model, ranks.device, config.training.enable_cpu_offload)
-    initialize(model, built.initializer, config.training.seed, ranks.device)
-    if part is not None:
-        divide_buffers(model, built.context_parallel or {}, part, config.training.seq_len)
+    If ranks share sequences, also leave this rank's rows in the buffers along the sequence, and enter ring attention
+    into `stack`. `attention_device`: the device whose ring attention is used, by default `device`. Raises ConfigError
+    if PyTorch has no ring attention for it.
+    """
+    if model.mesh.context is not None:
+        stack.enter_context(ring_attention(model.mesh.context, config.parallelism, attention_device or device))
+    allocate(model.module, device, config.training.enable_cpu_offload)
+    if initial_values:
+        initialize(model.module, model.built.initializer, config.training.seed, device)
+    if model.sequence_part is not None:
+        axes = model.built.context_parallel or {}
+        divide_buffers(model.module, axes, model.sequence_part, config.training.seq_len)

@@ -216,8 +216,6 @@ class PipelinedStep:
         return self._schedules[key]
 
     def _build_schedule(self, num_microbatches: int, inputs: Tensor) -> Any:
-        from titan_launch.train.pipeline_step import build_schedule
-
         misfit = misfit_of_microbatches(self._parallelism, num_microbatches)
         if misfit is not None:
             raise config_error(("training", "global_batch_size"), misfit)

@@ -1,9 +1,8 @@
-"""What a run is, settled before anything is allocated or written."""
+"""The decisions of a run, taken before anything is allocated or written."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from titan_launch.config.job import JobConfig
 from titan_launch.distributed.process_group import Ranks
@@ -22,16 +21,20 @@ from titan_launch.train.run_folder.attempt import Attempt
 
 @dataclass(frozen=True)
 class ResolvedJob:
-    """What all ranks know of a run when they begin to build it."""
+    """The job with every decision taken, the same on all ranks.
+
+    The job is here twice. Build and train with `config`. Use `requested` for what outlives this start of the ranks:
+    the run folder, its checkpoints, and comparisons with them.
+    """
 
     config: JobConfig
-    """With its global batch size, with modes in the place of `auto`, and with what follows from the number of ranks."""
+    """The job as resolved: global batch size set, modes in place of `auto`, `parallelism` completed for these ranks."""
 
-    recorded: JobConfig
-    """The same without that: on other ranks something else follows."""
+    requested: JobConfig
+    """The same job with `parallelism` as the user requested it: on another number of ranks it resolves differently."""
 
     reason: str | None
-    """Why the modes are what they are; None where the job left nothing open."""
+    """Why the modes were chosen; None if the job has no `auto`."""
 
     layout: Layout
     hardware: Hardware
@@ -39,13 +42,14 @@ class ResolvedJob:
     """The model, on the meta device."""
 
     plan: ModelPlan
+    attempt: Attempt
 
 
-def resolve_job(config: JobConfig, ranks: Ranks, folder: Path, attempt: Attempt) -> ResolvedJob:
+def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> ResolvedJob:
     """Divide the ranks, build the model, decide on modes, and plan units and dtypes; collective.
 
-    `folder`: the run's, whose modes are kept where it goes on. Raises ConfigError, on all ranks alike, for whatever of
-    the job does not go with the ranks, the devices or the model.
+    A run that resumes keeps the modes in its folder. Raises ConfigError, on all ranks alike, if the job does not go
+    with the ranks, the devices or the model.
     """
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
     job = with_global_batch_size(config, layout)
@@ -54,8 +58,8 @@ def resolve_job(config: JobConfig, ranks: Ranks, folder: Path, attempt: Attempt)
     check_param_groups(built.module, config.optimizer, built.head)
     check_profiling(config.comm, ranks.device)
     hardware = hardware_of_run(config, ranks)
-    config, reason = resolve_auto_modes(config, layout, built, hardware, folder, attempt, ranks)
+    config, reason = resolve_auto_modes(config, layout, built, hardware, config.job.run_folder, attempt, ranks)
     plan = plan_precision(config, built)
     check_shards(config.float8, plan, layout)
-    recorded = config.model_copy(update={"parallelism": job.parallelism})
-    return ResolvedJob(config, recorded, reason, layout, hardware, built, plan)
+    requested = config.model_copy(update={"parallelism": job.parallelism})
+    return ResolvedJob(config, requested, reason, layout, hardware, built, plan, attempt)

@@ -22,7 +22,6 @@ from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink
-from titan_launch.models.build import BuiltModel
 from titan_launch.plan.hardware import find_device
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.unit_table import KeyLocator, format_batches
@@ -32,6 +31,7 @@ from titan_launch.train.health.coordination import StepCoordinator
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.measure import MemoryCheck, StepMeasurements
+from titan_launch.train.resolve_job import ResolvedJob
 from titan_launch.train.run_folder.folder import HeldFolder
 from titan_launch.train.run_folder.records import METRICS_FILE
 from titan_launch.train.step import Microbatch, TrainStep
@@ -54,7 +54,7 @@ class Run:
     guard: StepGuard
     progress: Progress
     state: TrainingState
-    """All that goes into a checkpoint."""
+    """The state that a checkpoint holds."""
 
     control: StepCoordinator
     first_step: int
@@ -64,43 +64,43 @@ class Run:
     """Samples in an epoch."""
 
     train_batches: TrainBatches
-    """This rank's microbatches, without end."""
+    """An endless iterator over this rank's microbatches."""
 
     validation_batches: Iterable[Microbatch] | None
     checkpoints: CheckpointManager | None
     meter: Meter
     measurements: StepMeasurements
     memory_check: MemoryCheck | None
-    """On the main rank."""
+    """On rank 0; None on the others."""
 
     sinks: tuple[Sink, ...]
     console: ConsoleSink | None
-    """The terminal, on the main rank; also among the sinks."""
+    """The terminal, which is also one of the sinks; on rank 0, None on the others."""
 
     watchdog: Watchdog
-    """Is told what this rank does."""
+    """Records the current activity of this rank, for hang detection."""
 
     locate_key: KeyLocator
-    """Where a key of the job was given."""
+    """Returns the file and line of a key of the job."""
 
 
 _log = logging.getLogger(__name__)
 
 
-def build_meter(config: JobConfig, built: BuiltModel, layout: Layout, ranks: Ranks) -> Meter:
-    """The meter, which knows the FLOPs of a step and, on known hardware, the peak."""
-    flops = built.flops_per_sample
+def build_meter(job: ResolvedJob, ranks: Ranks) -> Meter:
+    """Return the meter. It knows the FLOPs of a step and, on known hardware, the peak."""
+    flops = job.built.flops_per_sample
     return Meter(
         device=ranks.device,
         world_size=ranks.world_size,
-        unit=config.data.unit,
-        flops_per_step_per_device=None if flops is None else flops * layout.global_batch_size / ranks.world_size,
-        peak_flops=peak_flops(config, ranks.device),
+        unit=job.config.data.unit,
+        flops_per_step_per_device=None if flops is None else flops * job.layout.global_batch_size / ranks.world_size,
+        peak_flops=peak_flops(job.config, ranks.device),
     )
 
 
 def peak_flops(config: JobConfig, device: torch.device) -> float | None:
-    """FLOP/s that the MFU is relative to: as configured, else those of a known GPU, else none."""
+    """Return the FLOP/s that MFU is relative to: the configured value, else that of a known GPU, else None."""
     if config.metrics.peak_tflops_per_device is not None:
         return config.metrics.peak_tflops_per_device * 1e12
     known = find_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -108,28 +108,22 @@ def peak_flops(config: JobConfig, device: torch.device) -> float | None:
 
 
 def build_sinks(
-    config: JobConfig,
-    reason: str | None,
-    folder: Path,
-    progress: Progress,
-    console: ConsoleSink | None,
-    stack: ExitStack,
+    job: ResolvedJob, folder: Path, progress: Progress, console: ConsoleSink | None, stack: ExitStack
 ) -> tuple[Sink, ...]:
-    """Return where reports go; collective. Only the main rank, which has a console, has sinks. `reason`: why the modes
-    are what they are, where the job left them open."""
+    """Return where reports go; collective. Only rank 0, which has a console, has sinks."""
     sinks: list[Sink] = [] if console is None else [console]
 
     def open_files() -> None:
         sinks.append(JsonlSink(folder / METRICS_FILE, resume_step=progress.step))
-        if config.metrics.enable_tensorboard:
+        if job.config.metrics.enable_tensorboard:
             sinks.append(TensorBoardSink(folder / "tb", resume_step=progress.step))
 
     on_main(open_files)
     for sink in sinks:
         stack.callback(sink.close)
-        sink.text("config", f"```json\n{dump_job(config)}```")
-        if reason is not None:
-            sink.text("auto", reason)
+        sink.text("config", f"```json\n{dump_job(job.config)}```")
+        if job.reason is not None:
+            sink.text("auto", job.reason)
     return tuple(sinks)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,11 @@ from titan_launch.optim.registry import step_unless
 from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.fsdp import discard_pending
-from titan_launch.train.forward import logits_of
+from titan_launch.train.forward import forward_explained, logits_of
 from titan_launch.train.health.step_guard import StepGuard
-from titan_launch.train.pipeline_step import PipelinedStep
+
+if TYPE_CHECKING:
+    from titan_launch.train.pipeline_step import PipelinedStep
 
 Microbatch = tuple[Tensor, Tensor]
 """Inputs and targets of one rank; the first axis is the sample."""
@@ -29,24 +32,24 @@ Microbatch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves behind, on the device: scalars that nothing has waited for yet."""
+    """The results of a step: scalars on the device, for which the host has not waited."""
 
     loss_sum: Tensor
-    """This rank's part of the step's loss; the sum over all ranks is the mean over all valid targets. Ranks that
-    compute the same loss together (tensor parallelism) have equal parts of it."""
+    """This rank's part of the step's loss. The sum over all ranks is the mean loss of all valid targets. Ranks that
+    share matrices (tensor parallelism) compute the same loss, and each has an equal part of it."""
 
     valid_local: Tensor
-    """Valid (not ignored) targets that `loss_sum` is of: this rank's, divided among those that share the loss."""
+    """Number of valid (not ignored) targets in `loss_sum`: this rank's, divided by the ranks that share matrices."""
 
     valid_global: Tensor
-    """Valid targets of all ranks: the one denominator of the step's loss."""
+    """Number of valid targets of all ranks: the only denominator of the step's loss."""
 
     grad_norm: Tensor
     """Norm of the whole gradient before clipping."""
 
 
 class TrainStep:
-    """Forward and backward over a step's microbatches, clipping, and the optimizer's update."""
+    """One optimizer step: count targets, forward and backward over all microbatches, clip, guard, update."""
 
     def __init__(
         self,
@@ -61,8 +64,9 @@ class TrainStep:
         pipelined: PipelinedStep | None = None,
         after_update: Callable[[], None] | None = None,
     ):
-        """`pipelined`: goes through the microbatches where the model is divided into pipeline stages. `after_update`:
-        what depends on the parameters beyond a step; see `parameters_changed`."""
+        """`loss` returns the sum of the loss over the valid targets of a microbatch. `pipelined` runs forward and
+        backward if the model has pipeline stages. `after_update` runs after every change of parameters; see
+        `parameters_changed`."""
         self._model = model
         self._optimizer = optimizer
         self._accumulation = accumulation
@@ -71,52 +75,63 @@ class TrainStep:
         self._mesh = mesh
         self._device = device
         self.loss = loss
-        """The sum of the loss over the valid targets of a microbatch."""
-
         self._pipelined = pipelined
         self._after_update = after_update
         self._statistics = RunningStatistics(model)
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def __call__(self, microbatches: list[Microbatch], before_update: Callable[[], None] | None = None) -> StepResult:
-        """Train on one step's microbatches; nothing waits for the device.
+        """Train on the microbatches of one step. The host does not wait for the device.
 
-        Exact for unequal microbatches and ranks, in every accumulation mode: the step's valid targets are counted over
-        all ranks before the first loss, every microbatch's loss is a sum divided by that count, and FSDP2 only sums
-        gradients. `before_update` is called when the gradients are complete and nothing is changed yet.
+        The gradient is exact for unequal microbatches and ranks, in every gradient accumulation mode. The step's valid
+        targets are counted over all ranks before the first loss. Every microbatch's loss is a sum divided by that
+        count, and FSDP2 only sums gradients.
 
-        What ends the step before the update (an error, an interrupt) leaves nothing of it behind: gradients and running
-        statistics are as before, and if all ranks have abandoned it, it can be tried again.
+        `before_update` is called when all gradients are complete, before anything changes. An error or an interrupt
+        before the update restores gradients and running statistics. If all ranks have abandoned the step, it can be
+        tried again.
         """
         self._statistics.save()
         with self._abandoned_on_error():
-            valid = self._count(targets for _, targets in microbatches)
-            loss_sum = self._accumulate(microbatches, valid) / self._mesh.layout.tensor
+            valid = _ValidTargets((targets for _, targets in microbatches), self._device, self._mesh.data_group)
+
+            if self._pipelined is not None:
+                loss_sum = self._pipelined(
+                    microbatches, partial(loss_of, valid_global=valid.total(), loss_sum=self.loss)
+                )
+            else:
+                loss_sum = torch.zeros((), device=self._device)
+                for index, microbatch in enumerate(microbatches):
+                    self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
+                    loss_sum += forward_backward(self._model, microbatch, self._device, valid.total, self.loss)
+            loss_sum = loss_sum / self._mesh.layout.tensor  # ranks that share matrices compute the same loss
             if before_update is not None:
                 before_update()
+
             grad_norm = clip_grad_norm(self._parameters, self._max_norm, self._mesh.pipeline_group)
-            grad_norm = grad_norm.to(self._device, non_blocking=True)  # from the host, where gradients are offloaded
-            left_out = self._guard.check(loss_sum, grad_norm)
+            grad_norm = grad_norm.to(self._device, non_blocking=True)  # CPU offload keeps the norm on the host
+            is_skipped = self._guard.check(loss_sum, grad_norm)
+
         try:
-            step_unless(self._optimizer, left_out)
-            self._statistics.restore_if(left_out)
+            step_unless(self._optimizer, is_skipped)
+            self._statistics.restore_if(is_skipped)
             self.parameters_changed()
         finally:  # after an interrupt the next step must not add to these gradients
             self._optimizer.zero_grad()
-        valid_local = valid.local
-        if self._pipelined is not None and not self._pipelined.computes_loss:
-            valid_local = torch.zeros_like(valid_local)
+
+        has_loss = self._pipelined is None or self._pipelined.computes_loss
+        valid_local = valid.local if has_loss else torch.zeros_like(valid.local)
         return StepResult(loss_sum, valid_local / self._mesh.layout.tensor, valid.total(), grad_norm)
 
     def parameters_changed(self) -> None:
-        """Bring up to date what depends on the parameters: done after each update, and to be called when something else
-        than a step has changed them. Nothing waits for the device."""
+        """Update the values that depend on parameters, such as float8 scales. A step does so after its update; call it
+        after any other change of parameters. The host does not wait for the device."""
         if self._after_update is not None:
             self._after_update()
 
     @property
     def kept_statistics(self) -> Tensor:
-        """The copy of BatchNorm's running statistics, which is held all the time."""
+        """Copy of BatchNorm's running statistics from before the step. It is never freed."""
         return self._statistics.saved
 
     @contextmanager
@@ -128,55 +143,45 @@ class TrainStep:
             self._statistics.restore()
             raise
 
-    def _count(self, targets: Iterable[Tensor]) -> _Valid:
-        local = sum((count_valid(t) for t in targets), start=torch.zeros((), dtype=torch.int64))
-        return _Valid(local.to(self._device, non_blocking=True), self._mesh.data_group)
 
-    def _accumulate(self, microbatches: list[Microbatch], valid: _Valid) -> Tensor:
-        """The gradients of all microbatches, complete after the last one. Returns this rank's part of the loss."""
-        if self._pipelined is not None:
-            loss = partial(loss_of, valid_global=valid.total(), loss_sum=self.loss)
-            return self._pipelined(microbatches, loss)
-        loss_sum = torch.zeros((), device=self._device)
-        for index, microbatch in enumerate(microbatches):
-            self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
-            loss_sum += self._backward(microbatch, valid)
-        return loss_sum
+class _ValidTargets:
+    """The numbers of valid targets of a step: this rank's, and the sum over all ranks.
 
-    def _backward(self, microbatch: Microbatch, valid: _Valid) -> Tensor:
-        inputs, targets = (tensor.to(self._device, non_blocking=True) for tensor in microbatch)
-        return backward(self._model, inputs, targets, valid.total, self.loss)
+    The sum is an asynchronous all-reduce, which runs beside the first forward.
+    """
 
-
-class _Valid:
-    """A step's valid targets: of this rank, and of all ranks, which are added up while the first forward runs."""
-
-    def __init__(self, local: Tensor, group: dist.ProcessGroup | None):
-        self.local = local
-        self._total = local.clone()
+    def __init__(self, targets: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup | None):
+        count = sum((count_valid(t) for t in targets), start=torch.zeros((), dtype=torch.int64))
+        self.local = count.to(device, non_blocking=True)
+        self._total = self.local.clone()
         self._sum = dist.all_reduce(self._total, group=group, async_op=True)
 
     def total(self) -> Tensor:
-        """Of all ranks; a scalar on the device, for which the host does not wait on CUDA."""
+        """Return the sum over all ranks, a scalar on the device. The host does not wait for it on CUDA."""
         if self._sum is not None:
             self._sum.wait()
             self._sum = None
         return self._total
 
 
-def backward(
-    model: nn.Module, inputs: Tensor, targets: Tensor, valid_global: Callable[[], Tensor], loss_sum: Loss
+def forward_backward(
+    model: nn.Module, microbatch: Microbatch, device: torch.device, valid_global: Callable[[], Tensor], loss_sum: Loss
 ) -> Tensor:
-    """Forward and backward over one microbatch. Returns its part of the step's loss, detached.
+    """Run forward and backward over one microbatch. Return its part of the step's loss, detached.
 
-    `valid_global`: the step's valid targets over all ranks, which divide the sum that `loss_sum` gives; asked for when
-    the forward is done.
+    `valid_global` returns the step's valid targets over all ranks. It is called after the forward.
+
+    The function frees inputs, logits and loss when it returns, before the next microbatch allocates its own.
     """
-    loss = loss_of(logits_of(model, inputs), targets, valid_global(), loss_sum)
+    inputs, targets = (tensor.to(device, non_blocking=True) for tensor in microbatch)
+    with forward_explained(model, inputs):
+        logits = logits_of(model(inputs), inputs)
+    loss = loss_of(logits, targets, valid_global(), loss_sum)
+    del logits  # the graph holds what backward needs
     loss.backward()
     return loss.detach()
 
 
 def loss_of(logits: Tensor, targets: Tensor, valid_global: Tensor, loss_sum: Loss) -> Tensor:
-    """A microbatch's part of the step's loss: its sum, divided by the step's valid targets over all ranks."""
+    """Return a microbatch's part of the step's loss: its sum, divided by the step's valid targets over all ranks."""
     return loss_sum(logits, targets) / valid_global.clamp(min=1)

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from titan_launch.distributed.torch_private import roots
 from titan_launch.models.loss import Loss, count_correct, count_valid, cross_entropy_sum
 from titan_launch.parallel.fsdp import reset_iterations
 from titan_launch.parallel.pipeline import pipeline_of, run_forward
-from titan_launch.train.forward import logits_of
+from titan_launch.train.forward import forward_explained, logits_of
 from titan_launch.train.step import Microbatch
 
 
@@ -33,11 +33,14 @@ def validate(
     for root in roots(model):
         root.eval()
     pipeline = pipeline_of(model)
+    logits: Tensor | None
     for batch in batches:
         inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
-        logits = logits_of(model, inputs) if pipeline is None else run_forward(pipeline, inputs, device)
-        if logits is None:
-            continue
+        if pipeline is None:
+            with forward_explained(model, inputs):
+                logits = logits_of(model(inputs), inputs)
+        elif (logits := run_forward(pipeline, inputs, device)) is None:
+            continue  # another rank holds the last stage
         totals[0] += loss_sum(logits, targets)
         totals[1] += count_correct(logits, targets)
         totals[2] += count_valid(targets)

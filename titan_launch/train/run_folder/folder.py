@@ -156,11 +156,11 @@ class HeldFolder:
 
     def __init__(self, folder: Path, advice: str):
         """`advice`: what to do when the folder is gone."""
-        self._folder = folder
+        self.path = folder
         self._advice = advice
 
     def __enter__(self) -> HeldFolder:
-        self._descriptor = os.open(self._folder, os.O_RDONLY)  # no other folder gets its number while it is open
+        self._descriptor = os.open(self.path, os.O_RDONLY)  # no other folder gets its number while it is open
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -173,13 +173,13 @@ class HeldFolder:
     def check(self) -> None:
         """Raise RunError if the path names the folder no more: checkpoints would be lost, or written into another."""
         try:
-            if os.path.samestat(os.fstat(self._descriptor), os.stat(self._folder)):
+            if os.path.samestat(os.fstat(self._descriptor), os.stat(self.path)):
                 return
         except FileNotFoundError:
             pass
         except OSError:  # a file system that does not answer for a moment
             return
-        raise RunError(f"{self._folder} was deleted or moved while the run wrote to it; {self._advice}")
+        raise RunError(f"{self.path} was deleted or moved while the run wrote to it; {self._advice}")
 
 
 def checkpoint_folder(folder: Path) -> Path:
