@@ -40,19 +40,26 @@ def parse_arguments(args: Sequence[str]) -> Namespace:
 
     Raises SystemExit for `--help` and `--version`, and UserError for bad arguments.
     """
+    if args[0] in ("-h", "--help", "--version"):
+        _top_parser().parse_args(args[:1])
+    name, *rest = ["train", *args] if args[0].startswith("-") else args
+    if name not in COMMANDS:
+        known = f"the commands are {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}"
+        raise UserError(f'error: unknown command "{name}"; {known} (see titan-launch --help)')
+    command = import_module(f"titan_launch.commands.{name}")
+    parser = Parser(prog=f"titan-launch {name}", description=COMMANDS[name])  # alone, as each parser takes 1 ms
+    command.add_arguments(parser)
+    arguments = parser.parse(rest)
+    arguments.run = command.run
+    return arguments
+
+
+def _top_parser() -> Parser:
+    """Return the parser of a command line without a command: it lists the commands."""
     epilog = f"{OVERRIDES}\n\ntitan-launch COMMAND --help describes the options of a command."
     parser = Parser(prog="titan-launch", usage="titan-launch [COMMAND] --config JOB.toml [options]", epilog=epilog)
     parser.add_argument("--version", action="version", version=f"titan-launch {__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", prog="titan-launch")
-    parsers = {name: subparsers.add_parser(name, help=text, description=text) for name, text in COMMANDS.items()}
-    if args[0] in ("-h", "--help", "--version"):
-        parser.parse_args(args[:1])
-    name, *rest = ["train", *args] if args[0].startswith("-") else args
-    if name not in COMMANDS:
-        hint = did_you_mean(name, COMMANDS)
-        parser.error(f'unknown command "{name}"; the commands are {", ".join(COMMANDS)}{hint}')
-    command = import_module(f"titan_launch.commands.{name}")
-    command.add_arguments(parsers[name])
-    arguments = parsers[name].parse(rest)
-    arguments.run = command.run
-    return arguments
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="titan-launch")
+    for name, text in COMMANDS.items():
+        commands.add_parser(name, help=text)
+    return parser
