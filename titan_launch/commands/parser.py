@@ -41,7 +41,8 @@ class Parser(ArgumentParser):
     def parse(self, args: Sequence[str]) -> Namespace:
         """Return the values of the options, the overrides in `overrides`, and `key_options`.
 
-        Options may be written with underscores, as torchrun's may.
+        argparse gets only options, as `--name=value`: it cannot tell which value belongs to an override. Options may be
+        written with underscores, as torchrun's may.
         """
         options: list[str] = []
         overrides: list[str] = []
