@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 
 from tests.train.jobs import model_source
+from titan_launch.cli import COMMANDS, main, parse_arguments
 from titan_launch.config.loading.load import dump_job, load_job
 from titan_launch.core.torch_release import CAN_SHARE_UNITS
+from titan_launch.launch.options import LAUNCH_OPTIONS
 
 REPO = Path(__file__).parent.parent
 
@@ -120,13 +123,15 @@ def test_plan_finds_what_only_the_model_can_tell(job: Path) -> None:
     assert "no module of the model is of this class" in result.stderr
 
 
-def test_check_never_imports_torch(job: Path) -> None:
+def test_check_and_help_never_import_torch_or_other_commands(job: Path) -> None:
     code = (
         "import sys; from titan_launch.cli import main; status = main(sys.argv[1:]); "
-        "assert not {'torch', 'numpy'} & set(sys.modules); sys.exit(status)"
+        "assert not {'torch', 'numpy'} & set(sys.modules); "
+        "assert not {'json', 'difflib', 'titan_launch.commands.plan', 'titan_launch.launch'} & set(sys.modules); "
+        "sys.exit(status)"
     )
-    command = [sys.executable, "-c", code, "check", "--config", str(job)]
-    assert subprocess.run(command, cwd=REPO, timeout=60).returncode == 0
+    for args in (["check", "--config", str(job)], ["check", "--help"], ["--help"]):
+        assert subprocess.run([sys.executable, "-c", code, *args], cwd=REPO, timeout=60).returncode == 0
 
 
 def run_without_torch(*args: str | Path) -> subprocess.CompletedProcess[str]:
@@ -230,8 +235,10 @@ def test_plan_traces_what_it_does_not_know_and_says_so(job: Path) -> None:
         (("--plot", "--json"), "--plot needs a value"),
         (("--plot", "missing/plan.png"), "there is no folder missing"),
         (("--plot", "plan.jpg"), "must end in .png, .pdf or .svg"),
-        (("--engine", "trce"), '--engine trce: there is analytic and trace; did you mean "trace"?'),
-        (("--rows", "mine"), "--rows mine: there is all and own"),
+        (("--device",), "--device needs a value"),
+        (("--engine", "trce"), "--engine: invalid choice: 'trce'"),
+        (("--rows", "mine"), "--rows: invalid choice: 'mine'"),
+        (("--json=1",), "--json: ignored explicit argument '1'"),
         (("--world-size", "3"), "training.global_batch_size = 8: not a multiple of 6"),
         (
             ("--world-size", "2", "--gradient_accumulation.mode=auto", "--job.device=cuda"),
@@ -253,25 +260,85 @@ def test_check_knows_the_devices(job: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("chekc", "--config", "x.toml"), 'unknown command "chekc"'),
-        (("check",), "--config JOB.toml is missing"),
-        (("check", "--config"), "--config needs a value"),
-        (("check", "--config", "x.toml", "--world-size", "two"), "--world-size two: must be a whole number"),
-        (("plan", "--world-size", "2"), "--config JOB.toml is missing"),
-        (("launch", "--config", "x.toml", "--nproc-per-node", "0"), "--nproc-per-node 0: must be a whole number"),
-        (("launch", "--config", "x.toml", "--max-restarts", "-1"), "--max-restarts -1: must be a whole number"),
-        (("train", "--config", "missing.toml"), "missing.toml"),
+        (
+            "chekc --config x.toml",
+            'unknown command "chekc"; the commands are train, check, plan, launch; did you mean "ch',
+        ),
+        ("check", "the following arguments are required: --config (see titan-launch check --help)"),
+        ("check --config", "--config needs a value"),
+        ("check --config=", "--config needs a value"),
+        ("--config --training.steps=3", "--config needs a value (see titan-launch train --help)"),
+        ("check --confg x.toml", 'unknown option --confg; did you mean "--config"?'),
+        ("check --config x.toml --trainin={}", 'unknown option --trainin; did you mean "--training"?'),
+        ("check --config x.toml -v", "unknown option -v (see titan-launch check --help)"),
+        ("check --config x.toml --nproc-per-node 2", "unknown option --nproc-per-node"),
+        ("check --config x.toml --extends=y.toml", "only job files extend others"),
+        ("check --config x.toml steps=3", "command line: steps=3: not an override"),
+        ("check --config x.toml --world-size two", '--world-size: must be a whole number of at least 1, not "two"'),
+        ("plan --world-size 2", "the following arguments are required: --config"),
+        ("plan --config x.toml --verbos", 'unknown option --verbos; did you mean "--verbose"?'),
+        ("launch --config x.toml --nproc_per_node 0", "--nproc-per-node 0: must be a whole number"),
+        ("launch --config x.toml --max-restarts -1", "--max-restarts -1: must be a whole number"),
+        ("train --config missing.toml", "missing.toml"),
     ],
 )
-def test_a_bad_command_line_is_one_line_and_status_2(args: tuple[str, ...], words: str) -> None:
-    result = run("titan_launch", *args)
+def test_a_bad_command_line_is_one_line_and_status_2(args: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args.split()) == 2
+    error = capsys.readouterr().err
+    assert words in error and len(error.splitlines()) == 1
+
+
+def test_a_bad_environment_is_one_line_and_status_2(job: Path) -> None:
+    result = run("titan_launch", "--config", job, WORLD_SIZE="two")
     assert result.returncode == 2
-    assert words in result.stderr and len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith(
+        'error: environment variable WORLD_SIZE: must be a whole number of at least 1, not "'
+    )
 
 
-def test_help_names_every_command() -> None:
-    result = run("titan_launch", "--help")
-    assert result.returncode == 0 and all(name in result.stdout for name in ("train", "check", "launch"))
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert all(text.split()[0] in page and f"    {name} " in page for name, text in COMMANDS.items())
+    assert "--section.key=value" in page
+    assert main([]) == 2 and capsys.readouterr().out == page
+
+
+OPTIONS = {
+    "train": ("config", "fake-world-size", "fake-rank"),
+    "check": ("config", "world-size"),
+    "plan": (
+        *("config", "world-size", "engine", "rows", "verbose", "json", "plot"),
+        *("device", "memory-gib", "intra-bandwidth", "inter-bandwidth", "gpus-per-node", "mfu"),
+    ),
+    "launch": ("config", *LAUNCH_OPTIONS, "fake-world-size", "fake-rank"),
+}
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_help_of_a_command_names_its_options_and_an_example_that_works(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--help"]) == 0
+    page = capsys.readouterr().out
+    assert tuple(re.findall(r"^  --([a-z-]+)[ \n]", page, flags=re.MULTILINE)) == OPTIONS[command]
+    assert COMMANDS[command] in page and "--section.key=value" in page
+    example = page.rpartition("example:\n")[2].split()
+    arguments = parse_arguments(example[3:] if example[0] == "python" else example[1:])
+    assert arguments.run.__module__ == f"titan_launch.commands.{command}"
+    load_job(arguments.config, arguments.overrides, aliases=arguments.key_options)
+
+
+def test_overrides_and_options_are_told_apart() -> None:
+    words = (
+        "--config a.toml --training.steps 20 --debug.x --world_size 2 --lr_scheduler={} --memory_gib=3 --job.name -n"
+    )
+    arguments = parse_arguments(
+        ["plan", *words.split(), "--data.path=a b", "--mfu", "0.5", "--json", "--planner.mfu=1"]
+    )
+    assert (arguments.config, arguments.world_size, arguments.json) == ("a.toml", 2, True)
+    in_order = "--training.steps 20 --debug.x --lr_scheduler={} --memory-gib=3 --job.name -n --data.path=a_b --mfu 0.5"
+    assert arguments.overrides == [*(word.replace("a_b", "a b") for word in in_order.split()), "--planner.mfu=1"]
 
 
 def test_launch_answers_a_bad_job_with_one_line(job: Path) -> None:

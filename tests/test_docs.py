@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tests.distributed import run_ranks
 from tests.train.jobs import read_metrics, this_rank
-from titan_launch.cli import FAKE_OPTIONS, main, parse_arguments
+from titan_launch.cli import main, parse_arguments
 from titan_launch.config.loading.load import load_job
 from titan_launch.core.torch_release import CAN_SHARE_UNITS
 from titan_launch.data.sources import build_source
@@ -155,15 +155,12 @@ def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.Capture
 
 def check(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """`check` reads the same job file and overrides as the other commands."""
-    if arguments[0] == "launch":
-        launched = parse_arguments(arguments[1:], (*LAUNCH_OPTIONS, *FAKE_OPTIONS))
-        ranks = launched.options.get("fake-world-size") or plan_processes(launched.options).world_size
+    if arguments[0] == "launch" or "--fake-world-size" in arguments:
+        started = parse_arguments(arguments)
+        given = {name: value for name, value in vars(started).items() if name in LAUNCH_OPTIONS}
+        ranks = started.fake_world_size or plan_processes(given).world_size
         world_size = [] if ranks is None else ["--world-size", str(ranks)]
-        arguments = ["--config", launched.config, *launched.overrides, *world_size]
-    if "--fake-world-size" in arguments:
-        started = parse_arguments(arguments, FAKE_OPTIONS)
-        ranks = started.options["fake-world-size"]
-        arguments = ["--config", started.config, *started.overrides, "--world-size", ranks]
+        arguments = ["--config", started.config, *started.overrides, *world_size]
     if arguments[0] != "check":
         arguments = ["check", *arguments]
     assert main([*arguments, NO_EARLIER_RUN]) == 0, capsys.readouterr().err

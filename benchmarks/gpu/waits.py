@@ -19,7 +19,7 @@ from typing import TextIO
 
 import torch
 
-from titan_launch.cli import parse_arguments
+from titan_launch.commands.parser import Parser
 from titan_launch.config.loading.load import load_job
 from titan_launch.core.process import run_and_leave
 from titan_launch.train.health.coordination import StopRequest
@@ -32,7 +32,9 @@ _PACKAGE = str(Path(sys.modules["titan_launch"].__path__[0]))
 
 def main() -> None:
     """Train the job of the command line, print the waits, and end the process with the launcher's exit status."""
-    arguments = parse_arguments(sys.argv[1:], options=())
+    parser = Parser(prog="python -m benchmarks.gpu.waits")
+    parser.add_job("python -m benchmarks.gpu.waits --config configs/llama_debug.toml --training.steps=20")
+    arguments = parser.parse(sys.argv[1:])
     loaded = load_job(arguments.config, arguments.overrides)
 
     def train_and_print() -> None:

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, get_args
 
+from titan_launch.commands.checked_job import load
+from titan_launch.commands.parser import Parser, at_least
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.run import PlannerConfig
 from titan_launch.core.errors import UserError
+from titan_launch.core.process import run_and_leave
 from titan_launch.core.torch_release import planned_release
 from titan_launch.plan.auto_mode import AS_GIVEN, Resolution, resolve, suggest
 from titan_launch.plan.communication import Traffic
@@ -20,7 +25,7 @@ from titan_launch.plan.hardware import Hardware, hardware_of
 from titan_launch.plan.job import Choice, is_auto, plan_job, with_whole_parameters
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.report.comparison import Comparison, Engine, compare
-from titan_launch.plan.report.plot import plot_comparison
+from titan_launch.plan.report.plot import check_plot, plot_comparison
 from titan_launch.plan.report.table import (
     describe_comparison,
     format_assumptions,
@@ -33,6 +38,52 @@ from titan_launch.plan.step_time import ModelFlops, flops_of_model
 from titan_launch.plan.types import Inventory, ModelPlan
 
 EngineName = Literal["analytic", "trace"]
+
+_DEFAULTS = PlannerConfig()
+_BANDWIDTH = "GB/s that a device sends {}, in one direction (default: that of --device)"
+
+KEY_OPTIONS = (
+    ("--device", "planner.device", "NAME", "device to plan for, such as h100-80gb (default: none)"),
+    ("--memory-gib", "planner.memory_gib", "GIB", "GiB of memory per device (default: that of --device)"),
+    ("--intra-bandwidth", "planner.intra_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of its host")),
+    ("--inter-bandwidth", "planner.inter_node_gb_per_s", "GB/S", _BANDWIDTH.format("to devices of other hosts")),
+    ("--gpus-per-node", "planner.gpus_per_node", "N", f"devices per host (default: {_DEFAULTS.gpus_per_node})"),
+    ("--mfu", "planner.mfu", "X", f"fraction of the peak FLOP/s that a step reaches (default: {_DEFAULTS.mfu})"),
+)
+"""Options that set a key of the job: each with the key, its metavar and its help."""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `plan`."""
+    parser.add_job("titan-launch plan --config configs/llama3_8b.toml --world-size 8 --device h100-80gb")
+    parser.add_argument("--world-size", type=at_least(1), default=1, metavar="N", help="ranks (default: 1)")
+    text = "analytic replays the schedule of a known model without torch; trace runs a step of any model without values"
+    parser.add_argument(
+        "--engine", choices=get_args(EngineName), help=f"{text} (default: analytic if it knows the model, else trace)"
+    )
+    text = "rows to compare: all, or own: those that the job asks for or leaves open by auto (default: all)"
+    parser.add_argument("--rows", choices=("all", "own"), default="all", help=text)
+    parser.add_argument("--verbose", action="store_true", help="also print each row's memory by category")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--plot", metavar="FILE", help="also write a picture: .png, .pdf or .svg (needs matplotlib)")
+    parser.add_key_options("hardware", KEY_OPTIONS)
+
+
+def run(arguments: Namespace) -> NoReturn:
+    """Print the plan of the job, and end the process."""
+    options = PlanOptions(
+        engine=arguments.engine,
+        only_own=arguments.rows == "own",
+        as_json=arguments.json,
+        verbose=arguments.verbose,
+        plot=arguments.plot,
+    )
+    if options.plot is not None:
+        check_plot(options.plot)
+    loaded, world_size = load(arguments, arguments.world_size), arguments.world_size
+    run_and_leave(
+        lambda: print_plan(loaded.config, world_size, loaded.provenance.place, options), loaded.provenance.describe
+    )
 
 
 @dataclass(frozen=True)

@@ -9,30 +9,31 @@ from dataclasses import dataclass
 
 from titan_launch.core.errors import UserError
 
-TORCHRUN_OPTIONS = (
-    "nproc-per-node",
-    "nnodes",
-    "node-rank",
-    "rdzv-backend",
-    "rdzv-endpoint",
-    "rdzv-id",
-    "rdzv-conf",
-    "master-addr",
-    "master-port",
-    "local-addr",
-    "log-dir",
-    "local-ranks-filter",
-    "max-restarts",
-)
-"""The options of torchrun that are passed on."""
-
-LAUNCH_OPTIONS = (*TORCHRUN_OPTIONS, "shutdown-timeout")
-"""All options of `launch`."""
-
 PROCESSES_WITHOUT_GPU = 2
 
 SHUTDOWN_TIMEOUT_S = 600
 """How long the workers may take to end after a signal, by default: a step, and a checkpoint."""
+
+LAUNCH_OPTIONS = {
+    "nproc-per-node": (
+        "N",
+        f"ranks on this host (default: auto, one per GPU, or {PROCESSES_WITHOUT_GPU} without a GPU)",
+    ),
+    "nnodes": ("N", "hosts, or min:max if hosts may join and leave (default: 1)"),
+    "node-rank": ("N", "number of this host, from 0, for the static rendezvous (default: 0)"),
+    "rdzv-backend": ("NAME", "rendezvous of several hosts: c10d or static (default: static)"),
+    "rdzv-endpoint": ("HOST:PORT", "host that keeps the rendezvous; the same value on every host"),
+    "rdzv-id": ("NAME", "name of the job in the rendezvous; the same value on every host"),
+    "rdzv-conf": ("KEY=VALUE,...", "settings of the rendezvous, such as join_timeout=600 (seconds)"),
+    "master-addr": ("HOST", "host of rank 0, for the static rendezvous (default: 127.0.0.1)"),
+    "master-port": ("PORT", "port of rank 0, for the static rendezvous (default: 29500)"),
+    "local-addr": ("HOST", "address of this host (default: looked up)"),
+    "log-dir": ("FOLDER", "folder for the ranks' logs (default: a temporary folder)"),
+    "local-ranks-filter": ("R,R,...", "ranks of this host whose output is shown (default: all)"),
+    "max-restarts": ("N", "restarts of all ranks after a failure (default: 0)"),
+    "shutdown-timeout": ("SECONDS", f"time for ranks to save and end after a signal (default: {SHUTDOWN_TIMEOUT_S})"),
+}
+"""The options of `launch`, each with its metavar and its help. All but `shutdown-timeout` are passed to torchrun."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
-import torch.distributed as dist
-
 from titan_launch.core.process import is_announced, leave_at_once
 from titan_launch.core.signals import AGENT_PID, RESTART_SIGNAL, STOP_SIGNALS, heard, is_orphan, signal_name
 
@@ -91,6 +88,9 @@ class StepCoordinator:
 
     def agree(self) -> None:
         """Bring `stop_signal` and `save_is_due` up to date, the same on all ranks; collective."""
+        import torch  # not at the top: `StopRequest` listens before torch is imported
+        import torch.distributed as dist
+
         waited = self._clock() - self._last_save
         is_due = self._interval_s is not None and waited >= self._interval_s
         flags = torch.tensor([self._stop.signal, int(is_due)], dtype=torch.int64)

@@ -1,0 +1,23 @@
+"""The command `check`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from titan_launch.commands.checked_job import load_to_train
+from titan_launch.commands.parser import Parser, at_least
+from titan_launch.core.process import OK
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `check`."""
+    parser.add_job("titan-launch check --config configs/llama_bn.toml --world-size 8")
+    text = "also check how N ranks and the global batch divide (default: not checked)"
+    parser.add_argument("--world-size", type=at_least(1), metavar="N", help=text)
+
+
+def run(arguments: Namespace) -> int:
+    """Check the job, and print that no problem was found. Raises UserError with all problems."""
+    load_to_train(arguments, arguments.world_size)
+    print(f"{arguments.config}: no problems found (what only the model can tell: plan; the data: a run)")
+    return OK

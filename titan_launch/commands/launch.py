@@ -1,0 +1,37 @@
+"""The command `launch`: the job is checked, then torchrun starts its ranks from this process."""
+
+from __future__ import annotations
+
+from argparse import SUPPRESS, Namespace
+
+from titan_launch.commands.checked_job import load_to_train
+from titan_launch.commands.parser import Parser
+from titan_launch.commands.train import add_dry_run, dry_run, is_dry_run
+from titan_launch.core.errors import UserError
+from titan_launch.core.process import BAD_INPUT
+from titan_launch.launch.options import LAUNCH_OPTIONS, plan_processes
+from titan_launch.launch.torchrun import launch
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `launch`."""
+    parser.add_job("titan-launch launch --nproc-per-node 2 --config configs/llama_bn.toml --training.steps=20")
+    for name, (metavar, text) in LAUNCH_OPTIONS.items():
+        parser.add_argument(f"--{name}", dest=name, metavar=metavar, default=SUPPRESS, help=text)
+    add_dry_run(parser)
+
+
+def run(arguments: Namespace) -> int:
+    """Start the ranks and wait for them. Return the exit status of the rank that failed first, or 0."""
+    given = {name: value for name, value in vars(arguments).items() if name in LAUNCH_OPTIONS}
+    processes = plan_processes(given)
+    world_size = processes.world_size
+    if is_dry_run(arguments):
+        fake = arguments.fake_world_size
+        if None not in (fake, world_size) and fake != world_size and given.keys() & {"nnodes", "nproc-per-node"}:
+            reason = f"--nnodes and --nproc-per-node make {world_size} ranks; drop them, or --fake-world-size"
+            raise UserError(f"error: --fake-world-size {fake}: {reason}")
+        dry_run(arguments)
+    loaded = load_to_train(arguments, world_size, is_elastic=world_size is None)
+    worker_args = ["--config", arguments.config, *arguments.overrides]
+    return launch(processes, worker_args, final_statuses=(BAD_INPUT,), run_folder=loaded.config.job.run_folder)

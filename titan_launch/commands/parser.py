@@ -1,0 +1,99 @@
+"""The argument parser of a command, and the options that several commands share."""
+
+from __future__ import annotations
+
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+from titan_launch.core.errors import UserError, did_you_mean
+
+OVERRIDES = """\
+keys of the job:
+  --section.key=value   set any key of the job file, such as --training.steps=20.
+                        Values are TOML. Items of lists are counted from 0:
+                        --precision.rules.0.param_dtype=float32
+                        docs/config.md lists all keys."""
+
+
+class Parser(ArgumentParser):
+    """An argument parser that also collects overrides of the job, and raises UserError for bad arguments."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter, **options)
+        self.key_options: dict[str, str] = {}
+        """Options that set a key of the job, and the override of that key: `--device`, `--planner.device`."""
+
+    def add_job(self, example: str) -> None:
+        """Add `--config`, and describe the overrides below the options. `example` is a complete command."""
+        self.usage = f"{self.prog} --config JOB.toml [options] [--section.key=value ...]"
+        self.epilog = f"{OVERRIDES}\n\nexample:\n  {example}"
+        text = "job file, or the config.json in the run folder of an earlier run (required)"
+        self.add_argument("--config", required=True, metavar="JOB.toml", help=text)
+
+    def add_key_options(self, title: str, options: Iterable[tuple[str, str, str, str]]) -> None:
+        """Add options, each with the key that it sets, its metavar and its help text, as a group of their own."""
+        group = self.add_argument_group(title)
+        for option, key, metavar, text in options:
+            group.add_argument(option, metavar=metavar, default=SUPPRESS, help=f"{text}; sets {key}")
+            self.key_options[option] = f"--{key}"
+
+    def parse(self, args: Sequence[str]) -> Namespace:
+        """Return the values of the options, the overrides in `overrides`, and `key_options`.
+
+        argparse gets only options, as `--name=value`: it cannot tell which value belongs to an override. Options may be
+        written with underscores, as torchrun's may.
+        """
+        options: list[str] = []
+        overrides: list[str] = []
+        rest = list(args)
+        while rest:
+            words = [rest.pop(0)]
+            name, equals, value = words[0].partition("=")
+            option = name.replace("_", "-")
+            action = self._option_string_actions.get(option)
+            if not equals and name.startswith("--") and (action is None or action.nargs != 0):
+                words += [value := rest.pop(0)] if rest and not rest[0].startswith("--") else []
+            if action is None:
+                if name.startswith("-") and not _is_key(name):
+                    self._refuse_unknown(name)
+                overrides += words
+            elif action.nargs == 0:
+                options += words
+            elif not value:
+                self.error(f"{option} needs a value")
+            elif option in self.key_options:
+                overrides += [option + words[0].removeprefix(name), *words[1:]]
+            else:
+                options.append(f"{option}={value}")
+        return self.parse_args(options, Namespace(overrides=overrides, key_options=self.key_options))
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError in place of argparse's usage text and exit."""
+        raise UserError(f"error: {message.removeprefix('argument ')} (see {self.prog} --help)")
+
+    def _refuse_unknown(self, name: str) -> NoReturn:
+        hint = did_you_mean(name, [*self._option_string_actions, *(f"--{section}" for section in _sections())])
+        self.error(f"unknown option {name}{hint}")
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Return a type of options: whole numbers from `minimum`."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise ArgumentTypeError(f'must be a whole number of at least {minimum}, not "{text}"')
+        return int(text)
+
+    return parse
+
+
+def _is_key(name: str) -> bool:
+    """Return whether an argument names a key or a section of the job. An `extends` gets a message of its own."""
+    return "." in name or name.removeprefix("--") in (*_sections(), "extends")
+
+
+def _sections() -> Iterable[str]:
+    from titan_launch.config.job import JobConfig  # not needed for --help
+
+    return JobConfig.model_fields

@@ -1,0 +1,83 @@
+"""The command `train`, and dry runs of it."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentTypeError, Namespace
+from typing import NoReturn
+
+from titan_launch.commands.checked_job import load, load_to_train
+from titan_launch.commands.parser import Parser, at_least
+from titan_launch.config.loading.load import LoadedJob
+from titan_launch.core.errors import UserError
+from titan_launch.core.import_string import without_garbage_collection
+from titan_launch.core.process import run_and_leave
+from titan_launch.train.health.coordination import StopRequest
+
+MOST_FAKE_RANKS = 16384
+"""Largest world size of a dry run. The mesh lists every group of ranks, which takes minutes for more."""
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of `train`."""
+    parser.add_job("python -m titan_launch --config configs/llama_bn.toml --training.steps=20")
+    add_dry_run(parser)
+
+
+def add_dry_run(parser: Parser) -> None:
+    """Add the options of a dry run."""
+    group = parser.add_argument_group("dry run")
+    text = (
+        "build and run one training step as one rank of N, on the CPU and without values; print what the rank holds, "
+        f"and write nothing (at most {MOST_FAKE_RANKS} ranks)"
+    )
+    group.add_argument("--fake-world-size", type=at_least(1), metavar="N", help=text)
+    group.add_argument("--fake-rank", type=at_least(0), metavar="R", help="rank of the dry run (default: 0)")
+
+
+def run(arguments: Namespace) -> NoReturn:
+    """Train, or make a dry run, and end the process."""
+    if is_dry_run(arguments):
+        dry_run(arguments)
+    stop = StopRequest()
+    with stop.listening():  # before torch is imported, so that a signal of these seconds is not lost
+        loaded = load_to_train(arguments, _world_size())
+        run_and_leave(lambda: _import_and_train(loaded, stop), loaded.provenance.describe)
+
+
+def is_dry_run(arguments: Namespace) -> bool:
+    """Return whether the command line has an option of a dry run."""
+    return (arguments.fake_world_size, arguments.fake_rank) != (None, None)
+
+
+def dry_run(arguments: Namespace) -> NoReturn:
+    """Start as one of many ranks that do not exist, and end the process."""
+    world_size, rank = arguments.fake_world_size, arguments.fake_rank or 0
+    if world_size is None:
+        raise UserError("error: --fake-rank is for a dry run; add --fake-world-size")
+    if world_size > MOST_FAKE_RANKS:
+        raise UserError(f"error: --fake-world-size: must be at most {MOST_FAKE_RANKS} ranks, not {world_size}")
+    if rank >= world_size:
+        raise UserError(f"error: --fake-rank: must be a whole number from 0 to {world_size - 1}, not {rank}")
+    loaded = load(arguments, world_size)
+    run_and_leave(lambda: _import_and_build(loaded, world_size, rank), loaded.provenance.describe)
+
+
+def _world_size() -> int:
+    try:
+        return at_least(1)(os.environ.get("WORLD_SIZE", "1"))
+    except ArgumentTypeError as error:
+        raise UserError(f"error: environment variable WORLD_SIZE: {error}") from None
+
+
+def _import_and_train(loaded: LoadedJob, stop: StopRequest) -> None:
+    with without_garbage_collection():
+        from titan_launch.train.main import train
+
+    train(loaded.config, loaded.provenance, stop)
+
+
+def _import_and_build(loaded: LoadedJob, world_size: int, rank: int) -> None:
+    from titan_launch.commands.plan import print_dry_run
+
+    print_dry_run(loaded.config, world_size, rank)
