@@ -29,9 +29,10 @@ def data_suits_the_model(config: JobConfig) -> Iterator[Problem]:
     """A model of tokens is given tokens, and one of images images."""
     architecture = ARCHITECTURES.get(config.model.name)
     for source, data in _sources(config):
-        if architecture is not None and data.unit != architecture.unit:
-            reason = f"the model {config.model.name} takes {architecture.unit}, not {data.unit}"
-            yield Problem((*source, "kind"), f"{reason}; set {_kinds_of(architecture.unit)}", data.kind, also=(_NAME,))
+        if architecture is not None and data.unit != architecture.args.unit:
+            unit = architecture.args.unit
+            reason = f"the model {config.model.name} takes {unit}, not {data.unit}; set {_kinds_of(unit)}"
+            yield Problem((*source, "kind"), reason, data.kind, also=(_NAME,))
 
 
 def validation_is_on_what_is_trained_on(config: JobConfig) -> Iterator[Problem]:
