@@ -17,9 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.data import ImageData, SyntheticData, TextData
 from titan_launch.data.context_shard import SequencePart
-from titan_launch.data.sources.images import build_images
+from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.mesh import Mesh, build_mesh
@@ -82,22 +81,20 @@ def sample_format(config: JobConfig) -> tuple[tuple[int, ...], int]:
     Of images it is what the model takes; a user's own model takes what the data source holds, which is read for it.
     Raises ConfigError where that cannot be read.
     """
-    data = config.data
-    if isinstance(data, TextData):
-        return (config.training.seq_len,), build_tokenizer(config.tokenizer).vocab_size
-    if isinstance(data, SyntheticData):
-        return (config.training.seq_len,), data.vocab_size
+    tokenizer, seq_len = build_tokenizer(config.tokenizer), config.training.seq_len
+    if config.data.unit == "tokens":
+        return (seq_len,), config.data.own_vocabulary() or tokenizer.vocab_size
     taken = images_taken(config.model)
     if taken is not None:
         return (taken.channels, taken.height, taken.width), taken.num_classes
-    source = build_images(data, None, ("data",))
+    source = build_source(config.data, tokenizer, seq_len)
     image, _ = source[0]
     return tuple(image.shape), source.num_classes
 
 
 def make_microbatch(config: JobConfig, shape: tuple[int, ...], num_samples: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of `num_samples`, as the data sources give them, on the default device."""
-    if isinstance(config.data, ImageData):
+    if config.data.unit == "images":
         return torch.zeros(num_samples, *shape), torch.zeros(num_samples, dtype=torch.int64)
     tokens = torch.zeros(num_samples, *shape, dtype=torch.int64)
     return tokens, torch.zeros_like(tokens)
