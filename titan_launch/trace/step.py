@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
+from titan_launch.config.optimizers import GroupSizes, ShardSize
 from titan_launch.data.context_shard import SequencePart
 from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import build_tokenizer
@@ -36,7 +37,7 @@ from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import MICROBATCHES, Category, Footprint, Ledger, StepPoint, on_host, with_growth
-from titan_launch.plan.memory.optimizer import GroupSizes, ShardSize, state_bytes, temporary_bytes
+from titan_launch.plan.memory.optimizer import state_bytes, temporary_bytes
 from titan_launch.plan.pipeline import scaled_to_step, sufficient_microbatches
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.diagnosis import dtype_failures_explained
