@@ -31,7 +31,10 @@ from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
 from titan_launch.plan.types import enclosing, full_name, parent
 from titan_launch.plan.units.rule_assignment import nothing_matched
 
-SPECS: dict[str, ModelSpec] = {"llama3": llama3.SPEC, "resnet": resnet.SPEC}
+SPECS: dict[str, ModelSpec] = {
+    "llama3": llama3.SPEC,
+    "resnet": resnet.SPEC,
+}
 """The models of this package, by their name in `[model]`."""
 
 

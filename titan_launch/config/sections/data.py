@@ -163,7 +163,11 @@ class ImageData(DataSource):
     and a variance near 1."""
 
 
-DATA_KINDS: dict[str, type[DataSource]] = {"text": TextData, "synthetic": SyntheticData, "images": ImageData}
+DATA_KINDS: dict[str, type[DataSource]] = {
+    "text": TextData,
+    "synthetic": SyntheticData,
+    "images": ImageData,
+}
 """The sections of the kinds of data; the first is the default. `titan_launch.data.sources.SOURCES` reads the data."""
 
 
