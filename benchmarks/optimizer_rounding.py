@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_launch.config.job import JobConfig
+from titan_launch.config.optimizers import GroupSettings, GroupSizes, ShardSize
 from titan_launch.core.process import leave
 from titan_launch.distributed.process_group import Ranks, process_group
 from titan_launch.distributed.random_state import seed_everything
-from titan_launch.plan.memory.optimizer import GroupSizes, ShardSize, state_bytes
-from titan_launch.plan.param_groups import GroupSettings
+from titan_launch.plan.memory.optimizer import state_bytes
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import train_one_step, validation_scalars
 from titan_launch.train.run import Run

@@ -10,9 +10,9 @@ import pytest
 
 from titan_launch.config.architectures import ARCHITECTURES
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections import data
 from titan_launch.config.sections import training as lr_scheduler
 from titan_launch.config.sections.base import Section
+from titan_launch.config.sections.data import DATA_KINDS
 from titan_launch.config.sections.precision import PrecisionRule
 from titan_launch.config.sections.training import MuonConfig, ParamGroup, SGDConfig
 
@@ -25,7 +25,7 @@ def sections() -> Iterator[type[Section]]:
     for field in JobConfig.model_fields.values():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield field.annotation
-    yield from (data.TextData, data.SyntheticData, data.ImageData)
+    yield from DATA_KINDS.values()
     yield from (lr_scheduler.WarmupStableDecay, lr_scheduler.Cosine, lr_scheduler.Linear, lr_scheduler.Constant)
     yield from (PrecisionRule, ParamGroup, MuonConfig, SGDConfig)
     yield from (architecture.args for architecture in ARCHITECTURES.values())

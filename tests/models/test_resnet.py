@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal, whole_state
 from tests.train.jobs import sharded_model
-from titan_launch.config.architectures.resnet import FLAVORS, ResNetArgs, check, flops_per_sample, num_parameters
+from titan_launch.config.architectures.resnet import FLAVORS, ResNetArgs, flops_per_image, num_parameters
 from titan_launch.config.job import JobConfig
 from titan_launch.models.init import initialize
 from titan_launch.models.loss import cross_entropy_sum
@@ -74,14 +74,14 @@ def test_flops_and_parameters_are_what_torch_counts(block: str, stem: str, image
     images = torch.zeros(3, 2, image_size, image_size, device="meta")
     with FlopCounterMode(display=False) as counter:
         model(images).sum().backward()
-    assert counter.get_total_flops() == 3 * flops_per_sample(args)
+    assert counter.get_total_flops() == 3 * flops_per_image(args)
     assert sum(p.numel() for p in model.parameters()) == num_parameters(args)
 
 
 def test_flops_of_resnet50_are_the_published_ones() -> None:
     """4.09 billion multiply-adds in forward, as torchvision's documentation has it."""
     args = ResNetArgs.model_validate(FLAVORS["resnet50"])
-    assert flops_per_sample(args) / 6 == pytest.approx(4.09e9, rel=0.02)
+    assert flops_per_image(args) / 6 == pytest.approx(4.09e9, rel=0.02)
 
 
 def test_module_names_are_torchvisions() -> None:
@@ -177,7 +177,7 @@ def test_a_block_starts_as_the_identity() -> None:
 
 @pytest.mark.parametrize(("depths", "widths", "culprit"), [([], [], "depths"), ([1, 2], [4], "widths")])
 def test_stages_must_agree(depths: list[int], widths: list[int], culprit: str) -> None:
-    ((fields, _),) = check(tiny_args(depths=depths, widths=widths))
+    ((fields, _),) = tiny_args(depths=depths, widths=widths).problems()
     assert fields[0] == culprit
 
 

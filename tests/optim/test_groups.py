@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from titan_launch.config.optimizers import GroupSettings
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.optim.groups import check_param_groups, group_parameters
-from titan_launch.plan.param_groups import GroupSettings
 
 
 class ScaleNorm(nn.Module):

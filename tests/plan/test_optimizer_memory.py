@@ -12,12 +12,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
+from titan_launch.config.optimizers import GroupSizes, ShardSize
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.metrics.memory import track
 from titan_launch.optim.groups import group_parameters
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
-from titan_launch.plan.memory.optimizer import GroupSizes, ShardSize, state_bytes, temporary_bytes
+from titan_launch.plan.memory.optimizer import state_bytes, temporary_bytes
 
 CASES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "foreach": ({"implementation": "foreach"}, torch.float32),
@@ -40,12 +41,13 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 }
 
 
-def measure(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
+def measure(
+    settings: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
+) -> tuple[tuple[int, int], tuple[int, int]]:
     """Temporaries and state of a step, the first one aside, in bytes: measured, and planned.
 
     Measured is the least of some steps: gloo's thread may hold on to what it has sent for a moment.
     """
-    settings, dtype = CASES[name]
     config = OptimizerConfig.model_validate(settings)
     layers = nn.Linear(128, 320), nn.Linear(320, 192, bias=False), nn.Linear(192, 256), nn.Linear(256, 256)
     model = nn.Sequential(*layers, nn.Linear(256, 96)).to(dtype)
@@ -77,7 +79,7 @@ def shard_size(parameter: nn.Parameter) -> ShardSize:
 
 
 def measure_all() -> dict[str, Any]:
-    return {f"{name} {shape}": measure(name, shape) for name in CASES for shape in ((2,), (2, 1))}
+    return {f"{name} {shape}": measure(*case, shape) for name, case in CASES.items() for shape in ((2,), (2, 1))}
 
 
 def test_bytes_are_the_measured_ones() -> None:

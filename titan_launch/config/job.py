@@ -6,7 +6,7 @@ from pydantic import Field
 
 from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.checkpoint import CheckpointConfig
-from titan_launch.config.sections.data import DataConfig, TextData, TokenizerConfig, ValidationConfig
+from titan_launch.config.sections.data import DataSource, TextData, TokenizerConfig, ValidationConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from titan_launch.config.sections.precision import BatchNormConfig, Float8Config, KernelsConfig, PrecisionConfig
@@ -26,7 +26,7 @@ class JobConfig(Section):
     job: GeneralConfig = Field(default_factory=GeneralConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
-    data: DataConfig = Field(default_factory=TextData)
+    data: DataSource = Field(default_factory=TextData)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     batchnorm: BatchNormConfig = Field(default_factory=BatchNormConfig)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_launch.config.sections.data import SampleUnit
-from titan_launch.metrics.tags import BY_NAME
+from titan_launch.metrics.tags import TAGS
 from titan_launch.plan.hardware import GIB
 
 _WINDOW_TARGETS = "targets in the window"
@@ -145,11 +145,17 @@ class Meter:
     @torch.no_grad()
     def _combine(self, local: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Reduce every value as its tag says (one without a tag is the same on all ranks) and bring it to the host."""
+        how_to_combine = {tag.name: tag.combine for tag in TAGS}
         names: dict[str, list[str]] = {"sum": [], "max": [], "same": []}
-        for name in local:
-            names[BY_NAME[name].combine if name in BY_NAME else "same"].append(name)
+        unchanged: dict[str, float] = {}
+        for name, value in local.items():
+            how = how_to_combine.get(name, "same")
+            if how == "same" and not isinstance(value, Tensor):
+                unchanged[name] = value
+            else:
+                names[how].append(name)
         on_device = {name: value for name, value in local.items() if isinstance(value, Tensor)}
-        on_host = [name for name in local if name not in on_device]
+        on_host = [name for name in local if name not in on_device and name not in unchanged]
         # float64 holds every integer up to 2^53, float32 only up to 16 million: too few for the targets of a window.
         # One copy for all of them: the host waits for each copy.
         copied = torch.tensor([local[name] for name in on_host], dtype=torch.float64).to(self._device)
@@ -162,7 +168,7 @@ class Meter:
             dist.all_reduce(vectors["sum"], dist.ReduceOp.SUM)
             dist.all_reduce(vectors["max"], dist.ReduceOp.MAX)
         combined = torch.cat(list(vectors.values())).tolist()  # the host waits here
-        return dict(zip(names["sum"] + names["max"] + names["same"], combined, strict=True))
+        return dict(zip(names["sum"] + names["max"] + names["same"], combined, strict=True)) | unchanged
 
     def _start_window(self) -> None:
         self._steps = 0

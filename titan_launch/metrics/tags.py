@@ -1,9 +1,10 @@
-"""Every metric that a run reports, as data: the meter, the console, the dashboard and the documentation read it."""
+"""Every metric that a run reports, as data that the meter, the console, the dashboard and the documentation read."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,14 @@ class Tag:
     """Its field in a line of the console, for `str.format`; always of the same width for ordinary values."""
 
     console_fallback_for: str | None = None
-    """The console leaves it out where this tag is there."""
+    """The console does not show the metric if this tag is reported."""
+
+    value: Callable[[Any], float] | None = None
+    """The value on this rank, from the run (`titan_launch.train.run.Run`), at every report. None: the part of the
+    launcher that measures the value reports it."""
 
 
-TAGS = (
+TAGS = [
     Tag(
         "train/loss",
         "sum",
@@ -53,19 +58,31 @@ TAGS = (
         chart=("loss", "learning rate"),
         console="lr {:9.3e}",
     ),
-    Tag("train/samples_seen", "same", "Samples consumed since the run began, over all ranks."),
-    Tag("train/epoch", "same", "Position in the data, in passes over it. Samples that a rollback moved past count."),
+    Tag(
+        "train/samples_seen",
+        "same",
+        "Samples consumed since the run began, over all ranks.",
+        value=lambda run: run.progress.samples_seen,
+    ),
+    Tag(
+        "train/epoch",
+        "same",
+        "Position in the data, in passes over it. Samples that a rollback moved past count.",
+        value=lambda run: run.progress.data_position / run.epoch_size,
+    ),
     Tag(
         "train/skipped_steps",
         "same",
-        "Steps so far whose update was left out because the loss or the gradient was not finite, or a spike.",
+        "Skipped steps so far: those whose loss or gradient was not finite, or a spike.",
         chart=("loss", "skipped steps"),
+        value=lambda run: run.progress.skipped_steps,
     ),
     Tag(
         "train/rollbacks",
         "same",
-        "Times so far that the run went back to a checkpoint after too many of these.",
+        "Times so far that the run went back to a checkpoint after too many skipped steps.",
         chart=("loss", "rollbacks"),
+        value=lambda run: run.progress.rollbacks,
     ),
     Tag(
         "throughput/tokens_per_second",
@@ -96,8 +113,8 @@ TAGS = (
     Tag(
         "throughput/tflops_per_device",
         "same",
-        "Floating-point operations of the model per second of training and device, in TFLOP/s. Every position counts, "
-        "recomputation does not.",
+        "Floating-point operations of the model per second of training and device, in TFLOP/s. Every position counts; "
+        "activation checkpointing does not.",
         chart=("throughput", "TFLOP/s per device"),
     ),
     Tag(
@@ -202,7 +219,7 @@ TAGS = (
     Tag(
         "memory/ooms",
         "max",
-        "Times so far that the CUDA allocator found none.",
+        "CUDA out-of-memory errors so far.",
         chart=("memory", "allocator"),
     ),
     Tag(
@@ -232,9 +249,7 @@ TAGS = (
         "Largest distance of a rank's running variance from the pooled one, relative to it.",
         chart=("batchnorm", "divergence of running statistics"),
     ),
-)
-
-BY_NAME = {tag.name: tag for tag in TAGS}
+]
 
 
 def dashboard_layout() -> dict[str, dict[str, list[str]]]:

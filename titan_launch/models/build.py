@@ -31,7 +31,10 @@ from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
 from titan_launch.plan.types import enclosing, full_name, parent
 from titan_launch.plan.units.rule_assignment import nothing_matched
 
-SPECS: dict[str, ModelSpec] = {"llama3": llama3.SPEC, "resnet": resnet.SPEC}
+SPECS: dict[str, ModelSpec] = {
+    "llama3": llama3.SPEC,
+    "resnet": resnet.SPEC,
+}
 """The models of this package, by their name in `[model]`."""
 
 
@@ -90,7 +93,7 @@ def build_model(config: ModelConfig, seq_len: int, host: HostBuild | None = None
         module=module,
         blocks=find_blocks(module, spec.blocks if config.blocks is None else config.blocks),
         head=spec.head,
-        flops_per_sample=spec.flops_per_sample(args, seq_len),
+        flops_per_sample=args.flops_per_sample(seq_len),
         initializer=spec.initializer(args),
         embeddings=spec.embeddings,
         pipeline_order=find_pipeline_order(module, spec.pipeline_order),

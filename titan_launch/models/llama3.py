@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from titan_launch.config.architectures.llama3 import Llama3Args, flops_per_token
+from titan_launch.config.architectures.llama3 import Llama3Args
 from titan_launch.models.initializers import InitTable, constant, normal, recomputed, truncated_normal
 from titan_launch.models.layers.attention import Attention, RotaryEmbedding
 from titan_launch.models.layers.feed_forward import FeedForward
@@ -113,7 +113,6 @@ SPEC = ModelSpec(
     blocks=("layers.*",),
     head=("norm", "output"),
     embeddings=("tok_embeddings",),
-    flops_per_sample=lambda args, seq_len: seq_len * flops_per_token(args, seq_len),
     initializer=initial_values,
     pipeline_order=("tok_embeddings", "layers.*", "norm", "output"),
     tensor_parallel=TENSOR_PARALLEL,

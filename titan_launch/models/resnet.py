@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_launch.config.architectures.resnet import EXPANSION, ResNetArgs, flops_per_sample
+from titan_launch.config.architectures.resnet import EXPANSION, ResNetArgs
 from titan_launch.models.initializers import InitTable, constant, normal
 from titan_launch.models.spec import ModelSpec
 
@@ -142,6 +142,5 @@ SPEC = ModelSpec(
     blocks=("layer*.*",),
     head=("fc",),
     pipeline_order=("conv1", "bn1", "relu", "maxpool", "layer*.*", "avgpool", "fc"),
-    flops_per_sample=lambda args, seq_len: flops_per_sample(args),
     initializer=initial_values,
 )

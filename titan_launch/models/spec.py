@@ -41,9 +41,9 @@ class AttentionHeads:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model: how it is built, divided, counted and initialised.
+    """One model: how it is built, divided and initialised.
 
-    `args` below is the model's arguments class of `titan_launch.config.architectures`.
+    `args` below are the model's arguments, of its class in `titan_launch.config.architectures`.
     """
 
     build: Callable[[Any, int], nn.Module]
@@ -54,9 +54,6 @@ class ModelSpec:
 
     head: tuple[str, ...]
     """Paths of the modules that run last, in order."""
-
-    flops_per_sample: Callable[[Any, int], int | None]
-    """(args, seq_len) to the FLOPs of forward and backward for one sample: for a language model, a whole sequence."""
 
     initializer: Callable[[Any], Initializer]
     """args to what fills the parameters and buffers."""

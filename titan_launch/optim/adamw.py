@@ -7,27 +7,46 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
-from titan_launch.optim.shards import LocalShard, count_step, in_float32, masters, store
-from titan_launch.plan.param_groups import batches
+from titan_launch.config.optimizers import batches
+from titan_launch.config.sections.training import OptimizerConfig
+from titan_launch.optim.shards import ShardGroup, count_step, in_float32, masters, store
 
 
-def update_adamw(
-    shards: Sequence[LocalShard], lr: float, weight_decay: float, betas: tuple[float, float], eps: float, kept: Tensor
-) -> None:
-    """One step for shards with equal step counts, in float32; what is stored in bfloat16 is rounded once, at the end.
+def update_adamw(groups: Sequence[ShardGroup], config: OptimizerConfig, kept: Tensor) -> None:
+    """Update all groups in float32. Results that are stored in bfloat16 are rounded once, at the end.
 
-    `kept`: 1, or 0 where nothing is to change, in which case the gradients must be 0. Nothing waits for the device.
+    `kept`: 1, or 0 for a skipped step, whose gradients must be 0. The host does not wait for the device.
     """
-    count_step(shards, kept)
-    step = shards[0].state["step"].double().clamp(min=1)  # 0 before the first update, which may be skipped
-    # Scalars in the dtype of the lists, without which PyTorch updates a list tensor by tensor.
-    corrections = _Corrections(
-        (1 - betas[1] ** step).sqrt().float(),
-        ((1 - betas[0] ** step) / kept).float(),  # infinity where the step is skipped: no update
+    for group in groups:
+        count_step(group.shards, kept)
+        step = group.shards[0].state["step"].double().clamp(min=1)  # 0 before the first update, which may be skipped
+        # Scalars in the dtype of the lists, without which PyTorch updates a list tensor by tensor.
+        corrections = _Corrections(
+            (1 - config.beta2**step).sqrt().float(),
+            ((1 - config.beta1**step) / kept).float(),  # infinity where the step is skipped: no update
+        )
+        for batch in batches([shard.parameter.numel() for shard in group.shards]):
+            _update(group._replace(shards=[group.shards[index] for index in batch]), config, kept, corrections)
+
+
+def update_pytorch(group: ShardGroup, config: OptimizerConfig, found_inf: Tensor | None) -> None:
+    """Update a group by PyTorch's implementation."""
+    shards = group.shards
+    adamw(
+        [shard.parameter for shard in shards],
+        [shard.gradient for shard in shards],
+        [shard.state["exp_avg"] for shard in shards],
+        [shard.state["exp_avg_sq"] for shard in shards],
+        [],
+        [shard.state["step"] for shard in shards],
+        amsgrad=False,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        eps=config.eps,
+        **group.pytorch_settings(config, found_inf),
     )
-    for batch in batches([shard.parameter.numel() for shard in shards]):
-        _update([shards[index] for index in batch], lr, weight_decay, betas, eps, kept, corrections)
 
 
 class _Corrections(NamedTuple):
@@ -40,16 +59,8 @@ class _Corrections(NamedTuple):
     """Of the first moment."""
 
 
-def _update(
-    shards: Sequence[LocalShard],
-    lr: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-    eps: float,
-    kept: Tensor,
-    corrections: _Corrections,
-) -> None:
-    beta1, beta2 = betas
+def _update(group: ShardGroup, config: OptimizerConfig, kept: Tensor, corrections: _Corrections) -> None:
+    shards, beta1, beta2 = group.shards, config.beta1, config.beta2
     gradients = in_float32([shard.gradient for shard in shards])
     means = in_float32([shard.state["exp_avg"] for shard in shards])
     torch._foreach_mul_(means, (1 - (1 - beta1) * kept).float())
@@ -62,11 +73,11 @@ def _update(
     store(shards, "exp_avg_sq", squares)
     del squares
     torch._foreach_div_(roots, corrections.root)
-    torch._foreach_add_(roots, eps)
+    torch._foreach_add_(roots, config.eps)
     torch._foreach_mul_(roots, corrections.mean)
     parameters = masters(shards)
-    torch._foreach_mul_(parameters, (1 - lr * weight_decay * kept).float())
-    torch._foreach_addcdiv_(parameters, means, roots, value=-lr)
+    torch._foreach_mul_(parameters, (1 - group.lr * group.weight_decay * kept).float())
+    torch._foreach_addcdiv_(parameters, means, roots, value=-group.lr)
     del roots
     store(shards, "exp_avg", means)
     del means

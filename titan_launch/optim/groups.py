@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from torch import nn
 
+from titan_launch.config.optimizers import ALGORITHMS, GroupSettings
 from titan_launch.config.sections.training import OptimizerConfig, ParamGroup
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, did_you_mean
 from titan_launch.plan.param_groups import (
-    GroupSettings,
     first_match,
     group_name,
     is_inner_matrix,
@@ -47,17 +47,21 @@ def group_parameters(model: nn.Module, config: OptimizerConfig, head: Collection
 
 def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()) -> None:
     """Raise ConfigError for what only the whole model can tell: each of `[[optimizer.param_groups]]` that decides
-    nothing, and Muon where it has no matrix to update, or cannot know which."""
+    nothing, and an algorithm of matrices where it has no matrix to update, or cannot know which."""
     paths = _trainable_paths(model)
     decisions = {parameter: first_match(config.param_groups, names) for parameter, names in paths.items()}
     problems = list(_unused(config.param_groups, paths.values(), set(decisions.values())))
     for parameter, index in decisions.items():
-        if index is not None and config.param_groups[index].algorithm == "Muon" and parameter.ndim != 2:
+        if index is None:
+            continue
+        algorithm = config.param_groups[index].algorithm
+        for_others = None if algorithm is None else ALGORITHMS[algorithm].for_others
+        if for_others is not None and parameter.ndim != 2:
             reason = (
-                f"Muon is for matrices, and {paths[parameter][0]} has {parameter.ndim} axes; "
-                'match matrices alone, or set "AdamW"'
+                f"{algorithm} is for matrices, and {paths[parameter][0]} has {parameter.ndim} axes; "
+                f'match matrices alone, or set "{for_others}"'
             )
-            problems.append(Problem(("optimizer", "param_groups", index, "algorithm"), reason, "Muon"))
+            problems.append(Problem(("optimizer", "param_groups", index, "algorithm"), reason, algorithm))
     problems += _without_matrices(model, config, head)
     if problems:
         first: dict[KeyPath, Problem] = {}
@@ -67,18 +71,19 @@ def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collecti
 
 
 def _without_matrices(model: nn.Module, config: OptimizerConfig, head: Collection[str]) -> Iterator[Problem]:
-    """Why `name = "Muon"` cannot be."""
-    if config.name != "Muon":
+    """Yield why an algorithm of matrices cannot update this model."""
+    for_others = ALGORITHMS[config.name].for_others
+    if for_others is None:
         return
     if not head and all(group.algorithm is None for group in config.param_groups):
         reason = (
             "is not for the output layer, and which one that is a model of your own does not say; give it a group, as "
-            'in [[optimizer.param_groups]] match = "output.*", algorithm = "AdamW"'
+            f'in [[optimizer.param_groups]] match = "output.*", algorithm = "{for_others}"'
         )
-        yield Problem(("optimizer", "name"), reason, "Muon")
-    elif all(group.settings.algorithm != "Muon" for group in group_parameters(model, config, head)):
-        reason = 'the model has no matrix for it (convolutions are left to AdamW); set "AdamW"'
-        yield Problem(("optimizer", "name"), reason, "Muon")
+        yield Problem(("optimizer", "name"), reason, config.name)
+    elif all(group.settings.algorithm != config.name for group in group_parameters(model, config, head)):
+        reason = f'the model has no matrix for it (convolutions are left to {for_others}); set "{for_others}"'
+        yield Problem(("optimizer", "name"), reason, config.name)
 
 
 def _trainable_paths(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -101,7 +106,8 @@ def _undecayed(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _inner_matrices(model: nn.Module, head: Collection[str]) -> set[nn.Parameter]:
-    """Parameters that Muon updates by default: of all modules that have one, none says no."""
+    """Return the parameters that an algorithm of matrices updates by default: those that are inner matrices of every
+    module that has them."""
     found: set[nn.Parameter] = set()
     others: set[nn.Parameter] = set()
     for path, module in model.named_modules(remove_duplicate=False):

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_launch.config.sections.training import MuonConfig
+from titan_launch.config.sections.training import MuonConfig, OptimizerConfig
 from titan_launch.optim.matrix_gather import MatrixGather, matrix_gather_of
-from titan_launch.optim.shards import LocalShard, masters, store
+from titan_launch.optim.shards import LocalShard, ShardGroup, masters, store
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic polynomial: chosen for its slope at 0, so that small singular values grow fast."""
@@ -27,13 +27,14 @@ class Matrix(NamedTuple):
     weight_decay: float
 
 
-def update_muon(matrices: Sequence[Matrix], config: MuonConfig, kept: Tensor) -> None:
-    """One step. Collective over the ranks that share the matrices, all of which have the same ones in the same order.
+def update_muon(groups: Sequence[ShardGroup], config: OptimizerConfig, kept: Tensor) -> None:
+    """Update all groups. Collective over the ranks that share the matrices; all ranks have the same ones in one order.
 
-    `kept`: 1, or 0 where nothing is to change, in which case the gradients must be 0. Nothing waits for the device.
+    `kept`: 1, or 0 for a skipped step, whose gradients must be 0. The host does not wait for the device.
     """
+    matrices = [Matrix(shard, group.lr, group.weight_decay) for group in groups for shard in group.shards]
     for division, batch in _batches(matrices):
-        _update(division, batch, config, kept)
+        _update(division, batch, config.muon, kept)
 
 
 def _update(division: MatrixGather, batch: Sequence[Matrix], config: MuonConfig, kept: Tensor) -> None:

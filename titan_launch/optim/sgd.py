@@ -6,26 +6,44 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd
 
-from titan_launch.config.sections.training import SGDConfig
-from titan_launch.optim.shards import LocalShard, count_step, in_float32, masters, store
-from titan_launch.plan.param_groups import batches
+from titan_launch.config.optimizers import batches
+from titan_launch.config.sections.training import OptimizerConfig, SGDConfig
+from titan_launch.optim.shards import ShardGroup, count_step, in_float32, masters, share_kept, store
 
 
-def update_sgd(shards: Sequence[LocalShard], lr: float, weight_decay: float, config: SGDConfig, kept: Tensor) -> None:
-    """One step in float32; what is stored in bfloat16 is rounded once, at the end.
+def update_sgd(groups: Sequence[ShardGroup], config: OptimizerConfig, kept: Tensor) -> None:
+    """Update all groups in float32. Results that are stored in bfloat16 are rounded once, at the end.
 
-    `kept`: 1, or 0 where nothing is to change, in which case the gradients must be 0. Nothing waits for the device.
+    `kept`: 1, or 0 for a skipped step, whose gradients must be 0. The host does not wait for the device.
     """
-    count_step(shards, kept)
-    for batch in batches([shard.parameter.numel() for shard in shards]):
-        _update([shards[index] for index in batch], lr, weight_decay, config, kept)
+    for group in groups:
+        count_step(group.shards, kept)
+        for batch in batches([shard.parameter.numel() for shard in group.shards]):
+            _update(group._replace(shards=[group.shards[index] for index in batch]), config.sgd, kept)
 
 
-def _update(shards: Sequence[LocalShard], lr: float, weight_decay: float, config: SGDConfig, kept: Tensor) -> None:
+def update_pytorch(group: ShardGroup, config: OptimizerConfig, found_inf: Tensor | None) -> None:
+    """Update a group by PyTorch's function. (`torch.optim.SGD` makes its buffers in the first step, and leaves them
+    uninitialized when that step is skipped.)"""
+    shards = group.shards
+    count_step(shards, share_kept(found_inf, shards[0].parameter.device))
+    sgd(
+        [shard.parameter for shard in shards],
+        [shard.gradient for shard in shards],
+        [shard.state.get("momentum_buffer") for shard in shards],
+        dampening=0.0,
+        **config.sgd.model_dump(),
+        **group.pytorch_settings(config, found_inf),
+    )
+
+
+def _update(group: ShardGroup, config: SGDConfig, kept: Tensor) -> None:
     # Scalars in the dtype of the lists, without which PyTorch updates a list tensor by tensor.
+    shards = group.shards
     parameters = masters(shards)
-    updates = torch._foreach_mul(parameters, (weight_decay * kept).float())
+    updates = torch._foreach_mul(parameters, (group.weight_decay * kept).float())
     torch._foreach_add_(updates, in_float32([shard.gradient for shard in shards]))
     if config.momentum:
         momenta = in_float32([shard.state["momentum_buffer"] for shard in shards])
@@ -37,7 +55,7 @@ def _update(shards: Sequence[LocalShard], lr: float, weight_decay: float, config
             torch._foreach_copy_(updates, momenta)
         store(shards, "momentum_buffer", momenta)
         del momenta
-    torch._foreach_mul_(updates, (-lr * kept).float())
+    torch._foreach_mul_(updates, (-group.lr * kept).float())
     torch._foreach_add_(parameters, updates)
     del updates
     store(shards, "parameter", parameters)

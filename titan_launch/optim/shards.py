@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.optim.matrix_gather import matrix_gather_of
 
@@ -36,6 +37,25 @@ class LocalShard:
         return Draw(self.seed, f"{self.name}/{what}", self.state["step"], offsets)
 
 
+class ShardGroup(NamedTuple):
+    """Shards with one algorithm, learning rate, weight decay and step count."""
+
+    shards: Sequence[LocalShard]
+    lr: float
+    weight_decay: float
+
+    def pytorch_settings(self, config: OptimizerConfig, found_inf: Tensor | None) -> dict[str, Any]:
+        """Return the arguments that PyTorch's functions have in common."""
+        return {
+            "foreach": config.implementation == "foreach",
+            "fused": config.implementation == "fused",
+            "found_inf": found_inf,
+            "lr": self.lr,
+            "weight_decay": self.weight_decay,
+            "maximize": False,
+        }
+
+
 def shard_of(name: str, parameter: Tensor, state: dict[str, Any], seed: int | None) -> LocalShard:
     """The part of a parameter that has a gradient and state."""
     assert parameter.grad is not None
@@ -43,22 +63,24 @@ def shard_of(name: str, parameter: Tensor, state: dict[str, Any], seed: int | No
     return LocalShard(name, parameter, local_tensor(parameter), local_tensor(parameter.grad), local_state, seed)
 
 
-def mask_gradients(shards: Sequence[LocalShard], left_out: Tensor | None) -> None:
-    """Set the gradients to zero, in place, where the step is skipped. `left_out`: a boolean on the device.
+def mask_gradients(shards: Sequence[LocalShard], found_inf: Tensor | None) -> None:
+    """Set the gradients to zero, in place, if the step is skipped: if `found_inf`, on the shards' device, is not 0.
 
-    They are multiplied as integers of the same size, because NaN * 0 is NaN.
+    The gradients are multiplied as integers of the same size, because NaN * 0 is NaN.
     """
-    if left_out is None:
+    if found_inf is None:
         return
     for dtype in (torch.int16, torch.int32, torch.int64):
         same_size = [s.gradient.view(dtype) for s in shards if s.gradient.itemsize == dtype.itemsize]
         if same_size:
-            torch._foreach_mul_(same_size, (~left_out).to(dtype))
+            torch._foreach_mul_(same_size, (found_inf == 0).to(dtype))
 
 
-def share_kept(left_out: Tensor | None, device: torch.device) -> Tensor:
-    """1, or 0 where the step is left out: float64, which takes the dtype of what it multiplies."""
-    return torch.ones((), dtype=torch.float64, device=device) if left_out is None else (~left_out).double()
+def share_kept(found_inf: Tensor | None, device: torch.device) -> Tensor:
+    """Return 1, or 0 for a skipped step, on a device: float64, which takes the dtype of the tensors it multiplies."""
+    if found_inf is None:
+        return torch.ones((), dtype=torch.float64, device=device)
+    return (found_inf.to(device) == 0).double()
 
 
 def count_step(shards: Sequence[LocalShard], kept: Tensor) -> None:

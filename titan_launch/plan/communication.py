@@ -15,12 +15,10 @@ from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any
 
+from titan_launch.config.sections.base import DTYPE_BYTES
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import ModelPlan, TensorInfo, Unit, parameters_by_unit
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-"""Bytes of an element, by dtype."""
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
-from titan_launch.config.sections.training import Algorithm, OptimizerConfig, ParamGroup
+from titan_launch.config.optimizers import ALGORITHMS, GroupSettings, has_master
+from titan_launch.config.sections.training import OptimizerConfig, ParamGroup
 from titan_launch.core.globs import matches
 from titan_launch.plan.types import is_within
 
@@ -39,20 +39,12 @@ def is_inner_matrix(name: str, num_axes: int, classes: Iterable[str], path: str,
     return num_axes == 2 and not is_undecayed(name, num_axes, classes) and not in_head
 
 
-class GroupSettings(NamedTuple):
-    """What is the same for all parameters of a group."""
-
-    algorithm: Algorithm
-    lr_factor: float
-    weight_decay: float
-
-
 def settings_of(config: OptimizerConfig, index: int | None, undecayed: bool, inner_matrix: bool) -> GroupSettings:
     """The settings of a parameter whose first match is `index`.
 
     `undecayed`: as `is_undecayed` says, of any module that has it; `inner_matrix`: as `is_inner_matrix` says, of all.
     """
-    algorithm: Algorithm = "AdamW" if config.name == "Muon" and not inner_matrix else config.name
+    algorithm = config.name if inner_matrix else ALGORITHMS[config.name].for_others or config.name
     lr_factor, decay = 1.0, None
     if index is not None:
         group = config.param_groups[index]
@@ -61,22 +53,15 @@ def settings_of(config: OptimizerConfig, index: int | None, undecayed: bool, inn
         decay = group.weight_decay
     if decay is None:
         decay = 0.0 if undecayed else _weight_decay(config, algorithm)
-    return GroupSettings(algorithm, lr_factor * (config.muon.lr_factor if algorithm == "Muon" else 1.0), decay)
+    return GroupSettings(algorithm, lr_factor * ALGORITHMS[algorithm].lr_factor(config), decay)
 
 
-def _weight_decay(config: OptimizerConfig, algorithm: Algorithm) -> float:
-    """The weight decay of an algorithm: the job's if `optimizer.name` decays in the same way, else a default."""
-    is_coupled = algorithm == "SGD"
-    if config.weight_decay is not None and is_coupled == (config.name == "SGD"):
+def _weight_decay(config: OptimizerConfig, algorithm: str) -> float:
+    """The weight decay of an algorithm: the job's if `optimizer.name` decays in the same way, else the default."""
+    row = ALGORITHMS[algorithm]
+    if config.weight_decay is not None and row.decay == ALGORITHMS[config.name].decay:
         return config.weight_decay
-    return 0.0 if is_coupled else 0.1
-
-
-def moments_of(config: OptimizerConfig, algorithm: Algorithm) -> tuple[str, ...]:
-    """Return the names of the tensors, each as large as the parameter, that an algorithm keeps for it."""
-    if algorithm == "AdamW":
-        return ("exp_avg", "exp_avg_sq")
-    return () if algorithm == "SGD" and not config.sgd.momentum else ("momentum_buffer",)
+    return row.weight_decay
 
 
 def group_name(index: int | None, settings: GroupSettings) -> str:
@@ -87,25 +72,8 @@ def group_name(index: int | None, settings: GroupSettings) -> str:
 
 
 def is_mixed(config: OptimizerConfig, storage_dtypes: Iterable[str]) -> bool:
-    """Whether this package updates the parameters of AdamW and SGD, which are stored in these dtypes. PyTorch's own
-    implementations know one dtype, one rounding and no masters."""
+    """Whether this package updates parameters that are stored in these dtypes although PyTorch implements their
+    algorithm. PyTorch's implementations know one dtype, one rounding and no masters."""
     dtypes = set(storage_dtypes)
     in_other_dtype = config.state_dtype is not None and dtypes != {config.state_dtype}
     return in_other_dtype or config.rounding == "stochastic" or has_master(config, *dtypes)
-
-
-def has_master(config: OptimizerConfig, *storage_dtypes: str) -> bool:
-    """Whether any parameter among those that are stored in these dtypes is kept in float32 too."""
-    return config.master_weights and "bfloat16" in storage_dtypes
-
-
-def batches(sizes: Sequence[int]) -> list[range]:
-    """Consecutive parameters that are updated together, by index: as many as have no more elements than the largest."""
-    limit, start, total = max(sizes, default=0), 0, 0
-    found = []
-    for index, size in enumerate(sizes):
-        if total + size > limit and index > start:
-            found.append(range(start, index))
-            start, total = index, 0
-        total += size
-    return [*found, range(start, len(sizes))] if sizes else []

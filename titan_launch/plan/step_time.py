@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titan_launch.config.architectures import resolve_args
-from titan_launch.config.architectures.llama3 import Llama3Args, flops_per_token, recomputed_flops_per_token
+from titan_launch.config.architectures import ARCHITECTURES, resolve_args
+from titan_launch.config.architectures.base import ModelArgs
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES, stages_per_rank
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
@@ -86,7 +86,7 @@ def _seconds(num_bytes: float, gb_per_s: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What one sample costs, and what computing blocks again adds to it."""
+    """The FLOPs of one sample, and those that activation checkpointing adds."""
 
     per_sample: int | None
     """Forward and backward of one sample, all pairs of tokens counted in attention; None where unknown."""
@@ -94,38 +94,42 @@ class ModelFlops:
     blocks: tuple[str, ...]
     """Paths of the model's blocks."""
 
-    llama: Llama3Args | None = None
-    """The arguments of a model whose blocks' FLOPs are known."""
+    args: ModelArgs | None = None
+    """The arguments of a model of this package."""
 
     seq_len: int = 0
 
     @property
     def is_exact(self) -> bool:
-        """Whether what recomputation adds is counted; otherwise a full one is taken for one more forward of the whole
-        model, a third of its FLOPs."""
-        return self.llama is not None
+        """Whether the FLOPs that activation checkpointing adds are counted exactly. Otherwise checkpointing all blocks
+        is taken for one more forward of the whole model: a third of its FLOPs."""
+        return self._block_flops(saves_costly_ops=False) is not None
 
-    def recomputed_per_sample(self, recomputation: ActivationCheckpointConfig) -> int | None:
-        """What `recomputation` adds for one sample; None where unknown."""
-        if recomputation.mode == "none":
+    def checkpointed_per_sample(self, checkpointing: ActivationCheckpointConfig) -> int | None:
+        """Return the FLOPs that `checkpointing` adds for one sample; None where unknown."""
+        if checkpointing.mode == "none":
             return 0
-        if recomputation.modules or not checkpoints_modules(recomputation):
+        if checkpointing.modules or not checkpoints_modules(checkpointing):
             return None
-        keeps_costly_ops = selection(recomputation) == "op"
-        num_blocks = self._num_blocks(recomputation)
-        if self.llama is not None:
-            return num_blocks * self.seq_len * recomputed_flops_per_token(self.llama, self.seq_len, keeps_costly_ops)
-        if self.per_sample is None or keeps_costly_ops:
+        saves_costly_ops = selection(checkpointing) == "op"
+        num_blocks = self._num_blocks(checkpointing)
+        block_flops = self._block_flops(saves_costly_ops)
+        if block_flops is not None:
+            return num_blocks * block_flops
+        if self.per_sample is None or saves_costly_ops:
             return None
         return self.per_sample * num_blocks // (3 * self._num_blocks(_FULL))
 
-    def _num_blocks(self, recomputation: ActivationCheckpointConfig) -> int:
-        return len(checkpointed_modules(Inventory((), self.blocks), recomputation))
+    def _block_flops(self, saves_costly_ops: bool) -> int | None:
+        return None if self.args is None else self.args.checkpointed_block_flops(self.seq_len, saves_costly_ops)
 
-    def total_per_sample(self, recomputation: ActivationCheckpointConfig) -> int | None:
-        """Everything that is computed for one sample; None where unknown."""
-        recomputed = self.recomputed_per_sample(recomputation)
-        return None if recomputed is None or self.per_sample is None else self.per_sample + recomputed
+    def _num_blocks(self, checkpointing: ActivationCheckpointConfig) -> int:
+        return len(checkpointed_modules(Inventory((), self.blocks), checkpointing))
+
+    def total_per_sample(self, checkpointing: ActivationCheckpointConfig) -> int | None:
+        """Return all FLOPs for one sample; None where unknown."""
+        added = self.checkpointed_per_sample(checkpointing)
+        return None if added is None or self.per_sample is None else self.per_sample + added
 
 
 _FULL = ActivationCheckpointConfig(mode="full")
@@ -134,8 +138,8 @@ _FULL = ActivationCheckpointConfig(mode="full")
 def flops_of_model(
     model: ModelConfig, seq_len: int, blocks: tuple[str, ...], per_sample: int | None = None
 ) -> ModelFlops:
-    """The FLOPs of a job's model, whose `per_sample` is not needed for a Llama."""
-    args = resolve_args(model.name, model.flavor, model.args) if ":" not in model.name else None
-    if isinstance(args, Llama3Args):
-        return ModelFlops(seq_len * flops_per_token(args, seq_len), blocks, args, seq_len)
-    return ModelFlops(per_sample, blocks)
+    """Return the FLOPs of a job's model. `per_sample`: as a user's own model declares it."""
+    if model.name not in ARCHITECTURES:
+        return ModelFlops(per_sample, blocks)
+    args = resolve_args(model.name, model.flavor, model.args)
+    return ModelFlops(args.flops_per_sample(seq_len), blocks, args, seq_len)

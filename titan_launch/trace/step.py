@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.data import ImageData, SyntheticData, TextData
+from titan_launch.config.optimizers import GroupSizes, ShardSize
 from titan_launch.data.context_shard import SequencePart
-from titan_launch.data.sources.images import build_images
+from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.mesh import build_mesh
@@ -37,7 +37,7 @@ from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import MICROBATCHES, Category, Footprint, Ledger, StepPoint, on_host, with_growth
-from titan_launch.plan.memory.optimizer import GroupSizes, ShardSize, state_bytes, temporary_bytes
+from titan_launch.plan.memory.optimizer import state_bytes, temporary_bytes
 from titan_launch.plan.pipeline import scaled_to_step, sufficient_microbatches
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.diagnosis import dtype_failures_explained
@@ -80,22 +80,20 @@ def sample_format(config: JobConfig) -> tuple[tuple[int, ...], int]:
     The shape of images comes from the model's arguments. For a user's own model one image of the data is read; raises
     ConfigError if that fails.
     """
-    data = config.data
-    if isinstance(data, TextData):
-        return (config.training.seq_len,), build_tokenizer(config.tokenizer).vocab_size
-    if isinstance(data, SyntheticData):
-        return (config.training.seq_len,), data.vocab_size
+    tokenizer, seq_len = build_tokenizer(config.tokenizer), config.training.seq_len
+    if config.data.unit == "tokens":
+        return (seq_len,), config.data.own_vocabulary() or tokenizer.vocab_size
     taken = images_taken(config.model)
     if taken is not None:
         return (taken.channels, taken.height, taken.width), taken.num_classes
-    source = build_images(data, None, ("data",))
+    source = build_source(config.data, tokenizer, seq_len)
     image, _ = source[0]
     return tuple(image.shape), source.num_classes
 
 
 def make_microbatch(config: JobConfig, shape: tuple[int, ...], num_samples: int) -> tuple[Tensor, Tensor]:
     """Return inputs and targets of `num_samples`, shaped as the data sources return them, on the default device."""
-    if isinstance(config.data, ImageData):
+    if config.data.unit == "images":
         return torch.zeros(num_samples, *shape), torch.zeros(num_samples, dtype=torch.int64)
     tokens = torch.zeros(num_samples, *shape, dtype=torch.int64)
     return tokens, torch.zeros_like(tokens)

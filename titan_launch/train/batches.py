@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.data import DataConfig
+from titan_launch.config.sections.data import DataSource
 from titan_launch.core.errors import KeyPath
 from titan_launch.data.context_shard import SequencePart, part_of
 from titan_launch.data.loader import Loader, SampleOrder, build_train_loader, build_validation_loader
@@ -89,7 +89,7 @@ def build_data(config: JobConfig, mesh: Mesh) -> RunData:
     """Open the data to train on and to validate on. Raises ConfigError for data that cannot be read."""
     tokenizer, part = build_tokenizer(config.tokenizer), sequence_part(mesh.context, config.parallelism)
 
-    def build(data: DataConfig, key: KeyPath) -> SampleSource:
+    def build(data: DataSource, key: KeyPath) -> SampleSource:
         source = build_source(data, tokenizer, config.training.seq_len, key, images_taken(config.model))
         return part_of(source, part)
 

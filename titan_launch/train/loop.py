@@ -14,6 +14,7 @@ from titan_launch.core.errors import Stopped
 from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, signal_name
 from titan_launch.distributed.collectives import on_all
 from titan_launch.distributed.process_group import set_timeouts
+from titan_launch.metrics.tags import TAGS
 from titan_launch.models.parallel_plans import shapes_explained
 from titan_launch.optim.schedule import describe_clipping, lr_factor, set_lr
 from titan_launch.parallel.batchnorm import largest_divergence, pool_running_statistics
@@ -243,16 +244,12 @@ def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
         valid_local=result.valid_local,
         valid_global=result.valid_global,
         grad_norm=result.grad_norm,
-        measured=run.measurements.take() | checkpoint_measurements(run),
+        measured=run.measurements.take() | checkpoint_measurements(run) | values_of_run(run),
     )
     if run.memory_check is not None:
         is_measured = run.measurements.is_steady or run.ranks.device.type == "cpu"
         scalars |= run.memory_check.scalars(scalars.get(MEASURED) if is_measured else None)
     scalars["train/lr"] = run.config.optimizer.lr * current_lr_factor(run, step)
-    scalars["train/samples_seen"] = run.progress.samples_seen
-    scalars["train/epoch"] = run.progress.data_position / run.epoch_size
-    scalars["train/skipped_steps"] = run.progress.skipped_steps
-    scalars["train/rollbacks"] = run.progress.rollbacks
     if due.restore_statistics:
         run.state.local_statistics.keep()
     if due.pool:
@@ -264,6 +261,11 @@ def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
     for sink in run.sinks:
         sink.write(step, scalars)
     return scalars
+
+
+def values_of_run(run: Run) -> dict[str, float]:
+    """Return the values of the metrics that follow from the run alone."""
+    return {tag.name: tag.value(run) for tag in TAGS if tag.value is not None}
 
 
 def checkpoint_measurements(run: Run) -> dict[str, float]:

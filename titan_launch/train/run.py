@@ -21,7 +21,7 @@ from titan_launch.distributed.collectives import on_main
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.metrics.meter import Meter
-from titan_launch.metrics.sinks import ConsoleSink, JsonlSink, Sink, TensorBoardSink
+from titan_launch.metrics.sinks import SINKS, ConsoleSink, Sink
 from titan_launch.plan.hardware import find_device
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.unit_table import KeyLocator, format_batches
@@ -33,7 +33,6 @@ from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.measure import MemoryCheck, StepMeasurements
 from titan_launch.train.resolve_job import ResolvedJob
 from titan_launch.train.run_folder.folder import HeldFolder
-from titan_launch.train.run_folder.records import METRICS_FILE
 from titan_launch.train.step import Microbatch, TrainStep
 
 
@@ -114,9 +113,8 @@ def build_sinks(
     sinks: list[Sink] = [] if console is None else [console]
 
     def open_files() -> None:
-        sinks.append(JsonlSink(folder / METRICS_FILE, resume_step=progress.step))
-        if job.config.metrics.enable_tensorboard:
-            sinks.append(TensorBoardSink(folder / "tb", resume_step=progress.step))
+        opened = (build(job.config.metrics, folder, progress.step) for build in SINKS)
+        sinks.extend(sink for sink in opened if sink is not None)
 
     on_main(open_files)
     for sink in sinks:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from titan_launch.config.architectures.base import ModelArgs
 from titan_launch.config.sections.base import Section
 
 Positive = Annotated[int, Field(ge=1)]
@@ -29,7 +30,7 @@ class RopeScaling(Section):
     """Sequence length of pre-training."""
 
 
-class Llama3Args(Section):
+class Llama3Args(ModelArgs):
     """The shape of a Llama 3."""
 
     dim: Positive
@@ -74,6 +75,46 @@ class Llama3Args(Section):
         """Width of one attention head."""
         return self.dim // self.n_heads
 
+    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield heads that do not divide the width evenly."""
+        dim, n_heads, n_kv_heads = self.dim, self.n_heads, self.n_kv_heads
+        if n_heads % n_kv_heads:
+            yield ("n_kv_heads", "n_heads"), f"n_heads ({n_heads}) must be a multiple of n_kv_heads ({n_kv_heads})"
+        if dim % n_heads:
+            yield ("n_heads", "dim"), f"dim ({dim}) must be a multiple of n_heads ({n_heads})"
+        elif self.head_dim % 2:
+            reason = f"a head must have an even width, for its rotary pairs, but dim / n_heads is {self.head_dim}"
+            yield ("n_heads", "dim"), reason
+
+    def flops_per_sample(self, seq_len: int) -> int:
+        """Return the FLOPs of forward and backward for one sequence."""
+        return seq_len * flops_per_token(self, seq_len)
+
+    def checkpointed_block_flops(self, seq_len: int, saves_costly_ops: bool) -> int:
+        """Return the FLOPs per sequence that activation checkpointing of one block adds."""
+        return seq_len * checkpointed_flops_per_token(self, seq_len, saves_costly_ops)
+
+    def num_layers(self) -> int:
+        """Return the number of blocks."""
+        return self.n_layers
+
+    def tied_by(self) -> str | None:
+        """Return the argument that ties the output layer to the embedding."""
+        return "tie_embeddings" if self.tie_embeddings else None
+
+    def tensor_parallel_sizes(self) -> Mapping[str, int]:
+        """Return the numbers of heads, the width of the feed-forward layer and the vocabulary."""
+        names = ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
+        return {name: int(getattr(self, name)) for name in names}
+
+    def has_context_parallel(self) -> bool:
+        """Return True: tokens meet only in attention, which can run over several ranks."""
+        return True
+
+    def batchnorm_over_tokens(self) -> str | None:
+        """Return the setting by which the norms are BatchNorms."""
+        return 'norm = "batchnorm"' if self.norm == "batchnorm" else None
+
 
 def num_parameters(args: Llama3Args) -> int:
     """Parameters of the model, shared ones once.
@@ -98,22 +139,23 @@ def flops_per_token(args: Llama3Args, seq_len: int) -> int:
     N counts the weights that are multiplied with every token: the blocks' matrices and the output layer (tied or not),
     not the embedding, which is a look-up. Each takes a multiplication and an addition in forward, and twice that in
     backward. Attention adds 4 D T per layer in forward (scores and weighted sum: D T multiply-adds each), and twice
-    that in backward. Every pair of tokens counts, though causal attention needs half of them, and recomputation does
-    not: the convention of PaLM (arXiv:2204.02311, appendix B) and TorchTitan, so that MFUs can be compared.
+    that in backward. Every pair of tokens counts, though causal attention needs half of them. Activation
+    checkpointing does not count. PaLM (arXiv:2204.02311, appendix B) and TorchTitan have the same convention, so that
+    MFUs can be compared.
     """
     matmul_weights = args.n_layers * _block_matmul_weights(args) + args.vocab_size * args.dim
     return 6 * matmul_weights + 12 * args.n_layers * args.dim * seq_len
 
 
-def recomputed_flops_per_token(args: Llama3Args, seq_len: int, keeps_costly_ops: bool) -> int:
-    """FLOPs per token of computing one block again in backward, counted as in `flops_per_token`.
+def checkpointed_flops_per_token(args: Llama3Args, seq_len: int, saves_costly_ops: bool) -> int:
+    """FLOPs per token that activation checkpointing of one block adds to backward, counted as in `flops_per_token`.
 
-    Recomputation ends where the last thing that backward needs is there: the input of `w2`, so that `w2` itself is not
-    multiplied again. That leaves 2 (N_block - D F) + 4 D T. Where attention and every second matrix product are kept
-    (`selective_ac_option = "op"`), of wq, wk, wv, wo, w1, w3, w2 in this order wk, wo and w3 are computed again.
+    The second forward stops after the last tensor that backward needs: the input of `w2`. So `w2` is multiplied once.
+    That leaves 2 (N_block - D F) + 4 D T. `selective_ac_option = "op"` saves attention and every second matrix product.
+    Of wq, wk, wv, wo, w1, w3, w2 in this order, wk, wo and w3 are then multiplied twice.
     """
     dim, kv_dim = args.dim, args.n_kv_heads * args.head_dim
-    if keeps_costly_ops:
+    if saves_costly_ops:
         return 2 * (dim * kv_dim + dim * dim + dim * args.hidden_dim)
     return 2 * (_block_matmul_weights(args) - dim * args.hidden_dim) + 4 * dim * seq_len
 
@@ -121,18 +163,6 @@ def recomputed_flops_per_token(args: Llama3Args, seq_len: int, keeps_costly_ops:
 def _block_matmul_weights(args: Llama3Args) -> int:
     kv_dim = args.n_kv_heads * args.head_dim
     return 2 * args.dim * args.dim + 2 * args.dim * kv_dim + 3 * args.dim * args.hidden_dim
-
-
-def check(args: Llama3Args) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What does not fit together: the arguments concerned, the likeliest culprit first, and the reason."""
-    dim, n_heads, n_kv_heads = args.dim, args.n_heads, args.n_kv_heads
-    if n_heads % n_kv_heads:
-        yield ("n_kv_heads", "n_heads"), f"n_heads ({n_heads}) must be a multiple of n_kv_heads ({n_kv_heads})"
-    if dim % n_heads:
-        yield ("n_heads", "dim"), f"dim ({dim}) must be a multiple of n_heads ({n_heads})"
-    elif dim // n_heads % 2:
-        reason = f"a head must have an even width, for its rotary pairs, but dim / n_heads is {dim // n_heads}"
-        yield ("n_heads", "dim"), reason
 
 
 _LLAMA_3: dict[str, Any] = {"n_kv_heads": 8, "vocab_size": 128_256}

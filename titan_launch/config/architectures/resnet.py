@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from titan_launch.config.sections.base import Array, Section
-from titan_launch.config.sections.data import ImageFormat
+from titan_launch.config.architectures.base import ModelArgs
+from titan_launch.config.sections.base import Array
+from titan_launch.config.sections.data import ImageFormat, SampleUnit
 
 Positive = Annotated[int, Field(ge=1)]
 BlockKind = Literal["basic", "bottleneck"]
@@ -18,8 +19,10 @@ EXPANSION = {"basic": 1, "bottleneck": 4}
 """Channels that a block hands on, as a multiple of its stage's width."""
 
 
-class ResNetArgs(Section):
+class ResNetArgs(ModelArgs):
     """The shape of a ResNet."""
+
+    unit: ClassVar[SampleUnit] = "images"
 
     block: BlockKind
     """`basic`: two 3x3 convolutions. `bottleneck`: 1x1, 3x3, 1x1, the last with four times the channels."""
@@ -51,6 +54,22 @@ class ResNetArgs(Section):
 
     zero_init_residual: bool = True
     """Start every block as the identity, by a weight of 0 in its last BatchNorm (arXiv:1706.02677, section 5.1)."""
+
+    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield stages without a number in both lists."""
+        if not self.depths:
+            yield ("depths",), "there must be at least one stage"
+        elif len(self.depths) != len(self.widths):
+            stages = f"depths has {len(self.depths)} stages and widths {len(self.widths)}"
+            yield ("widths", "depths"), f"{stages}; give each stage one number in both"
+
+    def images_taken(self) -> ImageFormat:
+        """Return the format of the images that the model takes."""
+        return ImageFormat(self.in_channels, self.image_size, self.image_size, self.num_classes)
+
+    def flops_per_sample(self, seq_len: int) -> int:
+        """Return the FLOPs of forward and backward for one image."""
+        return flops_per_image(self)
 
 
 @dataclass(frozen=True)
@@ -88,7 +107,7 @@ def num_parameters(args: ResNetArgs) -> int:
     return convolutions + args.num_classes * (_out_channels(args) + 1)
 
 
-def flops_per_sample(args: ResNetArgs) -> int:
+def flops_per_image(args: ResNetArgs) -> int:
     """FLOPs of forward and backward for one image: 6 M - 2 S.
 
     M are the multiply-adds of forward: k k C C' H' W' for a convolution whose output is H' x W', C K for the last
@@ -136,20 +155,6 @@ def _halved(size: int) -> int:
 
 def _out_channels(args: ResNetArgs) -> int:
     return args.widths[-1] * EXPANSION[args.block]
-
-
-def check(args: ResNetArgs) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What does not fit together: the arguments concerned, the likeliest culprit first, and the reason."""
-    if not args.depths:
-        yield ("depths",), "there must be at least one stage"
-    elif len(args.depths) != len(args.widths):
-        stages = f"depths has {len(args.depths)} stages and widths {len(args.widths)}"
-        yield ("widths", "depths"), f"{stages}; give each stage one number in both"
-
-
-def images(args: ResNetArgs) -> ImageFormat:
-    """The images that the model takes."""
-    return ImageFormat(args.in_channels, args.image_size, args.image_size, args.num_classes)
 
 
 _IMAGENET: dict[str, Any] = {"widths": [64, 128, 256, 512], "stem": "imagenet", "image_size": 224}

@@ -7,7 +7,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from titan_launch.config.sections.base import Section
-from titan_launch.config.sections.data import DataConfig
+from titan_launch.config.sections.data import DATA_KINDS, DataSource
 from titan_launch.config.sections.training import SchedulerConfig
 from titan_launch.core.errors import KeyPath
 
@@ -31,6 +31,8 @@ def alternatives(annotation: Any) -> list[Any]:
         return alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
         return [kind for member in get_args(annotation) for kind in alternatives(member)]
+    if annotation is DataSource:
+        return list(DATA_KINDS.values())
     return [] if annotation is NoneType else [annotation]
 
 
@@ -101,12 +103,11 @@ def _inside(kind: Any, part: str | int) -> list[Any]:
 class Kinds:
     """The kinds of one table."""
 
-    def __init__(self, tagged_union: Any):
-        union, *_ = get_args(tagged_union)
-        self.variants: Mapping[str, type[Section]] = {_tag(variant): variant for variant in get_args(union)}
+    def __init__(self, variants: Mapping[str, type[Section]]):
+        self.variants = variants
         """The section class of every kind."""
-        self.default: str = next(iter(self.variants))
-        """What a table without `kind` is: the first of the union."""
+        self.default: str = next(iter(variants))
+        """The kind of a table without `kind`: the first one."""
 
     def dropped_keys(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
         """Return the keys of a table that lose their meaning when another table, laid over it, changes its kind.
@@ -131,10 +132,10 @@ def _tag(variant: type[Section]) -> str:
     return str(tag)
 
 
-_DATA = Kinds(DataConfig)
+_DATA = Kinds(DATA_KINDS)
 TAGGED: Mapping[KeyPath, Kinds] = {
     ("data",): _DATA,
     ("validation", "data"): _DATA,
-    ("lr_scheduler",): Kinds(SchedulerConfig),
+    ("lr_scheduler",): Kinds({_tag(section): section for section in alternatives(SchedulerConfig)}),
 }
 """The tables that have a `kind`."""

@@ -9,9 +9,11 @@ from titan_launch.config.architectures import ARCHITECTURES, images_taken, known
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.model import args_problem
 from titan_launch.config.sections.data import (
+    DATA_KINDS,
     DIGITS,
     SKLEARN_DIGITS,
     VOCABULARY_SIZES,
+    DataSource,
     ImageData,
     SampleUnit,
     SyntheticData,
@@ -29,9 +31,10 @@ def data_suits_the_model(config: JobConfig) -> Iterator[Problem]:
     """A model of tokens is given tokens, and one of images images."""
     architecture = ARCHITECTURES.get(config.model.name)
     for source, data in _sources(config):
-        if architecture is not None and data.unit != architecture.unit:
-            reason = f"the model {config.model.name} takes {architecture.unit}, not {data.unit}"
-            yield Problem((*source, "kind"), f"{reason}; set {_kinds_of(architecture.unit)}", data.kind, also=(_NAME,))
+        if architecture is not None and data.unit != architecture.args.unit:
+            unit = architecture.args.unit
+            reason = f"the model {config.model.name} takes {unit}, not {data.unit}; set {_kinds_of(unit)}"
+            yield Problem((*source, "kind"), reason, data.kind, also=(_NAME,))
 
 
 def validation_is_on_what_is_trained_on(config: JobConfig) -> Iterator[Problem]:
@@ -46,7 +49,7 @@ def vocabulary_is_large_enough(config: JobConfig) -> Iterator[Problem]:
     """The model has an embedding for every token of its data."""
     vocab_size = getattr(known_args(config.model), "vocab_size", None)
     for source, data in _sources(config):
-        if isinstance(data, ImageData):
+        if data.unit != "tokens":
             continue
         size, owner, key = _vocabulary(config, source, data)
         if vocab_size is not None and vocab_size < size:
@@ -144,7 +147,7 @@ DATA_RULES = (
 """All of them."""
 
 
-def _sources(config: JobConfig) -> Iterator[tuple[KeyPath, TextData | SyntheticData | ImageData]]:
+def _sources(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
     """The tables that describe data, with their paths."""
     yield ("data",), config.data
     if config.validation.data is not None:
@@ -152,8 +155,8 @@ def _sources(config: JobConfig) -> Iterator[tuple[KeyPath, TextData | SyntheticD
 
 
 def _kinds_of(unit: SampleUnit) -> str:
-    """The kinds of data that give tokens or images, to choose from."""
-    return 'kind = "images"' if unit == "images" else 'kind = "text" or "synthetic"'
+    """Return the kinds of data that give tokens or images, to choose from."""
+    return "kind = " + " or ".join(f'"{kind}"' for kind, data in DATA_KINDS.items() if data.unit == unit)
 
 
 def _why_no_file(entry: str) -> str:
@@ -163,9 +166,10 @@ def _why_no_file(entry: str) -> str:
     return f"{what} (paths are relative to the working directory)"
 
 
-def _vocabulary(config: JobConfig, source: KeyPath, data: TextData | SyntheticData) -> tuple[int, str, KeyPath]:
-    """How many tokens a source has, who decides that, and by which key."""
-    if isinstance(data, SyntheticData):
-        return data.vocab_size, f"[{format_key(source)}]", (*source, "vocab_size")
+def _vocabulary(config: JobConfig, source: KeyPath, data: DataSource) -> tuple[int, str, KeyPath]:
+    """Return the size of a source's vocabulary, the table that sets the size, and the key."""
+    own = data.own_vocabulary()
+    if own is not None:
+        return own, f"[{format_key(source)}]", (*source, "vocab_size")
     kind = config.tokenizer.kind
     return VOCABULARY_SIZES[kind], f'the "{kind}" tokenizer', ("tokenizer", "kind")

@@ -56,7 +56,7 @@ def model_args_are_valid(config: JobConfig) -> Iterator[Problem]:
     except KeyError:  # a model or a flavor that does not exist, or a factory, whose arguments only Python can judge
         pass
     else:
-        for fields, reason in ARCHITECTURES[config.model.name].check(args):
+        for fields, reason in args.problems():
             yield args_problem(config, fields, reason)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.training import Algorithm, OptimizerConfig
+from titan_launch.config.optimizers import ALGORITHMS
+from titan_launch.config.sections.base import Section
+from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.core.errors import KeyPath, Problem, format_key
 
 _NAME: KeyPath = ("optimizer", "name")
@@ -20,19 +23,16 @@ _RULES: KeyPath = ("precision", "rules")
 
 def settings_are_of_a_used_algorithm(config: JobConfig) -> Iterator[Problem]:
     """The settings of an algorithm need parameters that it updates. (Defaults pass: a recorded job has them.)"""
-    optimizer = config.optimizer
-    used = _algorithms(optimizer)
-    for algorithm, key, section, names in (
-        ("AdamW", ("optimizer",), optimizer, ("beta1", "beta2", "eps")),
-        ("Muon", ("optimizer", "muon"), optimizer.muon, ()),
-        ("SGD", ("optimizer", "sgd"), optimizer.sgd, ()),
-    ):
+    read = {setting for name in _algorithms(config.optimizer) for setting in ALGORITHMS[name].settings}
+    for algorithm, row in ALGORITHMS.items():
         reason = (
             f"is a setting of {algorithm}, which updates no parameter of this job; drop this key, set "
             f'optimizer.name = "{algorithm}", or give a parameter group algorithm = "{algorithm}"'
         )
-        for name, value in section.changed(*names) if algorithm not in used else ():
-            yield Problem((*key, name), reason, value, also=(_NAME, _GROUPS))
+        for setting in row.settings:
+            for key, value in _changed(config.optimizer, setting) if setting not in read else ():
+                yield Problem(("optimizer", *key), reason, value, also=(_NAME, _GROUPS))
+        read |= {*row.settings}
 
 
 def nesterov_has_momentum(config: JobConfig) -> Iterator[Problem]:
@@ -43,9 +43,9 @@ def nesterov_has_momentum(config: JobConfig) -> Iterator[Problem]:
 
 
 def state_dtype_has_a_state(config: JobConfig) -> Iterator[Problem]:
-    """SGD without momentum keeps nothing that could have a dtype."""
+    """An optimizer without state tensors (SGD without momentum) has nothing that could have a dtype."""
     optimizer = config.optimizer
-    if optimizer.state_dtype and not optimizer.sgd.momentum and _algorithms(optimizer) == {"SGD"}:
+    if optimizer.state_dtype and not any(ALGORITHMS[name].state(optimizer) for name in _algorithms(optimizer)):
         reason = f"is the dtype of the momentum, and {format_key(_MOMENTUM)} is 0; drop this key, or set that above 0"
         yield Problem(_STATE_DTYPE, reason, optimizer.state_dtype, also=(_MOMENTUM, _NAME, _GROUPS))
 
@@ -100,10 +100,20 @@ OPTIMIZER_RULES = (
 """All of them."""
 
 
-def _algorithms(optimizer: OptimizerConfig) -> set[Algorithm]:
+def _algorithms(optimizer: OptimizerConfig) -> set[str]:
     """Return the algorithms that may update parameters."""
     named = {optimizer.name, *(group.algorithm for group in optimizer.param_groups if group.algorithm)}
-    return named | {"AdamW"} if optimizer.name == "Muon" else named
+    for_others = ALGORITHMS[optimizer.name].for_others
+    return named if for_others is None else named | {for_others}
+
+
+def _changed(optimizer: OptimizerConfig, setting: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the keys of a setting, or of a table of settings, that are not at their defaults, with their values."""
+    section = getattr(optimizer, setting)
+    if isinstance(section, Section):
+        yield from (((setting, name), value) for name, value in section.changed())
+    else:
+        yield from (((name,), value) for name, value in optimizer.changed(setting))
 
 
 def _stores_bfloat16(config: JobConfig) -> bool:

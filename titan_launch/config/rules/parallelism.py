@@ -7,7 +7,6 @@ from itertools import count
 from math import gcd
 
 from titan_launch.config.architectures import ARCHITECTURES, known_args
-from titan_launch.config.architectures.llama3 import Llama3Args
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
@@ -39,12 +38,11 @@ def options_have_a_degree(config: JobConfig) -> Iterator[Problem]:
 
 
 def matrices_can_be_divided(config: JobConfig) -> Iterator[Problem]:
-    """Every rank has as many heads, and as much of the feed-forward and of the vocabulary, as any other."""
+    """The tensor-parallel degree divides every size that it must divide: heads, feed-forward, vocabulary."""
     degree, args = config.parallelism.tensor_parallel_degree, known_args(config.model)
-    if degree == 1 or not isinstance(args, Llama3Args):
+    sizes = args and args.tensor_parallel_sizes()
+    if degree == 1 or not sizes:
         return
-    names = ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
-    sizes = {name: int(getattr(args, name)) for name in names}
     misfits = [f"{name} ({size})" for name, size in sizes.items() if size % degree]
     if misfits:
         remedy = f"set {_divisors(gcd(*sizes.values()))}"
@@ -53,13 +51,19 @@ def matrices_can_be_divided(config: JobConfig) -> Iterator[Problem]:
 
 
 def models_can_be_divided(config: JobConfig) -> Iterator[Problem]:
-    """A ResNet has neither heads nor tokens."""
-    for key, degree in (
-        (_TENSOR, config.parallelism.tensor_parallel_degree),
-        (_CONTEXT, config.parallelism.context_parallel_degree),
+    """The model supports tensor and context parallelism, where the job has them."""
+    args, parallelism = known_args(config.model), config.parallelism
+    if args is None:
+        return
+    for key, degree, is_supported in (
+        (_TENSOR, parallelism.tensor_parallel_degree, args.tensor_parallel_sizes() is not None),
+        (_CONTEXT, parallelism.context_parallel_degree, args.has_context_parallel()),
     ):
-        if config.model.name == "resnet" and degree > 1:
-            reason = "the model resnet has no plan for it; set 1, and divide the data (data_parallel_shard_degree)"
+        if degree > 1 and not is_supported:
+            reason = (
+                f"the model {config.model.name} has no plan for it; set 1, and divide the data "
+                "(data_parallel_shard_degree)"
+            )
             yield Problem(key, reason, degree, also=_MODEL)
 
 
@@ -93,16 +97,17 @@ def sequences_can_be_divided(config: JobConfig) -> Iterator[Problem]:
 
 
 def batch_norm_sees_whole_sequences(config: JobConfig) -> Iterator[Problem]:
-    """Statistics of a part of the tokens are others."""
+    """A BatchNorm over tokens has the statistics of all tokens of its microbatch."""
     args, parallelism = known_args(config.model), config.parallelism
-    if not isinstance(args, Llama3Args) or args.norm != "batchnorm":
+    setting = args and args.batchnorm_over_tokens()
+    if setting is None:
         return
     if parallelism.tensor_parallel_degree > 1 and parallelism.sequence_parallel:
-        reason = 'model.args.norm = "batchnorm" would take its statistics from a part of the tokens; set false'
+        reason = f"model.args.{setting} would take its statistics from a part of the tokens; set false"
         yield Problem(_SEQUENCE, reason, True, also=(_TENSOR, *_MODEL))
     if parallelism.context_parallel_degree > 1 and config.batchnorm.statistics == "local":
         reason = (
-            'model.args.norm = "batchnorm" would take its statistics from a part of the tokens; set '
+            f"model.args.{setting} would take its statistics from a part of the tokens; set "
             'batchnorm.statistics = "synchronized", or 1'
         )
         key: KeyPath = ("batchnorm", "statistics")
@@ -234,18 +239,19 @@ def split_points_make_the_stages(config: JobConfig) -> Iterator[Problem]:
 
 
 def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
-    """Every stage of a Llama has a layer of its own, unless the job says where to cut; tied embeddings cannot be cut
-    apart."""
+    """Every stage has a layer of its own, unless the job names the split points. Tied embeddings cannot be split."""
     degree, args = config.parallelism.pipeline_parallel_degree, known_args(config.model)
-    if degree == 1 or not isinstance(args, Llama3Args):
+    if degree == 1 or args is None:
         return
+    layers, tied_by = args.num_layers(), args.tied_by()
     also: tuple[KeyPath, ...] = (_SCHEDULE, _PER_RANK, ("model", "flavor"), ("model", "args"))
-    if args.n_layers < num_stages(config.parallelism) and not config.parallelism.pipeline_parallel_split_points:
-        yield Problem(_PIPELINE, too_few_layers(config.parallelism, args.n_layers), degree, also=also)
-    if args.tie_embeddings:
+    is_even = not config.parallelism.pipeline_parallel_split_points
+    if layers is not None and layers < num_stages(config.parallelism) and is_even:
+        yield Problem(_PIPELINE, too_few_layers(config.parallelism, layers), degree, also=also)
+    if tied_by is not None:
         reason = (
-            "puts the embeddings and the output layer, which share one weight (tie_embeddings), on different stages; "
-            "set model.args.tie_embeddings = false, or 1 (FSDP2 and tensor parallelism take tied weights)"
+            f"puts the embeddings and the output layer, which share one weight ({tied_by}), on different stages; "
+            f"set model.args.{tied_by} = false, or 1 (FSDP2 and tensor parallelism take tied weights)"
         )
         yield Problem(_PIPELINE, reason, degree, also=also)
 

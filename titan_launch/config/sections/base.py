@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 
 class Section(BaseModel):
@@ -34,7 +35,22 @@ T = TypeVar("T")
 Array = Annotated[tuple[T, ...], Field(strict=False)]
 """A TOML array, read-only: strict mode alone would refuse the list that TOML gives for a tuple."""
 
+
+class OneOf:
+    """The type of a key that names a row of a table: `Annotated[str, OneOf(TABLE)]`."""
+
+    def __init__(self, table: Mapping[str, object]):
+        self._table = table
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema of a choice. The schema is built on first use, with the rows that the table then has."""
+        return core_schema.literal_schema(list(self._table))
+
+
 FloatDtype = Literal["float32", "bfloat16"]
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+"""Bytes of an element, by dtype."""
 
 Table = dict[str, Any]
 """A free-form table, whose keys something other than the job file's schema decides."""

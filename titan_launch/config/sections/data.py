@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import Field
+from pydantic import Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 from titan_launch.config.sections.base import Array, Section
 
@@ -59,11 +60,14 @@ IGNORED_TARGET = -100
 the default of `ignore_index` in PyTorch."""
 
 
-class _Source(Section):
-    """The keys that every kind of data has."""
+class DataSource(Section):
+    """The keys that every kind of data has. A field of this type holds one of `DATA_KINDS`, by its `kind`."""
 
     unit: ClassVar[SampleUnit] = "tokens"
-    """What a model is given, and what the throughput counts."""
+    """Unit of the samples, which the throughput counts."""
+
+    kind: str
+    """Kind of source."""
 
     shuffle: bool = True
     """Visit the samples of each epoch in an order drawn from `training.seed` and the epoch; otherwise in file order."""
@@ -71,8 +75,20 @@ class _Source(Section):
     num_workers: Annotated[int, Field(ge=0)] = 0
     """Worker processes per rank that prepare samples. The samples and their order do not depend on it."""
 
+    def own_vocabulary(self) -> int | None:
+        """Return the number of tokens that the key `vocab_size` sets; None where the tokenizer decides."""
+        return None
 
-class TextData(_Source):
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema of the kind, or of the union of all kinds."""
+        if cls is not DataSource:
+            return handler(source)
+        any_kind: Any = Union[tuple(DATA_KINDS.values())]  # noqa: UP007 - the kinds are known at run time only
+        return handler.generate_schema(Annotated[any_kind, Field(discriminator="kind")])
+
+
+class TextData(DataSource):
     """Text files, read into memory, tokenized, concatenated and cut to `training.seq_len`."""
 
     kind: Literal["text"] = "text"
@@ -92,7 +108,7 @@ class TextData(_Source):
     """Share of the documents that `split` sets aside for validation."""
 
 
-class SyntheticData(_Source):
+class SyntheticData(DataSource):
     """Random token sequences with structure to learn: each token is a fixed function of the one before, or noise."""
 
     kind: Literal["synthetic"]
@@ -110,11 +126,15 @@ class SyntheticData(_Source):
     seed: int = 0
     """Seed of the sequences themselves. Give the validation source another one."""
 
+    def own_vocabulary(self) -> int:
+        """Return `vocab_size`."""
+        return self.vocab_size
+
 
 Positive = Annotated[float, Field(gt=0)]
 
 
-class ImageData(_Source):
+class ImageData(DataSource):
     """Images with a class each, read into memory."""
 
     unit: ClassVar[SampleUnit] = "images"
@@ -143,7 +163,12 @@ class ImageData(_Source):
     and a variance near 1."""
 
 
-DataConfig = Annotated[TextData | SyntheticData | ImageData, Field(discriminator="kind")]
+DATA_KINDS: dict[str, type[DataSource]] = {
+    "text": TextData,
+    "synthetic": SyntheticData,
+    "images": ImageData,
+}
+"""The sections of the kinds of data; the first is the default. `titan_launch.data.sources.SOURCES` reads the data."""
 
 
 def expand_text_paths(path: str | tuple[str, ...]) -> list[tuple[str, Path]]:
@@ -220,5 +245,5 @@ class ValidationConfig(Section):
     max_samples: Annotated[int, Field(ge=1)] | None = None
     """Validate on this many samples, the same ones every time. Default: all."""
 
-    data: DataConfig | None = None
+    data: DataSource | None = None
     """The held-out source, with the keys of `[data]`."""

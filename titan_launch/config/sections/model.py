@@ -11,12 +11,12 @@ class ModelConfig(Section):
     """Which module is trained."""
 
     name: str = "llama3"
-    """A model of this package (`llama3`, `resnet`), or `package.module:factory` for any callable that returns an
-    `nn.Module`."""
+    """A model of this package, as listed in the reference below `[model]`, or `package.module:factory` for any callable
+    that returns an `nn.Module`."""
 
     flavor: str = "debug"
-    """A row of the model's size table (`llama3`: debug, 1B, 3B, 8B, 70B, 405B; `resnet`: debug, resnet18, resnet34,
-    resnet50, resnet101). Not used with a factory of your own."""
+    """A row of the model's size table, which the reference shows after the model's arguments. Not used with a factory
+    of your own."""
 
     args: Table = Field(default_factory=dict)
     """Overrides of the flavor's fields, or the keyword arguments of your own factory."""

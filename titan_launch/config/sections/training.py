@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from titan_launch.config.sections.base import Array, FloatDtype, Section
+from titan_launch.config.optimizers import ALGORITHMS
+from titan_launch.config.sections.base import Array, FloatDtype, OneOf, Section
 
 
 class TrainingConfig(Section):
@@ -61,7 +62,7 @@ class GradientAccumulationConfig(Section):
     last backward, like ZeRO-2. Default: no; with `mode = "auto"`, if that fits."""
 
 
-Algorithm = Literal["AdamW", "Muon", "SGD"]
+AlgorithmName = Annotated[str, OneOf(ALGORITHMS)]
 
 
 class ParamGroup(Section):
@@ -76,7 +77,7 @@ class ParamGroup(Section):
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay of these parameters. Unset: as without this group."""
 
-    algorithm: Algorithm | None = None
+    algorithm: AlgorithmName | None = None
     """The algorithm that updates these parameters. Unset: as without this group."""
 
 
@@ -114,7 +115,7 @@ class SGDConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer. Norms, biases and embeddings have no weight decay unless a parameter group says otherwise."""
 
-    name: Algorithm = "AdamW"
+    name: AlgorithmName = "AdamW"
     """The algorithm. `AdamW` (decoupled weight decay, arXiv:1711.05101) and `SGD` are for all parameters. `Muon` is for
     the matrices within the model, with AdamW for everything else: embeddings, the output layer, norms, biases,
     convolutions."""

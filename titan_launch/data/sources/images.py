@@ -14,6 +14,7 @@ from torch import Tensor
 from titan_launch.config.sections.data import SKLEARN_DIGITS, ImageData, ImageFormat, misfits
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
+from titan_launch.data.sources.base import SourceContext
 
 Pixels = npt.NDArray[np.uint8] | npt.NDArray[np.floating]
 Labels = npt.NDArray[np.int64]
@@ -54,11 +55,9 @@ class ImageSource:
         return (pixels - self._mean) / self._std, torch.tensor(self._labels[index])
 
 
-def build_images(config: ImageData, taken: ImageFormat | None, key: KeyPath) -> ImageSource:
-    """Read the images of `config` and choose its split.
-
-    `taken`: the images that the model takes, where that is known. Raises ConfigError that names a key below `key`.
-    """
+def build_images(config: ImageData, context: SourceContext) -> ImageSource:
+    """Read the images of `config` and choose its split. Raises ConfigError that names a key below `context.key`."""
+    key, taken = context.key, context.images_taken
     path_key = (*key, "path")
     images, labels = _read_digits(path_key) if config.path == SKLEARN_DIGITS else _read_npz(config.path, path_key)
     _, channels, height, width = images.shape

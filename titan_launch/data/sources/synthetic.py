@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from titan_launch.config.sections.data import SyntheticData
-from titan_launch.core.errors import KeyPath, config_error
+from titan_launch.core.errors import config_error
+from titan_launch.data.sources.base import SourceContext
 
 _UINT64 = 2**64
 
@@ -57,11 +58,12 @@ class SyntheticSource:
         return sequence[:-1], sequence[1:]
 
 
-def build_synthetic(config: SyntheticData, vocab_size: int, seq_len: int, key: KeyPath) -> SyntheticSource:
-    """The source of `config`. Raises ConfigError when it needs more tokens than the tokenizer's `vocab_size`."""
-    if config.vocab_size > vocab_size:
-        raise config_error((*key, "vocab_size"), f"exceeds the tokenizer's {vocab_size} tokens", config.vocab_size)
-    return SyntheticSource(config, seq_len)
+def build_synthetic(config: SyntheticData, context: SourceContext) -> SyntheticSource:
+    """Build the source of `config`. Raises ConfigError when it needs more tokens than the tokenizer has."""
+    if config.vocab_size > context.tokenizer.vocab_size:
+        reason = f"exceeds the tokenizer's {context.tokenizer.vocab_size} tokens"
+        raise config_error((*context.key, "vocab_size"), reason, config.vocab_size)
+    return SyntheticSource(config, context.seq_len)
 
 
 def _random_bits(seed: int, index: int, count: int) -> npt.NDArray[np.uint64]:

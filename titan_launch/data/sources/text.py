@@ -16,6 +16,7 @@ from torch import Tensor
 from titan_launch.config.sections.data import TextData, expand_text_paths
 from titan_launch.core.errors import KeyPath, config_error
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
+from titan_launch.data.sources.base import SourceContext
 from titan_launch.data.tokenizers import Tokenizer
 
 Files = list[tuple[str, Path]]
@@ -84,8 +85,9 @@ class TokenSource:
         return self._tokens[start : start + self._seq_len + 1]
 
 
-def build_text(config: TextData, tokenizer: Tokenizer, seq_len: int, key: KeyPath) -> TokenSource:
-    """Read, tokenize and concatenate the files of `config`. Raises ConfigError that names a key below `key`."""
+def build_text(config: TextData, context: SourceContext) -> TokenSource:
+    """Read, tokenize and concatenate the files of `config`. Raises ConfigError that names a key below `context.key`."""
+    tokenizer, seq_len, key = context.tokenizer, context.seq_len, context.key
     files = _choose_split(_find_files(config, key), config, key)
     documents = _tokenize(files, tokenizer, config, (*key, "path"))
     source = TokenSource(documents, seq_len, tokenizer.vocab_size)

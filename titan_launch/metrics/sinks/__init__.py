@@ -1,8 +1,19 @@
-"""The places that metrics go to."""
+"""The sinks that metrics are written to."""
 
+from collections.abc import Callable
+from pathlib import Path
+
+from titan_launch.config.sections.run import MetricsConfig
 from titan_launch.metrics.sinks.base import Sink
 from titan_launch.metrics.sinks.console import ConsoleSink
-from titan_launch.metrics.sinks.jsonl import JsonlSink
+from titan_launch.metrics.sinks.jsonl import METRICS_FILE, JsonlSink
 from titan_launch.metrics.sinks.tensorboard import TensorBoardSink
 
-__all__ = ["ConsoleSink", "JsonlSink", "Sink", "TensorBoardSink"]
+__all__ = ["SINKS", "ConsoleSink", "JsonlSink", "Sink", "TensorBoardSink"]
+
+SINKS: list[Callable[[MetricsConfig, Path, int], Sink | None]] = [
+    lambda config, folder, step: JsonlSink(folder / METRICS_FILE, step),
+    lambda config, folder, step: TensorBoardSink(folder / "tb", step) if config.enable_tensorboard else None,
+]
+"""(section, run folder, step of the checkpoint that the run resumes from) to a sink; None: the job does not want it.
+Rank 0 opens each one beside the console."""

@@ -1,4 +1,4 @@
-"""What a place that metrics go to looks like."""
+"""The interface of a sink."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 class Sink(ABC):
-    """A place that metrics go to. Only one rank has sinks."""
+    """A place that metrics are written to. Only rank 0 has sinks."""
 
     @abstractmethod
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -17,7 +17,7 @@ class Sink(ABC):
         """Keep a text that describes the run, in Markdown, where there is a place for it."""
 
     def rewind(self, step: int) -> None:  # noqa: B027
-        """The run went back to that `step`: what follows replaces what was written for later steps."""
+        """Replace what was written for steps after `step`: the run went back to that step."""
 
     def close(self) -> None:  # noqa: B027
-        """Nothing follows."""
+        """Close what the sink has opened."""

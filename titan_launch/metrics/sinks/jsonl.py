@@ -15,6 +15,9 @@ from titan_launch.core.errors import UserError
 from titan_launch.core.files import open_regular
 from titan_launch.metrics.sinks.base import Sink
 
+METRICS_FILE = "metrics.jsonl"
+"""Name of the file in the run folder."""
+
 
 class JsonlSink(Sink):
     """One object per report: `{"step": 10, "train/loss": 5.25, ...}`.

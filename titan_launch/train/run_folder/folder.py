@@ -23,13 +23,13 @@ from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import ConfigError, RunError, config_error
 from titan_launch.core.files import free_name, sync_folder
+from titan_launch.metrics.sinks.jsonl import METRICS_FILE
 from titan_launch.plan.job import Choice
 from titan_launch.train.run_folder.attempt import Attempt, attempt_name, next_attempt
 from titan_launch.train.run_folder.records import (
     AUDIT_FILE,
     CONFIG_FILE,
     LAUNCH_FILE,
-    METRICS_FILE,
     ROLLED_BACK_FILE,
     UNITS_FILE,
     damage_explained,

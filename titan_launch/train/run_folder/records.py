@@ -28,9 +28,6 @@ CONFIG_FILE = "config.json"
 LAUNCH_FILE = "launch.json"
 """The launch that wrote to the folder last."""
 
-METRICS_FILE = "metrics.jsonl"
-"""All reports."""
-
 ROLLED_BACK_FILE = "metrics.rolled_back.jsonl"
 """Reports of steps before which the run went back to a checkpoint."""
 

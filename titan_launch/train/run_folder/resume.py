@@ -18,7 +18,6 @@ from titan_launch.checkpoint.manifest import checkpoint_name, read_manifest
 from titan_launch.checkpoint.state import Part, Progress, TrainingState
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
-from titan_launch.config.sections.data import SyntheticData
 from titan_launch.core.errors import config_error
 from titan_launch.data.sources import SampleSource
 from titan_launch.distributed.collectives import on_all, on_main, warn
@@ -148,12 +147,12 @@ def _resume(
     accepted. Changed validation data is a warning."""
     change = _data_change(checkpoint, "data", sources) if selection.takes("data") else ""
     if change and not config.checkpoint.accept_changes:
-        assert not isinstance(config.data, SyntheticData)
+        name = "path" if "path" in type(config.data).model_fields else "kind"
         raise config_error(
-            ("data", "path"),
+            ("data", name),
             f"the data has {change}; restore it, or go on with the new data by --checkpoint.accept_changes=true, or "
             "start anew by --checkpoint.load=none",
-            config.data.path,
+            getattr(config.data, name),
         )
     _take(checkpoint, state, selection)
     if change:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from titan_launch.plan.communication import DTYPE_BYTES
+from titan_launch.config.sections.base import DTYPE_BYTES
 from titan_launch.plan.memory.analytic.tensors import Backward, Leaf, Node, Saved, Storage, Tensor
 from titan_launch.plan.memory.ledger import Category, Ledger
 

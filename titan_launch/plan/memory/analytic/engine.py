@@ -1,4 +1,4 @@
-"""Active memory of a rank, replayed without torch: FSDP2's schedule around the operations of a Llama."""
+"""Active memory of a rank, replayed without torch: FSDP2's schedule around the operations of a known model."""
 
 from __future__ import annotations
 
@@ -6,31 +6,35 @@ from collections.abc import Callable, Hashable
 from functools import cache
 
 from titan_launch.config.architectures import resolve_args
-from titan_launch.config.architectures.llama3 import Llama3Args
+from titan_launch.config.architectures.base import ModelArgs
 from titan_launch.config.job import JobConfig
-from titan_launch.core.globs import matches
 from titan_launch.plan.activation_checkpoint import checkpointed_modules
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, plan_kept, with_choice
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.memory.analytic.llama3 import llama3_inventory
-from titan_launch.plan.memory.analytic.replay import Replay
+from titan_launch.plan.memory.analytic import llama3
+from titan_launch.plan.memory.analytic.replay import AnalyticModel, Replay
 from titan_launch.plan.memory.depth import block_signatures, find_shortcut, without_blocks
 from titan_launch.plan.memory.ledger import Footprint, extrapolate
 from titan_launch.plan.types import Inventory, ModelPlan
 
+ANALYTIC_MODELS: dict[str, AnalyticModel] = {"llama3": llama3.ANALYTIC}
+"""The models that the engine knows, by their name in `[model]`. All others are traced."""
+
 
 def unknown_part(config: JobConfig) -> str | None:
-    """What of a job this engine does not know, in words; None where it knows all of it. (Other blocks than the Llama's
-    own make other units, which a trace finds.)"""
-    if config.model.name != "llama3":
+    """Return the part of a job that this engine does not know, in words; None where it knows the whole job. (Blocks
+    other than the model's own make other units, which only a trace finds.)"""
+    model = ANALYTIC_MODELS.get(config.model.name)
+    if model is None:
         return config.model.name
     if config.model.blocks is not None:
         return f"{config.model.name} with model.blocks"
     if config.kernels.attention in ("math", "efficient"):
         return f'kernels.attention = "{config.kernels.attention}"'
-    if any(matches(glob, path) for glob in config.activation_checkpoint.modules for path in ("rope", _ROPE)):
-        return "activation_checkpoint.modules with the rotary embedding, which all layers share"
+    unknown = model.unknown_part(config)
+    if unknown is not None:
+        return unknown
     for name in ("pipeline_parallel_degree", "tensor_parallel_degree", "context_parallel_degree"):
         degree = getattr(config.parallelism, name)
         if degree > 1:
@@ -38,21 +42,19 @@ def unknown_part(config: JobConfig) -> str | None:
     return None
 
 
-_ROPE = "layers.0.attention.rope"
-
-
 def model_inventory(config: JobConfig) -> Inventory:
-    """The table of a known model's modules."""
-    return llama3_inventory(_args(config), config.training.seq_len)
+    """Return the table of a known model's modules."""
+    return ANALYTIC_MODELS[config.model.name].inventory(_args(config), config.training.seq_len)
 
 
 def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Callable[[Choice], Footprint]:
-    """What gives the footprint of a job under other modes of accumulation and recomputation.
+    """Return a function that computes the footprint of a job under other modes of gradient accumulation and activation
+    checkpointing.
 
     `kernels`: whose footprint operations have. Where many blocks are alike, two shallower models are replayed, and
     their footprints extrapolated: memory is an affine function of depth.
     """
-    inventory, args = model_inventory(config), _args(config)
+    inventory, args, model = model_inventory(config), _args(config), ANALYTIC_MODELS[config.model.name]
 
     @cache
     def plan(kept: bool, removed: tuple[str, ...] = ()) -> ModelPlan:
@@ -67,7 +69,8 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
         again = checkpointed_modules(inventory, choice.recomputation)
 
         def replay(removed: tuple[str, ...] = ()) -> Footprint:
-            return Replay(with_choice(config, choice), args, plan(kept, removed), layout, kernels, again).step()
+            chosen = with_choice(config, choice)
+            return Replay(chosen, model, args, plan(kept, removed), layout, kernels, again).step()
 
         shortcut = find_shortcut(signatures(kept), inventory.blocks, again)
         if shortcut is None:
@@ -78,7 +81,5 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
     return footprint
 
 
-def _args(config: JobConfig) -> Llama3Args:
-    args = resolve_args(config.model.name, config.model.flavor, config.model.args)
-    assert isinstance(args, Llama3Args)
-    return args
+def _args(config: JobConfig) -> ModelArgs:
+    return resolve_args(config.model.name, config.model.flavor, config.model.args)

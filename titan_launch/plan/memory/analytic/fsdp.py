@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 
+from titan_launch.config.sections.base import DTYPE_BYTES
 from titan_launch.core.torch_release import ACCUMULATES_IN_GRAD, FREES_EARLIER, SKIPS_DIVISION_BY_ONE
-from titan_launch.plan.communication import DTYPE_BYTES, padded_numel
+from titan_launch.plan.communication import padded_numel
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic.autograd import Autograd
 from titan_launch.plan.memory.analytic.ops import cast

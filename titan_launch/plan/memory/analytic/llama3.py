@@ -6,40 +6,28 @@ memory. Tests hold the table against the built model, and the memory against a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from titan_launch.config.architectures.llama3 import Llama3Args, NormKind
-from titan_launch.plan.hardware import Kernels
+from titan_launch.config.job import JobConfig
+from titan_launch.core.globs import matches
 from titan_launch.plan.memory.analytic import ops
-from titan_launch.plan.memory.analytic.autograd import Autograd
+from titan_launch.plan.memory.analytic.replay import AnalyticModel, Compute, ReplayContext
 from titan_launch.plan.memory.analytic.tensors import Tensor
 from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
-
-Compute = Callable[[Tensor], Tensor]
 
 
 class AnalyticLlama3:
     """The model on one rank: `forward` with the sizes of a microbatch."""
 
-    def __init__(
-        self,
-        args: Llama3Args,
-        seq_len: int,
-        autograd: Autograd,
-        kernels: Kernels,
-        weight: Callable[[str], Tensor],
-        call: Callable[[str, Compute, Tensor], Tensor],
-        statistics_ranks: int,
-    ):
-        """`weight` gives a parameter by its full name; `call` runs a module, with all that surrounds it.
-        `statistics_ranks`: how many ranks BatchNorm's statistics are synchronized over; 0: they are not."""
+    def __init__(self, args: Llama3Args, context: ReplayContext):
         self.args = args
-        self.seq_len = seq_len
-        self.autograd = autograd
-        self.kernels = kernels
-        self.weight = weight
-        self.call = call
-        self.statistics_ranks = statistics_ranks
+        self.seq_len = context.seq_len
+        self.autograd = context.autograd
+        self.kernels = context.kernels
+        self.weight = context.weight
+        self.call = context.call
+        self.statistics_ranks = context.statistics_ranks
 
     def forward(self, tokens: Tensor, blocks: Iterable[str]) -> Tensor:
         """Tokens to logits, through some of the blocks."""
@@ -181,3 +169,15 @@ def _rope(args: Llama3Args, seq_len: int, path: str) -> ModuleInfo:
     buffer = TensorInfo(name, (seq_len, args.head_dim // 2, 2), "float32", True, tied_to=tied_to)
     classes = ("titan_launch.models.layers.attention.RotaryEmbedding",)
     return ModuleInfo(path, classes, True, buffers=(buffer,), same_as=None if is_first else first)
+
+
+def unknown_part(config: JobConfig) -> str | None:
+    """Return the part of a job that the replay does not cover: checkpointing of the one rotary embedding of all
+    layers."""
+    paths = ("rope", "layers.0.attention.rope")
+    if any(matches(glob, path) for glob in config.activation_checkpoint.modules for path in paths):
+        return "activation_checkpoint.modules with the rotary embedding, which all layers share"
+    return None
+
+
+ANALYTIC = AnalyticModel(llama3_inventory, lambda args, context: AnalyticLlama3(args, context).forward, unknown_part)

@@ -1,24 +1,27 @@
-"""One optimizer step of a Llama on one rank, replayed as FSDP2 and autograd run it. No torch."""
+"""One optimizer step of a model on one rank, replayed as FSDP2 and autograd run it. No torch."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from titan_launch.config.architectures.llama3 import Llama3Args
+from titan_launch.config.architectures.base import ModelArgs
 from titan_launch.config.job import JobConfig
+from titan_launch.config.optimizers import GroupSizes, ShardSize
+from titan_launch.config.sections.base import DTYPE_BYTES
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.plan.activation_checkpoint import selection
-from titan_launch.plan.communication import DTYPE_BYTES, padded_numel
+from titan_launch.plan.communication import padded_numel
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic import ops
 from titan_launch.plan.memory.analytic.autograd import Autograd
 from titan_launch.plan.memory.analytic.fsdp import Context, ShardedUnit
-from titan_launch.plan.memory.analytic.llama3 import AnalyticLlama3, Compute
 from titan_launch.plan.memory.analytic.tensors import Storage, Tensor
 from titan_launch.plan.memory.ledger import MICROBATCHES, Category, Footprint, Ledger, StepPoint, on_host
-from titan_launch.plan.memory.optimizer import GroupSizes, ShardSize, state_bytes, temporary_bytes
+from titan_launch.plan.memory.optimizer import state_bytes, temporary_bytes
 from titan_launch.plan.param_groups import (
     GroupSettings,
     first_match,
@@ -27,9 +30,49 @@ from titan_launch.plan.param_groups import (
     is_undecayed,
     settings_of,
 )
-from titan_launch.plan.types import ModelPlan, full_name, parameters_by_unit
+from titan_launch.plan.types import Inventory, ModelPlan, full_name, parameters_by_unit
 from titan_launch.plan.units.order import plan_backward_prefetch
 from titan_launch.plan.units.rule_assignment import is_batch_norm
+
+Compute = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class ReplayContext:
+    """The surroundings of a model's forward on one rank."""
+
+    seq_len: int
+    autograd: Autograd
+    kernels: Kernels
+    weight: Callable[[str], Tensor]
+    """Returns a parameter by its full name."""
+
+    call: Callable[[str, Compute, Tensor], Tensor]
+    """Runs a module by its path, with the hooks around it."""
+
+    statistics_ranks: int
+    """Ranks over which the statistics of BatchNorm are synchronized; 0: they are not."""
+
+
+class Forward(Protocol):
+    """The forward of a model with the sizes of a microbatch."""
+
+    def __call__(self, inputs: Tensor, blocks: Iterable[str], /) -> Tensor:
+        """Return the logits, computed through these blocks alone."""
+
+
+@dataclass(frozen=True)
+class AnalyticModel:
+    """A language model that the analytic engine knows. `args` are the model's arguments."""
+
+    inventory: Callable[[Any, int], Inventory]
+    """(args, seq_len) to the table of the model's modules, as `models.inventory.take_inventory` finds it."""
+
+    build: Callable[[Any, ReplayContext], Forward]
+    """(args, context) to the forward."""
+
+    unknown_part: Callable[[JobConfig], str | None] = lambda config: None
+    """The part of a job that the model does not know, in words."""
 
 
 def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> list[GroupSizes]:
@@ -64,7 +107,8 @@ class Replay:
     def __init__(
         self,
         config: JobConfig,
-        args: Llama3Args,
+        model: AnalyticModel,
+        args: ModelArgs,
         plan: ModelPlan,
         layout: Layout,
         kernels: Kernels,
@@ -72,7 +116,6 @@ class Replay:
     ):
         """`again`: the blocks that are computed again in backward."""
         self._config = config
-        self._args = args
         self._plan = plan
         self._layout = layout
         self._ledger = Ledger(on_host(config.training, kernels))
@@ -84,8 +127,10 @@ class Replay:
         self._keeps = _every_second_product if selection(config.activation_checkpoint) == "op" else None
         statistics_ranks = layout.data_parallel if config.batchnorm.statistics == "synchronized" else 0
         weight, seq_len = self._weights().__getitem__, config.training.seq_len
-        self._model = AnalyticLlama3(args, seq_len, self._autograd, kernels, weight, self._call, statistics_ranks)
+        context = ReplayContext(seq_len, self._autograd, kernels, weight, self._call, statistics_ranks)
+        self._model = model.build(args, context)
         self._places = {*plan.inventory.blocks, *plan.inventory.head, *plan.inventory.embeddings}
+        self._num_tokens = layout.local_batch_size * config.training.seq_len
         self._microbatch = 0
 
     def step(self) -> Footprint:
@@ -149,7 +194,7 @@ class Replay:
             unit.reshard_after_backward = is_last or not accumulation.keep_params_unsharded
 
     def _forward_and_backward(self) -> None:
-        num_tokens = self._layout.local_batch_size * self._config.training.seq_len
+        num_tokens = self._num_tokens
         batch = Storage(self._ledger, 2 * 8 * num_tokens, Category.INPUTS)  # int64 inputs and targets
         tokens = Tensor(batch, num_tokens, "float32")
         loss = self._loss(self._call("", self._forward, tokens))
@@ -157,12 +202,13 @@ class Replay:
         self._context.finish_backward()
 
     def _forward(self, tokens: Tensor) -> Tensor:
-        return self._model.forward(tokens, self._plan.inventory.blocks)
+        return self._model(tokens, self._plan.inventory.blocks)
 
     def _loss(self, logits: Tensor) -> Tensor:
-        """The place lasts until the gradient of the logits is there."""
+        """The step point lasts until the gradient of the logits is there."""
         self._ledger.enter(StepPoint(self._microbatch, "loss", ""))
-        return ops.cross_entropy(self._autograd, logits, self._args.vocab_size, self._config.training.loss_chunks)
+        num_classes = logits.numel // self._num_tokens
+        return ops.cross_entropy(self._autograd, logits, num_classes, self._config.training.loss_chunks)
 
     def _call(self, path: str, compute: Compute, x: Tensor) -> Tensor:
         """Run a module as `nn.Module.__call__` does, with the hooks of FSDP2 around recomputation around `forward`."""

@@ -1,0 +1,114 @@
+"""The diffs of docs/extending.md fit the package, and the job file trains with everything that they add."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_ranks
+from tests.plan.test_optimizer_memory import measure
+from tests.train.jobs import read_metrics, run_job, tiny_job
+from titan_launch import cli
+
+REPO = Path(__file__).parent.parent
+PAGE = (REPO / "docs" / "extending.md").read_text()
+RECIPES = {
+    heading: re.findall(r"^```diff\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    for heading, text in re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.DOTALL | re.MULTILINE)
+}
+
+
+def files_of(heading: str) -> Iterator[tuple[str, str]]:
+    """The path and the diff of every file of a recipe."""
+    (diff,) = RECIPES[heading]
+    for file in re.split(r"^\+\+\+ ", diff, flags=re.MULTILINE)[1:]:
+        path, _, changes = file.partition("\n")
+        yield path, changes
+
+
+def added(changes: str) -> str:
+    return "".join(line[1:] for line in changes.splitlines(keepends=True) if line.startswith("+"))
+
+
+def apply(heading: str) -> None:
+    """Add the new files of a recipe as modules, and its lines to the modules and tables of the package."""
+    for path, changes in files_of(heading):
+        name = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        if not (REPO / path).exists():
+            sys.modules[name] = ModuleType(name)
+            exec(compile(added(changes), path, "exec"), vars(sys.modules[name]))
+            continue
+        names = vars(importlib.import_module(name))
+        for hunk in re.split(r"^@@", changes, flags=re.MULTILINE)[1:]:
+            header, _, lines = hunk.partition("\n")
+            table = re.match(r" (\w+).* = ([{\[])$", header)
+            if table is None:
+                exec(added(lines), names)
+            elif table[2] == "{":
+                names[table[1]].update(eval(f"{{{added(lines)}}}", names))
+            else:
+                names[table[1]].extend(eval(f"[{added(lines)}]", names))
+
+
+@pytest.mark.parametrize("heading", [heading for heading in RECIPES if heading != "A command"])
+def test_the_lines_around_a_change_are_in_the_package(heading: str) -> None:
+    for path, changes in files_of(heading):
+        if (REPO / path).exists():
+            text = (REPO / path).read_text().splitlines()
+            around = [line for line in changes.splitlines() if not line.startswith("+") and line != "@@"]
+            assert all(line.removeprefix("@@ ").removeprefix("-") in text for line in around), path
+        else:
+            assert "@@" not in changes
+
+
+def train(folder: Path) -> dict[str, Any]:
+    """Train a job with every recipe in turn, then with all of them; return the losses, the reported sum and the bytes
+    of the optimizer."""
+    for heading in ("A model", "A data source", "A metric", "An optimizer"):
+        apply(heading)
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"model": {"name": "bigram"}},
+        "data": {"data": {"kind": "counting", "vocab_size": 61}},
+        "optimizer": {"optimizer": {"name": "Signum", "beta1": 0.8, "lr": 1e-2}},
+    }
+    losses = {}
+    for name, changed in {**sections, "all": {k: v for each in sections.values() for k, v in each.items()}}.items():
+        run_job({**tiny_job(folder, job={"name": name}), **changed})
+        losses[name] = [report["train/loss"] for report in read_metrics(folder, name)]
+    elements = read_metrics(folder, "all")[-1]["memory/parameter_elements"]
+    cases = [
+        ({}, torch.float32),
+        ({"rounding": "stochastic"}, torch.bfloat16),
+        ({"master_weights": True}, torch.bfloat16),
+    ]
+    bytes_of = [measure({"name": "Signum", **settings}, dtype, (2,)) for settings, dtype in cases]
+    return {"losses": losses, "elements": elements, "bytes": bytes_of}
+
+
+def test_the_package_trains_with_what_the_recipes_add(tmp_path: Path) -> None:
+    """On two ranks; `sum` adds what each of them holds; the planned bytes of the optimizer are the measured ones."""
+    found, _ = run_ranks(train, 2, tmp_path)
+    for name, losses in found["losses"].items():
+        assert len(losses) == 4 and losses[-1] < losses[0], name
+    assert found["elements"] == 2 * 16 * 320
+    for measured, planned in found["bytes"]:
+        assert measured == pytest.approx(planned, rel=0.01, abs=64)
+
+
+@pytest.mark.skipif(not hasattr(cli, "COMMANDS"), reason="the commands are no table")
+def test_the_command_line_runs_the_command_of_the_recipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "COMMANDS", dict(cli.COMMANDS))
+    monkeypatch.setitem(sys.modules, "titan_launch.commands.models", ModuleType("models"))  # restored after the test
+    apply("A command")
+    assert cli.main(["models"]) == 0
+    assert "resnet: debug, resnet18" in capsys.readouterr().out

@@ -1,0 +1,267 @@
+"""The optimizer's algorithms as data: their settings, their state, and the memory of an update. No torch.
+
+An algorithm is a row of `ALGORITHMS` and a file in `titan_launch/optim/` with its update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from titan_launch.config.sections.base import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from titan_launch.config.sections.training import OptimizerConfig
+
+
+class ShardSize(NamedTuple):
+    """A rank's part of a parameter that is trained."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+
+    num_elements: int
+    """Of the rank's part."""
+
+    dtype: str
+    """It is stored in."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the part as it is stored."""
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def gradient_copy(self) -> int:
+        """Bytes of a float32 copy of the gradient, where the gradient has another dtype."""
+        return 0 if self.dtype == "float32" else 4 * self.num_elements
+
+    def state_copy(self, config: OptimizerConfig) -> int:
+        """Return the bytes of a float32 copy of a state tensor, where the state has another dtype."""
+        return 4 * self.num_elements if DTYPE_BYTES[config.state_dtype or self.dtype] < 4 else 0
+
+    def parameter_copy(self, config: OptimizerConfig) -> int:
+        """Return the bytes of a float32 copy of the parameter, where it has another dtype and no master."""
+        return 0 if has_master(config, self.dtype) else self.gradient_copy
+
+    def draw(self, config: OptimizerConfig) -> int:
+        """Return the bytes that stochastic rounding takes: a random number per element, and one on the way to it
+        (int32)."""
+        return 8 * self.num_elements if config.rounding == "stochastic" else 0
+
+
+class GroupSettings(NamedTuple):
+    """The settings that all parameters of a group share."""
+
+    algorithm: str
+    lr_factor: float
+    weight_decay: float
+
+
+class GroupSizes(NamedTuple):
+    """The parameters that are updated alike."""
+
+    settings: GroupSettings
+    shards: Sequence[ShardSize]
+
+
+Temporaries = Callable[[Sequence[GroupSizes], "OptimizerConfig", int], int]
+"""(groups, config, ranks) to the most bytes that an update allocates at once. `ranks`: those among which FSDP2 divides
+a parameter."""
+
+
+@dataclass(frozen=True)
+class PyTorchUpdate:
+    """PyTorch's own implementation of an algorithm. It knows one dtype, one rounding and no masters."""
+
+    update: str
+    """Import string of `update(group, config, found_inf)`, which updates one `ShardGroup`."""
+
+    temporaries: Temporaries
+
+    counts_on_host: bool = False
+    """Whether the step counts are on the CPU, unless the implementation is fused."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One algorithm. Its update computes in float32, and supports moments, parameters and masters of any dtype."""
+
+    update: str
+    """Import string of `update(groups, config, kept)`, which updates all `ShardGroup`s of the algorithm. `kept`: 1, or
+    0 for a skipped step, whose gradients are 0. (A string, because the planner reads this table without torch.)"""
+
+    state: Callable[[OptimizerConfig], tuple[str, ...]]
+    """Names of the state tensors. Each is as large as the parameter, and has the dtype `optimizer.state_dtype`."""
+
+    temporaries: Temporaries
+    """The memory of `update`."""
+
+    settings: tuple[str, ...] = ()
+    """Keys, or tables, of `[optimizer]` that not every algorithm reads."""
+
+    weight_decay: float = 0.1
+    """The default of `optimizer.weight_decay`."""
+
+    decay: Literal["decoupled", "coupled"] = "decoupled"
+    """`decoupled` from the gradient, as AdamW; or `coupled`: added to the gradient. A value of `optimizer.weight_decay`
+    is for one of the two."""
+
+    for_others: str | None = None
+    """For an algorithm of matrices within the model: the algorithm of all other parameters."""
+
+    lr_factor: Callable[[OptimizerConfig], float] = lambda config: 1.0
+    """Factor of the learning rate."""
+
+    pytorch: PyTorchUpdate | None = None
+    """PyTorch's implementation, which updates where it supports the job's dtypes and rounding."""
+
+
+def has_master(config: OptimizerConfig, *storage_dtypes: str) -> bool:
+    """Return whether any parameter among those that are stored in these dtypes is kept in float32 too."""
+    return config.master_weights and "bfloat16" in storage_dtypes
+
+
+def batches(sizes: Sequence[int]) -> list[range]:
+    """Consecutive parameters that are updated together, by index: as many as have no more elements than the largest."""
+    limit, start, total = max(sizes, default=0), 0, 0
+    found = []
+    for index, size in enumerate(sizes):
+        if total + size > limit and index > start:
+            found.append(range(start, index))
+            start, total = index, 0
+        total += size
+    return [*found, range(start, len(sizes))] if sizes else []
+
+
+def _in_batches(groups: Sequence[GroupSizes]) -> Iterator[list[ShardSize]]:
+    for group in groups:
+        yield from ([group.shards[i] for i in batch] for batch in batches([s.num_elements for s in group.shards]))
+
+
+def _adamw(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
+    return max(_adamw_batch(batch, config) for batch in _in_batches(groups))
+
+
+def _adamw_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
+    """The bytes at the points of `titan_launch.optim.adamw` that allocate."""
+    gradients = sum(shard.gradient_copy for shard in shards)
+    moments = sum(shard.state_copy(config) for shard in shards)
+    roots = 4 * sum(shard.num_elements for shard in shards)
+    parameters = sum(shard.parameter_copy(config) for shard in shards)
+    draw = max(shard.draw(config) for shard in shards)
+    state_draw = draw if moments else 0
+    return max(
+        gradients + 2 * moments,
+        roots + 2 * moments + state_draw,
+        roots + moments + parameters,
+        parameters + moments + state_draw,
+        parameters + (draw if parameters else 0),
+    )
+
+
+def _pytorch_adamw(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
+    """Fused, AdamW works in place. `foreach` allocates the roots of all second moments, the loop those of one
+    parameter, twice, while the result of the parameter before still exists."""
+    sizes = [[shard.size for shard in group.shards] for group in groups]
+    if config.implementation == "fused":
+        return 0
+    if config.implementation == "foreach":
+        return max(map(sum, sizes))
+    return max(2 * size + before for group in sizes for before, size in pairwise([0, *group]))
+
+
+def _sgd(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
+    return max(_sgd_batch(batch, config) for batch in _in_batches(groups))
+
+
+def _sgd_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
+    """The bytes at the points of `titan_launch.optim.sgd` that allocate."""
+    gradients = sum(shard.gradient_copy for shard in shards)
+    updates = 4 * sum(shard.num_elements for shard in shards)
+    momenta = sum(shard.state_copy(config) for shard in shards) if config.sgd.momentum else 0
+    parameters = sum(shard.parameter_copy(config) for shard in shards)
+    draw = max(shard.draw(config) for shard in shards)
+    return max(
+        parameters + updates + gradients,
+        parameters + updates + momenta + (draw if momenta else 0),
+        parameters + (draw if parameters else 0),
+    )
+
+
+def _pytorch_sgd(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
+    """Fused, SGD works in place. The others add weight decay to a copy of the gradients: of all (`foreach`), or of one
+    parameter (the loop). The loop makes another copy for Nesterov's momentum."""
+    if config.implementation == "fused":
+        return 0
+    found = []
+    for settings, shards in groups:
+        is_decayed, sizes = settings.weight_decay > 0, [shard.size for shard in shards]
+        foreach = config.implementation == "foreach"
+        found.append(is_decayed * sum(sizes) if foreach else (is_decayed + config.sgd.nesterov) * max(sizes))
+    return max(found)
+
+
+def _muon(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
+    matrices = sorted((shard for group in groups for shard in group.shards), key=_numel, reverse=True)
+    return max(_muon_batch(matrices[i : i + ranks], config, ranks) for i in range(0, len(matrices), ranks))
+
+
+def _muon_batch(batch: Sequence[ShardSize], config: OptimizerConfig, ranks: int) -> int:
+    """The bytes at the points of `titan_launch.optim.muon` that allocate, on the rank with the largest matrix of the
+    batch."""
+    part = [2 * shard.num_elements for shard in batch]
+    directions = max(sum(part[:i]) + _muon_direction(shard, config) for i, shard in enumerate(batch))
+    largest = max(batch, key=_numel)
+    whole, gram = 2 * _numel(largest), 2 * min(largest.shape) ** 2
+    copies = ((shard.parameter_copy(config), shard.draw(config)) for shard in batch)
+    parameters = max(copy + draw if copy else 0 for copy, draw in copies)
+    if ranks == 1:
+        return max(directions, 2 * (whole + gram), whole + parameters)
+    is_tall = largest.shape[0] > largest.shape[1]
+    there, back = 2 * sum(part) + whole, sum(part) + (3 if is_tall else 2) * whole
+    return max(directions, there, 2 * (whole + gram), back, sum(part) + parameters)
+
+
+def _muon_direction(shard: ShardSize, config: OptimizerConfig) -> int:
+    """Gradient, momentum and direction of one shard in float32, and the direction in bfloat16."""
+    momentum = shard.state_copy(config)
+    direction = 4 * shard.num_elements if config.muon.nesterov else 0
+    draw = shard.draw(config) if momentum else 0
+    return shard.gradient_copy + momentum + max(direction, draw) + 2 * shard.num_elements
+
+
+def _numel(shard: ShardSize) -> int:
+    rows, columns = shard.shape
+    return rows * columns
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "AdamW": Algorithm(
+        "titan_launch.optim.adamw:update_adamw",
+        lambda config: ("exp_avg", "exp_avg_sq"),
+        _adamw,
+        settings=("beta1", "beta2", "eps"),
+        pytorch=PyTorchUpdate("titan_launch.optim.adamw:update_pytorch", _pytorch_adamw, counts_on_host=True),
+    ),
+    "Muon": Algorithm(
+        "titan_launch.optim.muon:update_muon",
+        lambda config: ("momentum_buffer",),
+        _muon,
+        settings=("muon",),
+        for_others="AdamW",
+        lr_factor=lambda config: config.muon.lr_factor,
+    ),
+    "SGD": Algorithm(
+        "titan_launch.optim.sgd:update_sgd",
+        lambda config: ("momentum_buffer",) if config.sgd.momentum else (),
+        _sgd,
+        settings=("sgd",),
+        weight_decay=0.0,
+        decay="coupled",
+        pytorch=PyTorchUpdate("titan_launch.optim.sgd:update_pytorch", _pytorch_sgd),
+    ),
+}
+"""The algorithms, by their name in `[optimizer]` and its parameter groups."""
