@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.tensors import Operations, whole, whole_state
+from tests.tensors import Operations, assert_equal, whole, whole_state
 from tests.train.jobs import TINY_ARGS, read_metrics, run_job, sharded_model, this_mesh, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.precision import BatchNormConfig
@@ -26,7 +26,6 @@ from titan_launch.parallel.batchnorm import (
     Divergence,
     RunningStatistics,
     check_batch_norms,
-    pool_running_statistics,
     prepare_batch_norms,
 )
 from titan_launch.parallel.synchronized_batchnorm import synchronize
@@ -212,7 +211,8 @@ def samples() -> Tensor:
 def pooled() -> tuple[list[Tensor], Divergence | None, Divergence | None]:
     model = nn.Sequential(nn.BatchNorm1d(3, momentum=1.0), nn.Linear(3, 5), nn.BatchNorm1d(5))
     model[0](samples()[dist.get_rank()])
-    before, after = pool_running_statistics(model), pool_running_statistics(model)
+    statistics = RunningStatistics(model)
+    before, after = statistics.pool(), statistics.pool()
     return [model[i].get_buffer(f"running_{name}") for i in (0, 2) for name in ("mean", "var")], before, after
 
 
@@ -296,8 +296,34 @@ def test_a_deep_model_copies_its_statistics_in_as_few_operations_as_a_shallow_on
     assert counts[0]["where.self"] == counts[0]["_foreach_copy_"] == 1
 
 
+def pool_temporarily() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(1).bfloat16(), nn.BatchNorm1d(1, track_running_stats=False))
+    statistics = RunningStatistics(model)
+    model[0](samples()[dist.get_rank()])
+    own = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    statistics.pool(temporarily=True)
+    assert not torch.equal(model[0].get_buffer("running_mean"), own["0.running_mean"])
+    saved = statistics.state_dict()
+    assert_equal(saved, own)
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in statistics.targets().items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in saved.items()
+    }
+    for go_back in (statistics.unpool, lambda: statistics.load_state_dict(saved)):
+        go_back()
+        assert_equal(dict(model.named_buffers()), own)
+        assert statistics.state_dict() == {}
+        statistics.pool()
+        statistics.unpool()
+        assert not torch.equal(model[0].get_buffer("running_mean"), own["0.running_mean"])
+
+
+def test_unpool_restores_the_statistics_of_a_temporary_pooling_only() -> None:
+    run_ranks(pool_temporarily, 2)
+
+
 def test_a_model_without_norms_has_no_statistics_to_copy() -> None:
     statistics = RunningStatistics(nn.Linear(2, 2))
+    assert statistics.state_dict() == statistics.targets() == {}
     statistics.save()
     statistics.restore_if(torch.ones(()))
     statistics.restore()

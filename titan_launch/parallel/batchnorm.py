@@ -157,29 +157,110 @@ def largest_divergence(of_stages: Iterable[Divergence | None]) -> Divergence | N
     return Divergence(max(d.mean for d in found), max(d.variance for d in found)) if found else None
 
 
-@torch.no_grad()
-def pool_running_statistics(model: nn.Module, group: dist.ProcessGroup | None = None) -> Divergence | None:
-    """Replace every rank's running statistics by those of all ranks' data together; tell how far they were apart.
+class RunningStatistics:
+    """The running statistics of a model's BatchNorm layers, with one copy of them on this rank: save, restore, pool.
 
-    Where each rank normalizes over its own microbatches, the moving averages drift apart while the parameters stay
-    equal. Pooled: the mean of the means, and the mean of the variances plus the variance of the means (law of total
-    variance). None, and nothing done, where there is one rank or no running statistic. Collective over `group`, the
-    data-parallel ranks (None: all ranks); waits for the device.
+    A training step saves them at its begin. It restores them if its update is skipped or an error ends it. Between two
+    steps the copy is free. Then a checkpoint that an undisturbed run would not save may pool the statistics for itself
+    alone: `pool(temporarily=True)` saves those of this rank, `state_dict` returns them, and `unpool` restores them.
+
+    The copy is one flat tensor of bytes, whatever the dtypes of the buffers. So a step of a deep model launches as few
+    kernels as a step of a shallow one. (Activation checkpointing does not use this class. While it computes a forward a
+    second time, the layers hold other buffers: writing into their own would invalidate what autograd saved of a layer
+    in eval mode.)
     """
-    norms = [norm for _, norm in _batch_norms(model) if norm.running_mean is not None]
-    if not norms or dist.get_world_size(group) == 1:
-        return None
-    means, variances = (
-        torch.cat([getattr(norm, name).double() for norm in norms]) for name in ("running_mean", "running_var")
-    )
-    mean = _average(means, group)
-    variance = _average(variances + (means - mean).square(), group)
-    spread = variance.clamp(min=torch.finfo(variance.dtype).tiny)  # 0 only where all ranks agree: 0 / spread is 0 then
-    apart = torch.stack([((means - mean).abs() / spread.sqrt()).max(), ((variances - variance).abs() / spread).max()])
-    dist.all_reduce(apart, op=dist.ReduceOp.MAX, group=group)
-    _scatter(norms, "running_mean", mean)
-    _scatter(norms, "running_var", variance)
-    return Divergence(*apart.tolist())
+
+    def __init__(self, model: nn.Module):
+        """The buffers of the model's norms must not be replaced after this call; they may be written in place."""
+        norms = dict(_batch_norms(model))
+        for norm in norms.values():
+            norm._buffers.update({name: b.contiguous() for name, b in norm._buffers.items() if b is not None})
+        self._tracking = [norm for norm in norms.values() if norm.running_mean is not None]
+        self._buffers = {
+            f"{path}.{name}": b for path, norm in norms.items() for name, b in norm.named_buffers(recurse=False)
+        }
+        self._bytes = [buffer.view(-1).view(torch.uint8) for buffer in self._buffers.values()]
+        self._sizes = [buffer.numel() for buffer in self._bytes]
+        self._is_pooled_temporarily = False
+        self.saved = torch.cat(self._bytes) if self._bytes else torch.empty(0, dtype=torch.uint8)
+        """The copy: the bytes of all buffers, one after the other."""
+
+    @torch.no_grad()
+    def save(self) -> None:
+        """Copy the buffers."""
+        if self._bytes:
+            torch.cat(self._bytes, out=self.saved)
+
+    @torch.no_grad()
+    def restore_if(self, flag: Tensor) -> None:
+        """Restore the buffers if `flag`, a scalar on the device, is not 0. The host does not wait for the device."""
+        if self._bytes:
+            self._write(torch.where(flag != 0, self.saved, torch.cat(self._bytes)))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the buffers."""
+        self._write(self.saved)
+
+    def _write(self, values: Tensor) -> None:
+        if self._bytes:
+            torch._foreach_copy_(self._bytes, values.split(self._sizes))
+
+    @torch.no_grad()
+    def pool(self, group: dist.ProcessGroup | None = None, temporarily: bool = False) -> Divergence | None:
+        """Replace every rank's running statistics by those of all ranks' data. Return how far the ranks were apart.
+
+        With local statistics each rank normalizes over its own microbatches. The moving averages then drift apart,
+        while the parameters stay equal. The pooled mean is the mean of the means. The pooled variance is the mean of
+        the variances plus the variance of the means (law of total variance). On a single rank, and for a model without
+        running statistics, nothing is pooled, and None is returned.
+
+        `group`: the data-parallel ranks; None stands for all ranks. `temporarily`: `unpool` will undo the pooling.
+        Collective over `group`; the host waits for the device.
+        """
+        if temporarily:
+            self.save()
+            self._is_pooled_temporarily = True
+        if not self._tracking or dist.get_world_size(group) == 1:
+            return None
+        means, variances = (
+            torch.cat([getattr(norm, name).double() for norm in self._tracking])
+            for name in ("running_mean", "running_var")
+        )
+        mean = _average(means, group)
+        variance = _average(variances + (means - mean).square(), group)
+        spread = variance.clamp(min=torch.finfo(variance.dtype).tiny)  # 0 only if all ranks agree: then 0 / spread is 0
+        apart = torch.stack(
+            [((means - mean).abs() / spread.sqrt()).max(), ((variances - variance).abs() / spread).max()]
+        )
+        dist.all_reduce(apart, op=dist.ReduceOp.MAX, group=group)
+        _scatter(self._tracking, "running_mean", mean)
+        _scatter(self._tracking, "running_var", variance)
+        return Divergence(*apart.tolist())
+
+    def unpool(self) -> None:
+        """Restore this rank's own statistics if they were pooled temporarily; otherwise do nothing."""
+        if self._is_pooled_temporarily:
+            self.restore()
+        self._is_pooled_temporarily = False
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's own statistics by full name if they are pooled temporarily; otherwise an empty table."""
+        if not self._is_pooled_temporarily:
+            return {}
+        own = zip(self._buffers.items(), self.saved.split(self._sizes), strict=True)
+        # A clone is aligned for every dtype; a slice of the copy may not be.
+        return {name: values.clone().view(buffer.dtype).view(buffer.shape) for (name, buffer), values in own}
+
+    def targets(self) -> dict[str, Tensor]:
+        """Return uninitialized tensors like the buffers, by full name, for a checkpoint to be read into."""
+        return {name: torch.empty_like(buffer) for name, buffer in self._buffers.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy the values of `state` into the buffers."""
+        for name, value in state.items():
+            self._buffers[name].copy_(value)
 
 
 def _average(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -191,42 +272,3 @@ def _average(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def _scatter(norms: list[_BatchNorm], name: str, values: Tensor) -> None:
     for norm, part in zip(norms, values.split([norm.num_features for norm in norms]), strict=True):
         getattr(norm, name).copy_(part)
-
-
-class RunningStatistics:
-    """A copy of a model's running statistics, to restore after a skipped or an abandoned step.
-
-    The copy is one flat tensor of bytes, whatever the dtypes of the buffers. So a step of a deep model launches as few
-    kernels as a step of a shallow one.
-    """
-
-    def __init__(self, model: nn.Module):
-        """The buffers of the model's norms must not be replaced after this call; they may be written in place."""
-        for _, norm in _batch_norms(model):
-            norm._buffers.update({name: b.contiguous() for name, b in norm._buffers.items() if b is not None})
-        buffers = [buffer for _, norm in _batch_norms(model) for buffer in norm.buffers(recurse=False)]
-        self._buffers = [buffer.view(-1).view(torch.uint8) for buffer in buffers]
-        self._sizes = [buffer.numel() for buffer in self._buffers]
-        self.saved = torch.cat(self._buffers) if buffers else torch.empty(0, dtype=torch.uint8)
-        """The bytes of all buffers, one after the other."""
-
-    @torch.no_grad()
-    def save(self) -> None:
-        """Copy the buffers."""
-        if self._buffers:
-            torch.cat(self._buffers, out=self.saved)
-
-    @torch.no_grad()
-    def restore_if(self, flag: Tensor) -> None:
-        """Restore the buffers where `flag`, a scalar on the device, is not 0. The host does not wait for the device."""
-        if self._buffers:
-            self._write(torch.where(flag != 0, self.saved, torch.cat(self._buffers)))
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the buffers."""
-        self._write(self.saved)
-
-    def _write(self, values: Tensor) -> None:
-        if self._buffers:
-            torch._foreach_copy_(self._buffers, values.split(self._sizes))

@@ -96,14 +96,14 @@ def build_run(
     folder = open_run_folder(recorded, attempt, ranks, log_file, watchdog, stack)
     held_folder = stack.enter_context(HeldFolder(folder, what_to_do_without_folder(recorded)))
     progress, guard = Progress(), StepGuard(config.debug, ranks.device)
-    state = training_state(config, model, optimizer, progress, guard, mesh, ranks)
+    step = build_step(config, model, optimizer, guard, mesh, ranks, num_classes)
+    state = training_state(config, model, optimizer, progress, guard, step.statistics, mesh, ranks)
     checkpoints = open_checkpoints(recorded, folder, state, progress, sources, ranks, stack)
     load = on_main(lambda: effective_load(folder, recorded, attempt))
     load_run(recorded, folder, load, state, progress, sources)
     on_main(lambda: record_run(folder, recorded, attempt, stack))
     on_main(lambda: record_units(folder, describe_units(settled.plan, layout, locate_key)))
     log_batches(config, layout, ranks, source, held_out, folder)
-    step = build_step(config, model, optimizer, guard, mesh, ranks, num_classes)
     first_step = progress.step + 1
     console = ConsoleSink(total_steps=config.training.steps) if ranks.is_main else None
     return Run(

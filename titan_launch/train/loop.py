@@ -14,7 +14,7 @@ from titan_launch.distributed.collectives import on_all
 from titan_launch.distributed.process_group import set_timeouts
 from titan_launch.models.parallel_plans import shapes_explained
 from titan_launch.optim.schedule import describe_clipping, lr_factor, set_lr
-from titan_launch.parallel.batchnorm import largest_divergence, pool_running_statistics
+from titan_launch.parallel.batchnorm import largest_divergence
 from titan_launch.parallel.pipeline import parts
 from titan_launch.precision.diagnosis import dtype_failures_explained
 from titan_launch.train.audit import audited_step, audits, is_audited
@@ -242,8 +242,6 @@ def report(run: Run, result: StepResult) -> dict[str, float]:
     scalars["train/skipped_steps"] = run.progress.skipped_steps
     scalars["train/rollbacks"] = run.progress.rollbacks
     if needs_pooled_statistics(run):
-        if not pools_anyway(run):
-            run.state.local_statistics.keep()
         scalars |= pool_statistics(run)
     if is_validation_step(run):
         scalars |= validation_scalars(run)
@@ -260,10 +258,10 @@ def checkpoint_measurements(run: Run) -> dict[str, float]:
 
 
 def pool_statistics(run: Run) -> dict[str, float]:
-    """Give all ranks the same running statistics, once a step; how far they were apart. The time does not count as
+    """Give all ranks the same running statistics, and return how far they were apart. The time does not count as
     training time."""
     with run.meter.paused():
-        divergence = pool_running_statistics(run.model, run.mesh.data_group)
+        divergence = run.step.statistics.pool(run.mesh.data_group, temporarily=not pools_anyway(run))
         if run.mesh.pipeline_group is not None:
             divergence = largest_divergence(on_all(lambda: divergence, run.mesh.pipeline_group))
     if divergence is None:
@@ -290,5 +288,5 @@ def save(run: Run, validation_loss: float | None = None) -> None:
     run.watchdog.enter("saving a checkpoint", run.progress.step, patient=True)
     with run.meter.paused():
         run.checkpoints.save(validation_loss)
-    run.state.local_statistics.restore()
+    run.step.statistics.unpool()
     run.control.saved()

@@ -75,7 +75,9 @@ class TrainStep:
 
         self._pipelined = pipelined
         self._after_update = after_update
-        self._statistics = RunningStatistics(model)
+        self.statistics = RunningStatistics(model)
+        """BatchNorm's running statistics, and the copy of them that a step can restore."""
+
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def __call__(self, microbatches: list[Microbatch], before_update: Callable[[], None] | None = None) -> StepResult:
@@ -88,7 +90,7 @@ class TrainStep:
         What ends the step before the update (an error, an interrupt) leaves nothing of it behind: gradients and running
         statistics are as before, and if all ranks have abandoned it, it can be tried again.
         """
-        self._statistics.save()
+        self.statistics.save()
         with self._abandoned_on_error():
             valid = self._count(targets for _, targets in microbatches)
             loss_sum = self._accumulate(microbatches, valid) / self._mesh.layout.tensor
@@ -99,7 +101,7 @@ class TrainStep:
             left_out = self._guard.check(loss_sum, grad_norm)
         try:
             step_unless(self._optimizer, left_out)
-            self._statistics.restore_if(left_out)
+            self.statistics.restore_if(left_out)
             self.parameters_changed()
         finally:  # after an interrupt the next step must not add to these gradients
             self._optimizer.zero_grad()
@@ -114,18 +116,13 @@ class TrainStep:
         if self._after_update is not None:
             self._after_update()
 
-    @property
-    def kept_statistics(self) -> Tensor:
-        """The copy of BatchNorm's running statistics, which is held all the time."""
-        return self._statistics.saved
-
     @contextmanager
     def _abandoned_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
             discard_pending(self._model)
-            self._statistics.restore()
+            self.statistics.restore()
             raise
 
     def _count(self, targets: Iterable[Tensor]) -> _Valid:
