@@ -11,8 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from titan_launch.cpu.overlapped_all_reduce import forget_all_reduces, overlap_all_reduces
-from titan_launch.distributed.torch_private import apply_to_tensors, drop_unsharded_gradients, reset_iteration, roots
+from titan_launch.distributed.torch_private import (
+    apply_to_tensors,
+    discard_all_reduces,
+    drop_unsharded_gradients,
+    reset_iteration,
+    roots,
+)
 from titan_launch.plan.types import ModelPlan, Policy
 from titan_launch.plan.units.order import plan_backward_prefetch
 from titan_launch.precision.policy import mixed_precision_policy, torch_dtype
@@ -44,8 +49,6 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, offloads: bo
                 _cast_outputs(module, torch_dtype(unit.policy.output_dtype))
     if mesh.size() > 1:
         _sum_gradients(model)
-    if mesh.ndim > 1 and mesh.device_type == "cpu":
-        overlap_all_reduces(model)
     for path, ahead in plan_backward_prefetch(plan).items():
         _fsdp_module(model, path).set_modules_to_backward_prefetch([_fsdp_module(model, name) for name in ahead])
 
@@ -112,7 +115,7 @@ def discard_pending(model: nn.Module) -> None:
     Not collective, but of use only where every rank abandons the same step. Waits for nothing.
     """
     reset_iterations(model)
-    forget_all_reduces(model)
+    discard_all_reduces(model)
     drop_unsharded_gradients(model)
     for sharded in model.parameters():
         sharded.grad = None

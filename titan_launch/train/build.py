@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from titan_launch.checkpoint.state import Progress
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import format_key
+from titan_launch.cpu.switch import cpu_speedups
 from titan_launch.data.context_shard import SequencePart
 from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.distributed.collectives import on_main
@@ -37,7 +38,7 @@ from titan_launch.train.health.coordination import StepCoordinator, StopRequest
 from titan_launch.train.health.flight_recorder import make_room_for_nccl
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.health.watchdog import Watchdog
-from titan_launch.train.kernel_choice import use_kernels
+from titan_launch.train.kernel_choice import attention_dtypes, use_kernels
 from titan_launch.train.measure import MemoryCheck, StepMeasurements
 from titan_launch.train.model import check_stages, fill_model, shard_model
 from titan_launch.train.pipeline_step import PipelinedStep
@@ -80,6 +81,9 @@ def build_run(
     mesh = build_mesh(layout, ranks.device.type)
     part = own_tokens(config, mesh, ranks, stack)
     model = shard_model(config, built, settled.plan, mesh)
+    if ranks.device.type == "cpu":
+        dtypes = attention_dtypes(built, settled.plan)
+        stack.enter_context(cpu_speedups(model, config.kernels, layout, config.training.seq_len, dtypes))
     set_timeouts(config.comm.init_timeout_seconds)
     tokenizer = build_tokenizer(config.tokenizer)
     source = build_train_source(config, tokenizer, part)

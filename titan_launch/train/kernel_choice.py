@@ -19,7 +19,6 @@ from titan_launch.config.sections.precision import KernelsConfig
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.globs import matches
 from titan_launch.core.import_string import user_place
-from titan_launch.cpu.blocked_attention import blocked_attention, lengths
 from titan_launch.models.build import BuiltModel
 from titan_launch.models.layers.attention import takes_equal_heads_only
 from titan_launch.parallel.float8 import check_units
@@ -59,7 +58,9 @@ def use_kernels(
         problems = list(missing_on_cpu(kernels))
         if problems:
             raise ConfigError(problems)
-        _use_on_cpu(config, built, plan, layout, stack)
+        if kernels.attention != "auto":
+            stack.enter_context(sdpa_kernel(BACKENDS[kernels.attention]))
+            _log.info("attention: %s", kernels.attention)
         return
     set_precision(kernels)
     order = priority(torch.cuda.get_device_capability(device))
@@ -70,32 +71,13 @@ def use_kernels(
     for dtype in attention_dtypes(built, plan):
         check = _check_on(device, built, layout, dtype, config.training.seq_len)
         name, *reasons = choose(kernels.attention, order, check)
-        _log.info("attention in %s: %s", dtype, "; ".join([name, *reasons]))
+        _log.info("attention (%s): %s", dtype, "; ".join([name, *reasons]))
         chosen.append(name)
     if kernels.attention != "auto":
         stack.enter_context(sdpa_kernel(BACKENDS[kernels.attention]))
     else:  # PyTorch goes by the order in every call, so that models of which nothing is known do too
         tried = order[min(map(order.index, chosen), default=0) :]  # what fails before the first would end the run
         stack.enter_context(sdpa_kernel([BACKENDS[name] for name in tried], set_priority=True))
-
-
-def _use_on_cpu(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, stack: ExitStack) -> None:
-    wanted = config.kernels.attention
-    if wanted != "auto":
-        stack.enter_context(sdpa_kernel(BACKENDS[wanted]))
-        _log.info("attention: %s", wanted)
-        return
-    dtypes = attention_dtypes(built, plan)
-    blocked = {
-        dtype for dtype, tokens in lengths().items() if layout.context == 1 and config.training.seq_len in tokens
-    }
-    # Of a model whose attention is not known, the calls decide.
-    if blocked.intersection(map(torch_dtype, dtypes)) or (blocked and built.attention is None):
-        stack.enter_context(blocked_attention())
-    for dtype in dtypes:
-        _log.info(
-            "attention in %s: %s", dtype, "blocks of tokens" if torch_dtype(dtype) in blocked else "PyTorch's choice"
-        )
 
 
 @contextmanager
