@@ -127,8 +127,8 @@ def test_layers_that_compute_their_own_statistics_are_refused_by_name() -> None:
     message = str(error.value)
     ours, torchs = message.splitlines()
     assert ours == (
-        "batchnorm.statistics: 1 is a Whitened, whose forward computes statistics of its own instead of calling "
-        'super().forward(...); let it do so, or set "local"'
+        "batchnorm.statistics: 1 is a Whitened, whose forward does not call super().forward(...), so its statistics "
+        'cannot be synchronized; call it, or set "local"'
     )
     assert "2 is a SyncBatchNorm" in torchs
 
@@ -381,9 +381,9 @@ def test_few_values_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None
     model.train()(torch.randn(31, 3))
     model(torch.randn(2, 3))
     assert [record.getMessage() for record in caplog.records] == [
-        "the statistics of 2 BatchNorm layers rest on fewer than 32 values per channel, those of 0 on 31: they are "
-        "mostly noise. This follows from training.local_batch_size: raise it, or on several ranks set "
-        'batchnorm.statistics = "synchronized"'
+        "batchnorm statistics: 2 layers have fewer than 32 values per channel in a microbatch, 0 has 31; such "
+        "statistics are mostly noise. The number follows from training.local_batch_size; raise it, or on several ranks "
+        'set batchnorm.statistics = "synchronized"'
     ]
     caplog.clear()
     prepared(BatchNormConfig())(torch.randn(32, 3))
@@ -391,7 +391,7 @@ def test_few_values_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_a_single_value_per_channel_is_an_error_that_names_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"training.local_batch_size: gives the BatchNorm 0 one value per channel .*"):
+    with pytest.raises(ConfigError, match=r"training.local_batch_size: leaves the BatchNorm 0 one value per channel"):
         prepared(BatchNormConfig())(torch.randn(1, 3))
 
 
@@ -416,7 +416,7 @@ def test_with_synchronized_statistics_the_values_of_all_ranks_count() -> None:
     ((mean, variance, tracked), (said, warned)), _ = run_ranks(one_value_on_each_rank, 2)
     assert (mean.unique().item(), tracked.item()) == (0.0, 1)
     torch.testing.assert_close(variance, torch.full((3,), 0.9 + 0.1 * 2.0))
-    assert said == "the statistics of 2 BatchNorm layers are synchronized over 2 ranks"
-    assert "those of 0 on 2: they are mostly noise" in warned
+    assert said == "batchnorm statistics: 2 layers synchronized over 2 ranks"
+    assert "0 has 2; such statistics are mostly noise" in warned
     ((_, (alone,)),) = run_ranks(one_value_on_each_rank, 1)
-    assert alone == "BatchNorm statistics are synchronized over a group of one: the same as local"
+    assert alone == "batchnorm statistics: synchronized over 1 rank, which is the same as local"

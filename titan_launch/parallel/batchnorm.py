@@ -1,4 +1,4 @@
-"""BatchNorm over data-parallel ranks: whose statistics normalize, how fast the running ones move, and pooling them."""
+"""BatchNorm over data-parallel ranks: local or synchronized statistics, momentum, and the running statistics."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from titan_launch.parallel.synchronized_batchnorm import overrides_forward, sync
 _log = logging.getLogger(__name__)
 
 _FEW_VALUES = 32
-"""Below this many values the variance of a batch is off by a quarter or more: its standard error is
-`sqrt(2 / (n - 1))` for normal values."""
+"""With fewer values per channel, the relative standard error of a batch's variance is above 1/4: it is
+`sqrt(2 / (n - 1))` for normally distributed values."""
 
 
 def prepare_batch_norms(
@@ -28,12 +28,13 @@ def prepare_batch_norms(
 ) -> None:
     """Apply `[batchnorm]` to a model before it is wrapped, in place; nothing is allocated.
 
-    `group`: the data-parallel ranks, where statistics are synchronized; `check_batch_norms` has said that they can be.
+    `group`: the data-parallel ranks if statistics are synchronized, else None. `check_batch_norms` must be called
+    first.
     """
     norms = dict(_batch_norms(model))
     if config.momentum_per == "step":
         for norm in norms.values():
-            if norm.momentum is not None:  # None: a cumulative average, in which every microbatch counts the same
+            if norm.momentum is not None:  # None: a cumulative average of all microbatches with equal weights
                 norm.momentum = _momentum_of_microbatch(norm.momentum, num_microbatches)
     if group is not None:
         synchronize(list(norms.values()), group)
@@ -43,7 +44,7 @@ def prepare_batch_norms(
 
 
 def _momentum_of_microbatch(momentum: float, num_microbatches: int) -> float:
-    """The momentum with which so many updates leave on the old statistic the weight that one with `momentum` would."""
+    """Return the momentum with which `num_microbatches` updates change a statistic as much as one with `momentum`."""
     return float(1 - (1 - momentum) ** (1 / num_microbatches))
 
 
@@ -52,7 +53,7 @@ def _batch_norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
 
 
 def check_batch_norms(model: nn.Module, config: BatchNormConfig) -> None:
-    """Raise ConfigError for layers whose statistics cannot be synchronized, where they are to be."""
+    """Raise ConfigError if statistics are to be synchronized and a layer does not allow it."""
     problems = [
         Problem(
             ("batchnorm", "statistics"),
@@ -68,32 +69,32 @@ def check_batch_norms(model: nn.Module, config: BatchNormConfig) -> None:
 
 def _why_not(norm: _BatchNorm) -> str:
     if isinstance(norm, nn.SyncBatchNorm):
-        return "which synchronizes by itself, on GPUs only; put an nn.BatchNorm in its place"
+        return "which synchronizes its statistics itself, on GPUs only; use an nn.BatchNorm instead"
     return (
-        "whose forward computes statistics of its own instead of calling super().forward(...); let it do so, or set "
+        "whose forward does not call super().forward(...), so its statistics cannot be synchronized; call it, or set "
         '"local"'
     )
 
 
 def _describe_synchronized(num_norms: int, ranks: int) -> str:
     if num_norms == 0:
-        return "the model has no BatchNorm: there are no statistics to synchronize"
+        return "batchnorm statistics: the model has no BatchNorm layers to synchronize"
     if ranks == 1:
-        return "BatchNorm statistics are synchronized over a group of one: the same as local"
-    return f"the statistics of {num_norms} BatchNorm layers are synchronized over {ranks} ranks"
+        return "batchnorm statistics: synchronized over 1 rank, which is the same as local"
+    return f"batchnorm statistics: {num_norms} layers synchronized over {ranks} ranks"
 
 
 class _ValuesCheck:
-    """Looks, in the first training forward, at how many values each layer's statistics rest on per channel."""
+    """Check of the first training forward: how many values per channel each layer's statistics are computed from."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self._group = group
         self._counts: dict[str, int] = {}
 
     def watch(self, model: nn.Module, norms: Mapping[str, _BatchNorm]) -> None:
-        """Look once, by hooks that remove themselves, and speak when the model's forward ends."""
+        """Register hooks that count in the first training forward, log a warning at its end, and remove themselves."""
         for path, norm in norms.items():
-            if not isinstance(norm, nn.SyncBatchNorm):  # it counts all ranks' values itself
+            if not isinstance(norm, nn.SyncBatchNorm):  # its statistics come from the values of all ranks
                 self._watch(path, norm)
 
         def report(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -114,7 +115,7 @@ class _ValuesCheck:
         handle = norm.register_forward_pre_hook(count, with_kwargs=True)
 
     def _count(self, local: int, device: torch.device) -> int:
-        """The values of all ranks where statistics are synchronized. Collective there; waits for the device."""
+        """Return the number of values, of all ranks for synchronized statistics (collective; waits for the device)."""
         if self._group is None:
             return local
         count = torch.tensor(local, device=device)
@@ -123,7 +124,7 @@ class _ValuesCheck:
 
     def _check(self, path: str) -> None:
         if self._counts[path] == 1:
-            reason = f"gives the BatchNorm {path} one value per channel in a microbatch, whose variance is 0"
+            reason = f"leaves the BatchNorm {path} one value per channel in a microbatch, and its variance is 0"
             raise config_error(("training", "local_batch_size"), f"{reason}; {self._remedy()}")
 
     def _report(self) -> None:
@@ -131,8 +132,8 @@ class _ValuesCheck:
         if few and not (dist.is_initialized() and dist.get_rank()):
             worst = min(few, key=lambda path: few[path])
             _log.warning(
-                "the statistics of %d BatchNorm layers rest on fewer than %d values per channel, those of %s on %d: "
-                "they are mostly noise. This follows from training.local_batch_size: %s",
+                "batchnorm statistics: %d layers have fewer than %d values per channel in a microbatch, %s has %d; "
+                "such statistics are mostly noise. The number follows from training.local_batch_size; %s",
                 *(len(few), _FEW_VALUES, worst, few[worst], self._remedy()),
             )
 
@@ -142,17 +143,17 @@ class _ValuesCheck:
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far the running statistics of the ranks lie apart: the largest values over all channels and ranks."""
+    """Largest differences of the running statistics between ranks, over all channels and ranks."""
 
     mean: float
-    """Distance of a rank's running mean from the pooled one, in pooled standard deviations."""
+    """Distance of a rank's running mean from the pooled mean, in pooled standard deviations."""
 
     variance: float
-    """Distance of a rank's running variance from the pooled one, as a fraction of that."""
+    """Distance of a rank's running variance from the pooled variance, as a fraction of the pooled variance."""
 
 
 def largest_divergence(of_stages: Iterable[Divergence | None]) -> Divergence | None:
-    """The largest of those of several pipeline stages; None where no stage has running statistics to pool."""
+    """Return the largest divergence of several pipeline stages; None if no stage has pooled running statistics."""
     found = [divergence for divergence in of_stages if divergence is not None]
     return Divergence(max(d.mean for d in found), max(d.variance for d in found)) if found else None
 
@@ -171,7 +172,7 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module):
-        """The buffers of the model's norms must not be replaced after this call; they may be written in place."""
+        """Save the statistics. Later code may write into the buffers of the norms, but must not replace them."""
         norms = dict(_batch_norms(model))
         for norm in norms.values():
             norm._buffers.update({name: b.contiguous() for name, b in norm._buffers.items() if b is not None})
