@@ -179,22 +179,22 @@ class _Blocks:
 
     def __init__(self, q: Tensor, k: Tensor, scale: float | None):
         self._batch, self._heads, self._tokens, width = k.shape
-        self._shared = q.shape[1] // self._heads
+        self._heads_per_key = q.shape[1] // self._heads
         self.scale = width**-0.5 if scale is None else scale
-        self._length = min(max(1, _BLOCK_ROWS // self._shared), self._tokens)
-        longest = self._length * self._shared * self._tokens
-        self._together = min(max(1, _BLOCK_SCORES // longest), self._batch * self._heads)
+        self._length = min(max(1, _BLOCK_ROWS // self._heads_per_key), self._tokens)
+        longest = self._length * self._heads_per_key * self._tokens
+        self._key_heads_per_block = min(max(1, _BLOCK_SCORES // longest), self._batch * self._heads)
         # All blocks write into the same memory, which stays in the cache.
-        self._scores, self._shares = q.new_empty((2, self._together * longest), dtype=torch.float32)
-        self._hides = q.new_full((self._length, self._length), -torch.inf, dtype=torch.float32).triu_(1)
+        self._scores, self._shares = q.new_empty((2, self._key_heads_per_block * longest), dtype=torch.float32)
+        self._future = q.new_full((self._length, self._length), -torch.inf, dtype=torch.float32).triu_(1)
 
     def __iter__(self) -> Iterator[tuple[slice, slice, slice]]:
         """Yield for each block: its heads of keys over all sequences, its queries, and the tokens they attend to."""
-        for head in range(0, self._batch * self._heads, self._together):
-            heads = slice(head, head + self._together)
+        for head in range(0, self._batch * self._heads, self._key_heads_per_block):
+            heads = slice(head, head + self._key_heads_per_block)
             for start in range(0, self._tokens, self._length):
                 end = min(start + self._length, self._tokens)
-                yield heads, slice(start * self._shared, end * self._shared), slice(0, end)
+                yield heads, slice(start * self._heads_per_key, end * self._heads_per_key), slice(0, end)
 
     def rows(self, x: Tensor) -> Tensor:
         """Return (batch, heads, tokens, width) as fp32 [batch x heads of keys, tokens x heads per key head, width]."""
@@ -215,8 +215,8 @@ class _Blocks:
         shape = (len(key), query.shape[1], key.shape[1])
         scores, shares = (kept[: math.prod(shape)].view(shape) for kept in (self._scores, self._shares))
         torch.baddbmm(scores, query, key.mT, beta=0, alpha=self.scale, out=scores)
-        own = query.shape[1] // self._shared  # number of the tokens of the block
-        scores.unflatten(1, (own, -1))[..., -own:] += self._hides[:own, None, :own]
+        own = query.shape[1] // self._heads_per_key  # number of the tokens of the block
+        scores.unflatten(1, (own, -1))[..., -own:] += self._future[:own, None, :own]
         return scores, torch.softmax(scores, -1, out=shares)
 
 

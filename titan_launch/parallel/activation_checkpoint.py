@@ -86,20 +86,20 @@ class _SecondForward:
     def __init__(self, norms: Sequence[nn.Module], inner: AbstractContextManager[Any]):
         self._norms = norms
         self._inner = inner
-        self._kept: list[dict[str, Tensor | None]] = []
+        self._own_buffers: list[dict[str, Tensor | None]] = []
 
     def __enter__(self) -> None:
-        self._kept = [dict(norm._buffers) for norm in self._norms]
-        for norm, kept in zip(self._norms, self._kept, strict=True):
-            norm._buffers.update({name: None if b is None else b.clone() for name, b in kept.items()})
+        self._own_buffers = [dict(norm._buffers) for norm in self._norms]
+        for norm, own in zip(self._norms, self._own_buffers, strict=True):
+            norm._buffers.update({name: None if b is None else b.clone() for name, b in own.items()})
         self._inner.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._inner.__exit__(kind, error, traceback)
-        for norm, kept in zip(self._norms, self._kept, strict=True):
-            norm._buffers.update(kept)
+        for norm, own in zip(self._norms, self._own_buffers, strict=True):
+            norm._buffers.update(own)
 
 
 def _selective_modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
