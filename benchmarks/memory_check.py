@@ -23,7 +23,7 @@ TESTS = [
     "tests/parallel/test_gloo_all_gather.py",
     "tests/parallel/test_batchnorm.py",
     "tests/parallel/test_context_parallel.py",
-    "tests/models/test_blocked_attention.py",
+    "tests/cpu/test_blocked_attention.py",
 ]
 DEBUGGING = {"LD_PRELOAD": "libc_malloc_debug.so.0", "MALLOC_CHECK_": "3", "MALLOC_PERTURB_": "165"}
 OVERRUN = """

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "titan_launch"
 
 RANKS = {
+    "__version__": 0,
     "core": 0,
     "config": 1,
     "plan": 2,
@@ -48,7 +49,10 @@ def imports(tree: ast.AST, top_level_only: bool = False) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            yield node.module or ""
+            if node.module == "titan_launch":
+                yield from (f"titan_launch.{alias.name}" for alias in node.names)
+            else:
+                yield node.module or ""
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         elif not (top_level_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
@@ -74,3 +78,14 @@ def test_what_answers_a_bad_config_does_not_import_torch(path: Path) -> None:
     tree = ast.parse(path.read_text())
     heavy = {"torch", "numpy", "torchdata", "tensorboard"}
     assert not heavy & {name.split(".")[0] for name in imports(tree, top_level_only=True)}
+
+
+def test_only_the_switch_in_train_imports_what_is_for_cpus() -> None:
+    """So a program without the folder `cpu/` and that one call is complete; tests/cpu/test_switch.py trains without."""
+    importers = [
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        if package_of(path) != "cpu"
+        and any(name.startswith("titan_launch.cpu") for name in imports(ast.parse(path.read_text())))
+    ]
+    assert importers == ["train/build.py"]

@@ -16,6 +16,7 @@ from tests.tensors import whole, whole_state
 from titan_launch.checkpoint.manager import CheckpointManager, Origin
 from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.config.sections.checkpoint import CheckpointConfig
+from titan_launch.parallel.batchnorm import RunningStatistics
 
 ORIGIN = Origin(world_size=0, config_digest="", gradient_accumulation={}, activation_checkpoint={}, data={})
 CPU = torch.device("cpu")
@@ -61,7 +62,8 @@ def trained(steps: int, replicas: int = 1, width: int = 7) -> Trained:
     fully_shard(model[1], mesh=mesh if replicas > 1 else mesh["dp_shard"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     progress = Progress()
-    state = TrainingState(model, optimizer, {"progress": progress}, CPU, seed=0, stream=dist.get_rank())
+    statistics = RunningStatistics(model)
+    state = TrainingState(model, optimizer, {"progress": progress}, statistics, CPU, seed=0, stream=dist.get_rank())
     result = Trained(model, optimizer, progress, state)
     for _ in range(steps):
         result.step()

@@ -179,7 +179,7 @@ def test_tensors_left_unset_are_named() -> None:
 
 def test_a_failing_reset_parameters_shows_the_users_traceback() -> None:
     message = _fault(Faulty("child"))
-    assert message.startswith("reset_parameters of Faulty (the model itself) failed. It is called on a copy")
+    assert message.startswith("reset_parameters of Faulty (the model itself) failed. The method is called on a copy")
     assert "nn.init.zeros_(self.child.weight)" in message and "initializers.py" not in message
 
 

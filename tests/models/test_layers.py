@@ -41,7 +41,7 @@ def test_rope_turns_in_float32_and_keeps_the_dtype() -> None:
 
 def test_rope_refuses_longer_sequences() -> None:
     rope = RotaryEmbedding(head_dim=4, max_seq_len=8, theta=100.0)
-    with pytest.raises(ValueError, match="9 tokens, but the rotary table holds 8"):
+    with pytest.raises(ValueError, match="9 tokens, but the rotary table has 8"):
         rope(torch.zeros(1, 9, 1, 4))
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.tensors import Operations, whole, whole_state
+from tests.tensors import Operations, assert_equal, whole, whole_state
 from tests.train.jobs import TINY_ARGS, read_metrics, run_job, sharded_model, this_mesh, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.precision import BatchNormConfig
@@ -26,7 +26,6 @@ from titan_launch.parallel.batchnorm import (
     Divergence,
     RunningStatistics,
     check_batch_norms,
-    pool_running_statistics,
     prepare_batch_norms,
 )
 from titan_launch.parallel.synchronized_batchnorm import synchronize
@@ -128,8 +127,8 @@ def test_layers_that_compute_their_own_statistics_are_refused_by_name() -> None:
     message = str(error.value)
     ours, torchs = message.splitlines()
     assert ours == (
-        "batchnorm.statistics: 1 is a Whitened, whose forward computes statistics of its own instead of calling "
-        'super().forward(...); let it do so, or set "local"'
+        "batchnorm.statistics: 1 is a Whitened, whose forward does not call super().forward(...), so its statistics "
+        'cannot be synchronized; call it, or set "local"'
     )
     assert "2 is a SyncBatchNorm" in torchs
 
@@ -212,7 +211,8 @@ def samples() -> Tensor:
 def pooled() -> tuple[list[Tensor], Divergence | None, Divergence | None]:
     model = nn.Sequential(nn.BatchNorm1d(3, momentum=1.0), nn.Linear(3, 5), nn.BatchNorm1d(5))
     model[0](samples()[dist.get_rank()])
-    before, after = pool_running_statistics(model), pool_running_statistics(model)
+    statistics = RunningStatistics(model)
+    before, after = statistics.pool(), statistics.pool()
     return [model[i].get_buffer(f"running_{name}") for i in (0, 2) for name in ("mean", "var")], before, after
 
 
@@ -296,8 +296,34 @@ def test_a_deep_model_copies_its_statistics_in_as_few_operations_as_a_shallow_on
     assert counts[0]["where.self"] == counts[0]["_foreach_copy_"] == 1
 
 
+def pool_temporarily() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(1).bfloat16(), nn.BatchNorm1d(1, track_running_stats=False))
+    statistics = RunningStatistics(model)
+    model[0](samples()[dist.get_rank()])
+    own = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    statistics.pool(temporarily=True)
+    assert not torch.equal(model[0].get_buffer("running_mean"), own["0.running_mean"])
+    saved = statistics.state_dict()
+    assert_equal(saved, own)
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in statistics.targets().items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in saved.items()
+    }
+    for go_back in (statistics.unpool, lambda: statistics.load_state_dict(saved)):
+        go_back()
+        assert_equal(dict(model.named_buffers()), own)
+        assert statistics.state_dict() == {}
+        statistics.pool()
+        statistics.unpool()
+        assert not torch.equal(model[0].get_buffer("running_mean"), own["0.running_mean"])
+
+
+def test_unpool_restores_the_statistics_of_a_temporary_pooling_only() -> None:
+    run_ranks(pool_temporarily, 2)
+
+
 def test_a_model_without_norms_has_no_statistics_to_copy() -> None:
     statistics = RunningStatistics(nn.Linear(2, 2))
+    assert statistics.state_dict() == statistics.targets() == {}
     statistics.save()
     statistics.restore_if(torch.ones(()))
     statistics.restore()
@@ -355,9 +381,9 @@ def test_few_values_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None
     model.train()(torch.randn(31, 3))
     model(torch.randn(2, 3))
     assert [record.getMessage() for record in caplog.records] == [
-        "the statistics of 2 BatchNorm layers rest on fewer than 32 values per channel, those of 0 on 31: they are "
-        "mostly noise. This follows from training.local_batch_size: raise it, or on several ranks set "
-        'batchnorm.statistics = "synchronized"'
+        "batchnorm statistics: 2 layers have fewer than 32 values per channel in a microbatch, 0 has 31; such "
+        "statistics are mostly noise. The number follows from training.local_batch_size; raise it, or on several ranks "
+        'set batchnorm.statistics = "synchronized"'
     ]
     caplog.clear()
     prepared(BatchNormConfig())(torch.randn(32, 3))
@@ -365,7 +391,7 @@ def test_few_values_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_a_single_value_per_channel_is_an_error_that_names_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"training.local_batch_size: gives the BatchNorm 0 one value per channel .*"):
+    with pytest.raises(ConfigError, match=r"training.local_batch_size: leaves the BatchNorm 0 one value per channel"):
         prepared(BatchNormConfig())(torch.randn(1, 3))
 
 
@@ -390,7 +416,7 @@ def test_with_synchronized_statistics_the_values_of_all_ranks_count() -> None:
     ((mean, variance, tracked), (said, warned)), _ = run_ranks(one_value_on_each_rank, 2)
     assert (mean.unique().item(), tracked.item()) == (0.0, 1)
     torch.testing.assert_close(variance, torch.full((3,), 0.9 + 0.1 * 2.0))
-    assert said == "the statistics of 2 BatchNorm layers are synchronized over 2 ranks"
-    assert "those of 0 on 2: they are mostly noise" in warned
+    assert said == "batchnorm statistics: 2 layers synchronized over 2 ranks"
+    assert "0 has 2; such statistics are mostly noise" in warned
     ((_, (alone,)),) = run_ranks(one_value_on_each_rank, 1)
-    assert alone == "BatchNorm statistics are synchronized over a group of one: the same as local"
+    assert alone == "batchnorm statistics: synchronized over 1 rank, which is the same as local"

@@ -88,7 +88,7 @@ def damaged_entries_are_made_anew(folder: Path) -> None:
     for entry in entries:
         entry.write_bytes(entry.read_bytes()[:100])
     assert run_once(folder) == (1, 0)
-    reason = "entries are damaged (UnpicklingError: pickle data was truncated); they are made anew"
+    reason = "damaged entries (UnpicklingError: pickle data was truncated); they are compiled again"
     assert messages == [f'compile.cache_folder = "{folder}": {reason}']
     assert not loggers[1].filters
     for code in folder.glob("*/*.py"):
@@ -119,4 +119,4 @@ def test_the_cache_folder_is_that_of_one_run(tmp_path: Path) -> None:
 def test_a_folder_that_one_rank_cannot_make_is_an_error_of_all(tmp_path: Path) -> None:
     first, second = run_ranks(impossible, 2, tmp_path)
     assert first == second
-    assert first.startswith("compile.cache_folder: cannot be made: ")
+    assert first.startswith("compile.cache_folder: cannot be created: ")

@@ -74,7 +74,7 @@ def test_models_that_cannot_be_divided_are_refused() -> None:
     assert 'context_parallel["position"] matches no buffer of the model; did you mean "positions"?' in refusal(
         model, {"position": 0}
     )
-    assert "no place for 32 tokens along axis 1" in refusal(model, {"positions": 1})
+    assert "too small for 32 tokens along axis 1" in refusal(model, {"positions": 1})
     model.register_buffer("positions", torch.zeros(MAX_TOKENS, 1))
     assert "register it with persistent=False" in refusal(model, {"positions": 0})
     normed = Model("TokenBatchNorm")

@@ -241,9 +241,9 @@ def test_what_is_received_has_no_gaps_where_tokens_are_divided() -> None:
 def test_a_model_that_is_no_chain_is_refused() -> None:
     assert len(boundaries("tests.parallel.test_pipeline:pipeline_order").of(torch.zeros(2, 3, 4))) == 3
     for kind, message in {
-        "pooled": "the model returns something else than the output of layers.1 as it is",
-        "doubled": "layers.1 is given something else than the output of layers.0 as it is",
-        "backwards": "the model runs layers.1 where layers.0 comes next",
+        "pooled": "the model does not return the output of layers.1, unchanged",
+        "doubled": "the input of layers.1 is not the output of layers.0, unchanged",
+        "backwards": "the model runs layers.1 when layers.0 comes next",
     }.items():
         with pytest.raises(ConfigError, match=f"is not the order of its forward: {message}"):
             boundaries("tests.parallel.test_pipeline:Pooled", args={"kind": kind}).of(torch.zeros(2, 3, 4))

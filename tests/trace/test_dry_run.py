@@ -69,7 +69,7 @@ def test_a_plan_that_divides_what_belongs_together_is_told_in_a_line() -> None:
         patch.setattr(divided_model, "PLAN", swapped)
         say(2, model=model, precision={"param_dtype": "float32"}, parallelism={"tensor_parallel_degree": 2})
     (problem,) = raised.value.problems
-    assert "tensor_parallel divide what belongs together" in problem.reason and "\n" not in problem.reason
+    assert "tensor_parallel divide connected layers alike" in problem.reason and "\n" not in problem.reason
     assert re.search(r"fails at \S+divided_model\.py:\d+ with 1/2", problem.reason)
 
 

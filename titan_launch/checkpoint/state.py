@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from titan_launch.distributed.collectives import on_all
@@ -135,44 +134,16 @@ def rank_key() -> str:
     return f"rank_{dist.get_rank()}"
 
 
-class LocalStatistics:
-    """Each rank's own running statistics of BatchNorm, for a checkpoint at a step where they are pooled only because it
-    is saved (by the clock, or before a signal's end): the run goes on with what it would have without that.
+class LocalStatistics(Part, Protocol):
+    """Each rank's own running statistics of BatchNorm (`parallel.batchnorm.RunningStatistics`).
 
-    Kept under a key of each rank's own, beside the pooled ones, and taken up by as many ranks as wrote them.
+    A checkpoint has them, beside the pooled ones and under a key of each rank, if the statistics are pooled only
+    because of that checkpoint (it is due by the clock, or a signal ends the run). A run on as many ranks resumes with
+    them, so that the checkpoint does not change the steps that follow.
     """
 
-    def __init__(self, model: nn.Module):
-        self._buffers = {
-            f"{path}.{name}": buffer
-            for path, module in model.named_modules()
-            if isinstance(module, _BatchNorm)
-            for name, buffer in module.named_buffers(recurse=False)
-        }
-        self._kept: Values = {}
-
-    def keep(self) -> None:
-        """Remember them, before they are pooled."""
-        self._kept = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
-
-    def state_dict(self) -> Values:
-        """What was kept since the last `restore`."""
-        return self._kept
-
     def targets(self) -> Values:
-        """Tensors for a checkpoint to be read into."""
-        return {name: torch.empty_like(buffer) for name, buffer in self._buffers.items()}
-
-    def restore(self) -> None:
-        """Go back to what was kept, if it was."""
-        self.load_state_dict(self._kept)
-        self._kept = {}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Values) -> None:
-        """Take over a state."""
-        for name, value in state.items():
-            self._buffers[name].copy_(value)
+        """Return tensors for a checkpoint to be read into."""
 
 
 class TrainingState:
@@ -183,6 +154,7 @@ class TrainingState:
         model: nn.Module,
         optimizer: Optimizer,
         parts: Mapping[str, Part],
+        local_statistics: LocalStatistics,
         device: torch.device,
         seed: int,
         stream: int,
@@ -195,7 +167,7 @@ class TrainingState:
         self.parts = dict(parts)
         self.random = RandomState(device, seed, stream)
         self.random_key = random_key(stream)
-        self.local_statistics = LocalStatistics(model)
+        self.local_statistics = local_statistics
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The whole shape of every parameter and buffer of the whole model, by name; collective over the pipeline."""

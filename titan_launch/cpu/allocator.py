@@ -1,4 +1,8 @@
-"""The host's memory, where tensors live on it."""
+"""Reuse of the memory of freed tensors on a CPU.
+
+Plain twin: glibc's defaults, which return large freed blocks to the operating system. A test counts the page faults of
+both (tests/cpu/test_allocator.py). Values do not depend on the allocator.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,17 @@ _NEVER = 2**31 - 1
 """The largest C int, in bytes."""
 
 _OLDER_LIMIT = 32 * 2**20
-"""What older versions of glibc take at most, where addresses have 64 bits."""
+"""The largest `M_MMAP_THRESHOLD` that older versions of glibc accept on 64-bit systems, in bytes."""
 
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 
 
 def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
-    """Have this process keep the memory of freed tensors for those to come, as PyTorch's allocator for CUDA does.
+    """Keep the memory of freed tensors in this process for later tensors, as PyTorch's allocator for CUDA does.
 
-    glibc gives large blocks back to the system and asks for them again in every step, and the system then clears each
-    page when it is first touched (mallopt(3)). Nothing is changed with another C library (returns False), or where the
-    user's environment says how to allocate.
+    By default glibc returns large blocks to the system and requests them again in every step. The system then clears
+    each page at its first use (mallopt(3)). Return False, and change nothing, with another C library, or if an
+    environment variable of the user configures malloc.
     """
     if platform.libc_ver()[0] != "glibc" or any(name in environment for name in _VARIABLES):
         return False

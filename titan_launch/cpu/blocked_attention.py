@@ -1,8 +1,9 @@
-"""Causal attention on a CPU, a block of tokens at a time: faster than PyTorch's kernel where sequences are short.
+"""Causal attention on a CPU in blocks of tokens, which is faster than PyTorch's kernel for short sequences.
 
-PyTorch's flash attention for CPUs goes through the heads one by one, in products that are small. Here a block of tokens
-of several heads is one batched product with the keys up to it, and its scores stay in the cache. As there, scores are
-not kept for backward, which computes them again (arXiv:2205.14135).
+Plain twin: PyTorch's CPU kernel behind `F.scaled_dot_product_attention`. It computes one head at a time, in small
+matrix products. Here a block of queries of several heads is one batched product with the keys up to the block, and its
+scores stay in the cache. Like the twin, this kernel does not save scores for backward, which computes them a second
+time (arXiv:2205.14135). Tests compare both kernels with the formula in float64 (tests/cpu/test_blocked_attention.py).
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ import torch
 from torch import Tensor
 
 _BLOCK_ROWS = 128
-"""Queries of a block for a head of keys, where the sequence has as many."""
+"""Queries of a block for each head of keys; fewer if the sequence is shorter."""
 
 _BLOCK_SCORES = 2**19
-"""Of the longest block, over all its heads: 2 MiB in fp32."""
+"""Scores of the longest block, over all its heads: 2 MiB in fp32."""
 
 
 @cache
 def lengths() -> Mapping[torch.dtype, range]:
-    """By dtype, the tokens of the sequences that are attended to by blocks on this CPU: where this was faster for all
-    heads, widths and threads that were measured (docs/performance.md). CPUs with AMX, for which PyTorch's kernel has a
-    way of its own, and those without AVX-512 were not measured.
+    """Return, by dtype, the sequence lengths in tokens for which blocked attention is used on this CPU.
+
+    At these lengths it was faster for all measured numbers of heads, widths and threads (docs/performance.md). CPUs
+    without AVX-512 were not measured, and neither were CPUs with AMX, for which PyTorch has another kernel. For these
+    the table is empty.
     """
     has = torch.cpu.get_capabilities()
     found = {}
@@ -45,16 +48,16 @@ _FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 _in_place: list[torch.library.Library] = []
-"""The one library that holds the kernels, as often as there are blocks that want it: PyTorch takes one at a time."""
+"""The library of the registered kernels, once per open `blocked_attention` block. PyTorch takes one at a time."""
 
 
 @contextmanager
 def blocked_attention() -> Iterator[None]:
-    """Let this compute PyTorch's operation, where `takes` says so, until the end of the block.
+    """Replace PyTorch's CPU kernel for the calls that `takes` accepts, until the end of the block.
 
-    What calls the operation, its derivative, what it keeps, and its shapes on the meta device stay as they are. Calls
-    that are not taken reach PyTorch's kernel holding Python's lock. Not for ring attention: backward takes it that a
-    query has seen no keys but those it is given.
+    The operation stays the same for autograd, activation checkpointing, tracing and torch.compile. Other calls reach
+    PyTorch's kernel, which then runs while Python's lock is held. Do not use this with ring attention: backward assumes
+    that a query has seen only the keys of its call.
     """
     library = _in_place[0] if _in_place else _registered()
     _in_place.append(library)
@@ -106,7 +109,7 @@ def takes(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> bool:
-    """Whether a call of the operation is for this: causal attention of short sequences to themselves."""
+    """Return whether blocked attention computes a call: causal self-attention of short sequences without dropout."""
     return (
         is_causal
         and attn_mask is None
@@ -118,10 +121,10 @@ def takes(
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """(batch, heads, tokens, width) attends to its own and earlier tokens; keys and values may have fewer heads.
+    """Return the causal attention of `q` (batch, heads, tokens, width); `k` and `v` may have fewer heads.
 
-    Returns the result, like `q`, and the logarithm of each query's sum of exponentials, fp32 (batch, heads, tokens).
-    Factors of products are of the dtype of `q`, as in PyTorch's kernel; scores and sums are fp32.
+    Return also the logarithm of each query's sum of exponentials, fp32 (batch, heads, tokens). The factors of matrix
+    products have the dtype of `q`, as in PyTorch's kernel. Scores and sums are fp32.
     """
     blocks = _Blocks(q, k, scale)
     queries, keys, values = map(blocks.rows, (q, k, v))
@@ -141,7 +144,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tu
 def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of queries, keys and values, each like its tensor, from that of the result."""
+    """Return the gradients of queries, keys and values, from the gradient of the result."""
     blocks = _Blocks(q, k, scale)
     queries, keys, values, of_results = map(blocks.rows, (q, k, v, grad))
     of_queries, of_keys, of_values = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
@@ -163,64 +166,71 @@ def gradients(
 
 
 def _tokens_first(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """(batch, heads, tokens, width), in memory with tokens before heads: so PyTorch's kernel leaves all but its result,
-    which is like the queries there."""
+    """Return an empty tensor (batch, heads, tokens, width) with tokens before heads in memory.
+
+    All outputs of PyTorch's kernel have these strides, except the result, whose strides are those of the queries.
+    """
     batch, heads, tokens, width = shape
     return like.new_empty((batch, tokens, heads, width)).transpose(1, 2)
 
 
 class _Blocks:
-    """One call, in blocks. A block has queries of neighbouring tokens, of all the heads that share one of keys."""
+    """The blocks of one call. A block has queries of neighbouring tokens, of all heads that share a head of keys."""
 
     def __init__(self, q: Tensor, k: Tensor, scale: float | None):
         self._batch, self._heads, self._tokens, width = k.shape
-        self._shared = q.shape[1] // self._heads
+        self._heads_per_key = q.shape[1] // self._heads
         self.scale = width**-0.5 if scale is None else scale
-        self._length = min(max(1, _BLOCK_ROWS // self._shared), self._tokens)
-        longest = self._length * self._shared * self._tokens
-        self._together = min(max(1, _BLOCK_SCORES // longest), self._batch * self._heads)
-        # One place for all blocks, which stays in the cache.
-        self._scores, self._shares = q.new_empty((2, self._together * longest), dtype=torch.float32)
-        self._hides = q.new_full((self._length, self._length), -torch.inf, dtype=torch.float32).triu_(1)
+        self._length = min(max(1, _BLOCK_ROWS // self._heads_per_key), self._tokens)
+        longest = self._length * self._heads_per_key * self._tokens
+        self._key_heads_per_block = min(max(1, _BLOCK_SCORES // longest), self._batch * self._heads)
+        # All blocks write into the same memory, which stays in the cache.
+        self._scores, self._shares = q.new_empty((2, self._key_heads_per_block * longest), dtype=torch.float32)
+        self._future = q.new_full((self._length, self._length), -torch.inf, dtype=torch.float32).triu_(1)
 
     def __iter__(self) -> Iterator[tuple[slice, slice, slice]]:
-        """Heads of keys, over all sequences; their queries; the tokens that these see."""
-        for head in range(0, self._batch * self._heads, self._together):
-            heads = slice(head, head + self._together)
+        """Yield for each block: its heads of keys over all sequences, its queries, and the tokens they attend to."""
+        for head in range(0, self._batch * self._heads, self._key_heads_per_block):
+            heads = slice(head, head + self._key_heads_per_block)
             for start in range(0, self._tokens, self._length):
                 end = min(start + self._length, self._tokens)
-                yield heads, slice(start * self._shared, end * self._shared), slice(0, end)
+                yield heads, slice(start * self._heads_per_key, end * self._heads_per_key), slice(0, end)
 
     def rows(self, x: Tensor) -> Tensor:
-        """(batch, heads, tokens, width) as fp32 [batch x heads of keys, tokens x heads that share them, width]."""
+        """Return (batch, heads, tokens, width) as fp32 [batch x heads of keys, tokens x heads per key head, width]."""
         by_key = x.unflatten(1, (self._heads, -1)).transpose(2, 3)
         return by_key.float().reshape(self._batch * self._heads, -1, x.shape[-1])
 
     def put(self, rows: Tensor, x: Tensor) -> Tensor:
-        """The way back, into a tensor of any dtype and strides."""
+        """Copy `rows`, as `rows()` arranges them, into `x` of any dtype and strides. Return `x`."""
         by_key = rows.view(self._batch, self._heads, self._tokens, -1, rows.shape[-1])
         x.unflatten(1, (self._heads, -1)).transpose(2, 3).copy_(by_key)
         return x
 
     def scores(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """[heads of keys, queries, tokens] of a block, those of tokens to come -inf, and their softmax. Until the next
-        block."""
+        """Return the scores of a block, [heads of keys, queries, tokens], and their softmax.
+
+        The scores of later tokens are -inf. Both tensors are overwritten by the next block.
+        """
         shape = (len(key), query.shape[1], key.shape[1])
         scores, shares = (kept[: math.prod(shape)].view(shape) for kept in (self._scores, self._shares))
         torch.baddbmm(scores, query, key.mT, beta=0, alpha=self.scale, out=scores)
-        own = query.shape[1] // self._shared  # the tokens of the block itself
-        scores.unflatten(1, (own, -1))[..., -own:] += self._hides[:own, None, :own]
+        own = query.shape[1] // self._heads_per_key  # number of the tokens of the block
+        scores.unflatten(1, (own, -1))[..., -own:] += self._future[:own, None, :own]
         return scores, torch.softmax(scores, -1, out=shares)
 
 
 _PRECISION = Lock()
-"""Of products is one setting for all threads."""
+"""Held while the precision of products, one setting for all threads, is changed."""
 
 
 @contextmanager
 def _products_of(dtype: torch.dtype) -> Iterator[None]:
-    """Let products of fp32 tensors round their factors to `dtype`, which loses nothing where these come from it: sums
-    and results stay fp32. PyTorch has no product of bf16 tensors on a CPU that gives fp32."""
+    """Let products of fp32 tensors round their factors to `dtype`; sums and results stay fp32.
+
+    The rounding loses nothing if the factors were cast from `dtype`. PyTorch has no product of bf16 tensors on a CPU
+    with an fp32 result.
+    """
     if dtype != torch.bfloat16:
         yield
         return

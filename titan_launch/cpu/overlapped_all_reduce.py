@@ -1,7 +1,8 @@
-"""Gradients summed between replicas while backward goes on, on a CPU.
+"""All-reduces of gradients between replicas (HSDP) that overlap with backward on a CPU.
 
-On a GPU FSDP2's all-reduces run on a stream of their own. gloo has none: FSDP2 waits for each, although gloo's threads
-could do it alone. Here they are begun, and waited for when backward ends.
+Plain twin: FSDP2's own all-reduce, a blocking call on a CPU. On a GPU it runs on a stream of its own. gloo has no
+streams, but its threads can all-reduce while backward goes on. Here FSDP2's call only begins the all-reduce, and the
+end of backward waits for it. The gradients are the same bit for bit (tests/cpu/test_overlapped_all_reduce.py).
 """
 
 from __future__ import annotations
@@ -10,82 +11,82 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_launch.distributed.torch_private import replace_replica_groups, replica_groups, sharded_parameters
+from titan_launch.distributed.torch_private import ReplicaGroup, replace_replica_groups, sharded_parameters
 
 
 def overlap_all_reduces(model: nn.Module) -> None:
-    """Let backward go on while a unit's gradients are summed between the replicas (HSDP) of a model on a CPU, which is
-    wrapped already and only sums. On an untested release of PyTorch FSDP2 waits for each."""
-    begun = _Begun()
-    replace_replica_groups(model, lambda group, unit: _Replicas(group, sharded_parameters(unit), begun))
+    """Let backward go on while the gradients of a unit are summed between the replicas of a wrapped model.
+
+    Without replicas nothing changes. On an untested release of PyTorch, FSDP2's blocking all-reduce stays.
+    """
+    pending = _PendingAllReduces()
+    replace_replica_groups(model, lambda group, unit: _OverlappingGroup(group, sharded_parameters(unit), pending))
 
 
-def forget_all_reduces(model: nn.Module) -> None:
-    """Wait for none of those that a backward has begun which an error has ended: nobody wants its gradients."""
-    for group in replica_groups(model):
-        if isinstance(group, _Replicas):
-            group.begun.forget()
-
-
-class _Begun:
-    """All-reduces that nothing has waited for yet."""
+class _PendingAllReduces:
+    """The all-reduces that nothing has waited for yet."""
 
     def __init__(self) -> None:
         self._works: list[dist.Work] = []
-        self._waiting: set[int] = set()
+        self._backwards: set[int] = set()
 
     def add(self, work: dist.Work) -> None:
-        """Wait for it when the backward ends that runs: the inner one, where one runs in another."""
+        """Wait for `work` at the end of the running backward. Of nested backwards, the inner one is meant."""
         self._works.append(work)
         backward = torch._C._current_graph_task_id()
-        if backward not in self._waiting:
-            self._waiting.add(backward)
+        if backward not in self._backwards:
+            self._backwards.add(backward)
             torch.autograd.Variable._execution_engine.queue_callback(self.wait)
 
     def wait(self) -> None:
-        """For all of them."""
+        """Wait for all pending all-reduces."""
         while self._works:
             self._works.pop(0).wait()
-        self._waiting.clear()
+        self._backwards.clear()
 
-    def forget(self) -> None:
-        """Them all."""
+    def discard(self) -> None:
+        """Drop all pending all-reduces."""
         self._works.clear()
-        self._waiting.clear()
+        self._backwards.clear()
 
 
-class _Replicas:
-    """The group over which FSDP2 sums the gradients of a unit, as far as it needs one. Equal to the true one, under
-    which PyTorch finds what it says of it in errors."""
+class _OverlappingGroup(ReplicaGroup):
+    """Stand-in for the process group of a unit's replicas, with all that FSDP2 asks of the group.
 
-    def __init__(self, group: dist.ProcessGroup, parameters: list[nn.Parameter], begun: _Begun):
+    It equals the true group and has its hash, because PyTorch looks up the group's description for error messages.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, parameters: list[nn.Parameter], pending: _PendingAllReduces):
         self._group = group
         self._parameters = parameters
-        self.begun = begun
+        self._pending = pending
 
     def __eq__(self, other: object) -> bool:
-        return self._group == (other._group if isinstance(other, _Replicas) else other)
+        return self._group == (other._group if isinstance(other, _OverlappingGroup) else other)
 
     def __hash__(self) -> int:
         return hash(self._group)
 
     def size(self) -> int:
-        """The replicas."""
         return self._group.size()
 
     def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> None:
-        """Sum over the replicas, in place: complete when backward is, or before this returns."""
         work = self._group.allreduce(tensors, options)
         if self._is_read_at_once(tensors[0]):
-            self.begun.wait()
+            self._pending.wait()
             work.wait()
         else:
-            self.begun.add(work)
+            self._pending.add(work)
+
+    def discard(self) -> None:
+        self._pending.discard()
 
     def _is_read_at_once(self, reduced: Tensor) -> bool:
-        """Whether the sum becomes more than the gradient itself: it is cast to the dtype of the parameters, added to
-        what earlier microbatches have left, or shown to hooks. Nor is there an end of backward to wait for in a
-        pipeline's reduction."""
+        """Return True if FSDP2 reads the sum before backward ends, or if no backward runs.
+
+        FSDP2 reads the sum to cast it to the dtype of the parameters, to add it to the gradients of earlier
+        microbatches, and to call hooks of the parameters. A pipeline reduces its gradients outside of backward.
+        """
         return (
             reduced.dtype != self._parameters[0].dtype
             or any(parameter.grad is not None for parameter in self._parameters)

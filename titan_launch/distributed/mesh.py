@@ -1,4 +1,4 @@
-"""The DeviceMesh: the ranks as a grid with named axes, and the parts of it that something is done over."""
+"""The DeviceMesh: the grid of all ranks with named axes, and the groups of ranks that communicate."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pp", "dp_replicate", "dp_shard", 
 class Mesh:
     """The grid of all ranks.
 
-    Its axes, outermost first; one of degree 1 is left out, but for dp_shard:
+    Its axes, outermost first. An axis of degree 1 is not part of the mesh, except dp_shard:
 
-        pp            the layers are divided          activations go to the next rank, once per microbatch
-        dp_replicate  replicas of the model (HSDP)    gradients are all-reduced
-        dp_shard      the parameters are sharded      all-gathered and reduce-scattered, unit by unit
-        cp            the sequence is divided         keys and values travel, in every attention
-        tp            the matrices are divided        activations are gathered and summed, four times a block
+        pp            layers are divided              sends activations to the next rank, once per microbatch
+        dp_replicate  replicas of the model (HSDP)    all-reduces gradients
+        dp_shard      parameters are sharded          all-gathers parameters, reduce-scatters gradients, unit by unit
+        cp            sequences are divided           exchanges keys and values in every attention
+        tp            matrices are divided            gathers and sums activations, four times per block
 
-    The further in, the more is exchanged, and neighbouring ranks share a node. What is done over which axes:
+    Inner axes have more traffic. Neighbouring ranks are on the same node. Combinations of axes and their use:
 
-        dp_replicate x dp_shard         data: ranks with samples of their own
-        dp_shard x cp                   FSDP2 shards the parameters; with dp_replicate outside it is HSDP
-        dp_replicate x dp_shard x cp    `data_group`: ranks with different tokens and the same parameters, over which
-                                        targets are counted and BatchNorm's statistics are pooled
+        dp_replicate x dp_shard         data: each rank has its own samples
+        dp_shard x cp                   FSDP2 shards the parameters over it; with dp_replicate outside, this is HSDP
+        dp_replicate x dp_shard x cp    `data_group`: ranks with different tokens and the same parameters. Targets are
+                                        counted, and BatchNorm's statistics are pooled, over this group.
     """
 
     layout: Layout
@@ -41,7 +41,7 @@ class Mesh:
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
-        """The axes that `fully_shard` takes: two for HSDP, one without replicas."""
+        """The mesh for `fully_shard`: two axes for HSDP, one axis without replicas."""
         shard, sharded = SHARD, self.ranks[SHARD]
         if self.layout.context > 1:
             shard = f"{SHARD}_{CONTEXT}"
@@ -50,36 +50,35 @@ class Mesh:
 
     @property
     def tensor(self) -> DeviceMesh | None:
-        """The ranks that share a matrix; None where there is one."""
+        """The ranks that divide each matrix; None if the degree is 1."""
         return self._axis(TENSOR)
 
     @property
     def context(self) -> DeviceMesh | None:
-        """The ranks that share a sequence; None where there is one."""
+        """The ranks that divide each sequence; None if the degree is 1."""
         return self._axis(CONTEXT)
 
     @property
     def pipeline(self) -> DeviceMesh | None:
-        """The ranks that share the layers; None where there is one."""
+        """The ranks that divide the layers; None if the degree is 1."""
         return self._axis(PIPELINE)
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup | None:
-        """The group of these; None where there is one."""
+        """The process group of the pipeline axis; None if the degree is 1."""
         return None if self.pipeline is None else self.pipeline.get_group()
 
     @cached_property
     def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks with different tokens and the same parameters as this one; None: all ranks."""
+        """The ranks with other tokens and the same parameters as this rank; None stands for all ranks."""
         if self.layout.tensor == self.layout.pipeline == 1:
             return None
         return _own_group(self._data_ranks(), dist.distributed_c10d.default_pg_timeout, "data")
 
     def statistics_group(self, timeout_seconds: int) -> dist.ProcessGroup:
-        """Another group of the ranks of `data_group`, for collectives in the middle of forward and backward;
-        collective.
+        """Make another group of the ranks of `data_group`, for collectives within forward and backward; collective.
 
-        On NCCL these would queue, in FSDP2's group, behind the all-gathers of blocks to come that it has begun.
+        In FSDP2's own NCCL group these collectives would wait for the all-gathers that FSDP2 has prefetched.
         """
         return _own_group(self._data_ranks(), timedelta(seconds=timeout_seconds), "batchnorm statistics")
 
@@ -87,7 +86,7 @@ class Mesh:
         return self.ranks[name] if name in (self.ranks.mesh_dim_names or ()) else None
 
     def _data_ranks(self) -> list[list[int]]:
-        """The ranks of every group that has this rank's `data_group`, or is another one's."""
+        """Return the ranks of this rank's `data_group` and of all other ranks' groups."""
         layout, inner, outer = self.layout, self.layout.tensor, self.layout.ranks_per_stage
         return [
             [stage * outer + index * inner + part for index in range(outer // inner)]
@@ -97,7 +96,7 @@ class Mesh:
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
-    """The grid of the ranks of the default process group; collective."""
+    """Build the mesh of all ranks of the default process group; collective."""
     forget_meshes()
     replace_gloo_all_gather()
     axes = {
@@ -112,7 +111,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
 
 
 def _own_group(groups: list[list[int]], timeout: timedelta, description: str) -> dist.ProcessGroup:
-    """The group that this rank is in, of several that have no rank in common; collective."""
+    """Make all groups, which have no rank in common, and return the one with this rank; collective."""
     made = [dist.new_group(ranks, timeout=timeout, group_desc=description) for ranks in groups]
     own = next(index for index, ranks in enumerate(groups) if dist.get_rank() in ranks)
     return made[own]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -119,18 +120,43 @@ class _Watched:
         return self._inner(output_tensor, input_tensor, *args, **kwargs)
 
 
-def replace_replica_groups(model: nn.Module, stand_in: Callable[[dist.ProcessGroup, FSDPParamGroup], Any]) -> None:
-    """Give FSDP2 `stand_in(group, unit)` in place of the process group over which it all-reduces a unit's gradients."""
+class ReplicaGroup(ABC):
+    """Base class of stand-ins for the process group over which FSDP2 all-reduces a unit's gradients (HSDP)."""
+
+    @abstractmethod
+    def size(self) -> int:
+        """Return the number of replicas."""
+
+    @abstractmethod
+    def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> None:
+        """Sum over the replicas, in place: complete when backward is, or before this function returns."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Drop the all-reduces that are not complete, after an error has ended the backward that began them."""
+
+
+def replace_replica_groups(
+    model: nn.Module, stand_in: Callable[[dist.ProcessGroup, FSDPParamGroup], ReplicaGroup]
+) -> None:
+    """Give FSDP2 `stand_in(group, unit)` in place of the process group over which it all-reduces a unit's gradients.
+
+    Units without replicas have no such group, and keep what they have.
+    """
     for unit in parameter_groups(model):
-        assert unit.gradient_divide_factor == 1.0, "FSDP2 would divide gradients that are still being reduced"
         info: Any = unit.mesh_info
-        info.replicate_process_group = stand_in(info.replicate_process_group, unit)
+        group = getattr(info, "replicate_process_group", None)
+        if group is not None:
+            assert unit.gradient_divide_factor == 1.0, "FSDP2 would divide gradients that are still being reduced"
+            info.replicate_process_group = stand_in(group, unit)
 
 
-def replica_groups(model: nn.Module) -> list[Any]:
-    """Return the process groups, or what was put in their place, over which units all-reduce their gradients."""
-    groups = [getattr(unit.mesh_info, "replicate_process_group", None) for unit in parameter_groups(model)]
-    return [group for group in groups if group is not None]
+def discard_all_reduces(model: nn.Module) -> None:
+    """Drop the all-reduces that stand-ins for process groups have begun and not completed."""
+    for unit in parameter_groups(model):
+        group = getattr(unit.mesh_info, "replicate_process_group", None)
+        if isinstance(group, ReplicaGroup):
+            group.discard()
 
 
 def sharded_parameters(unit: FSDPParamGroup) -> list[nn.Parameter]:

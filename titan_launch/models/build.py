@@ -1,4 +1,4 @@
-"""From `[model]` to a module on the meta device, with what the launcher must know about it."""
+"""The model of a job: a module on the meta device, and the facts about it that the launcher needs."""
 
 from __future__ import annotations
 
@@ -40,48 +40,48 @@ SPECS: dict[str, ModelSpec] = {
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model on the meta device: it has no values yet."""
+    """A model on the meta device, without values, and the facts about it that the launcher needs."""
 
     module: nn.Module
 
     blocks: tuple[str, ...]
-    """Paths of the modules that become an FSDP unit each."""
+    """Paths of the modules that become one FSDP2 unit each."""
 
     head: tuple[str, ...]
-    """Paths of the modules that run last, in order; empty where nothing is known about them."""
+    """Paths of the modules that run last, in order; empty if unknown."""
 
     flops_per_sample: int | None
-    """FLOPs of forward and backward for one sample (of a language model, a sequence); None where unknown."""
+    """FLOPs of forward and backward for one sample (a sequence for a language model); None if unknown."""
 
     initializer: Initializer | HostValues
-    """Fills the parameters and buffers, once the model has memory; or has their values."""
+    """Function that fills parameters and buffers after `allocate`, or the values that a factory has given them."""
 
     embeddings: tuple[str, ...] = ()
-    """Paths of the modules whose weights only their own forward reads; empty where nothing is known about them."""
+    """Paths of the modules whose weights only their own forward reads; empty if unknown."""
 
     tensor_parallel: Mapping[str, TensorStyle] | None = None
-    """How tensor parallelism treats its modules, by glob; None where it is not known."""
+    """Styles of tensor parallelism by glob of modules; None if the model declares none."""
 
     pipeline_order: tuple[str, ...] = ()
-    """Paths of the modules that run one after another, in order, and hold all parameters; empty where nothing is known
-    about that."""
+    """Paths of the modules that run one after another, in order, and hold all parameters; empty if the model declares
+    no such order."""
 
     context_parallel: Mapping[str, int] | None = None
-    """The buffers along the sequence, and the axis of the tokens in each; None where it is not known."""
+    """Axis of the tokens in each buffer along the sequence, by glob; None if the model declares none."""
 
     attention: AttentionHeads | None = None
-    """What attention is called with; None where it is not known."""
+    """Shape of the calls of attention; None if unknown."""
 
 
 def build_model(config: ModelConfig, seq_len: int, host: HostBuild | None = None) -> BuiltModel:
     """Build a model of this package by its name, or one of the user's own by its import string.
 
-    With `host` the factory of a user's own is called on the host, and its values are kept; without it the model is for
-    planning, and has none.
+    With `host`, a user's factory is called on the host, and its values are returned. Without `host` the model is for
+    planning and has no values.
 
-    Raises ConfigError for what the user can fix; names, flavors and arguments of the package's own models are checked
-    by `titan_launch.config` before. A user's module can define `flops_per_sample(seq_len)`, and, as attributes,
-    `pipeline_order` (the `pipeline_order` of `ModelSpec`), and its `tensor_parallel` and `context_parallel`.
+    Raise ConfigError for errors of the user's model. (`titan_launch.config` has already checked names, flavors and
+    arguments of the package's models.) A user's module may define `flops_per_sample(seq_len)`, and as attributes the
+    `pipeline_order`, `tensor_parallel` and `context_parallel` of `ModelSpec`.
     """
     if ":" in config.name:
         return _build_users_own(config, seq_len, host)
@@ -106,7 +106,7 @@ def build_model(config: ModelConfig, seq_len: int, host: HostBuild | None = None
 def recorded_model(config_file: str | Path) -> nn.Module:
     """Build the model of a finished run in plain PyTorch, from the `config.json` in the run's folder.
 
-    The module is whole and on the default device. Its constructor gives it its values; load a checkpoint into it.
+    The module is not sharded, and is on the default device. Its values are those of its constructor: load a checkpoint.
     """
     recorded = json.loads(Path(config_file).read_text())
     config = ModelConfig.model_validate(recorded["model"])
@@ -141,7 +141,7 @@ def _build_users_own(config: ModelConfig, seq_len: int, host: HostBuild | None) 
 
 
 def _check_declarations(module: nn.Module) -> None:
-    """Raise ConfigError for what a model says of itself in another form than it is read in."""
+    """Raise ConfigError if an attribute that a model declares has the wrong type."""
     pipeline_order = getattr(module, "pipeline_order", ())
     problems = []
     if not isinstance(pipeline_order, (tuple, list)) or not all(isinstance(pattern, str) for pattern in pipeline_order):
@@ -161,10 +161,10 @@ def _is_table(declared: Any, kind: type) -> bool:
 
 
 def find_blocks(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Paths of the modules that the globs match, in the order of `named_modules`.
+    """Return the paths of the modules that the globs match, in the order of `named_modules`.
 
-    Only what has a forward can be a block: not a ModuleList or ModuleDict. Raises ConfigError on `model.blocks` for
-    every glob that matches nothing.
+    A block needs a forward, so a ModuleList or ModuleDict cannot be one. Raise ConfigError on `model.blocks` for every
+    glob that matches nothing.
     """
     paths, containers = _paths(module)
     unused = [
@@ -180,8 +180,8 @@ def find_blocks(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
 def find_pipeline_order(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     """Return the paths that the globs of `pipeline_order` match, glob by glob, each in the order of `named_modules`.
 
-    Raises ConfigError on `model.name` for a glob that matches nothing to be run, and for modules that are named twice,
-    or lie in one another.
+    Raise ConfigError on `model.name` for a glob that matches no module with a forward, and for a module that is listed
+    twice, or whose parent is listed too.
     """
     paths, containers = _paths(module)
     pipeline_order: list[str] = []
@@ -202,7 +202,7 @@ def find_pipeline_order(module: nn.Module, patterns: Sequence[str]) -> tuple[str
 
 
 def _paths(module: nn.Module) -> tuple[list[str], list[str]]:
-    """Paths of the modules that can be run, and of the containers without a forward."""
+    """Return the paths of the modules with a forward, and of the containers without one."""
     runnable: list[str] = []
     containers: list[str] = []
     for path, child in module.named_modules():
@@ -212,9 +212,9 @@ def _paths(module: nn.Module) -> tuple[list[str], list[str]]:
 
 
 def _list_entries(module: nn.Module, path: str = "") -> Iterator[str]:
-    """Paths of the entries of the outermost ModuleLists, those without parameters left out.
+    """Yield the paths of the entries of the outermost ModuleLists, except entries without parameters.
 
-    An entry that is a container itself stands for its own entries.
+    An entry that is itself a container is replaced by its own entries.
     """
     for name, child in module.named_children():
         child_path = full_name(path, name)

@@ -1,4 +1,4 @@
-"""A model of the user's own: its factory is called on the host, whose values it keeps, or on the meta device."""
+"""Models of the user: calls of their factories on the host, with the values kept, or on the meta device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class HostBuild:
     """Free memory of the host before any rank calls the factory."""
 
     ranks: int = 1
-    """Number of ranks that call it at the same time on this host."""
+    """Number of ranks that call the factory at the same time on this host."""
 
 
 @dataclass(frozen=True)
@@ -66,26 +66,28 @@ class HostValues:
 
 
 def uses_meta_device(factory: Callable[..., Any]) -> bool:
-    """Return whether a factory declares, by the attribute `meta_device = True`, that its module is built on the meta
-    device and filled by `reset_parameters`."""
+    """Return True if a factory has the attribute `meta_device = True`.
+
+    Its module is built on the meta device and filled by `reset_parameters`.
+    """
     return getattr(factory, "meta_device", False) is True
 
 
 def build_on_meta(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module:
     """Build a factory's module on the meta device, to be filled by `call_reset_parameters`.
 
-    Raises ConfigError where that fails, and for a module that `reset_parameters` cannot fill.
+    Raise ConfigError if the factory fails, and for a module that `reset_parameters` cannot fill.
     """
     with torch.device("meta"):
-        module = _call(config, factory, "; it is called on the meta device, where tensors have shapes but no values")
+        module = _call(config, factory, " on the meta device, where tensors have shapes but no values")
     check_reset_parameters(module)
     return module
 
 
 def build_for_planning(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module:
-    """Build a factory's module on the meta device, without values; where the factory fails there, on the host.
+    """Build a factory's module on the meta device, without values, or on the host if the factory fails there.
 
-    Raises ConfigError where both fail. Tensors that are plain attributes hold zeros, on the host.
+    Raise ConfigError if both fail. Tensors that are plain attributes are zeros on the host.
     """
     module = None
     with suppress(ConfigError), torch.device("meta"):
@@ -102,9 +104,8 @@ def build_for_planning(config: ModelConfig, factory: Callable[..., Any]) -> nn.M
 def build_on_host(config: ModelConfig, factory: Callable[..., Any], host: HostBuild) -> tuple[nn.Module, HostValues]:
     """Build a factory's module on the host, with all random generators seeded as `torch.manual_seed` does.
 
-    Returns the module, whose tensors are moved to the meta device, and their values. Raises ConfigError where the
-    factory fails, where its tensors need more memory than the host has free, and for a module with tensors that are not
-    on the host.
+    Return the module, with its tensors moved to the meta device, and their values. Raise ConfigError if the factory
+    fails, if its tensors need more memory than the host has free, and if tensors of the module are not on the host.
     """
     with _seeded(host.seed), _memory_limited(host.free_bytes // host.ranks):
         try:
@@ -147,7 +148,7 @@ def _call(config: ModelConfig, factory: Callable[..., Any], where: str = "") -> 
 def _check_arguments(factory: Callable[..., Any], config: ModelConfig) -> None:
     try:
         signature = inspect.signature(factory)
-    except ValueError:  # some callables in C have none
+    except ValueError:  # some callables in C have no signature
         return
     try:
         signature.bind(**config.args)
@@ -198,7 +199,7 @@ def _take_values(module: nn.Module) -> HostValues:
 
 
 def _check_is_not_shared(module: nn.Module) -> None:
-    """Raise ConfigError for two parameters in the same memory: they would be two shards, each with its own updates."""
+    """Raise ConfigError for two parameters in the same memory: FSDP2 would shard and update each by itself."""
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         other = names.setdefault(parameter.data_ptr(), name) if parameter.nbytes else name
@@ -210,7 +211,7 @@ def _check_is_not_shared(module: nn.Module) -> None:
 
 
 def _meta_twin(tensor: Tensor) -> Tensor:
-    """A contiguous tensor on the meta device of the same shape and dtype, with the same attributes."""
+    """Return a contiguous tensor on the meta device with the same shape, dtype and attributes."""
     twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):
         twin = nn.Parameter(twin, tensor.requires_grad)
@@ -239,7 +240,7 @@ class _OutOfHostMemory(Exception):  # noqa: N818 - never leaves this module
     def __init__(self, counted_bytes: int):
         super().__init__(counted_bytes)
         self.counted_bytes = counted_bytes
-        """Bytes of the tensors that were registered until then."""
+        """Bytes of the tensors that the factory had registered before the error."""
 
 
 @contextmanager
@@ -263,7 +264,7 @@ def _memory_limited(limit_bytes: int) -> Iterator[None]:
         count(copy)
         return copy
 
-    deepcopy = nn.Parameter.__deepcopy__  # registers nothing: `nn.TransformerEncoder` copies its layers
+    deepcopy = nn.Parameter.__deepcopy__  # copies, as of layers by `nn.TransformerEncoder`, call no hook
     on_registration = [
         register(lambda module, name, tensor: count(tensor))
         for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook)
@@ -283,7 +284,7 @@ def _too_large(
         with torch.device("meta"):
             module = factory(**config.args)
         needed, qualifier = _num_bytes([*module.parameters(), *module.buffers()]), ""
-    except Exception:  # a factory that needs values; what it has registered so far is known
+    except Exception:  # the factory needs values; only the bytes so far are known
         needed, qualifier = error.counted_bytes, "more than "
     reason = (
         f"needs {qualifier}{needed / GIB:.1f} GiB of host memory on each of {host.ranks} ranks of this host, "
@@ -298,10 +299,10 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _digest(tensor: Tensor) -> str:
-    """A digest of dtype, shape and elements.
+    """Return a digest of dtype, shape and elements.
 
-    It is made of sums of the elements' bits, as integers, over the rows and over the columns of a table: sums run at
-    memory bandwidth, and a permutation changes them.
+    The elements' bits are summed as integers, over the rows and over the columns of a table. Sums run at memory
+    bandwidth, and a permutation of the elements changes them.
     """
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = plain.reshape(-1).view(_INTEGERS[plain.element_size()])

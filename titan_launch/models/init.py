@@ -1,7 +1,7 @@
-"""Initial parameters and buffers that are the same for every sharding and every number of ranks.
+"""Initial parameters and buffers, which are the same for every sharding and every number of ranks.
 
-Every rank makes each module's tensors whole, from a seed that depends on the module's path only, and keeps its shard.
-Nothing is communicated, and no more than one module is whole at a time.
+Every rank computes each module's unsharded tensors from a seed that depends only on the module's path, and keeps its
+shards. Nothing is communicated. Only one module is unsharded at a time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from titan_launch.plan.types import full_name
 
 
 def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = False) -> None:
-    """Give a model on the meta device memory on `device`, uninitialised, in place; with `parameters_on_host` its
-    parameters on the host."""
+    """Allocate the tensors of a model on the meta device on `device`, uninitialised, in place.
+
+    With `parameters_on_host` the parameters are allocated on the host.
+    """
     model.to_empty(device="cpu" if parameters_on_host else device)
     if not parameters_on_host:
         return
@@ -34,11 +36,11 @@ def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = 
 
 
 def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: int, device: torch.device) -> None:
-    """Fill a model that `allocate` has given memory, sharded or not, in place; with `HostValues` copy them.
+    """Fill an allocated model, sharded or not, in place; `HostValues` are copied into it.
 
-    Values are made on `device`, so that they are the same where parameters are on the host. A shared tensor is filled
-    once, by the first module in `named_modules` that owns it. Children come before parents. No communication. Beyond
-    the model itself it needs the memory of the largest single module, whole and in fp32.
+    Values are computed on `device`, also for parameters on the host, so that both get the same values. A shared tensor
+    is filled once, by the first module in `named_modules` that owns it. Children come before parents. Nothing is
+    communicated. The call needs extra memory for the largest single module, unsharded and in fp32.
     """
     if isinstance(initializer, HostValues):
         _copy_values(model, initializer)
@@ -59,7 +61,7 @@ def _copy_values(model: nn.Module, values: HostValues) -> None:
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Modules that own tensors themselves, with the names of those that no module before them owns too."""
+    """Yield modules that own tensors, each with the names of those tensors that no earlier module owns."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         names = [name for name, tensor in own_tensors(module).items() if id(tensor) not in seen]
@@ -69,9 +71,9 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
 
 
 def _whole_twin(module: nn.Module, device: torch.device) -> nn.Module:
-    """A module like `module` before it was wrapped, with whole, uninitialised tensors of its own.
+    """Return a module like `module` before it was wrapped, with its own unsharded, uninitialised tensors.
 
-    Its attributes are shared with the original. It has no children, since those of the original are sharded.
+    The twin shares its attributes with the original. It has no children, because those of the original are sharded.
     """
     cls = _original_class(module)
     twin = cls.__new__(cls)
@@ -83,19 +85,19 @@ def _whole_twin(module: nn.Module, device: torch.device) -> nn.Module:
     twin.__dict__["_buffers"] = {
         name: None if b is None else _uninitialised(b, device) for name, b in module._buffers.items()
     }
-    if not isinstance(module, nn.MultiheadAttention):  # it sets its child's bias to zero, which needs no whole tensor
+    if not isinstance(module, nn.MultiheadAttention):  # its reset sets a child's bias to zero, which works on a shard
         twin.__dict__["_modules"] = {}
     return twin
 
 
 def _original_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, or the one it had before `fully_shard` replaced it."""
+    """Return the class of a module, or its class before `fully_shard` replaced it."""
     classes: Iterator[type[nn.Module]] = (cls for cls in type(module).__mro__ if issubclass(cls, nn.Module))
     return next(cls for cls in classes if not issubclass(cls, FSDPModule))
 
 
 def _uninitialised(like: Tensor, device: torch.device) -> Tensor:
-    """Floating tensors hold NaN until they are filled, and are fp32 where storage is less: one rounding, at the end."""
+    """Return a tensor of the same shape, of NaN if floating, and at least in fp32, so that values are rounded once."""
     if not (like.is_floating_point() or like.is_complex()):
         return torch.zeros(like.shape, dtype=like.dtype, device=device)
     dtype = torch.promote_types(like.dtype, torch.float32)
@@ -103,7 +105,7 @@ def _uninitialised(like: Tensor, device: torch.device) -> Tensor:
 
 
 def _copy_shard(target: Tensor, whole: Tensor) -> None:
-    """Copy into a tensor the part of `whole` that it holds, cast to its dtype."""
+    """Copy into `target` its part of `whole`, cast to its dtype."""
     if isinstance(target, DTensor):
         local_tensor(target).copy_(own_part(whole.detach(), target))
     else:
@@ -117,10 +119,10 @@ def _module_seed(seed: int, path: str) -> int:
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the default generators of the host and of `device`; afterwards they are where they were."""
+    """Seed the default generators of the host and of `device` for the block, and restore their states."""
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
-        # Not torch.manual_seed, which also notes the seed, with a stack trace, for every kind of device not in use.
+        # torch.manual_seed would also store the seed, with a stack trace, for every kind of device not in use.
         torch.default_generator.manual_seed(seed)
         if device.type != "cpu":
             torch.get_device_module(device).manual_seed(seed)

@@ -1,4 +1,4 @@
-"""How one module's tensors get their first values: by a table of rules, or by the module's own `reset_parameters`."""
+"""Initial values of one module's tensors: by a table of rules, or by the module's own `reset_parameters`."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ from titan_launch.plan.types import full_name
 
 
 class Initializer(Protocol):
-    """Fills the tensors that one module owns itself."""
+    """A function that fills the tensors which one module owns itself."""
 
     def __call__(self, module: nn.Module, path: str) -> None:
         """Fill every parameter and buffer of `module`, whose path in the model is `path`.
 
-        They are whole plain tensors, uninitialised (floating ones hold NaN, others 0), and fp32 at least. The module
-        has no children. Random numbers come from torch's default generators, which are seeded; gradients are off.
+        The tensors are unsharded plain tensors, at least in fp32. Floating tensors hold NaN, others 0. The module has
+        no children. torch's default generators are seeded, and gradients are off.
         """
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers that a module owns itself, not through its children, by name."""
+    """Return the parameters and buffers that a module owns itself, without those of its children, by name."""
     both = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in both.items() if tensor is not None}
 
 
 Fill = Callable[[Tensor, nn.Module], object]
-"""Fills a tensor in place; the module is the one that owns it."""
+"""A function that fills a tensor in place; its second argument is the module that owns the tensor."""
 
 
 def constant(value: float) -> Fill:
-    """Every element the same."""
+    """Fill with one value."""
     return lambda tensor, module: tensor.fill_(value)
 
 
 def normal(std: float) -> Fill:
-    """Normal around 0."""
+    """Fill from a normal distribution around 0."""
     return lambda tensor, module: tensor.normal_(std=std)
 
 
 def truncated_normal(std: float) -> Fill:
-    """Normal around 0, cut off at three standard deviations."""
+    """Fill from a normal distribution around 0, truncated at three standard deviations."""
     return lambda tensor, module: nn.init.trunc_normal_(tensor, std=std, a=-3 * std, b=3 * std)
 
 
 def recomputed(tensor: Tensor, module: nn.Module) -> None:
-    """As the module's own `reset_parameters` computes it (and all its other tensors)."""
+    """Call the module's own `reset_parameters`, which fills all its tensors."""
     reset = module.reset_parameters
     assert callable(reset)
     reset()
 
 
 class InitTable:
-    """Rules by the full name of a parameter or buffer; the first glob that matches wins.
+    """A table of rules by glob of full names of parameters and buffers; the first glob that matches wins.
 
-    A name that none matches is a mistake in the table, and raises AssertionError.
+    A name that no glob matches is a mistake in the table, and raises AssertionError.
     """
 
     def __init__(self, rules: Sequence[tuple[str, Fill]]):
@@ -78,10 +78,9 @@ class InitTable:
 
 
 def call_reset_parameters(module: nn.Module, path: str) -> None:
-    """Fill a module's own tensors by its `reset_parameters`: for factories that declare `meta_device = True`.
+    """Fill a module's own tensors by its `reset_parameters`, for factories that declare `meta_device = True`.
 
-    That is PyTorch's convention, which its own layers follow. Raises UserError where the method fails, or leaves a
-    tensor as it was.
+    PyTorch's own layers follow this convention. Raise UserError if the method fails, or does not fill a tensor.
     """
     before = {name: (tensor, tensor._version) for name, tensor in own_tensors(module).items()}
     where = f"reset_parameters of {type(module).__name__} ({path or 'the model itself'})"
@@ -91,8 +90,8 @@ def call_reset_parameters(module: nn.Module, path: str) -> None:
         reset()
     except Exception as error:
         raise UserError(
-            f"{where} failed. It is called on a copy of the module that has no submodules, to fill the parameters and "
-            f"buffers that the module owns itself:\n{user_traceback(error)}"
+            f"{where} failed. The method is called on a copy of the module without submodules, to fill the parameters "
+            f"and buffers that the module owns itself:\n{user_traceback(error)}"
         ) from error
     unfilled = [name for name, tensor in own_tensors(module).items() if not _is_filled(tensor, *before[name])]
     if unfilled:
@@ -110,14 +109,17 @@ def _is_filled(tensor: Tensor, before: Tensor, version: int) -> bool:
 
 
 def check_reset_parameters(model: nn.Module) -> None:
-    """Raise ConfigError on `model.name` for each class that owns tensors but has no `reset_parameters`."""
+    """Raise ConfigError on `model.name` if values would be lost on the meta device.
+
+    That is the case for a class that owns tensors without `reset_parameters`, and for tensors in plain attributes.
+    """
     problems = [*_without_reset_parameters(model), *_lost_tensors(model)]
     if problems:
         raise ConfigError(problems)
 
 
 def _lost_tensors(model: nn.Module) -> Iterator[Problem]:
-    """A tensor that is a plain attribute stays on the meta device, without values, and fails in the first forward."""
+    """Yield a problem for each tensor in a plain attribute: it stays on the meta device and fails in the forward."""
     for path, module in model.named_modules():
         names = [name for name, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
         for name in names:
@@ -146,7 +148,7 @@ def _without_reset_parameters(model: nn.Module) -> Iterator[Problem]:
 
 
 def _reset_method(module: nn.Module) -> Callable[[], object] | None:
-    # MultiheadAttention is the one class of torch's own that keeps the method to itself.
+    # MultiheadAttention is the only class of torch with a private name for the method.
     return getattr(
         module, "_reset_parameters" if isinstance(module, nn.MultiheadAttention) else "reset_parameters", None
     )

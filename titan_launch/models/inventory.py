@@ -16,7 +16,7 @@ def take_inventory(
     embeddings: tuple[str, ...] = (),
     pipeline_order: tuple[str, ...] = (),
 ) -> Inventory:
-    """Describe a model, on any device (meta included), before it is wrapped."""
+    """Return the table of a model's modules, before it is wrapped. The model may be on the meta device."""
     first_path: dict[int, str] = {}
     first_owner: dict[int, str] = {}
     modules = tuple(
@@ -34,7 +34,7 @@ def take_inventory(
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called; containers (`nn.ModuleList`, `nn.ModuleDict`) cannot."""
+    """Return True if a module has a forward; containers (`nn.ModuleList`, `nn.ModuleDict`) have none."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 

@@ -3,8 +3,8 @@
     tokens -> tok_embeddings -> n_layers x [ x + attention(attention_norm(x)), x + feed_forward(ffn_norm(x)) ]
            -> norm -> output -> logits
 
-Module names are TorchTitan's (and Meta's), not Hugging Face's. Parameters and FLOPs are derived beside the arguments,
-in `titan_launch.config.architectures.llama3`.
+Module names are those of TorchTitan and Meta, not of Hugging Face. `titan_launch.config.architectures.llama3` has the
+arguments, and the formulas of parameters and FLOPs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each on the normalized stream and added back to it."""
+    """Attention and feed-forward, each applied to the normalized stream and added to the stream."""
 
     def __init__(self, args: Llama3Args, rope: RotaryEmbedding):
         super().__init__()
@@ -30,13 +30,13 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(args.dim, args.hidden_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, dim) to the same shape."""
+        """Map (batch, tokens, dim) to the same shape."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.feed_forward(self.ffn_norm(x))
 
 
 class Llama3(nn.Module):
-    """The whole model, for sequences of up to `max_seq_len` tokens."""
+    """A Llama for sequences of up to `max_seq_len` tokens."""
 
     def __init__(self, args: Llama3Args, max_seq_len: int):
         super().__init__()
@@ -49,7 +49,7 @@ class Llama3(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token ids (batch, tokens) to logits (batch, tokens, vocab_size)."""
+        """Map token ids (batch, tokens) to logits (batch, tokens, vocab_size)."""
         x = self.tok_embeddings(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -61,10 +61,10 @@ def _norm(args: Llama3Args) -> nn.Module:
 
 
 def initial_values(args: Llama3Args) -> InitTable:
-    """TorchTitan's: logits start with a standard deviation near 1, and the deeper a block, the less it adds.
+    """Return TorchTitan's initial values: logits have a standard deviation near 1, and deeper blocks add less.
 
-    A tied embedding is the output's matrix too, and starts like one: with a standard deviation of 1 the logits would
-    have one of `sqrt(dim)`.
+    A tied embedding is initialised as the output matrix. With the embedding's standard deviation of 1, the logits would
+    have a standard deviation of `sqrt(dim)`.
     """
     output = truncated_normal(args.dim**-0.5)
     linear = truncated_normal(0.02)

@@ -1,7 +1,7 @@
-"""Loss and accuracy, as sums: the trainer divides by the number of valid targets, which only it knows.
+"""Loss and accuracy as sums over targets. The training step divides them by its global number of valid targets.
 
-Logits may be divided over ranks by class (tensor parallelism): a DTensor sharded along its last axis. The ranks then
-compute the same loss together, each on its classes, and no rank has all logits of a target.
+With tensor parallelism, logits may be divided over ranks by class: a DTensor sharded along its last dimension. Then the
+ranks compute one loss together, each on its classes, and no rank has all logits of a target.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from torch.distributed.tensor import DTensor, Shard
 from titan_launch.config.sections.data import IGNORED_TARGET
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Outputs and targets to the sum of the loss over the valid targets: a scalar."""
+"""A function of outputs and targets that returns the sum of the loss over the valid targets, a scalar."""
 
 
 def loss_in_chunks(chunks: int) -> Loss:
-    """`cross_entropy_sum` with so many chunks."""
+    """Return `cross_entropy_sum` with this number of chunks."""
     return cross_entropy_sum if chunks == 1 else partial(cross_entropy_sum, chunks=chunks)
 
 
 def cross_entropy_sum(outputs: Tensor, targets: Tensor, chunks: int = 1) -> Tensor:
-    """Sum of -log softmax(outputs)[target] over the valid targets: a scalar, computed in fp32.
+    """Return the sum of -log softmax(outputs)[target] over the valid targets: a scalar, computed in fp32.
 
-    `outputs` are logits (..., classes), `targets` class indices (...). Where no target is valid the sum is 0 and so
-    are the gradients, which keeps the backward passes of all ranks in step.
+    `outputs` are logits (..., classes), `targets` class indices (...). If no target is valid, the sum and the gradients
+    are 0, and all ranks still run the same backward.
 
-    `chunks`: the targets are gone through in so many parts, one after the other, and what is computed in fp32 exists
-    for one part at a time; backward computes it again. The gradient stays the same, bit for bit.
+    `chunks`: number of parts of the targets, computed one after another. The fp32 tensors exist for one part at a time,
+    and backward computes them a second time. The gradient is the same bit for bit.
 
-    Of logits that are divided by class over T ranks each holds, and computes in fp32, 1/T; backward computes again in
-    any case. Collective then: three numbers for each target are reduced over the ranks, in forward only.
+    If logits are divided by class over T ranks, each rank holds and computes 1/T of them, and backward always computes
+    the fp32 tensors a second time. The call is then collective: forward reduces three numbers for each target.
     """
     if isinstance(outputs, DTensor):
         logits, classes = _own_classes(outputs)
@@ -59,7 +59,7 @@ def _sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """`_sum` of logits (n, classes) and targets (n) in chunks: only these two are kept for backward."""
+    """`_sum` of logits (n, classes) and targets (n) in chunks, with only these two saved for backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, chunks: int) -> Tensor:
@@ -82,7 +82,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _gradient_of_sum(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """What autograd would compute for `_sum`, with the same operations, in fp32."""
+    """Return the gradient of `_sum` by the same operations that autograd uses, in fp32."""
     log_softmax = torch.log_softmax(logits.float(), dim=-1)
     sum_reduction, total_weight = 2, torch.zeros_like(grad)  # the weight is not used in a sum
     of_log_softmax = torch.ops.aten.nll_loss_backward(
@@ -94,27 +94,27 @@ def _gradient_of_sum(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Classes:
-    """The classes that this rank has logits of."""
+    """The classes whose logits this rank has."""
 
     start: int
     count: int
     group: dist.ProcessGroup
-    """The ranks that have the others."""
+    """The ranks that have the other classes, and this rank."""
 
     def reduced(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        """`values`, reduced over the ranks in place."""
+        """Reduce `values` over the ranks in place, and return them."""
         dist.all_reduce(values, op=op, group=self.group)
         return values
 
     def at(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Of targets (n): where in this rank's logits they are, and whether they are there at all; [n, 1] both."""
+        """Return, for targets (n), their indices in this rank's logits and whether they are there; both [n, 1]."""
         index = (targets - self.start).unsqueeze(-1)
         is_here = (index >= 0) & (index < self.count)
         return index.where(is_here, 0), is_here
 
 
 def _own_classes(outputs: DTensor) -> tuple[Tensor, _Classes]:
-    """This rank's part of divided logits, differentiable, and which one it is."""
+    """Return this rank's part of divided logits, differentiable, and the classes of the part."""
     assert outputs.placements == (Shard(outputs.ndim - 1),), outputs.placements
     mesh, logits = outputs.device_mesh, outputs.to_local()
     count = logits.shape[-1]  # the same on all ranks: check_tensor_plan asks for it
@@ -122,9 +122,12 @@ def _own_classes(outputs: DTensor) -> tuple[Tensor, _Classes]:
 
 
 class _DividedCrossEntropy(torch.autograd.Function):
-    """`_sum` of logits (n, classes / ranks) and targets (n) in chunks. Beside these two, backward has two numbers per
-    target, which make a softmax of any part of its logits: the largest of all, and the logarithm of the sum of the
-    exponentials of their distances from it. (One number, their sum, would lose digits where logits are large.)"""
+    """`_sum` of logits (n, classes / ranks) and targets (n) in chunks.
+
+    Saved for backward are these two, and two numbers per target from which the softmax of a part of the logits follows:
+    the largest logit of all ranks, and the logarithm of the sum of exp(logit - largest). (The sum of both numbers alone
+    would lose digits of large logits.)
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, chunks: int, classes: _Classes) -> Tensor:
@@ -134,7 +137,7 @@ class _DividedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), device=logits.device)
         for part, wanted, scale in zip(*(t.chunk(chunks) for t in (logits, targets, scales)), strict=True):
             largest = classes.reduced(part.amax(-1, keepdim=True).float(), dist.ReduceOp.MAX)
-            distances = (part - largest).float()  # one fp32 tensor: bf16 is promoted on the way
+            distances = (part - largest).float()  # one fp32 tensor: bf16 minus fp32 is fp32
             index, is_here = classes.at(wanted)
             own = distances.gather(-1, index).where(is_here, 0)
             sums = classes.reduced(torch.cat([distances.exp_().sum(-1, keepdim=True), own], -1), dist.ReduceOp.SUM)
@@ -158,10 +161,10 @@ class _DividedCrossEntropy(torch.autograd.Function):
 
 
 def count_correct(outputs: Tensor, targets: Tensor) -> Tensor:
-    """How many targets have the largest logit: an int64 scalar on their device.
+    """Return how many targets have the largest logit: an int64 scalar on their device.
 
-    `outputs` are logits (..., classes), `targets` class indices (...). Of equal logits the first counts as the largest.
-    An ignored target is no class, and so is never correct. Collective where logits are divided by class.
+    `outputs` are logits (..., classes), `targets` class indices (...). Of equal logits, the first is taken as the
+    largest. An ignored target is never correct. Collective if logits are divided by class.
     """
     if isinstance(outputs, DTensor):
         logits, classes = _own_classes(outputs)
@@ -173,5 +176,5 @@ def count_correct(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def count_valid(targets: Tensor) -> Tensor:
-    """How many targets are not ignored: an int64 scalar on their device."""
+    """Return how many targets are not ignored: an int64 scalar on their device."""
     return (targets != IGNORED_TARGET).sum()

@@ -1,4 +1,4 @@
-"""A model's declarations for tensor and context parallelism, and errors if they do not fit the model."""
+"""A model's declarations for tensor and context parallelism, and the errors in them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _CLASSES: dict[str, type[nn.Module]] = {
     "rowwise": nn.Linear,
     "head": nn.Linear,
 }
-"""What a style is for; others are for any module."""
+"""The class of module that a style requires; other styles allow any module."""
 
 _DIVIDED_AXIS = {"embedding": 0, "colwise": 0, "rowwise": 1, "head": 0}
-"""The axis of the weight that a style divides."""
+"""The dimension of the weight that a style divides."""
 
 
 _ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")
@@ -43,8 +43,7 @@ _ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")
 
 @contextmanager
 def shapes_explained(model: ModelConfig, degree: int) -> Iterator[None]:
-    """Raise ConfigError where a forward of the user's own model fails because of shapes, which are others with tensor
-    parallelism; only the model can tell."""
+    """Raise ConfigError if a forward of a user's model fails with an error about shapes under tensor parallelism."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -53,15 +52,17 @@ def shapes_explained(model: ModelConfig, degree: int) -> Iterator[None]:
         place, text = user_place(error), str(error).partition("\n")[0]
         reason = (
             f"fails{f' at {place}' if place else ''} with 1/{degree} of the heads and features on each rank: does its "
-            "attribute tensor_parallel divide what belongs together, are its shapes those of what arrives (-1, not the "
-            f"number of heads), and does the degree divide the heads? See docs/parallelism.md (PyTorch: {text})"
+            "attribute tensor_parallel divide connected layers alike, do its reshapes take sizes from their input (-1, "
+            f"not the number of heads), and does the degree divide the heads? See docs/parallelism.md (PyTorch: {text})"
         )
         raise config_error(_NAME, reason, model.name, also=(_TENSOR_DEGREE,)) from error
 
 
 def style_by_module(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
-    """The style of every module that a glob matches, by path; the first glob that matches wins. Of a pipeline stage:
-    of the modules that are there."""
+    """Return the style of every module that a glob matches, by path; the first glob that matches wins.
+
+    Of a pipeline stage, only the modules of the stage have a style.
+    """
     found = {}
     for path, module in model.named_modules():
         if isinstance(module, PassThrough):
@@ -75,7 +76,7 @@ def style_by_module(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict
 def check_tensor_plan(
     model: nn.Module, styles: Mapping[str, TensorStyle] | None, parallelism: ParallelismConfig
 ) -> None:
-    """Raise ConfigError for everything that keeps a whole model on the meta device from being divided by its plan."""
+    """Raise ConfigError if a model on the meta device cannot be divided as it declares; list all reasons."""
     if parallelism.tensor_parallel_degree == 1:
         return
     problems = list(_problems(model, styles, parallelism))
@@ -90,7 +91,7 @@ def _problems(
     if not styles:
         reason = (
             "the model declares no plan for tensor parallelism (an attribute tensor_parallel of the module: globs of "
-            "its modules, and how each is divided; see docs/parallelism.md); declare one, or set 1"
+            "its modules with a style for each; see docs/parallelism.md); declare one, or set 1"
         )
         yield Problem(_TENSOR_DEGREE, reason, degree)
         return
@@ -104,7 +105,9 @@ def _problems(
     yield from _left_out(model, found)
     yield from _divided_ties(model, found)
     if "head" not in found.values():
-        yield Problem(_NAME, 'its plan for tensor parallelism has no module of the style "head": the one of the logits')
+        yield Problem(
+            _NAME, 'its plan for tensor parallelism has no module of the style "head", which makes the logits'
+        )
     if parallelism.sequence_parallel:
         yield from _not_by_sequence(model, found)
 
@@ -145,7 +148,7 @@ def _what_is_divided(style: TensorStyle) -> str:
 
 
 def _left_out(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
-    """Modules with parameters and without a style: whether ranks see the same activations there is not known."""
+    """Yield a problem if modules with parameters have no style: the reduction of their gradients is then undefined."""
     owners = (
         path for path, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None
     )
@@ -154,13 +157,13 @@ def _left_out(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Pr
         more = f", and {len(paths) - 1} others, which have" if len(paths) > 1 else ", which has"
         reason = (
             f"its plan for tensor parallelism leaves out {paths[0] or 'the model itself'}{more} parameters; "
-            'add it ("sequence" is for what works on each token by itself)'
+            'add it ("sequence" is for modules that work on each token by itself)'
         )
         yield Problem(_NAME, reason)
 
 
 def _divided_ties(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
-    """A tied parameter is one tensor, divided in one way."""
+    """Yield a problem for each tied parameter that the styles of its modules divide in different ways."""
     first: dict[int, str] = {}
     for path, style in found.items():
         for name, parameter in model.get_submodule(path)._parameters.items():
@@ -173,7 +176,7 @@ def _divided_ties(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterato
 
 
 def _not_by_sequence(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
-    """Sequence parallelism begins at an embedding, and a rank sees a part of the tokens."""
+    """Yield the problems with sequence parallelism: no embedding, or a BatchNorm that would see part of the tokens."""
     if "embedding" not in found.values():
         reason = 'the plan has no module of the style "embedding", at which the tokens are divided; set false'
         yield Problem(_SEQUENCE, reason, True)
@@ -188,7 +191,7 @@ Buffer = tuple[nn.Module, str, int]
 
 
 def buffers_along_sequence(model: nn.Module, axes: Mapping[str, int]) -> dict[str, Buffer]:
-    """The buffers that a glob of `axes` matches, by full name; a shared one once."""
+    """Return the buffers that a glob of `axes` matches, by full name; a shared buffer once."""
     found = {}
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -201,8 +204,10 @@ def buffers_along_sequence(model: nn.Module, axes: Mapping[str, int]) -> dict[st
 def check_context_plan(
     model: nn.Module, axes: Mapping[str, int] | None, degree: int, seq_len: int, batchnorm: BatchNormConfig
 ) -> None:
-    """Raise ConfigError for everything that keeps a model on the meta device from having its sequences divided over
-    `degree` ranks. `axes`: what it declares (`ModelSpec.context_parallel`)."""
+    """Raise ConfigError if the sequences of a model on the meta device cannot be divided over `degree` ranks.
+
+    `axes`: the model's declaration (`ModelSpec.context_parallel`).
+    """
     if degree == 1:
         return
     if axes is None:
@@ -229,10 +234,10 @@ def _wrong_buffers(model: nn.Module, axes: Mapping[str, int], seq_len: int) -> I
         buffer = module._buffers[own_name]
         assert isinstance(buffer, Tensor)
         if not -buffer.ndim <= axis < buffer.ndim or buffer.shape[axis] < seq_len:
-            reason = f"{name} has the shape {tuple(buffer.shape)}: no place for {seq_len} tokens along axis {axis}"
-            yield Problem(_NAME, f"{reason}, which its context_parallel says", also=(("training", "seq_len"),))
+            reason = f"{name} has the shape {tuple(buffer.shape)}, too small for {seq_len} tokens along axis {axis}"
+            yield Problem(_NAME, f"{reason}, which its context_parallel declares", also=(("training", "seq_len"),))
         elif own_name not in module._non_persistent_buffers_set:
-            reason = f"{name}, which is divided with the sequence, would go into checkpoints as one rank's part"
+            reason = f"{name} is divided with the sequence, so checkpoints would contain one rank's part of it"
             yield Problem(_NAME, f"{reason}; register it with persistent=False")
 
 

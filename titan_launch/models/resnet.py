@@ -1,9 +1,9 @@
-"""ResNet (arXiv:1512.03385): convolutions in blocks that add to their input, with a BatchNorm after each.
+"""ResNet (arXiv:1512.03385): residual blocks of convolutions, with a BatchNorm after each convolution.
 
     images -> stem -> stages of blocks [ relu(shortcut(x) + convolutions(x)) ] -> mean over the pixels -> fc -> logits
 
-Module names are torchvision's, and so is the place of the stride. Parameters and FLOPs are derived beside the
-arguments, in `titan_launch.config.architectures.resnet`.
+Module names and the position of the stride are those of torchvision. `titan_launch.config.architectures.resnet` has the
+arguments, and the formulas of parameters and FLOPs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from titan_launch.models.spec import ModelSpec
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions, added to the input."""
+    """Residual block of two 3x3 convolutions."""
 
     def __init__(self, args: ResNetArgs, channels: int, width: int, stride: int):
         super().__init__()
@@ -28,14 +28,14 @@ class BasicBlock(nn.Module):
         self.downsample = _shortcut(args, channels, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, channels, height, width) to (batch, width, height / stride, width / stride)."""
+        """Map (batch, channels, height, width) to (batch, width, height / stride, width / stride)."""
         y = F.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
         return F.relu(y + self.downsample(x))
 
 
 class Bottleneck(nn.Module):
-    """A 3x3 convolution between two 1x1 ones that narrow and widen, added to the input."""
+    """Residual block of a 3x3 convolution between two 1x1 convolutions, which reduce and restore the channels."""
 
     def __init__(self, args: ResNetArgs, channels: int, width: int, stride: int):
         super().__init__()
@@ -49,7 +49,7 @@ class Bottleneck(nn.Module):
         self.downsample = _shortcut(args, channels, out_channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, channels, height, width) to (batch, 4 width, height / stride, width / stride)."""
+        """Map (batch, channels, height, width) to (batch, 4 width, height / stride, width / stride)."""
         y = F.relu(self.bn1(self.conv1(x)))
         y = F.relu(self.bn2(self.conv2(y)))
         y = self.bn3(self.conv3(y))
@@ -57,10 +57,10 @@ class Bottleneck(nn.Module):
 
 
 class MeanOverPixels(nn.Module):
-    """One value per channel."""
+    """Mean of each channel over all pixels."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, channels, height, width) to (batch, channels)."""
+        """Map (batch, channels, height, width) to (batch, channels)."""
         return x.mean(dim=(2, 3))
 
 
@@ -68,7 +68,7 @@ _BLOCKS: dict[str, type[BasicBlock] | type[Bottleneck]] = {"basic": BasicBlock, 
 
 
 class ResNet(nn.Module):
-    """The whole model."""
+    """A ResNet for images of any size."""
 
     def __init__(self, args: ResNetArgs):
         super().__init__()
@@ -87,7 +87,7 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(channels, args.num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(batch, in_channels, height, width) to logits (batch, num_classes)."""
+        """Map images (batch, in_channels, height, width) to logits (batch, num_classes)."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         for name in self.stages:
             x = self.get_submodule(name)(x)
@@ -95,7 +95,7 @@ class ResNet(nn.Module):
 
 
 def _stage(args: ResNetArgs, channels: int, width: int, depth: int, stride: int) -> nn.Sequential:
-    """Blocks of one width; the first takes `channels` and has the stride."""
+    """Return the blocks of one width; the first takes `channels` channels and has the stride."""
     block, out_channels = _BLOCKS[args.block], width * EXPANSION[args.block]
     others = (block(args, out_channels, width, 1) for _ in range(depth - 1))
     return nn.Sequential(block(args, channels, width, stride), *others)
@@ -110,14 +110,14 @@ def _norm(args: ResNetArgs, channels: int) -> nn.BatchNorm2d:
 
 
 def _shortcut(args: ResNetArgs, channels: int, out_channels: int, stride: int) -> nn.Module:
-    """What is added to a block's output: its input, brought to the same shape where it has another."""
+    """Return the module that brings a block's input to the shape of the block's output."""
     if stride == 1 and channels == out_channels:
         return nn.Identity()
     return nn.Sequential(_conv(channels, out_channels, 1, stride), _norm(args, out_channels))
 
 
 def initial_values(args: ResNetArgs) -> InitTable:
-    """Convolutions keep the variance of the gradient (arXiv:1502.01852), and logits start near 0."""
+    """Return initial values: convolutions keep the variance of the gradient (arXiv:1502.01852), logits are near 0."""
     last_norm = "layer*.*.bn2.weight" if args.block == "basic" else "layer*.*.bn3.weight"
     return InitTable(
         [

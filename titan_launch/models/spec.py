@@ -1,4 +1,4 @@
-"""What the launcher knows about a model of this package."""
+"""The facts that the launcher needs about a model of this package."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import nn
 from titan_launch.models.initializers import Initializer
 
 TensorStyle = Literal["embedding", "sequence", "input", "colwise", "heads", "rowwise", "head"]
-"""How tensor parallelism treats a module. Of activations (batch, tokens, features), the stream between the layers is
-divided by token (sequence parallelism) or whole; of T ranks each has
+"""The style by which tensor parallelism divides a module over T ranks. The stream is the activations (batch, tokens,
+features) between layers; with sequence parallelism it is divided by token, otherwise every rank has the whole stream.
 
+    style       part of the module on each rank                     input -> output
     embedding   1/T of the rows of an nn.Embedding                  token ids -> stream
     sequence    all parameters of a module that works per token     stream -> stream
     input       nothing; makes a module's first input whole         stream -> all tokens and features
@@ -26,55 +27,56 @@ divided by token (sequence parallelism) or whole; of T ranks each has
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """What a model's attention is called with, in every block."""
+    """The shape of a model's calls of attention, the same in every block."""
 
     queries: int
     keys: int
     """Heads of keys and values."""
 
     width: int
-    """Of one head."""
+    """Features of one head."""
 
     queries_from: str
-    """Glob of the modules whose output becomes the queries: in what they compute, attention does."""
+    """Glob of the modules whose output becomes the queries. Attention computes in the dtype of these modules."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model: how it is built, divided and initialised.
+    """One model: its construction, initial values, and the ways in which it can be divided.
 
     `args` below are the model's arguments, of its class in `titan_launch.config.architectures`.
     """
 
     build: Callable[[Any, int], nn.Module]
-    """(args, seq_len) to the module, on the default device."""
+    """Function of (args, seq_len) that returns the module on the default device."""
 
     blocks: tuple[str, ...]
-    """Globs of the modules that become an FSDP unit each."""
+    """Globs of the modules that become one FSDP2 unit each."""
 
     head: tuple[str, ...]
     """Paths of the modules that run last, in order."""
 
     initializer: Callable[[Any], Initializer]
-    """args to what fills the parameters and buffers."""
+    """Function of args that returns the initializer of parameters and buffers."""
 
     embeddings: tuple[str, ...] = ()
-    """Paths of the modules that run first and whose weights nothing but their own forward reads: backward needs only
-    the indices."""
+    """Paths of the embeddings that run first. Only their own forward reads their weights, and backward needs only the
+    indices."""
 
     tensor_parallel: Mapping[str, TensorStyle] | None = None
-    """Globs of modules to how tensor parallelism treats them; the first that matches wins. All modules with parameters
-    of their own are among them. None: the model cannot be divided so."""
+    """Styles of tensor parallelism by glob of modules; the first glob that matches wins. Every module with parameters
+    needs a style. None: tensor parallelism is not supported."""
 
     pipeline_order: tuple[str, ...] = ()
-    """Globs of the modules that run one after another, in order, each on what the one before it returns, one tensor:
-    where pipeline parallelism may cut. All parameters are in them, and the forwards of the modules around them do
-    nothing else. Empty: the model cannot be divided so."""
+    """Globs of the modules between which pipeline parallelism may divide the model, in the order of their forwards.
+    Each module takes the output of the module before it, one tensor. All parameters are in these modules, and the
+    forwards around them do nothing else. Empty: pipeline parallelism is not supported."""
 
     context_parallel: Mapping[str, int] | None = None
-    """Globs of the full names of the buffers along the sequence (tables of positions), which are divided as the tokens
-    are, and the axis of the tokens in each. Declares that tokens meet only in `F.scaled_dot_product_attention` of
-    (batch, heads, tokens, width) with `is_causal=True`. None: the model cannot be divided so."""
+    """The axis of the tokens in each buffer along the sequence (tables of positions), by glob of full names. These
+    buffers are divided like the tokens. The table also declares that tokens interact only in
+    `F.scaled_dot_product_attention` of (batch, heads, tokens, width) with `is_causal=True`. None: context parallelism
+    is not supported."""
 
     attention: Callable[[Any], AttentionHeads] | None = None
-    """args to the shape of its `F.scaled_dot_product_attention`, causal and without a mask. None: there is none."""
+    """Function of args that returns the shape of the causal attention without a mask. None: no such attention."""

@@ -1,7 +1,7 @@
-"""A model cut into pipeline stages: each is the whole model with nothing in the place of what the others hold.
+"""A model divided into pipeline stages. Each stage is the model with pass-through modules for those of other stages.
 
-So module paths, and with them the names in checkpoints and the initial values, are those of the whole model, and the
-model file stays that of a plain model.
+So module paths, names in checkpoints and initial values are those of the whole model, and model files know nothing of
+stages.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import nn
 
 
 class PassThrough(nn.Module):
-    """In the place of a module that another stage holds."""
+    """Replacement of a module that another stage holds."""
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """The first input as it is."""
+        """Return the first input."""
         return x
 
 
 def cut(model: nn.Module, stages: Sequence[Collection[str]], others: Collection[str]) -> tuple[nn.Module, ...]:
-    """Take out of a model what is on `others`, in place, and return its stages: modules that share what is left.
+    """Replace the modules `others` of a model in place, and return the stages, which share the remaining modules.
 
-    `stages`, `others`: paths of the modules of the model's chain; together they are all of it. With one stage, that is
-    the model itself. Modules outside of the chain, which have no parameters, are on every stage.
+    `stages`, `others`: paths of modules, together the whole pipeline order. A single stage is the model itself. Modules
+    outside of the pipeline order have no parameters, and are on every stage.
     """
     pipeline_order = {path for stage in stages for path in stage} | set(others)
     views = [_view(model, set(stage), pipeline_order) for stage in stages] if len(stages) > 1 else [model]
@@ -35,7 +35,7 @@ def cut(model: nn.Module, stages: Sequence[Collection[str]], others: Collection[
 
 
 def _view(module: nn.Module, kept: Collection[str], pipeline_order: Collection[str], path: str = "") -> nn.Module:
-    """The module without what is not kept; itself, where nothing is inside of it that could be cut off."""
+    """Return a copy of a module without the modules that are not `kept`; the module itself if it loses none."""
     if path in pipeline_order:
         return module if path in kept else PassThrough()
     if not any(other.startswith(f"{path}.") or not path for other in pipeline_order):

@@ -1,12 +1,12 @@
-"""When the gradients of a step's microbatches are communicated.
+"""Gradient accumulation modes: when the gradients of a step's microbatches are communicated.
 
-Every strategy gives the same gradient: each microbatch's loss is already divided by the step's global number of
-targets, and FSDP2 only sums. They differ in what is communicated after each microbatch, and in what is held until the
-last one. P parameters, S ranks in a shard group, N microbatches, fp32 reduction:
+All modes give the same gradient, because each microbatch's loss is already divided by the step's global number of
+targets, and FSDP2 only sums. The modes differ in communication after each microbatch and in the memory of gradients
+between microbatches. With P parameters, S ranks in a shard group, N microbatches and fp32 reduction, per unit:
 
     mode                  reduce-scatters  all-reduces (HSDP)  gradients held between microbatches
     immediate                   N                 N             sharded, 4 P / S bytes
-    deferred                    1                 1             whole, 4 P bytes on every rank
+    deferred                    1                 1             unsharded, 4 P bytes on every rank
     deferred_all_reduce         N                 1             sharded, 4 P / S bytes
 """
 
@@ -21,46 +21,46 @@ from titan_launch.config.sections.training import GradientAccumulationConfig
 
 
 class AccumulationStrategy(Protocol):
-    """Told before each microbatch's forward whether it is the step's last."""
+    """A gradient accumulation mode. It is called before each microbatch's forward."""
 
     def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
-        """Set what FSDP2 communicates in the backward to come. The setters used recurse into all units."""
+        """Set what FSDP2 communicates in the next backward, in all units. `is_last`: of the step's microbatches."""
 
 
 class Immediate:
-    """Reduce-scatter, and all-reduce between replicas, after every microbatch: FSDP2's own behaviour."""
+    """The mode with a reduce-scatter, and an all-reduce between replicas, after every microbatch: FSDP2's default."""
 
     def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
-        """Nothing to set."""
+        """Set nothing."""
 
 
 class Deferred:
-    """No gradient communication before the last microbatch; the whole gradients are summed on every rank."""
+    """The mode without gradient communication before the last microbatch. Unsharded gradients add up on every rank."""
 
     def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
-        """Switch reduce-scatter, and with it all-reduce, on for the last microbatch only."""
+        """Enable reduce-scatter and all-reduce for the last microbatch only."""
         _root(model).set_requires_gradient_sync(is_last)
 
 
 class DeferredAllReduce:
-    """Reduce-scatter after every microbatch, all-reduce between the replicas (HSDP) after the last."""
+    """The mode with a reduce-scatter after every microbatch, and one all-reduce between replicas after the last."""
 
     def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
-        """Switch the all-reduce on for the last microbatch only."""
+        """Enable the all-reduce for the last microbatch only."""
         _root(model).set_requires_all_reduce(is_last)
 
 
 class KeepParamsUnsharded:
-    """Around another strategy: parameters stay gathered until the step's last backward, like ZeRO-2.
+    """A wrapper of another mode: parameters stay unsharded until the step's last backward, as in ZeRO-2.
 
-    The units must not reshard after forward either, which is decided where they are planned.
+    The units must not reshard after forward either; the plan of the units sets that.
     """
 
     def __init__(self, inner: AccumulationStrategy):
         self._inner = inner
 
     def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
-        """Free the parameters after the last backward only."""
+        """Enable resharding after backward for the last microbatch only."""
         self._inner.begin_microbatch(model, is_last)
         _root(model).set_reshard_after_backward(is_last)
 
@@ -78,6 +78,6 @@ STRATEGIES: dict[str, type[AccumulationStrategy]] = {
 
 
 def build_strategy(config: GradientAccumulationConfig) -> AccumulationStrategy:
-    """The strategy that `[gradient_accumulation]` asks for."""
+    """Return the strategy of `[gradient_accumulation]`."""
     strategy = STRATEGIES[config.mode]()
     return KeepParamsUnsharded(strategy) if config.keep_params_unsharded else strategy

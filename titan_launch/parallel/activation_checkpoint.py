@@ -1,7 +1,8 @@
-"""Modules whose activations are computed again in backward instead of kept: the blocks, or others.
+"""Activation checkpointing: modules whose backward computes their forward a second time instead of saving activations.
 
-A module's `forward` is replaced, not the module: parameters and buffers keep their names, so a checkpoint fits a run in
-every mode. FSDP2's hooks stay outside, and what they cast and gather for a module is there when it is computed again.
+A module's `forward` is replaced, not the module. Parameters and buffers keep their names, so a checkpoint can be loaded
+in every mode. FSDP2's hooks run outside of the replaced forward. So the second forward finds parameters gathered and
+inputs cast.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from titan_launch.plan.activation_checkpoint import selection
 from titan_launch.plan.types import ModelPlan, is_within
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""What forward, and what its recomputation, run in."""
+"""The contexts of the first and of the second forward."""
 
 _aten, _communication = torch.ops.aten, torch.ops._c10d_functional
 _MATRIX_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default})
@@ -45,11 +46,12 @@ SAVED_OPS = _MATRIX_PRODUCTS | {
     _communication.all_reduce.default,
     _communication.reduce_scatter_tensor.default,
 }
-"""What the option `op` keeps: operations that cost much to compute, or communicate; of matrix products every second."""
+"""Operations whose results the option `op` saves: costly ones and collectives. Of matrix products, every
+other one is saved, beginning with the first."""
 
 
 def checkpoint_activations(model: nn.Module, modules: Sequence[str], config: ActivationCheckpointConfig) -> None:
-    """Let `modules` compute their activations again in backward, in place, before FSDP2 wraps them."""
+    """Checkpoint the activations of `modules`, in place, before FSDP2 wraps them."""
     for path in modules:
         _checkpoint(model.get_submodule(path), selection(config) == "op")
 
@@ -60,53 +62,56 @@ def _checkpoint(block: nn.Module, selects_ops: bool) -> None:
 
     def contexts() -> _Contexts:
         if not selects_ops:
-            return nullcontext(), _Recomputation(norms, nullcontext())
-        in_forward, in_recomputation = (_SavableOps(mode) for mode in _selective_modes())
-        return in_forward, _Recomputation(norms, in_recomputation)
+            return nullcontext(), _SecondForward(norms, nullcontext())
+        in_first, in_second = (_SavableOps(mode) for mode in _selective_modes())
+        return in_first, _SecondForward(norms, in_second)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             return checkpoint(compute, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        # A graph needs no guard: it updates buffers once, at its end, however often it computes what goes into them.
+        # A graph updates buffers once, at its end, even if it computes their new values twice: no copies are needed.
         options: dict[str, Any] = {"context_fn": _selective_modes} if selects_ops else {}
         return checkpoint(compute, *args, use_reentrant=False, **options, **kwargs)
 
     block.forward = forward
 
 
-class _Recomputation:
-    """While a block is computed again, its norms have copies of their running statistics, which are then thrown away:
-    a forward counts once."""
+class _SecondForward:
+    """The context of the second forward: the norms of a block update copies of their running statistics.
+
+    So a microbatch counts once. The norms' buffers are replaced by the copies and put back, not written to and restored
+    (as `RunningStatistics` does): a write would invalidate what autograd saved of a norm in eval mode.
+    """
 
     def __init__(self, norms: Sequence[nn.Module], inner: AbstractContextManager[Any]):
         self._norms = norms
         self._inner = inner
-        self._kept: list[dict[str, Tensor | None]] = []
+        self._own_buffers: list[dict[str, Tensor | None]] = []
 
     def __enter__(self) -> None:
-        self._kept = [dict(norm._buffers) for norm in self._norms]
-        for norm, kept in zip(self._norms, self._kept, strict=True):
-            norm._buffers.update({name: None if b is None else b.clone() for name, b in kept.items()})
+        self._own_buffers = [dict(norm._buffers) for norm in self._norms]
+        for norm, own in zip(self._norms, self._own_buffers, strict=True):
+            norm._buffers.update({name: None if b is None else b.clone() for name, b in own.items()})
         self._inner.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._inner.__exit__(kind, error, traceback)
-        for norm, kept in zip(self._norms, self._kept, strict=True):
-            norm._buffers.update(kept)
+        for norm, own in zip(self._norms, self._own_buffers, strict=True):
+            norm._buffers.update(own)
 
 
 def _selective_modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """What one forward of a block, and its recomputation, run in, so that the results of costly operations are kept."""
+    """Return the modes of the first and of the second forward of a block that save and reuse costly results."""
     return create_selective_checkpoint_contexts(_SavePolicy())
 
 
 class _SavableOps(TorchDispatchMode):
-    """Shows a mode of `_selective_modes` only the operations that may be kept.
+    """Filter that passes only savable operations on to a mode of `_selective_modes`.
 
-    It wants to meet the same ones in recomputation as in forward, but FSDP2's hooks on units inside a block do not
-    gather again what is gathered already, or the other way round.
+    The mode requires the same operations in the second forward as in the first. But FSDP2's hooks on units inside a
+    block may all-gather in only one of the two forwards.
     """
 
     def __init__(self, mode: TorchDispatchMode):
@@ -115,7 +120,7 @@ class _SavableOps(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """A graph that was compiled inside is one operation here, and is run again."""
+        """Return True: a compiled graph inside of the block counts as one operation, and runs a second time."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,7 +130,7 @@ class _SavableOps(TorchDispatchMode):
 
 
 class _SavePolicy:
-    """Decides about the operations of one forward, and of its recomputation, in the order in which they run."""
+    """Decision for each operation of the two forwards, in the order in which they run."""
 
     def __init__(self) -> None:
         self._num_products: Counter[bool] = Counter()
@@ -137,11 +142,11 @@ class _SavePolicy:
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def cast_in_recomputation(model: nn.Module, plan: ModelPlan, modules: Sequence[str]) -> None:
-    """Cast the inputs and outputs of units inside `modules`, which are computed again; after FSDP2 has wrapped them.
+def cast_in_second_forward(model: nn.Module, plan: ModelPlan, modules: Sequence[str]) -> None:
+    """Cast the inputs and outputs of the units inside of checkpointed `modules`, after FSDP2 has wrapped the units.
 
-    Before torch 2.13 FSDP2 leaves these casts out of a recomputation (pytorch issues 148831, 159359, 176650). Where it
-    has cast, these casts do nothing.
+    Before torch 2.13, FSDP2 does not cast in the second forward (pytorch issues 148831, 159359, 176650). Tensors that
+    FSDP2 has cast do not change.
     """
     units = {path: unit for unit in plan.units for path in unit.modules}
     inside = {  # a module with several parents may be met first outside of them

@@ -1,4 +1,4 @@
-"""From a model on the meta device to a sharded one: the order of wrapping, with a reason at each step."""
+"""The order in which a model on the meta device is wrapped for distributed training, with a reason for each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titan_launch.config.sections.precision import BatchNormConfig, Float8Config
 from titan_launch.core.torch_release import CAN_SHARE_UNITS
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.models.spec import TensorStyle
-from titan_launch.parallel.activation_checkpoint import cast_in_recomputation, checkpoint_activations
+from titan_launch.parallel.activation_checkpoint import cast_in_second_forward, checkpoint_activations
 from titan_launch.parallel.batchnorm import prepare_batch_norms
 from titan_launch.parallel.compile import compile_pieces
 from titan_launch.parallel.float8 import convert_to_float8
@@ -32,21 +32,23 @@ def parallelize(
     parallelism: ParallelismConfig,
     batchnorm: BatchNormConfig,
     statistics_group: dist.ProcessGroup | None,
-    recomputation: ActivationCheckpointConfig,
+    activation_checkpoint: ActivationCheckpointConfig,
     compilation: CompileConfig,
     float8: Float8Config,
     offloads: bool,
 ) -> None:
     """Prepare a model on the meta device for distributed training, in place; nothing is allocated.
 
-    1. Storage dtypes, while parameters are plain and cost nothing to replace: FSDP2 takes over what it finds.
-    2. Linear layers in float8, whose parameters keep their names and dtypes. Never together with tensor parallelism.
-    3. Tensor parallelism by the model's `styles`, whose DTensors FSDP2 shards further.
-    4. BatchNorm layers, whose class FSDP2 extends. `statistics_group`: the ranks they are synchronized over, if any.
-    5. Recomputation, inside of FSDP2's hooks: a block is then computed again from the inputs these have cast.
-    6. Compilation around it, so that a graph has its recomputation inside; under tensor parallelism, where it cannot,
-       the other way round. It, too, is inside of FSDP2's hooks, which cannot be in a graph.
-    7. FSDP2 last, around everything: it shards the parameters that are there then. `offloads`: they stay on the host.
+    1. Storage dtypes first, while parameters are plain tensors without memory. FSDP2 keeps the dtypes it finds.
+    2. Linear layers in float8. Their parameters keep their names and dtypes. Excludes tensor parallelism.
+    3. Tensor parallelism by the model's `styles`. FSDP2 then shards its DTensors further.
+    4. BatchNorm layers, before FSDP2 replaces their class. `statistics_group`: the ranks over which statistics are
+       synchronized; None for local statistics.
+    5. Activation checkpointing, inside of FSDP2's hooks: the second forward of a block starts from inputs that the
+       hooks have cast.
+    6. Compilation around activation checkpointing, so that a graph contains both forwards. With tensor parallelism a
+       graph cannot contain both, and compilation is inside. FSDP2's hooks cannot be in a graph, so they stay outside.
+    7. FSDP2 last, around everything: it shards the parameters that exist then. `offloads`: shards stay on the host.
     """
     cast_storage(model, plan)
     convert_to_float8(model, plan, float8)
@@ -54,12 +56,12 @@ def parallelize(
         assert styles is not None, "check_tensor_plan comes first"
         apply_tensor_parallel(model, styles, mesh.tensor, parallelism)
     prepare_batch_norms(model, batchnorm, mesh.layout.num_microbatches, statistics_group)
-    if checkpoints_compiled(recomputation, mesh.layout.tensor):
-        compile_pieces(model, plan, compilation, recomputation)
-        checkpoint_activations(model, plan.recomputed, recomputation)
+    if checkpoints_compiled(activation_checkpoint, mesh.layout.tensor):
+        compile_pieces(model, plan, compilation, activation_checkpoint)
+        checkpoint_activations(model, plan.recomputed, activation_checkpoint)
     else:
-        checkpoint_activations(model, plan.recomputed, recomputation)
-        compile_pieces(model, plan, compilation, recomputation)
+        checkpoint_activations(model, plan.recomputed, activation_checkpoint)
+        compile_pieces(model, plan, compilation, activation_checkpoint)
     apply_fsdp(model, plan, mesh.fsdp, offloads)
     if not CAN_SHARE_UNITS:
-        cast_in_recomputation(model, plan, plan.recomputed)
+        cast_in_second_forward(model, plan, plan.recomputed)

@@ -1,4 +1,4 @@
-"""BatchNorm over data-parallel ranks: whose statistics normalize, how fast the running ones move, and pooling them."""
+"""BatchNorm over data-parallel ranks: local or synchronized statistics, momentum, and the running statistics."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from titan_launch.parallel.synchronized_batchnorm import overrides_forward, sync
 _log = logging.getLogger(__name__)
 
 _FEW_VALUES = 32
-"""Below this many values the variance of a batch is off by a quarter or more: its standard error is
-`sqrt(2 / (n - 1))` for normal values."""
+"""With fewer values per channel, the relative standard error of a batch's variance is above 1/4: it is
+`sqrt(2 / (n - 1))` for normally distributed values."""
 
 
 def prepare_batch_norms(
@@ -28,12 +28,13 @@ def prepare_batch_norms(
 ) -> None:
     """Apply `[batchnorm]` to a model before it is wrapped, in place; nothing is allocated.
 
-    `group`: the data-parallel ranks, where statistics are synchronized; `check_batch_norms` has said that they can be.
+    `group`: the data-parallel ranks if statistics are synchronized, else None. `check_batch_norms` must be called
+    first.
     """
     norms = dict(_batch_norms(model))
     if config.momentum_per == "step":
         for norm in norms.values():
-            if norm.momentum is not None:  # None: a cumulative average, in which every microbatch counts the same
+            if norm.momentum is not None:  # None: a cumulative average of all microbatches with equal weights
                 norm.momentum = _momentum_of_microbatch(norm.momentum, num_microbatches)
     if group is not None:
         synchronize(list(norms.values()), group)
@@ -43,7 +44,7 @@ def prepare_batch_norms(
 
 
 def _momentum_of_microbatch(momentum: float, num_microbatches: int) -> float:
-    """The momentum with which so many updates leave on the old statistic the weight that one with `momentum` would."""
+    """Return the momentum with which `num_microbatches` updates change a statistic as much as one with `momentum`."""
     return float(1 - (1 - momentum) ** (1 / num_microbatches))
 
 
@@ -52,7 +53,7 @@ def _batch_norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
 
 
 def check_batch_norms(model: nn.Module, config: BatchNormConfig) -> None:
-    """Raise ConfigError for layers whose statistics cannot be synchronized, where they are to be."""
+    """Raise ConfigError if statistics are to be synchronized and a layer does not allow it."""
     problems = [
         Problem(
             ("batchnorm", "statistics"),
@@ -68,32 +69,32 @@ def check_batch_norms(model: nn.Module, config: BatchNormConfig) -> None:
 
 def _why_not(norm: _BatchNorm) -> str:
     if isinstance(norm, nn.SyncBatchNorm):
-        return "which synchronizes by itself, on GPUs only; put an nn.BatchNorm in its place"
+        return "which synchronizes its statistics itself, on GPUs only; use an nn.BatchNorm instead"
     return (
-        "whose forward computes statistics of its own instead of calling super().forward(...); let it do so, or set "
+        "whose forward does not call super().forward(...), so its statistics cannot be synchronized; call it, or set "
         '"local"'
     )
 
 
 def _describe_synchronized(num_norms: int, ranks: int) -> str:
     if num_norms == 0:
-        return "the model has no BatchNorm: there are no statistics to synchronize"
+        return "batchnorm statistics: the model has no BatchNorm layers to synchronize"
     if ranks == 1:
-        return "BatchNorm statistics are synchronized over a group of one: the same as local"
-    return f"the statistics of {num_norms} BatchNorm layers are synchronized over {ranks} ranks"
+        return "batchnorm statistics: synchronized over 1 rank, which is the same as local"
+    return f"batchnorm statistics: {num_norms} layers synchronized over {ranks} ranks"
 
 
 class _ValuesCheck:
-    """Looks, in the first training forward, at how many values each layer's statistics rest on per channel."""
+    """Check of the first training forward: how many values per channel each layer's statistics are computed from."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self._group = group
         self._counts: dict[str, int] = {}
 
     def watch(self, model: nn.Module, norms: Mapping[str, _BatchNorm]) -> None:
-        """Look once, by hooks that remove themselves, and speak when the model's forward ends."""
+        """Register hooks that count in the first training forward, log a warning at its end, and remove themselves."""
         for path, norm in norms.items():
-            if not isinstance(norm, nn.SyncBatchNorm):  # it counts all ranks' values itself
+            if not isinstance(norm, nn.SyncBatchNorm):  # its statistics come from the values of all ranks
                 self._watch(path, norm)
 
         def report(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -114,7 +115,7 @@ class _ValuesCheck:
         handle = norm.register_forward_pre_hook(count, with_kwargs=True)
 
     def _count(self, local: int, device: torch.device) -> int:
-        """The values of all ranks where statistics are synchronized. Collective there; waits for the device."""
+        """Return the number of values, of all ranks for synchronized statistics (collective; waits for the device)."""
         if self._group is None:
             return local
         count = torch.tensor(local, device=device)
@@ -123,7 +124,7 @@ class _ValuesCheck:
 
     def _check(self, path: str) -> None:
         if self._counts[path] == 1:
-            reason = f"gives the BatchNorm {path} one value per channel in a microbatch, whose variance is 0"
+            reason = f"leaves the BatchNorm {path} one value per channel in a microbatch, and its variance is 0"
             raise config_error(("training", "local_batch_size"), f"{reason}; {self._remedy()}")
 
     def _report(self) -> None:
@@ -131,8 +132,8 @@ class _ValuesCheck:
         if few and not (dist.is_initialized() and dist.get_rank()):
             worst = min(few, key=lambda path: few[path])
             _log.warning(
-                "the statistics of %d BatchNorm layers rest on fewer than %d values per channel, those of %s on %d: "
-                "they are mostly noise. This follows from training.local_batch_size: %s",
+                "batchnorm statistics: %d layers have fewer than %d values per channel in a microbatch, %s has %d; "
+                "such statistics are mostly noise. The number follows from training.local_batch_size; %s",
                 *(len(few), _FEW_VALUES, worst, few[worst], self._remedy()),
             )
 
@@ -142,44 +143,125 @@ class _ValuesCheck:
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far the running statistics of the ranks lie apart: the largest values over all channels and ranks."""
+    """Largest differences of the running statistics between ranks, over all channels and ranks."""
 
     mean: float
-    """Distance of a rank's running mean from the pooled one, in pooled standard deviations."""
+    """Distance of a rank's running mean from the pooled mean, in pooled standard deviations."""
 
     variance: float
-    """Distance of a rank's running variance from the pooled one, as a fraction of that."""
+    """Distance of a rank's running variance from the pooled variance, as a fraction of the pooled variance."""
 
 
 def largest_divergence(of_stages: Iterable[Divergence | None]) -> Divergence | None:
-    """The largest of those of several pipeline stages; None where no stage has running statistics to pool."""
+    """Return the largest divergence of several pipeline stages; None if no stage has pooled running statistics."""
     found = [divergence for divergence in of_stages if divergence is not None]
     return Divergence(max(d.mean for d in found), max(d.variance for d in found)) if found else None
 
 
-@torch.no_grad()
-def pool_running_statistics(model: nn.Module, group: dist.ProcessGroup | None = None) -> Divergence | None:
-    """Replace every rank's running statistics by those of all ranks' data together; tell how far they were apart.
+class RunningStatistics:
+    """The running statistics of a model's BatchNorm layers, with one copy of them on this rank: save, restore, pool.
 
-    Where each rank normalizes over its own microbatches, the moving averages drift apart while the parameters stay
-    equal. Pooled: the mean of the means, and the mean of the variances plus the variance of the means (law of total
-    variance). None, and nothing done, where there is one rank or no running statistic. Collective over `group`, the
-    data-parallel ranks (None: all ranks); waits for the device.
+    A training step saves them at its begin. It restores them if its update is skipped or an error ends it. Between two
+    steps the copy is free. Then a checkpoint that an undisturbed run would not save may pool the statistics for itself
+    alone: `pool(temporarily=True)` saves those of this rank, `state_dict` returns them, and `unpool` restores them.
+
+    The copy is one flat tensor of bytes, whatever the dtypes of the buffers. So a step of a deep model launches as few
+    kernels as a step of a shallow one. (Activation checkpointing does not use this class. While it computes a forward a
+    second time, the layers hold other buffers: writing into their own would invalidate what autograd saved of a layer
+    in eval mode.)
     """
-    norms = [norm for _, norm in _batch_norms(model) if norm.running_mean is not None]
-    if not norms or dist.get_world_size(group) == 1:
-        return None
-    means, variances = (
-        torch.cat([getattr(norm, name).double() for norm in norms]) for name in ("running_mean", "running_var")
-    )
-    mean = _average(means, group)
-    variance = _average(variances + (means - mean).square(), group)
-    spread = variance.clamp(min=torch.finfo(variance.dtype).tiny)  # 0 only where all ranks agree: 0 / spread is 0 then
-    apart = torch.stack([((means - mean).abs() / spread.sqrt()).max(), ((variances - variance).abs() / spread).max()])
-    dist.all_reduce(apart, op=dist.ReduceOp.MAX, group=group)
-    _scatter(norms, "running_mean", mean)
-    _scatter(norms, "running_var", variance)
-    return Divergence(*apart.tolist())
+
+    def __init__(self, model: nn.Module):
+        """Save the statistics. Later code may write into the buffers of the norms, but must not replace them."""
+        norms = dict(_batch_norms(model))
+        for norm in norms.values():
+            norm._buffers.update({name: b.contiguous() for name, b in norm._buffers.items() if b is not None})
+        self._tracking = [norm for norm in norms.values() if norm.running_mean is not None]
+        self._buffers = {
+            f"{path}.{name}": b for path, norm in norms.items() for name, b in norm.named_buffers(recurse=False)
+        }
+        self._bytes = [buffer.view(-1).view(torch.uint8) for buffer in self._buffers.values()]
+        self._sizes = [buffer.numel() for buffer in self._bytes]
+        self._is_pooled_temporarily = False
+        self.saved = torch.cat(self._bytes) if self._bytes else torch.empty(0, dtype=torch.uint8)
+        """The copy: the bytes of all buffers, one after the other."""
+
+    @torch.no_grad()
+    def save(self) -> None:
+        """Copy the buffers."""
+        if self._bytes:
+            torch.cat(self._bytes, out=self.saved)
+
+    @torch.no_grad()
+    def restore_if(self, flag: Tensor) -> None:
+        """Restore the buffers if `flag`, a scalar on the device, is not 0. The host does not wait for the device."""
+        if self._bytes:
+            self._write(torch.where(flag != 0, self.saved, torch.cat(self._bytes)))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the buffers."""
+        self._write(self.saved)
+
+    def _write(self, values: Tensor) -> None:
+        if self._bytes:
+            torch._foreach_copy_(self._bytes, values.split(self._sizes))
+
+    @torch.no_grad()
+    def pool(self, group: dist.ProcessGroup | None = None, temporarily: bool = False) -> Divergence | None:
+        """Replace every rank's running statistics by those of all ranks' data. Return how far the ranks were apart.
+
+        With local statistics each rank normalizes over its own microbatches. The moving averages then drift apart,
+        while the parameters stay equal. The pooled mean is the mean of the means. The pooled variance is the mean of
+        the variances plus the variance of the means (law of total variance). On a single rank, and for a model without
+        running statistics, nothing is pooled, and None is returned.
+
+        `group`: the data-parallel ranks; None stands for all ranks. `temporarily`: `unpool` will undo the pooling.
+        Collective over `group`; the host waits for the device.
+        """
+        if temporarily:
+            self.save()
+            self._is_pooled_temporarily = True
+        if not self._tracking or dist.get_world_size(group) == 1:
+            return None
+        means, variances = (
+            torch.cat([getattr(norm, name).double() for norm in self._tracking])
+            for name in ("running_mean", "running_var")
+        )
+        mean = _average(means, group)
+        variance = _average(variances + (means - mean).square(), group)
+        spread = variance.clamp(min=torch.finfo(variance.dtype).tiny)  # 0 only if all ranks agree: then 0 / spread is 0
+        apart = torch.stack(
+            [((means - mean).abs() / spread.sqrt()).max(), ((variances - variance).abs() / spread).max()]
+        )
+        dist.all_reduce(apart, op=dist.ReduceOp.MAX, group=group)
+        _scatter(self._tracking, "running_mean", mean)
+        _scatter(self._tracking, "running_var", variance)
+        return Divergence(*apart.tolist())
+
+    def unpool(self) -> None:
+        """Restore this rank's own statistics if they were pooled temporarily; otherwise do nothing."""
+        if self._is_pooled_temporarily:
+            self.restore()
+        self._is_pooled_temporarily = False
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's own statistics by full name if they are pooled temporarily; otherwise an empty table."""
+        if not self._is_pooled_temporarily:
+            return {}
+        own = zip(self._buffers.items(), self.saved.split(self._sizes), strict=True)
+        # A clone is aligned for every dtype; a slice of the copy may not be.
+        return {name: values.clone().view(buffer.dtype).view(buffer.shape) for (name, buffer), values in own}
+
+    def targets(self) -> dict[str, Tensor]:
+        """Return uninitialized tensors like the buffers, by full name, for a checkpoint to be read into."""
+        return {name: torch.empty_like(buffer) for name, buffer in self._buffers.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy the values of `state` into the buffers."""
+        for name, value in state.items():
+            self._buffers[name].copy_(value)
 
 
 def _average(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -191,42 +273,3 @@ def _average(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def _scatter(norms: list[_BatchNorm], name: str, values: Tensor) -> None:
     for norm, part in zip(norms, values.split([norm.num_features for norm in norms]), strict=True):
         getattr(norm, name).copy_(part)
-
-
-class RunningStatistics:
-    """A copy of a model's running statistics, to restore after a skipped or an abandoned step.
-
-    The copy is one flat tensor of bytes, whatever the dtypes of the buffers. So a step of a deep model launches as few
-    kernels as a step of a shallow one.
-    """
-
-    def __init__(self, model: nn.Module):
-        """The buffers of the model's norms must not be replaced after this call; they may be written in place."""
-        for _, norm in _batch_norms(model):
-            norm._buffers.update({name: b.contiguous() for name, b in norm._buffers.items() if b is not None})
-        buffers = [buffer for _, norm in _batch_norms(model) for buffer in norm.buffers(recurse=False)]
-        self._buffers = [buffer.view(-1).view(torch.uint8) for buffer in buffers]
-        self._sizes = [buffer.numel() for buffer in self._buffers]
-        self.saved = torch.cat(self._buffers) if buffers else torch.empty(0, dtype=torch.uint8)
-        """The bytes of all buffers, one after the other."""
-
-    @torch.no_grad()
-    def save(self) -> None:
-        """Copy the buffers."""
-        if self._buffers:
-            torch.cat(self._buffers, out=self.saved)
-
-    @torch.no_grad()
-    def restore_if(self, flag: Tensor) -> None:
-        """Restore the buffers where `flag`, a scalar on the device, is not 0. The host does not wait for the device."""
-        if self._buffers:
-            self._write(torch.where(flag != 0, self.saved, torch.cat(self._buffers)))
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the buffers."""
-        self._write(self.saved)
-
-    def _write(self, values: Tensor) -> None:
-        if self._buffers:
-            torch._foreach_copy_(self._buffers, values.split(self._sizes))

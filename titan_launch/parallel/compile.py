@@ -1,9 +1,9 @@
-"""torch.compile of a model's pieces, each into one graph, and of the loss.
+"""torch.compile of modules of a model, each into one graph, and of the loss.
 
-What is compiled is a module's `forward`, so that its own hooks (FSDP2's, those of tensor parallelism) run around the
-graph, and its name and parameters stay as they are. Functions are compiled by their code: equal pieces share a graph.
+The `forward` of a module is compiled, not the module. So the hooks of FSDP2 and of tensor parallelism run outside of
+the graph, and names and parameters stay. PyTorch compiles by code: modules of one class and equal shapes share a graph.
 
-The compiler is imported where something is compiled: that takes a second.
+The compiler is imported at its first use, because the import takes a second.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from titan_launch.plan.types import ModelPlan, enclosing, parent
 
 _log = logging.getLogger(__name__)
 
-_FORMS = 8
-"""How often one function may be compiled anew for each piece: training, evaluation, another shape of batch. PyTorch's
-default, which is for a function alone, and which all pieces of one class would share."""
+_GRAPHS_PER_MODULE = 8
+"""Graphs per compiled module: training, evaluation, other batch shapes. PyTorch has the same default, but for one
+function, and all compiled modules of a class share their function."""
 
 
 def compile_pieces(
     model: nn.Module, plan: ModelPlan, config: CompileConfig, recomputation: ActivationCheckpointConfig
 ) -> None:
-    """Let the forward of every piece of `plan.compiled` be compiled at its first call, in place.
+    """Compile the forward of every module of `plan.compiled` at its first call, in place.
 
-    The call raises ConfigError for what cannot be one graph, on every rank that makes it.
+    That call raises ConfigError if the forward cannot be one graph.
     """
     if not plan.compiled:
         return
@@ -54,41 +54,41 @@ def compile_pieces(
 
 
 def compile_loss(loss: Loss, config: CompileConfig) -> Loss:
-    """The loss, compiled if `[compile]` says so."""
+    """Return the loss, compiled if `[compile]` enables compilation of the loss."""
     if not config.enable or "loss" not in config.components:
         return loss
     return _compiled(loss, config, "the loss")
 
 
 def eager(config: CompileConfig) -> AbstractContextManager[Any]:
-    """Around calls that hooks inside of pieces are to see: they run as if nothing were compiled."""
+    """Return a context in which compiled modules run eagerly, so that hooks inside of them run."""
     return torch.compiler.set_stance("force_eager") if config.enable else nullcontext()
 
 
 def describe_pieces(plan: ModelPlan, config: CompileConfig) -> str:
-    """Which modules are compiled, and how: one line for the log."""
+    """Return one line for the log: the compiled modules and the backend."""
     pieces = ", ".join(f"{count} x {pattern}" for pattern, count in alike(plan.compiled).items())
     inside = [u for u in plan.units if any(enclosing(parent(path), plan.inventory.blocks) for path in u.modules)]
     around = ", ".join(dict.fromkeys(unit.reason for unit in inside))
-    left_out = f"; not the units of {around}" if around else ""
-    return f"compiled by {config.backend}, in one graph each: {pieces}{left_out}"
+    excluded = f"; not the units of {around}" if around else ""
+    return f"compiled by {config.backend}, in one graph each: {pieces}{excluded}"
 
 
 def _prepare(num_pieces: int, recomputation: ActivationCheckpointConfig) -> None:
-    """The compiler's settings, which are the process's."""
+    """Set the compiler's options, which hold for the process."""
     import torch._dynamo.config
     import torch._functorch.config
 
-    torch._dynamo.config.recompile_limit = _FORMS * num_pieces
-    torch._dynamo.config.accumulated_recompile_limit = 2 * _FORMS * num_pieces
-    # Modules that tensor parallelism leaves whole put local parameters in place of DTensors, and take them away again.
+    torch._dynamo.config.recompile_limit = _GRAPHS_PER_MODULE * num_pieces
+    torch._dynamo.config.accumulated_recompile_limit = 2 * _GRAPHS_PER_MODULE * num_pieces
+    # Modules that tensor parallelism does not divide replace their DTensors by local parameters during forward.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     budget = recomputation.memory_budget if recomputation.mode == "memory_budget" else 1.0
     torch._functorch.config.activation_memory_budget = budget
 
 
 def _compiled(compute: Callable[..., Any], config: CompileConfig, name: str) -> Callable[..., Any]:
-    """Shapes are those of the job, so that none is made a variable: where another comes there is another graph."""
+    """Return `compute`, compiled. Shapes are constants of a graph; an input of another shape makes another graph."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     graph = torch.compile(compute, fullgraph=True, dynamic=False, backend=config.backend)
@@ -103,9 +103,9 @@ def _compiled(compute: Callable[..., Any], config: CompileConfig, name: str) -> 
         except Exception as error:
             is_compilers = isinstance(error, (TorchDynamoException, FailOnRecompileLimitHit))
             if is_compilers or not has_run:
-                compute(*args, **kwargs)  # where the model itself is at fault, this raises what is known and explained
+                compute(*args, **kwargs)  # raises the model's own error, if there is one
             if is_compilers:
-                raise _explained(error, config, name) from error
+                raise _compile_error(error, config, name) from error
             raise
         has_run = True
         return result
@@ -114,8 +114,10 @@ def _compiled(compute: Callable[..., Any], config: CompileConfig, name: str) -> 
 
 
 def _materialized(value: Any) -> Any:
-    """Arguments with the results of collectives that nobody has waited for (tensor parallelism hands them on) waited
-    for: as inputs of a graph they would meet backward as tensors of another class."""
+    """Return arguments in which no tensor is the result of a pending collective.
+
+    Tensor parallelism passes such tensors on. As inputs of a graph, they would have another class in backward.
+    """
     from torch.distributed._functional_collectives import AsyncCollectiveTensor  # it has no public name
 
     if isinstance(value, Tensor):
@@ -127,8 +129,8 @@ def _materialized(value: Any) -> Any:
     return value
 
 
-def _explained(error: Exception, config: CompileConfig, name: str) -> ConfigError:
-    """What the compiler says, in one line, and where in the model's code it says so."""
+def _compile_error(error: Exception, config: CompileConfig, name: str) -> ConfigError:
+    """Return the compiler's error as a ConfigError in one line, with the line of the model's code."""
     from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 
     text = re.sub(r"\Abackend=.* raised:\n", "", str(error))
@@ -136,19 +138,19 @@ def _explained(error: Exception, config: CompileConfig, name: str) -> ConfigErro
     said = [head.partition("\n")[0].strip(), *re.findall(r"^ *Explanation: (.*)", head, re.MULTILINE)]
     lines = [line for line in re.findall(r'File "([^"]*)", line (\d+)', trace) if not line[0].startswith(_PYTORCH)]
     where = f" ({Path(lines[-1][0]).name}:{lines[-1][1]})" if lines else ""
-    what = f"{name}{where}: {': '.join(part.rstrip('.') for part in said)[:_LONGEST]}"
+    what = f"{name}{where}: {': '.join(part.rstrip('.') for part in said)[:_MAX_LENGTH]}"
     if isinstance(error, BackendCompilerFailed):
         kept = config.cache_folder is not None
         damaged = "; delete compile.cache_folder if a file there is damaged, or" if kept else ";"
         reason = f'failed on {what}{damaged} set another one ("aot_eager" makes no kernels), or compile.enable = false'
         return config_error(("compile", "backend"), reason, config.backend)
     if isinstance(error, FailOnRecompileLimitHit):
-        what = f"{name}: its inputs have had too many shapes, or it has too many forms"
+        what = f"{name}: its inputs have too many shapes, or its code has too many variants"
     remedy = "change that line" if lines else "give blocks inputs of equal shapes"
     return config_error(("compile", "enable"), f"cannot make one graph of {what}; {remedy}, or set false", True)
 
 
-_LONGEST = 300
+_MAX_LENGTH = 300
 _PYTORCH = str(Path(torch.__file__).parent)
 
 
@@ -157,12 +159,11 @@ _TRITON = "TRITON_CACHE_DIR"
 
 @contextmanager
 def cache_folder(config: CompileConfig) -> Iterator[None]:
-    """Until the end of the block the compiler keeps what it makes in `compile.cache_folder`, and looks there first.
+    """Let the compiler read and write kernels in `compile.cache_folder` until the end of the block.
 
-    Around a run, from before its first graph. After it the environment is as it was, and what this process has compiled
-    is forgotten, so that a later run makes its kernels in a folder of its own, or finds them there. Ranks and runs may
-    share a folder: what is kept is found by a hash of what it was made of. Collective, where a folder is named; raises
-    ConfigError on all ranks where one cannot make it.
+    Enter the block before the first graph of a run. At its end the environment is restored, and the process forgets its
+    graphs, so that a later run uses its own folder. Ranks and runs may share a folder, because entries are found by a
+    hash of their source. Collective if a folder is set. Raise ConfigError on all ranks if one rank cannot create it.
     """
     if not config.enable or config.cache_folder is None:
         yield
@@ -170,32 +171,32 @@ def cache_folder(config: CompileConfig) -> Iterator[None]:
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
     name = config.cache_folder
-    folder = on_all(lambda: _made(name))[dist.get_rank()]
+    folder = on_all(lambda: _created_folder(name))[dist.get_rank()]
     triton = os.environ.get(_TRITON)
-    # The latter sets inductor's variable, and forgets its kernels at both ends.
-    with _unreadable_entries_said_once(name), temporary_cache_dir(folder):
+    # temporary_cache_dir sets inductor's variable, and makes inductor forget its kernels at both ends of the block.
+    with _one_warning_of_unreadable_entries(name), temporary_cache_dir(folder):
         try:
             yield
         finally:
-            torch.compiler.reset()  # graphs, which refer to the kernels
-            if triton is None:  # inductor has put it below its own folder
+            torch.compiler.reset()  # drops the graphs, which refer to the kernels
+            if triton is None:  # inductor has set it to a folder below its own
                 os.environ.pop(_TRITON, None)
 
 
 @contextmanager
-def _unreadable_entries_said_once(name: str) -> Iterator[None]:
-    """One warning in place of inductor's, which come with a traceback for each entry that it cannot read."""
-    is_said = False
+def _one_warning_of_unreadable_entries(name: str) -> Iterator[None]:
+    """Replace inductor's warnings, with a traceback for each unreadable entry, by a single warning."""
+    is_logged = False
 
     def is_shown(record: logging.LogRecord) -> bool:
-        nonlocal is_said
+        nonlocal is_logged
         if not record.exc_info or not record.getMessage().endswith("unable to load compiled graph"):
             return True
-        if not is_said:
+        if not is_logged:
             error = record.exc_info[1]
             reason = f"{type(error).__name__}: {error}"
-            warn(_log, 'compile.cache_folder = "%s": entries are damaged (%s); they are made anew', name, reason)
-        is_said = True
+            warn(_log, 'compile.cache_folder = "%s": damaged entries (%s); they are compiled again', name, reason)
+        is_logged = True
         return False
 
     log = logging.getLogger("torch._inductor.codecache")
@@ -206,18 +207,18 @@ def _unreadable_entries_said_once(name: str) -> Iterator[None]:
         log.removeFilter(is_shown)
 
 
-def _made(name: str) -> str:
-    """The absolute path of a folder, which is there then."""
+def _created_folder(name: str) -> str:
+    """Create a folder, and return its absolute path."""
     try:
         folder = Path(name).expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: the home of a user who is not there
-        raise config_error(("compile", "cache_folder"), f"cannot be made: {error}", name) from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: "~user" of an unknown user
+        raise config_error(("compile", "cache_folder"), f"cannot be created: {error}", name) from error
     return str(folder)
 
 
 class CompileTime:
-    """Seconds that this process has compiled, and how many graphs' kernels it made or found in the cache."""
+    """Seconds of compilation in this process, and numbers of graphs with compiled or cached kernels."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -225,30 +226,30 @@ class CompileTime:
         self._graphs_before = _graphs()
 
     def begin(self, _: object = None) -> None:
-        """A compilation begins."""
+        """Note the begin of a compilation."""
         self._since = time.perf_counter()
 
     def end(self, _: object = None) -> None:
-        """It has ended."""
+        """Note the end of a compilation."""
         if self._since is not None:
             self._seconds += time.perf_counter() - self._since
             self._since = None
 
     def take(self) -> float:
-        """Seconds since the last call, which the log says too where something was compiled."""
+        """Return the seconds of compilation since the last call. Log them if they are not 0."""
         seconds, self._seconds = self._seconds, 0.0
         graphs = _graphs()
         made, found = (now - before for now, before in zip(graphs, self._graphs_before, strict=True))
         self._graphs_before = graphs
         if seconds:
-            kernels = f"; kernels of {made} graphs were made, of {found} found in the cache" if made or found else ""
-            _log.info("compiling took %.1f s%s", seconds, kernels)
+            kernels = f"; graphs: {made} compiled, {found} from the cache" if made or found else ""
+            _log.info("compilation: %.1f s%s", seconds, kernels)
         return seconds
 
 
 @contextmanager
 def compile_time() -> Iterator[CompileTime]:
-    """Measures until the end of the block. Backward graphs count, which are compiled by the first backward."""
+    """Measure compilation until the end of the block, that of backward graphs in the first backward included."""
     from torch._dynamo.callback import callback_handler
 
     counted = CompileTime()
@@ -262,7 +263,7 @@ def compile_time() -> Iterator[CompileTime]:
 
 
 def _graphs() -> tuple[int, int]:
-    """Graphs whose kernels inductor has made so far, and those it has found in its cache."""
+    """Return the numbers of graphs whose kernels inductor has compiled and has found in its cache so far."""
     from torch._dynamo.utils import counters
 
     return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]

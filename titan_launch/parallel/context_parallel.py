@@ -1,9 +1,9 @@
-"""Context parallelism: every sequence divided over ranks, and PyTorch's ring attention (arXiv:2310.01889) over them.
+"""Context parallelism: sequences divided over ranks, with PyTorch's ring attention (arXiv:2310.01889).
 
-Samples, and the buffers along the sequence, are divided once, so that whatever works token by token needs nothing else.
-Only attention sees more than a rank's tokens: keys and values of the other ranks come to it.
+Samples, and buffers along the sequence, are divided once. Layers that work on each token need nothing else. Attention
+receives the keys and values of the other ranks.
 
-PyTorch's implementation is imported where sequences are divided.
+PyTorch's implementation is imported only if sequences are divided.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from titan_launch.models.parallel_plans import buffers_along_sequence
 
 
 def sequence_part(mesh: DeviceMesh | None, parallelism: ParallelismConfig) -> SequencePart | None:
-    """The part of every sequence that this rank has, of the ranks of `mesh`; None where each has whole ones."""
+    """Return this rank's part of every sequence; None without a `mesh`, when each rank has whole sequences."""
     if mesh is None:
         return None
     return SequencePart(mesh.get_local_rank(), mesh.size(), parallelism.context_parallel_load_balance)
 
 
 def divide_buffers(model: nn.Module, axes: Mapping[str, int], part: SequencePart, seq_len: int) -> None:
-    """Leave of the buffers along the sequence the rows of this rank's tokens, in place: positions are right then.
+    """Reduce the buffers along the sequence to the rows of this rank's tokens, in place, so that positions are right.
 
-    `axes`: what the model declares (`ModelSpec.context_parallel`), which `check_context_plan` has let pass.
+    `axes`: the model's declaration (`ModelSpec.context_parallel`), checked by `check_context_plan`.
     """
     for module, name, axis in buffers_along_sequence(model, axes).values():
         whole = module._buffers[name]
@@ -43,16 +43,16 @@ def divide_buffers(model: nn.Module, axes: Mapping[str, int], part: SequencePart
 
 @contextmanager
 def ring_attention(mesh: DeviceMesh, parallelism: ParallelismConfig, device: torch.device) -> Iterator[None]:
-    """Let `F.scaled_dot_product_attention` with `is_causal=True` attend to the whole sequences that the ranks of `mesh`
-    share, in forward and backward, until the end of the block; it and DTensor's dispatcher are PyTorch's to replace.
+    """Let causal attention (`F.scaled_dot_product_attention`) include the tokens of all ranks of `mesh` in the block.
 
-    Raises ConfigError where PyTorch has no ring attention for the device.
+    PyTorch replaces the function and DTensor's dispatcher for forward and backward. Raise ConfigError if PyTorch has no
+    ring attention for the device.
     """
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     _check_device(device, mesh.size(), _attention.custom_ops)
-    # PyTorch decides by a setting of its own, and by the length of a buffer that it divides: any will do.
+    # PyTorch reads its own options and the length of a buffer that it divides; any buffer will do.
     options = _attention._cp_options
     before = options.enable_load_balance, options.rotate_method
     options.enable_load_balance = parallelism.context_parallel_load_balance
@@ -65,12 +65,12 @@ def ring_attention(mesh: DeviceMesh, parallelism: ParallelismConfig, device: tor
         with replaced(F, "scaled_dot_product_attention", _by_device(F.scaled_dot_product_attention, on_meta)):
             yield
     finally:
-        ring.__exit__(None, None, None)  # before torch 2.13 it ends nothing when it is told of an exception
+        ring.__exit__(None, None, None)  # before torch 2.13 it restores nothing when it is given an exception
         options.enable_load_balance, options.rotate_method = before
 
 
 def _by_device(attention: Callable[..., Tensor], on_meta: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`attention`, but for tensors without numbers: of these only a rank's own shapes are wanted."""
+    """Return `attention`, but `on_meta` for tensors on the meta device, of which only the shapes count."""
     return lambda q, *args, **kwargs: (on_meta if q.is_meta else attention)(q, *args, **kwargs)
 
 

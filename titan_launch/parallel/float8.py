@@ -1,4 +1,4 @@
-"""Linear layers in 8-bit floating point, by torchao, which is imported where something is converted."""
+"""Linear layers in 8-bit floating point by torchao, which is imported only if layers are converted."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 def convert_to_float8(model: nn.Module, plan: ModelPlan, config: Float8Config) -> None:
-    """Let the linear layers of `plan.float8` multiply in 8 bits, in place. Their parameters have the same names as
-    before, and nothing is allocated. With `all_gather` weights are wrapped for FSDP2's `fsdp_pre_all_gather`; else
-    parameters are the same objects as before.
+    """Convert the linear layers of `plan.float8` in place to layers that multiply in 8 bits; nothing is allocated.
 
-    Raises ConfigError without torchao.
+    Parameters keep their names. With `float8.all_gather`, weights are wrapped for FSDP2's `fsdp_pre_all_gather`;
+    otherwise the parameters are the same objects as before. Raise ConfigError if torchao is not installed.
     """
     if not plan.float8:
         return
@@ -42,11 +41,11 @@ def convert_to_float8(model: nn.Module, plan: ModelPlan, config: Float8Config) -
 
 
 def scale_update(model: nn.Module, config: Float8Config) -> Callable[[], None] | None:
-    """What is to be called when the optimizer, or a checkpoint, has changed the parameters of a converted model, before
-    they are gathered: all scales with one all-reduce, for which the host does not wait. None where weights are not
-    gathered in 8 bits. Collective over the ranks that share parameters.
+    """Return a function that computes the scales of all converted weights; None if `float8.all_gather` is off.
 
-    It goes through the converted layers in Python: torchao keeps a scale on each.
+    Call it after the optimizer or a checkpoint has changed the parameters, and before they are gathered. It makes one
+    all-reduce over the ranks that shard the parameters, for which the host does not wait. It loops over the layers in
+    Python, because torchao keeps a scale on each.
     """
     if not (config.enable and config.all_gather):
         return None
@@ -56,7 +55,7 @@ def scale_update(model: nn.Module, config: Float8Config) -> Callable[[], None] |
 
 
 def check_units(config: Float8Config, device: torch.device) -> None:
-    """Raise ConfigError where the device has no 8-bit matrix units and none are emulated."""
+    """Raise ConfigError if the device has no 8-bit matrix units and they are not emulated."""
     if not config.enable or config.emulate:
         return
     if device.type != "cuda":
@@ -65,7 +64,8 @@ def check_units(config: Float8Config, device: torch.device) -> None:
     if torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         reason = (
-            f"{name} has no 8-bit matrix units (compute capability 8.9 on); set float8.emulate = true, or false here"
+            f"{name} has no 8-bit matrix units (compute capability 8.9 or later has); set float8.emulate = true, or "
+            "false here"
         )
         raise config_error(("float8", "enable"), reason, True)
 
@@ -75,7 +75,7 @@ _FIRST_CAPABILITY = (8, 9)
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torchao says at import about kernels of its own, which are for other things."""
+    """Silence torchao's messages at import, which are about kernels that are not used here."""
     noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in noisy]
     for logger in noisy:

@@ -1,4 +1,4 @@
-"""FSDP2 on planned units: wrapping, and the reset of a wrapped model after an abandoned step."""
+"""FSDP2 on planned units: wrapping, casts, and the reset of a wrapped model after an abandoned step."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from titan_launch.cpu.overlapped_all_reduce import forget_all_reduces, overlap_all_reduces
-from titan_launch.distributed.torch_private import apply_to_tensors, drop_unsharded_gradients, reset_iteration, roots
+from titan_launch.distributed.torch_private import (
+    apply_to_tensors,
+    discard_all_reduces,
+    drop_unsharded_gradients,
+    reset_iteration,
+    roots,
+)
 from titan_launch.plan.types import ModelPlan, Policy
 from titan_launch.plan.units.order import plan_backward_prefetch
 from titan_launch.precision.policy import mixed_precision_policy, torch_dtype
 
 
 def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, offloads: bool = False) -> None:
-    """Wrap a model in place: one `fully_shard` per unit, in the planned order (inner first, root last).
+    """Wrap a model in place: one `fully_shard` call per unit, in the planned order (inner first, root last).
 
-    The mesh is passed always: FSDP2's default one would take the accelerator of the host, whatever `job.device` says.
-    `offloads`: sharded parameters and gradients are kept in host memory, which is pinned where there is a GPU.
+    The mesh is always passed, because FSDP2's default mesh is on the accelerator of the host, also with
+    `job.device = "cpu"`. `offloads`: sharded parameters and gradients stay in host memory, which is pinned for a GPU.
     """
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offloads else OffloadPolicy()
     for unit in plan.units:
@@ -37,22 +42,19 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, offloads: bo
         )
         if not unit.unshard_in_backward:
             _fsdp_module(model, unit.modules[0]).set_unshard_in_backward(False)
-        # FSDP2's own cast is not for shared units: where one of the modules does not run, it casts the outputs of the
-        # whole model (or of whichever unit a recomputation began with) in its stead.
+        # FSDP2's own cast is wrong for a unit of several modules. If one of them does not run, FSDP2 casts the outputs
+        # of the whole model instead, or those of the unit with which activation checkpointing began a second forward.
         if is_shared and unit.policy.output_dtype is not None:
             for module in modules:
                 _cast_outputs(module, torch_dtype(unit.policy.output_dtype))
     if mesh.size() > 1:
         _sum_gradients(model)
-    if mesh.ndim > 1 and mesh.device_type == "cpu":
-        overlap_all_reduces(model)
     for path, ahead in plan_backward_prefetch(plan).items():
         _fsdp_module(model, path).set_modules_to_backward_prefetch([_fsdp_module(model, name) for name in ahead])
 
 
 def cast_at_boundaries(module: nn.Module, policy: Policy) -> None:
-    """Cast what a module is given and what it returns, where FSDP2 does not, or is not there; what it has cast already
-    stays as it is."""
+    """Cast the floating inputs and outputs of a module as `policy` says. Tensors that FSDP2 has cast do not change."""
     if policy.input_dtype is not None:
         _cast_inputs(module, torch_dtype(policy.input_dtype))
     if policy.output_dtype is not None:
@@ -70,7 +72,7 @@ def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """A value with its floating tensors in `dtype`, in the same collections that FSDP2 looks into."""
+    """Return a value with its floating tensors in `dtype`, in the same collections that FSDP2 looks into."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -80,21 +82,21 @@ def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 def _fsdp_module(model: nn.Module, path: str) -> FSDPModule:
     module = model.get_submodule(path)
-    assert isinstance(module, FSDPModule), f"{path} stands for no unit"
+    assert isinstance(module, FSDPModule), f"{path} is not an FSDP2 unit"
     return module
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """Every module that was given to `fully_shard`, the root included."""
+    """Return every module that `fully_shard` has wrapped, the root included."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def _sum_gradients(model: nn.Module) -> None:
-    """Let FSDP2 sum gradients, not average them: the loss is already divided by the step's global target count.
+    """Let FSDP2 sum gradients instead of averaging them: the loss is already divided by the step's global target count.
 
-    Plain SUM is forced because factor 1 would otherwise be a PREMUL_SUM, which gloo does not have. Neither setter
-    recurses; a unit left out would silently average. One rank has nothing to sum, and a factor of 1 would cost it a
-    division of all gradients, with a copy of them.
+    Plain SUM is forced, because FSDP2 implements factor 1 by PREMUL_SUM, which gloo does not have. Neither setter
+    recurses, so every unit is set; a missed unit would silently average. A single rank has nothing to sum. There, a
+    factor of 1 would only add a division of all gradients, with a copy of them.
     """
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
@@ -102,17 +104,17 @@ def _sum_gradients(model: nn.Module) -> None:
 
 
 def discard_pending(model: nn.Module) -> None:
-    """Bring a wrapped model back to between two steps, wherever in a step an exception has left it.
+    """Bring a wrapped model to its state between two steps, at whatever point of a step an exception has left it.
 
-    Unsharded parameters are freed. Gradients of every kind are dropped: sharded ones, unsharded ones that wait for the
-    last microbatch, and reduced ones that wait for the all-reduce between replicas. The next backward communicates.
-    `zero_grad` does not do all of this, nor does FSDP2's `reset_iter_state` before torch 2.15: both leave the unsharded
-    gradients of a deferred accumulation, which would be added to the next step's.
+    Unsharded parameters are freed. All gradients are dropped: sharded gradients, unsharded gradients that wait for the
+    last microbatch, and reduced gradients that wait for the all-reduce between replicas. The next backward
+    communicates again. `zero_grad` is not enough, and neither is FSDP2's `reset_iter_state` before torch 2.15: both
+    leave the unsharded gradients of a deferred accumulation, which the next step would add to its own.
 
-    Not collective, but of use only where every rank abandons the same step. Waits for nothing.
+    Not collective, but every rank must abandon the same step. Waits for nothing.
     """
     reset_iterations(model)
-    forget_all_reduces(model)
+    discard_all_reduces(model)
     drop_unsharded_gradients(model)
     for sharded in model.parameters():
         sharded.grad = None
@@ -123,10 +125,10 @@ def discard_pending(model: nn.Module) -> None:
 
 
 def reset_iterations(model: nn.Module) -> None:
-    """Free what a wrapped model has gathered, and forget how far its forward or backward was; between two steps.
+    """Free the unsharded parameters of a wrapped model, and reset FSDP2's record of its forward and backward.
 
-    Needed after forwards without a backward, too: their parameters would stay unsharded, and the next backward would
-    gather what ran last in them.
+    Also needed after forwards without a backward. Their parameters would stay unsharded, and the next backward would
+    prefetch by their order.
     """
     for root in roots(model):
         reset_iteration(root)

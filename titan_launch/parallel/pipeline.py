@@ -1,8 +1,8 @@
-"""Pipeline stages: a model cut apart and wrapped, and what travels between the stages.
+"""Pipeline stages: a model divided into stages, each wrapped, and the shapes of the tensors between the stages.
 
-A rank may hold several stages (interleaved and zero-bubble schedules). Each is wrapped by FSDP2 as a model of its own,
-and run as one. What is done to all that a rank holds (initial values, the optimizer, checkpoints) is done to the model
-that they share, which has everything under its full name.
+A rank may hold several stages (interleaved and zero-bubble schedules). FSDP2 wraps each stage as a model of its own,
+and a forward runs each by itself. Initial values, the optimizer and checkpoints use the model whose modules the stages
+share. It has all parameters of the rank under their full names.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ from titan_launch.precision.policy import torch_dtype
 
 @dataclass(frozen=True)
 class LocalStage:
-    """A stage that this rank holds."""
+    """A pipeline stage of this rank."""
 
     stage: Stage
     module: nn.Module
-    """What is run: the model with nothing in the place of the other stages' modules."""
+    """The module that is run: the model, in which pass-through modules replace the modules of other stages."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages of a model, those of this rank among them, and what travels between them."""
+    """The stages of a model, those of this rank, and the tensors between stages."""
 
     plan: ModelPlan
-    """Of the whole model."""
+    """The plan of the whole model."""
 
     local: tuple[LocalStage, ...]
-    """In order."""
+    """The stages of this rank, in order."""
 
     boundaries: Boundaries
     group: dist.ProcessGroup
-    """The ranks along the pipeline."""
+    """The process group of the pipeline axis."""
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank holds the last stage, and so computes the loss."""
+        """Return True if this rank holds the last stage, and so computes the loss."""
         return self.local[-1].stage.index == len(self.plan.stages) - 1
 
 
 def divide(
     model: nn.Module, plan: ModelPlan, mesh: Mesh, token_shards: int, wrap: Callable[[nn.Module, ModelPlan], None]
 ) -> None:
-    """Leave of a whole model on the meta device what this rank holds, in place, and let `wrap` prepare each stage.
+    """Reduce a model on the meta device to the stages of this rank, in place, and call `wrap` for each stage.
 
-    `token_shards`: ranks that divide the tokens of the stream between layers (sequence parallelism).
+    `token_shards`: number of ranks that divide the tokens between layers (sequence parallelism).
     """
     assert mesh.pipeline is not None
     rank = mesh.pipeline.get_local_rank()
@@ -81,39 +81,39 @@ _PIPELINE = "_titan_launch_pipeline"
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """The pipeline that a model was divided for; None where it is whole."""
+    """Return the pipeline of a model that `divide` has divided; None for a whole model."""
     return vars(model).get(_PIPELINE)
 
 
 def parts(model: nn.Module, plan: ModelPlan) -> list[tuple[nn.Module, ModelPlan]]:
-    """What this rank runs, each with what of the whole model's plan is for it: one for each stage, or the model."""
+    """Return the modules that this rank runs (its stages, or the model), each with its part of the plan."""
     pipeline = pipeline_of(model)
     rank = 0 if pipeline is None else pipeline.local[0].stage.rank
     return list(zip(roots(model), parts_on_rank(plan, rank), strict=True))
 
 
 class Boundaries:
-    """What travels from stage to stage: shapes and dtypes, found by going through a copy of the model without numbers.
+    """Shapes and dtypes of the tensors between stages, found by a forward of a copy of the model on the meta device.
 
-    Every rank finds the same for itself, so that nobody has to ask the others.
+    Every rank finds the same ones, so no communication is needed.
     """
 
     def __init__(self, model: nn.Module, plan: ModelPlan, token_shards: int = 1):
-        """`model`: a copy on the meta device, not wrapped, which is given the dtypes that FSDP2 will compute in."""
+        """Cast the copy `model`, on the meta device and not wrapped, to the dtypes that FSDP2 will compute in."""
         _compute_as_planned(model, plan)
-        first = plan.units[-1].policy.input_dtype  # the root's
+        first = plan.units[-1].policy.input_dtype  # of the root unit
         self._first_dtype = None if first is None else torch_dtype(first)
         self._whole = model
-        self._chain = [path for stage in plan.stages for path in stage.modules]
+        self._pipeline_order = [path for stage in plan.stages for path in stage.modules]
         self._stages = cut(model, [stage.modules for stage in plan.stages], ())
         self._token_shards = token_shards
         self._known: dict[tuple[torch.Size, torch.dtype], tuple[Tensor, ...]] = {}
 
     def of(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        """The input of every stage, and the output of the last one, as tensors on the meta device.
+        """Return the input of every stage, and the output of the last stage, as tensors on the meta device.
 
-        `inputs`: of the model, a microbatch on one rank; only shape and dtype count. Raises ConfigError for a model
-        that is no chain.
+        `inputs`: a microbatch of one rank, of which only shape and dtype count. Raise ConfigError if the model does not
+        run its modules in pipeline order.
         """
         key = (inputs.shape, inputs.dtype)
         if key not in self._known:
@@ -133,12 +133,15 @@ class Boundaries:
         return (found[0], *(self._on_one_rank(tensor) for tensor in found[1:-1]), found[-1])
 
     def _check_pipeline_order(self, x: Tensor) -> None:
-        """Raise ConfigError unless the whole model runs the modules of its chain in order, each on what the one before
-        has returned and nothing else, and returns what the last one does."""
-        links = _Links(self._chain, x)
-        with links.watched(self._whole):
+        """Raise ConfigError unless the model runs its modules in pipeline order.
+
+        Each module must take the output of the module before it, unchanged, and the model must return the output of the
+        last module.
+        """
+        check = _OrderCheck(self._pipeline_order, x)
+        with check.watched(self._whole):
             y = self._run(self._whole, x, "the model")
-        links.end(y)
+        check.end(y)
 
     def _run(self, module: nn.Module, x: Tensor, what: str) -> Tensor:
         try:
@@ -147,7 +150,7 @@ class Boundaries:
             raise
         except Exception as error:
             reason = (
-                f"pipeline parallelism goes through the model on the meta device, and {what} fails there: "
+                f"pipeline parallelism runs the model on the meta device, and {what} fails there: "
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; see pipeline_order in "
                 "docs/parallelism.md"
             )
@@ -158,58 +161,58 @@ class Boundaries:
         return y
 
     def _on_one_rank(self, tensor: Tensor) -> Tensor:
-        """What a rank has of what is between two stages, `(batch, tokens, features)` under sequence parallelism."""
+        """Return one rank's part of a tensor between stages, (batch, tokens, features) with sequence parallelism."""
         part = tensor if self._token_shards == 1 else tensor.chunk(self._token_shards, dim=1)[0]
-        # PyTorch receives into a tensor with the same strides, and takes no others. `contiguous` would not change the
-        # stride of a dimension of size 1.
+        # PyTorch's stages require the strides of a new tensor. `contiguous` would not change the stride of a dimension
+        # of size 1.
         return torch.empty(part.shape, dtype=part.dtype, device=part.device)
 
 
-class _Links:
-    """What the modules of a chain hand on, one after the other."""
+class _OrderCheck:
+    """Check of one forward: the outputs that modules in pipeline order pass on."""
 
     def __init__(self, pipeline_order: Sequence[str], inputs: Tensor):
         self._next = list(pipeline_order)
-        self._before = "the model's input"
-        self._handed_on: Any = inputs
+        self._last_name = "the model's input"
+        self._last_output: Any = inputs
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
-        """Follow a forward of a model, around the hooks that it has."""
+        """Check the forward of a model within the block. The checks run outside of the model's own hooks."""
         handles = []
         for path in self._next:
             module = model.get_submodule(path)
-            handles.append(module.register_forward_pre_hook(partial(self._take, path), prepend=True))
-            handles.append(module.register_forward_hook(partial(self._give, path)))
+            handles.append(module.register_forward_pre_hook(partial(self._check_input, path), prepend=True))
+            handles.append(module.register_forward_hook(partial(self._note_output, path)))
         yield
         for handle in handles:
             handle.remove()
 
-    def _take(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _check_input(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         expected = self._next.pop(0) if self._next else "the end"
         if path != expected:
-            raise _no_pipeline_order(f"the model runs {path} where {expected} comes next")
-        if not args or args[0] is not self._handed_on:
-            raise _no_pipeline_order(f"{path} is given something else than {self._before} as it is")
+            raise _no_pipeline_order(f"the model runs {path} when {expected} comes next")
+        if not args or args[0] is not self._last_output:
+            raise _no_pipeline_order(f"the input of {path} is not {self._last_name}, unchanged")
 
-    def _give(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._handed_on, self._before = output, f"the output of {path}"
+    def _note_output(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._last_output, self._last_name = output, f"the output of {path}"
 
     def end(self, output: Tensor) -> None:
-        """The forward is over, and returned this."""
+        """Check the output of the forward."""
         if self._next:
             raise _no_pipeline_order(f"the model does not run {self._next[0]}")
-        if output is not self._handed_on:
-            raise _no_pipeline_order(f"the model returns something else than {self._before} as it is")
+        if output is not self._last_output:
+            raise _no_pipeline_order(f"the model does not return {self._last_name}, unchanged")
 
 
 def _no_pipeline_order(reason: str) -> ConfigError:
-    advice = "each module must take what the one before it returns, and nothing may be done to it on the way"
+    advice = "each module must take the output of the module before it, unchanged"
     return config_error(("model", "name"), f"its pipeline_order is not the order of its forward: {reason}; {advice}")
 
 
 def _compute_as_planned(model: nn.Module, plan: ModelPlan) -> None:
-    """Give a model the dtypes that FSDP2 gathers parameters in, and its casts at the boundaries of units."""
+    """Cast parameters and buffers as FSDP2 will, and add the casts at the boundaries of FSDP2 units."""
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -225,10 +228,10 @@ def _compute_as_planned(model: nn.Module, plan: ModelPlan) -> None:
 
 
 def run_forward(pipeline: Pipeline, inputs: Tensor, device: torch.device) -> Tensor | None:
-    """A forward through all stages without a backward, microbatch by microbatch; collective over the pipeline.
+    """Run one microbatch through all stages, without a backward; collective over the pipeline.
 
-    `inputs`: a microbatch of the model, the same on the ranks along the pipeline. Returns the last stage's output on
-    the rank that holds it, and None on the others, which go on as soon as theirs is taken.
+    `inputs`: the input of the model, the same on all ranks of the pipeline. Return the output of the last stage on its
+    rank. Other ranks return None as soon as the next stage has received their output.
     """
     rank_of = {stage.index: stage.rank for stage in pipeline.plan.stages}
     boundaries = pipeline.boundaries.of(inputs)

@@ -1,8 +1,8 @@
-"""BatchNorm whose batch is that of all data-parallel ranks.
+"""BatchNorm that normalizes by the statistics of the batches of all data-parallel ranks.
 
-PyTorch's own SyncBatchNorm refuses tensors on the CPU, and its conversion turns subclasses into plain layers. Here a
-layer keeps its class, with one more base right before PyTorch's: whatever a subclass does around `super().forward` is
-done as before.
+PyTorch's own SyncBatchNorm refuses tensors on the CPU, and its conversion replaces subclasses by plain layers. Here a
+layer gets a subclass of its own class, with one more base class right before PyTorch's. So all that a user's subclass
+does around `super().forward` stays.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def synchronize(norms: list[_BatchNorm], group: dist.ProcessGroup) -> None:
-    """Let layers normalize, in training, over the batches of all ranks of `group`; in place, without collectives.
+    """Let layers normalize in training over the batches of all ranks of `group`, in place. This call has no collective.
 
-    Every rank must run the same layers in the same order, each on a batch of any size, 0 included.
+    Every rank must run the same layers in the same order. Batches may have any size, also 0.
     """
     classes: dict[type, type] = {}
     shared = {"ranks": group.size(), "group_name": group.group_name}
@@ -34,7 +34,7 @@ def synchronize(norms: list[_BatchNorm], group: dist.ProcessGroup) -> None:
 
 
 def overrides_forward(module: nn.Module) -> bool:
-    """Whether a BatchNorm computes something of its own instead of handing on to PyTorch's `forward` by `super()`."""
+    """Return True if a class between the layer's and PyTorch's has a `forward` that does not call `super().forward`."""
     mro = type(module).__mro__
     between = mro[: mro.index(_BatchNorm)]
     return any("forward" in vars(cls) and not _calls_super(vars(cls)["forward"]) for cls in between)
@@ -46,13 +46,13 @@ def _calls_super(forward: Any) -> bool:
 
 
 class _Synchronized(_BatchNorm):
-    """What stands between a layer's class and PyTorch's `_BatchNorm`."""
+    """Base class inserted between a layer's class and PyTorch's `_BatchNorm`."""
 
     ranks: int
     group_name: str
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C, ...) to the same shape and dtype; statistics are computed in fp32 (fp64 for an fp64 input)."""
+        """Normalize (N, C, ...) to the same shape and dtype. Statistics are fp32, or fp64 for an fp64 input."""
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
@@ -62,10 +62,10 @@ class _Synchronized(_BatchNorm):
         return _Normalize.apply(input, self.weight, self.bias, mean, variance, count, self.eps, self.group_name)
 
     def _batch_statistics(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean and biased variance [C] over all ranks, and the number of values [1] they rest on.
+        """Return the mean and the biased variance [C] over all ranks, and their number of values [1].
 
-        Each rank's sum of squared deviations is from its own mean, and they are combined by the deviations of those
-        means (Chan, Golub, LeVeque 1979): no difference of large numbers, as in E[x^2] - E[x]^2.
+        Each rank sums squared deviations from its own mean. The deviations of these means combine the sums (Chan,
+        Golub, LeVeque 1979). So there is no difference of large numbers as in E[x^2] - E[x]^2.
         """
         gathered = _all_gather(_summary(x), self.ranks, self.group_name)
         counts, means, sums = gathered[:, :1], *gathered[:, 1:].chunk(2, dim=1)
@@ -76,7 +76,7 @@ class _Synchronized(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Move the running statistics, as `_BatchNorm.forward` does; the variance there is the unbiased one."""
+        """Update the running statistics as `_BatchNorm.forward` does; the running variance is unbiased."""
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         momentum = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
@@ -86,7 +86,7 @@ class _Synchronized(_BatchNorm):
 
 
 def _summary(x: Tensor) -> Tensor:
-    """[1, 1 + 2 C]: the number of values, their mean, and the sum of their squared deviations from it, by channel."""
+    """Return [1, 1 + 2 C]: the number of values, and by channel their mean and their sum of squared deviations."""
     x = _accurate(x)
     channels = x.shape[1]
     count = x.numel() // channels
@@ -99,7 +99,7 @@ def _summary(x: Tensor) -> Tensor:
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalizes by statistics of all ranks' batches, and differentiates through them."""
+    """Normalization by the statistics of all ranks' batches, and its gradient, also through the statistics."""
 
     @staticmethod
     def forward(
@@ -133,7 +133,7 @@ class _Normalize(torch.autograd.Function):
             scale = inverse_std if weight is None else inverse_std * weight
             centred = (grad - along_mean.view(shape)).sub_(normalized.mul_(along_std.view(shape)))
             grad_x = centred.mul_(scale.view(shape)).to(x.dtype)
-        # The parameters' gradients are those of this rank's batch: FSDP2 adds the ranks'.
+        # The parameters' gradients are those of this rank's batch; FSDP2 sums over the ranks.
         grad_weight = sums[1].to(weight.dtype) if needs_weight else None
         grad_bias = sums[0].to(weight.dtype) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
@@ -144,22 +144,22 @@ def _accurate(x: Tensor) -> Tensor:
 
 
 def _along_channels(x: Tensor) -> list[int]:
-    """The shape in which a vector [C] broadcasts against `x`."""
+    """Return the shape in which a vector [C] broadcasts against `x`."""
     return [1, -1, *[1] * (x.ndim - 2)]
 
 
 def _other_axes(x: Tensor) -> list[int]:
-    """All but the channels'."""
+    """Return all dimensions except that of the channels."""
     return [0, *range(2, x.ndim)]
 
 
-# The functional forms: selective checkpointing keeps their results, and torch.compile takes them into its graphs.
+# Functional collectives: selective activation checkpointing saves their results, and torch.compile can trace them.
 def _all_gather(x: Tensor, ranks: int, group_name: str) -> Tensor:
-    """[1, n] of every rank to [ranks, n]."""
+    """Gather [1, n] of every rank to [ranks, n]."""
     gathered = torch.ops._c10d_functional.all_gather_into_tensor(x, ranks, group_name)
     return torch.ops._c10d_functional.wait_tensor(gathered)
 
 
 def _all_reduce(x: Tensor, group_name: str) -> Tensor:
-    """The sum over the ranks."""
+    """Return the sum over the ranks."""
     return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", group_name))

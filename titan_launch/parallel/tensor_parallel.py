@@ -1,8 +1,8 @@
-"""Tensor parallelism (arXiv:1909.08053): the matrices of a model divided over ranks, by the plan that it declares.
+"""Tensor parallelism (arXiv:1909.08053): the matrices of a model divided over ranks, by the model's declaration.
 
-Between the divided matrices runs the stream: activations (batch, tokens, features) that every rank holds whole or, with
-sequence parallelism (arXiv:2205.05198), for its part of the tokens. All parameters become DTensors on the mesh, also
-those that every rank holds whole: plain tensors beside DTensors can be neither clipped nor updated together.
+The activations between divided matrices are called the stream: (batch, tokens, features). Every rank holds the whole
+stream or, with sequence parallelism (arXiv:2205.05198), its part of the tokens. All parameters become DTensors on the
+mesh, also replicated ones, because PyTorch cannot clip or update plain tensors and DTensors together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from titan_launch.models.parallel_plans import style_by_module
 from titan_launch.models.spec import TensorStyle
 
 TOKENS, FEATURES = 1, -1
-"""The axes of activations and logits that are divided."""
+"""The dimensions along which activations and logits are divided."""
 
 
 def apply_tensor_parallel(
@@ -29,8 +29,8 @@ def apply_tensor_parallel(
 ) -> None:
     """Divide a model on the meta device over the ranks of `mesh`, in place; nothing is allocated or communicated.
 
-    `styles`: the model's plan (`ModelSpec.tensor_parallel`), which `check_tensor_plan` has let pass. Tied parameters
-    stay tied. With `loss_parallel` the model returns a DTensor, which `titan_launch.models.loss` takes.
+    `styles`: the model's declaration (`ModelSpec.tensor_parallel`), checked by `check_tensor_plan`. Tied parameters
+    stay tied. With `loss_parallel` the model returns a DTensor, which `titan_launch.models.loss` accepts.
     """
     ties = _ties(model)
     appliers = _appliers(mesh, parallelism)
@@ -42,12 +42,12 @@ def apply_tensor_parallel(
 
 
 def token_shards(parallelism: ParallelismConfig) -> int:
-    """Ranks that divide the tokens of the stream between layers."""
+    """Return the number of ranks that divide the tokens of the stream."""
     return parallelism.tensor_parallel_degree if parallelism.sequence_parallel else 1
 
 
 def _appliers(mesh: DeviceMesh, parallelism: ParallelismConfig) -> dict[TensorStyle, Callable[[nn.Module], object]]:
-    """What is done to a module, by its style."""
+    """Return, by style, the function that divides a module in place."""
     stream: Placement = Shard(TOKENS) if parallelism.sequence_parallel else Replicate()
     whole, part = Replicate(), Shard(FEATURES)
 
@@ -72,8 +72,10 @@ def _appliers(mesh: DeviceMesh, parallelism: ParallelismConfig) -> dict[TensorSt
 
 
 def _gather_input(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
-    """Give a module the whole stream as its first input: a DTensor, so that the gradients which several matrices leave
-    on it are added up before they are communicated, once."""
+    """Gather the stream for the first input of a module, as a DTensor.
+
+    So the gradients of the several matrices that read the input are added before one reduction.
+    """
 
     def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = args
@@ -83,19 +85,19 @@ def _gather_input(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> Non
 
 
 def _keep_whole(module: nn.Module, mesh: DeviceMesh, gradient: Placement) -> None:
-    """Keep a module's own parameters whole on every rank, and let it compute with plain tensors as it always does.
+    """Replicate a module's own parameters on every rank, and let the module compute with plain tensors.
 
-    `gradient`: `Partial` where ranks see different activations, so that their gradients are summed; `Replicate` where
-    they see the same.
+    `gradient`: `Partial` if ranks have different activations, so that gradients are summed; `Replicate` if they have
+    the same activations.
     """
     for name, parameter in module._parameters.items():
         if parameter is not None:
             whole = distribute_tensor(parameter.data, mesh, [Replicate()], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))
 
-    def forward(*args: Any, **kwargs: Any) -> Any:  # no `partial`: the compiler would make a graph for each module
+    def forward(*args: Any, **kwargs: Any) -> Any:  # with `partial` the compiler would make a graph per module
         with _local_parameters(module, gradient):
-            return type(module).forward(module, *args, **kwargs)  # the class may be another by then: BatchNorm's is
+            return type(module).forward(module, *args, **kwargs)  # looked up late: BatchNorm's class changes
 
     module.forward = forward
 
@@ -119,7 +121,7 @@ _Owner = tuple[nn.Module, str]
 
 
 def _ties(model: nn.Module) -> list[tuple[_Owner, list[_Owner]]]:
-    """Parameters with several owners: the first of them, and the others."""
+    """Return the first owner of every tied parameter, with its other owners."""
     owners: dict[int, list[_Owner]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

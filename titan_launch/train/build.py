@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import format_key
+from titan_launch.cpu.switch import cpu_speedups
 from titan_launch.distributed.collectives import on_main
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.process_group import Ranks, set_timeouts
@@ -28,7 +29,7 @@ from titan_launch.train.health.coordination import StepCoordinator, StopRequest
 from titan_launch.train.health.flight_recorder import make_room_for_nccl
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.health.watchdog import Watchdog
-from titan_launch.train.kernel_choice import use_kernels
+from titan_launch.train.kernel_choice import attention_dtypes, use_kernels
 from titan_launch.train.measure import MemoryCheck, StepMeasurements
 from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
 from titan_launch.train.resolve_job import ResolvedJob, resolve_job
@@ -70,19 +71,21 @@ def build_run(
     mesh = build_mesh(job.layout, ranks.device.type)
     data = build_data(config, mesh)
     model = assemble_model(config, job.built, job.plan, mesh, data)
+    if ranks.device.type == "cpu":
+        dtypes = attention_dtypes(job.built, job.plan)
+        stack.enter_context(cpu_speedups(model.module, config.kernels, job.layout, config.training.seq_len, dtypes))
     set_timeouts(config.comm.init_timeout_seconds)
     allocate_model(model, config, ranks.device, stack)
     optimizer = build_optimizer(model.module, config.optimizer, job.built.head, config.training.seed)
 
     folder = open_run_folder(job, ranks, log_file, watchdog, stack)
     progress, guard = Progress(), StepGuard(config.debug, ranks.device)
-    state = training_state(config, model.module, optimizer, progress, guard, mesh, ranks)
+    step = build_step(config, model, optimizer, guard, ranks, data.num_classes)
+    state = training_state(config, model.module, optimizer, progress, guard, step.statistics, mesh, ranks)
     checkpoints = open_checkpoints(job.requested, folder.path, state, progress, data.sources, ranks, stack)
     load_or_begin(job, folder.path, state, progress, data, stack)
     on_main(lambda: record_units(folder.path, describe_units(job.plan, job.layout, locate_key)))
     log_batches(config, job.layout, ranks, data.train, data.validation, folder.path)
-
-    step = build_step(config, model, optimizer, guard, ranks, data.num_classes)
     first_step = progress.step + 1
     console = ConsoleSink(total_steps=config.training.steps) if ranks.is_main else None
     return Run(

@@ -1,4 +1,7 @@
-"""Which kernels a run computes with: decided once, before anything is allocated, and logged."""
+"""The choice of a run's CUDA kernels, made once before anything is allocated, and logged.
+
+On a CPU the switch `cpu.switch` chooses the kernel of attention, unless `kernels.attention` names one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,6 @@ from titan_launch.config.sections.precision import KernelsConfig
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.globs import matches
 from titan_launch.core.import_string import user_place
-from titan_launch.cpu.blocked_attention import blocked_attention, lengths
 from titan_launch.models.build import BuiltModel
 from titan_launch.models.layers.attention import takes_equal_heads_only
 from titan_launch.parallel.float8 import check_units
@@ -35,21 +37,21 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-"""What `kernels.attention` names, the fastest first, on Hopper and later."""
+"""PyTorch's backends by the values of `kernels.attention`, the fastest on Hopper and later GPUs first."""
 
 _HOPPER = (9, 0)
 
 _SAFE_CUDNN = 91501
-"""The first version of cuDNN that is used for attention: 9.15.1, as `torch.backends.cudnn.version()` writes it."""
+"""The oldest version of cuDNN that may compute attention: 9.15.1, as `torch.backends.cudnn.version()` writes it."""
 
 
 def use_kernels(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, device: torch.device, stack: ExitStack
 ) -> None:
-    """Set what `[kernels]` says until `stack` is closed (the precision of products for good), and log it.
+    """Apply `[kernels]` until `stack` is closed, and log it. (The precision of products stays set for the process.)
 
-    Raises ConfigError for what the device, or the shape of the model's attention, does not have; the same on all ranks,
-    whose devices are alike.
+    Raise ConfigError if the device, or the shape of the model's attention, does not allow a setting. The devices of all
+    ranks are alike, so all ranks raise the same error.
     """
     check_units(config.float8, device)
     if config.float8.enable and not config.float8.emulate and not config.compile.enable:
@@ -59,7 +61,9 @@ def use_kernels(
         problems = list(missing_on_cpu(kernels))
         if problems:
             raise ConfigError(problems)
-        _use_on_cpu(config, built, plan, layout, stack)
+        if kernels.attention != "auto":
+            stack.enter_context(sdpa_kernel(BACKENDS[kernels.attention]))
+            _log.info("attention: %s", kernels.attention)
         return
     set_precision(kernels)
     order = priority(torch.cuda.get_device_capability(device))
@@ -70,41 +74,23 @@ def use_kernels(
     for dtype in attention_dtypes(built, plan):
         check = _check_on(device, built, layout, dtype, config.training.seq_len)
         name, *reasons = choose(kernels.attention, order, check)
-        _log.info("attention in %s: %s", dtype, "; ".join([name, *reasons]))
+        _log.info("attention (%s): %s", dtype, "; ".join([name, *reasons]))
         chosen.append(name)
     if kernels.attention != "auto":
         stack.enter_context(sdpa_kernel(BACKENDS[kernels.attention]))
-    else:  # PyTorch goes by the order in every call, so that models of which nothing is known do too
-        tried = order[min(map(order.index, chosen), default=0) :]  # what fails before the first would end the run
+    else:  # PyTorch follows the order in every call, also for models whose attention is not known
+        tried = order[min(map(order.index, chosen), default=0) :]  # a backend before the first could fail in the run
         stack.enter_context(sdpa_kernel([BACKENDS[name] for name in tried], set_priority=True))
-
-
-def _use_on_cpu(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, stack: ExitStack) -> None:
-    wanted = config.kernels.attention
-    if wanted != "auto":
-        stack.enter_context(sdpa_kernel(BACKENDS[wanted]))
-        _log.info("attention: %s", wanted)
-        return
-    dtypes = attention_dtypes(built, plan)
-    blocked = {
-        dtype for dtype, tokens in lengths().items() if layout.context == 1 and config.training.seq_len in tokens
-    }
-    # Of a model whose attention is not known, the calls decide.
-    if blocked.intersection(map(torch_dtype, dtypes)) or (blocked and built.attention is None):
-        stack.enter_context(blocked_attention())
-    for dtype in dtypes:
-        _log.info(
-            "attention in %s: %s", dtype, "blocks of tokens" if torch_dtype(dtype) in blocked else "PyTorch's choice"
-        )
 
 
 @contextmanager
 def attention_failures_explained(kernels: KernelsConfig) -> Iterator[None]:
-    """Run forwards and backwards: raise ConfigError where the backend that `kernels.attention` names does not take what
-    the model calls it with, which only the call can tell. PyTorch's warnings, which say why, become part of the error.
+    """Raise ConfigError if the backend of `kernels.attention` refuses a call of attention within the block.
+
+    Only the call can tell. PyTorch's warnings, which give the reasons, become part of the error.
     """
     if kernels.attention == "auto":
-        yield  # math is always left
+        yield  # the backend math takes every call
         return
     with _refusals_collected() as reasons:
         try:
@@ -119,23 +105,25 @@ def attention_failures_explained(kernels: KernelsConfig) -> Iterator[None]:
 
 
 def set_precision(kernels: KernelsConfig) -> None:
-    """How exact products of float32 and sums of bfloat16 are on GPUs; for the whole process."""
+    """Set the precision of float32 products and of bfloat16 sums on GPUs, for the whole process."""
     is_reduced = kernels.float32_precision == "tf32"
     torch.set_float32_matmul_precision("high" if is_reduced else "highest")
     torch.backends.cudnn.allow_tf32 = is_reduced
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = kernels.bf16_reduced_precision_reduction
-    sums = "may be added up" if kernels.bf16_reduced_precision_reduction else "are not added up"
-    _log.info("products of float32: %s; partial sums of bfloat16 %s in it", kernels.float32_precision, sums)
+    sums = "bfloat16 allowed" if kernels.bf16_reduced_precision_reduction else "float32"
+    _log.info("float32 products: %s; partial sums of bfloat16 products: %s", kernels.float32_precision, sums)
 
 
 def priority(capability: tuple[int, int]) -> tuple[str, ...]:
-    """The backends, the fastest first, on a GPU of a compute capability."""
+    """Return the backends for a GPU of a compute capability, the fastest first."""
     return tuple(BACKENDS) if capability >= _HOPPER else ("flash", "cudnn", "efficient", "math")
 
 
 def unsafe_cudnn(version: int | None) -> str | None:
-    """Why this version of cuDNN must not compute attention, or None. `version`: as `torch.backends.cudnn.version()`
-    returns it; None without cuDNN."""
+    """Return why this version of cuDNN must not compute attention, or None.
+
+    `version`: as `torch.backends.cudnn.version()` returns it; None without cuDNN.
+    """
     if version is None or version >= _SAFE_CUDNN:
         return None
     return (
@@ -145,7 +133,7 @@ def unsafe_cudnn(version: int | None) -> str | None:
 
 
 def without_cudnn(wanted: str, order: Sequence[str], unsafe: str) -> tuple[str, ...]:
-    """Return the backends other than cuDNN, and log why. Raise ConfigError where cuDNN is the wanted one."""
+    """Return the backends other than cuDNN, and log why. Raise ConfigError if cuDNN is the wanted backend."""
     if wanted == "cudnn":
         reason = f'cannot be used: {unsafe}; install cuDNN {_dotted(_SAFE_CUDNN)} or later, or set "auto"'
         raise config_error(("kernels", "attention"), reason, wanted)
@@ -160,7 +148,7 @@ def _dotted(version: int) -> str:
 
 
 def attention_dtypes(built: BuiltModel, plan: ModelPlan) -> list[str]:
-    """What the model's attention computes in, each once; nothing where its attention is not known."""
+    """Return the dtypes that the model's attention computes in; an empty list if its attention is not known."""
     if built.attention is None:
         return []
     paths = [module.path for module in plan.inventory.modules if matches(built.attention.queries_from, module.path)]
@@ -168,9 +156,9 @@ def attention_dtypes(built: BuiltModel, plan: ModelPlan) -> list[str]:
 
 
 def choose(wanted: str, order: Sequence[str], obstacle: Callable[[str], str | None]) -> list[str]:
-    """The backend that is used, and why not each of those before it. `obstacle`: why one cannot be used, or None.
+    """Return the backend to use, followed by the reasons against those before it in `order`.
 
-    Raises ConfigError where the wanted one cannot be.
+    `obstacle` returns why a backend cannot be used, or None. Raise ConfigError if the wanted backend cannot be used.
     """
     if wanted != "auto":
         reason = obstacle(wanted)
@@ -191,7 +179,7 @@ def choose(wanted: str, order: Sequence[str], obstacle: Callable[[str], str | No
 def _check_on(
     device: torch.device, built: BuiltModel, layout: Layout, dtype: str, seq_len: int
 ) -> Callable[[str], str | None]:
-    """Return a function that tries one call of the model's attention, as a rank makes it, on a backend."""
+    """Return a function that makes one call of the model's attention, with the shapes of a rank, on a backend."""
     heads = built.attention
     assert heads is not None
     tokens = seq_len // layout.context
@@ -210,7 +198,7 @@ def _check_on(
 
 
 def refusal(backend: SDPBackend, call: Callable[[], object]) -> str | None:
-    """Make a call of attention with this backend alone. Return why PyTorch refuses it, or None where it does not.
+    """Make a call of attention with this backend alone. Return why PyTorch refuses the call, or None.
 
     PyTorch's own checks (`torch.backends.cuda.can_use_flash_attention` and others) write their reasons to standard
     error only.
@@ -245,7 +233,7 @@ def _refusals_collected() -> Iterator[list[str]]:
         elif not text.endswith(_NO_REASONS):
             reasons.append(text)
 
-    warnings.showwarning = keep_reasons  # unlike catch_warnings, it does not show again what was shown
+    warnings.showwarning = keep_reasons  # catch_warnings would show a warning again that was shown before
     try:
         yield reasons
     finally:

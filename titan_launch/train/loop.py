@@ -17,7 +17,7 @@ from titan_launch.distributed.process_group import set_timeouts
 from titan_launch.metrics.tags import TAGS
 from titan_launch.models.parallel_plans import shapes_explained
 from titan_launch.optim.schedule import describe_clipping, lr_factor, set_lr
-from titan_launch.parallel.batchnorm import largest_divergence, pool_running_statistics
+from titan_launch.parallel.batchnorm import largest_divergence
 from titan_launch.parallel.pipeline import parts
 from titan_launch.precision.diagnosis import dtype_failures_explained
 from titan_launch.train.audit import audit_of_step, audits
@@ -250,10 +250,8 @@ def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
         is_measured = run.measurements.is_steady or run.ranks.device.type == "cpu"
         scalars |= run.memory_check.scalars(scalars.get(MEASURED) if is_measured else None)
     scalars["train/lr"] = run.config.optimizer.lr * current_lr_factor(run, step)
-    if due.restore_statistics:
-        run.state.local_statistics.keep()
     if due.pool:
-        scalars |= pool_statistics(run)
+        scalars |= pool_statistics(run, temporarily=due.restore_statistics)
     if due.validate:
         scalars |= validation_scalars(run)
     run.measurements.end_window(step, only_training=not due.pool)
@@ -273,11 +271,11 @@ def checkpoint_measurements(run: Run) -> dict[str, float]:
     return run.checkpoints.take_measurements() if run.checkpoints and run.config.checkpoint.enable else {}
 
 
-def pool_statistics(run: Run) -> dict[str, float]:
+def pool_statistics(run: Run, temporarily: bool) -> dict[str, float]:
     """Pool BatchNorm's running statistics over all ranks. Return how far they differed, by tag; empty without
     BatchNorm. The time does not count as training time."""
     with run.meter.paused():
-        divergence = pool_running_statistics(run.model, run.mesh.data_group)
+        divergence = run.step.statistics.pool(run.mesh.data_group, temporarily=temporarily)
         if run.mesh.pipeline_group is not None:
             divergence = largest_divergence(on_all(lambda: divergence, run.mesh.pipeline_group))
     if divergence is None:
@@ -305,5 +303,5 @@ def save(run: Run, validation_loss: float | None = None) -> None:
     run.watchdog.enter("saving a checkpoint", run.progress.step, patient=True)
     with run.meter.paused():
         run.checkpoints.save(validation_loss)
-    run.state.local_statistics.restore()
+    run.step.statistics.unpool()
     run.control.saved()

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import Provenance
 from titan_launch.core.errors import RunError
-from titan_launch.cpu.allocator import keep_freed_memory
 from titan_launch.distributed.process_group import process_group
 from titan_launch.distributed.random_state import random_stream, seed_everything
 from titan_launch.distributed.torch_private import warn_of_untested_release
@@ -32,8 +31,6 @@ def train(config: JobConfig, provenance: Provenance, stop: StopRequest) -> None:
         timeout = config.comm.init_timeout_seconds
         ranks = stack.enter_context(process_group(config.job.device, timeout, lambda: stop.signal))
         stack.enter_context(console_log(ranks.is_main))
-        if ranks.device.type == "cpu":
-            keep_freed_memory()
         warn_of_untested_release()
         _ignore_warnings()
         seed_everything(

@@ -204,7 +204,7 @@ class StepMeasurements:
         ledger = Ledger()
         ledger.enter(StepPoint(0, "step", ""))
         with track(self._model, ledger, self._optimizer) as memory:
-            memory.hold([self._train_step.kept_statistics], Category.BUFFERS)
+            memory.hold([self._train_step.statistics.saved], Category.BUFFERS)
             memory.hold(microbatches[0], Category.INPUTS)
             yield
             self._seen[MEASURED] = ledger.footprint().peak_bytes / GIB

@@ -159,7 +159,7 @@ def shard_model(config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mes
             parallelism=config.parallelism,
             batchnorm=config.batchnorm,
             statistics_group=group,
-            recomputation=config.activation_checkpoint,
+            activation_checkpoint=config.activation_checkpoint,
             compilation=config.compile,
             float8=config.float8,
             offloads=config.training.enable_cpu_offload,

@@ -77,7 +77,9 @@ class TrainStep:
         self.loss = loss
         self._pipelined = pipelined
         self._after_update = after_update
-        self._statistics = RunningStatistics(model)
+        self.statistics = RunningStatistics(model)
+        """BatchNorm's running statistics, and the copy of them that a step can restore."""
+
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def __call__(self, microbatches: list[Microbatch], before_update: Callable[[], None] | None = None) -> StepResult:
@@ -91,7 +93,7 @@ class TrainStep:
         before the update restores gradients and running statistics. If all ranks have abandoned the step, it can be
         tried again.
         """
-        self._statistics.save()
+        self.statistics.save()
         with self._abandoned_on_error():
             valid = _ValidTargets((targets for _, targets in microbatches), self._device, self._mesh.data_group)
 
@@ -114,7 +116,7 @@ class TrainStep:
 
         try:
             step_unless(self._optimizer, is_skipped)
-            self._statistics.restore_if(is_skipped)
+            self.statistics.restore_if(is_skipped)
             self.parameters_changed()
         finally:  # after an interrupt the next step must not add to these gradients
             self._optimizer.zero_grad()
@@ -129,18 +131,13 @@ class TrainStep:
         if self._after_update is not None:
             self._after_update()
 
-    @property
-    def kept_statistics(self) -> Tensor:
-        """Copy of BatchNorm's running statistics from before the step. It is never freed."""
-        return self._statistics.saved
-
     @contextmanager
     def _abandoned_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
             discard_pending(self._model)
-            self._statistics.restore()
+            self.statistics.restore()
             raise
 
 

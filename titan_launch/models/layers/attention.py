@@ -14,16 +14,16 @@ from titan_launch.config.architectures.llama3 import RopeScaling
 class RotaryEmbedding(nn.Module):
     """Rotates each pair of neighbouring channels of a head by an angle proportional to the token's position.
 
-    One instance serves all layers. The table is a buffer, not an argument: FSDP2 casts every floating argument of a
-    wrapped module to the compute dtype, and bf16 cannot tell position 8000 from 8001. It is not saved, and
-    `reset_parameters` computes it anew after a start on the meta device.
+    All layers share one instance. The table is a buffer, not an argument: FSDP2 casts every floating argument of a
+    wrapped module to the compute dtype, and bf16 cannot distinguish position 8000 from 8001. Checkpoints do not contain
+    the table; `reset_parameters` computes it after a start on the meta device.
     """
 
     table: Tensor
     """Cosine and sine of each angle: (max_seq_len, head_dim / 2, 2)."""
 
     def __init__(self, head_dim: int, max_seq_len: int, theta: float, scaling: RopeScaling | None = None):
-        """`head_dim` is even; `theta` is the base of the frequencies."""
+        """Compute the table. `head_dim` must be even; `theta` is the base of the frequencies."""
         super().__init__()
         self.head_dim = head_dim
         self.theta = theta
@@ -40,13 +40,13 @@ class RotaryEmbedding(nn.Module):
         self.table.copy_(torch.stack((angles.cos(), angles.sin()), dim=-1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rotate (batch, tokens, heads, head_dim), in fp32; the result has the input's dtype.
+        """Rotate (batch, tokens, heads, head_dim) in fp32; the result has the input's dtype.
 
-        Raises ValueError for more tokens than the table holds.
+        Raise ValueError for more tokens than the table has.
         """
         num_tokens, max_tokens = x.shape[1], self.table.shape[0]
         if num_tokens > max_tokens:
-            raise ValueError(f"{num_tokens} tokens, but the rotary table holds {max_tokens} (training.seq_len)")
+            raise ValueError(f"{num_tokens} tokens, but the rotary table has {max_tokens} (training.seq_len)")
         table = self.table[:num_tokens, None].float()  # [tokens, 1, head_dim / 2, 2]
         pairs = x.float().unflatten(-1, (-1, 2))
         rotated = _rotated_by_parts(pairs, table) if torch.compiler.is_compiling() else _rotated(pairs, table)
@@ -54,14 +54,15 @@ class RotaryEmbedding(nn.Module):
 
 
 def _rotated(pairs: Tensor, table: Tensor) -> Tensor:
-    """One product of complex numbers: without a compiler, a seventh of the kernels of `_rotated_by_parts`, which read
-    and write less, and are vectorized on a CPU."""
+    """Return the rotated pairs, by one product of complex numbers.
+
+    Without a compiler this needs a seventh of the kernels of `_rotated_by_parts`, and they are vectorized on a CPU.
+    """
     return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(table))
 
 
 def _rotated_by_parts(pairs: Tensor, table: Tensor) -> Tensor:
-    """The same in real numbers, for inductor: it fuses these with their neighbours, and does not generate code for
-    complex ones."""
+    """Return the rotated pairs, by real numbers: inductor fuses these operations, and cannot compile complex ones."""
     (first, second), (cos, sin) = pairs.unbind(-1), table.unbind(-1)
     return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
@@ -69,10 +70,10 @@ def _rotated_by_parts(pairs: Tensor, table: Tensor) -> Tensor:
 def rotary_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """Radians per token of each channel pair, [head_dim / 2]: theta^(-2 i / head_dim), scaled where asked.
+    """Return the radians per token of each channel pair, [head_dim / 2]: theta^(-2 i / head_dim), scaled if asked.
 
-    Llama 3.1 divides the frequency of a slow pair by `factor`, leaves that of a fast one, and interpolates linearly
-    between, by how many of its turns fit into the original context (Meta's `apply_scaling` in `llama-models`).
+    Llama 3.1 divides the frequencies of slow pairs by `factor` and keeps those of fast pairs. Between, it interpolates
+    linearly by the number of turns within the original context (Meta's `apply_scaling` in `llama-models`).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / theta**exponents
@@ -88,7 +89,7 @@ class Attention(nn.Module):
     """Causal self-attention in which groups of query heads share a key and value head (arXiv:2305.13245)."""
 
     def __init__(self, dim: int, n_heads: int, n_kv_heads: int, rope: RotaryEmbedding):
-        """`dim` is a multiple of `n_heads`, which is a multiple of `n_kv_heads`."""
+        """Make the layers. `dim` must be a multiple of `n_heads`, and `n_heads` a multiple of `n_kv_heads`."""
         super().__init__()
         self.head_dim = dim // n_heads
         self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=False)
@@ -98,7 +99,7 @@ class Attention(nn.Module):
         self.rope = rope
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, dim) to the same shape."""
+        """Map (batch, tokens, dim) to the same shape."""
         # [batch, tokens, heads, head_dim]; the number of heads follows from the weights
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
         q, k = self.rope(q), self.rope(k)
@@ -107,7 +108,7 @@ class Attention(nn.Module):
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of (batch, heads, tokens, head_dim) over keys and values with the same or a smaller number of heads."""
+    """Return the attention of `q` (batch, heads, tokens, head_dim); `k` and `v` may have fewer heads."""
     num_groups = q.shape[1] // k.shape[1]
     if num_groups > 1 and takes_equal_heads_only(q):
         k, v = (t.repeat_interleave(num_groups, dim=1) for t in (k, v))
@@ -116,9 +117,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def takes_equal_heads_only(q: Tensor) -> bool:
-    """Whether keys and values must be repeated: the fused fp32 kernel on CUDA takes as many heads as there are queries.
+    """Return True if keys and values must be repeated to the number of query heads: for fp32 on CUDA.
 
-    `enable_gqa` would fall back to the one that stores all tokens x tokens scores. Not needed with
-    https://github.com/pytorch/pytorch/pull/191085.
+    The fused fp32 kernel on CUDA requires equal numbers of heads. With `enable_gqa`, PyTorch would use the kernel that
+    stores all tokens x tokens scores. https://github.com/pytorch/pytorch/pull/191085 makes this function unnecessary.
     """
     return q.is_cuda and q.dtype == torch.float32

@@ -16,5 +16,5 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., dim) to the same shape."""
+        """Map (..., dim) to the same shape."""
         return self.w2(F.silu(self.w1(x)) * self.w3(x))

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from titan_launch.checkpoint.loading import EVERYTHING, Selection, damage, find_checkpoint, load_state, newest_valid
 from titan_launch.checkpoint.manager import CheckpointManager, Origin
 from titan_launch.checkpoint.manifest import checkpoint_name, read_manifest
-from titan_launch.checkpoint.state import Part, Progress, TrainingState
+from titan_launch.checkpoint.state import LocalStatistics, Part, Progress, TrainingState
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
 from titan_launch.core.errors import config_error
@@ -97,6 +97,7 @@ def training_state(
     optimizer: Optimizer,
     progress: Progress,
     guard: Part,
+    statistics: LocalStatistics,
     mesh: Mesh,
     ranks: Ranks,
 ) -> TrainingState:
@@ -104,7 +105,7 @@ def training_state(
     parts: dict[str, Part] = {"progress": progress, "guard": guard}
     stream = random_stream(ranks.rank, config.parallelism)
     seed, pipeline = config.training.seed, mesh.pipeline_group
-    return TrainingState(model, optimizer, parts, ranks.device, seed, stream, pipeline)
+    return TrainingState(model, optimizer, parts, statistics, ranks.device, seed, stream, pipeline)
 
 
 def how_to_resume(config: JobConfig) -> str:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from titan_launch.config.job import JobConfig
 from titan_launch.cpu import blocked_attention as blocked
+from titan_launch.cpu import switch
 from titan_launch.cpu.blocked_attention import attention, blocked_attention, gradients
 from titan_launch.models.build import build_model
 from titan_launch.plan.layout import Layout
-from titan_launch.train import kernel_choice as kernels
 from titan_launch.train.auto_mode import plan_precision
-from titan_launch.train.kernel_choice import use_kernels
+from titan_launch.train.kernel_choice import attention_dtypes, use_kernels
 
 _aten = torch.ops.aten
 _FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu
@@ -119,7 +119,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return inner(*args)
 
         monkeypatch.setattr(blocked, name, partial(noted, name, getattr(blocked, name)))
-    for module in (blocked, kernels):
+    for module in (blocked, switch):
         monkeypatch.setattr(module, "lengths", lambda: {torch.float32: range(16, 65)})
     return seen
 
@@ -217,12 +217,15 @@ def test_a_run_attends_by_blocks_unless_asked_otherwise(
     }
     config = JobConfig.model_validate(sections)
     built = build_model(config.model, tokens)
+    plan, cpu = plan_precision(config, built), torch.device("cpu")
     layout = Layout(1, 1, local_batch_size=1, num_microbatches=1, context=context)
     caplog.set_level("INFO")
     with ExitStack() as stack:
-        use_kernels(config, built, plan_precision(config, built), layout, torch.device("cpu"), stack)
+        use_kernels(config, built, plan, layout, cpu, stack)
+        dtypes = attention_dtypes(built, plan)
+        stack.enter_context(switch.cpu_speedups(built.module, config.kernels, layout, tokens, dtypes))
         attend()
     assert len(calls) == 2 * expected
-    said = "attention: flash" if backend == "flash" else "attention in float32: PyTorch's choice"
-    expected_log = ["attention in float32: blocks of tokens" if expected else said]
-    assert [record.getMessage() for record in caplog.records if record.name == kernels.__name__] == expected_log
+    used = "blocked CPU kernel, for sequences of 16 to 64 tokens" if expected else "PyTorch's CPU kernels"
+    expected_log = "attention: flash" if backend == "flash" else f"attention (float32): {used}"
+    assert [record.getMessage() for record in caplog.records] == [expected_log]

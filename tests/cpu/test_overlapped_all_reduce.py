@@ -1,4 +1,4 @@
-"""All-reduces beside backward give the gradients that those give which FSDP2 waits for."""
+"""All-reduces that overlap with backward give the gradients of FSDP2's blocking ones, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tensors import assert_equal
 from tests.train.jobs import TINY_ARGS, sharded_model, this_rank
 from titan_launch.config.job import JobConfig
 from titan_launch.core.patches import replaced
-from titan_launch.cpu import overlapped_all_reduce as replicas
+from titan_launch.cpu import overlapped_all_reduce as overlapped
 from titan_launch.distributed.torch_private import parameter_groups
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.fsdp import discard_pending
@@ -38,7 +38,9 @@ def built(mode: str = "immediate", reduce_dtype: str = "float32") -> tuple[JobCo
             "parallelism": {"data_parallel_replicate_degree": 2},
         }
     )
-    return config, sharded_model(config, 8)
+    model = sharded_model(config, 8)
+    overlapped.overlap_all_reduces(model)
+    return config, model
 
 
 def gradients(config: JobConfig, model: nn.Module, microbatches: int = 1) -> dict[str, Tensor]:
@@ -61,20 +63,23 @@ def counted() -> Iterator[list[int]]:
     """How many all-reduces nothing has waited for yet, whenever one more is begun. The last rank is slow: it begins
     them late, so that the others' are not done by chance."""
     begun: list[int] = []
-    add = replicas._Begun.add
+    add = overlapped._PendingAllReduces.add
 
     def noted(works: Any, work: dist.Work) -> None:
         add(works, work)
         begun.append(len(works._works))
 
-    allreduce = replicas._Replicas.allreduce
+    allreduce = overlapped._OverlappingGroup.allreduce
 
     def slowly(group: Any, *args: Any) -> None:
         if this_rank().rank == this_rank().world_size - 1:
             time.sleep(0.02)
         allreduce(group, *args)
 
-    with replaced(replicas._Begun, "add", noted), replaced(replicas._Replicas, "allreduce", slowly):
+    with (
+        replaced(overlapped._PendingAllReduces, "add", noted),
+        replaced(overlapped._OverlappingGroup, "allreduce", slowly),
+    ):
         yield begun
 
 

@@ -1,0 +1,50 @@
+"""The switch for what makes training on CPUs fast: `cpu_speedups`, which only `train/build.py` calls.
+
+Each other file of this folder has one speedup, and names the plain behaviour of PyTorch that it replaces. A test
+compares the two. Without this folder and its one call a run has the same losses, up to rounding, but is slower.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+from torch import nn
+
+from titan_launch.config.sections.precision import KernelsConfig
+from titan_launch.cpu.allocator import keep_freed_memory
+from titan_launch.cpu.blocked_attention import blocked_attention, lengths
+from titan_launch.cpu.overlapped_all_reduce import overlap_all_reduces
+from titan_launch.plan.layout import Layout
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def cpu_speedups(
+    model: nn.Module, kernels: KernelsConfig, layout: Layout, seq_len: int, dtypes: Sequence[str]
+) -> Iterator[None]:
+    """Speed up the training of a wrapped model on a CPU until the end of the block.
+
+    Blocked attention replaces PyTorch's kernel if `kernels.attention` is `auto` and a rank has whole sequences, of
+    `seq_len` tokens. `dtypes`: the dtypes that the model's attention computes in. If the list is empty, they are not
+    known, and each call of attention decides. Freed memory stays with the process even after the block.
+    """
+    keep_freed_memory()
+    overlap_all_reduces(model)
+    if kernels.attention != "auto":
+        yield
+        return
+    blocked = {
+        str(dtype).removeprefix("torch."): tokens
+        for dtype, tokens in lengths().items()
+        if layout.context == 1 and seq_len in tokens
+    }
+    for dtype in dtypes:
+        tokens = blocked.get(dtype)
+        own = f"blocked CPU kernel, for sequences of {tokens[0]} to {tokens[-1]} tokens" if tokens else None
+        _log.info("attention (%s): %s", dtype, own or "PyTorch's CPU kernels")
+    is_used = blocked.keys() & set(dtypes) if dtypes else blocked
+    with blocked_attention() if is_used else nullcontext():
+        yield
