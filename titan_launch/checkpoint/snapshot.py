@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.distributed.dtensor import local_tensor, own_box
 from titan_launch.plan.hardware import GIB
 
 if TYPE_CHECKING:
@@ -256,7 +256,5 @@ def _map_leaves(state: Mapping[str, Any], change: Callable[[Any], Any]) -> State
 
 
 def _shard(tensor: DTensor) -> Shard:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # it has no public name
-
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Shard(local_tensor(tensor), tuple(offsets), tuple(tensor.shape))
+    offsets, _ = own_box(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Shard(local_tensor(tensor), offsets, tuple(tensor.shape))
