@@ -4,25 +4,19 @@ forward or backward.
 
 from __future__ import annotations
 
-import re
-import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
-from titan_launch.core.errors import UNSET, KeyPath, Problem
-from titan_launch.core.globs import matches
-from titan_launch.distributed.torch_private import CONVERSION, REDUCTION, collectives_watched, parameter_group
-from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit, full_name, is_within
+from titan_launch.distributed.torch_private import collectives_watched, parameter_group
+from titan_launch.plan.types import ModelPlan
 
 INPUTS, OUTPUTS = "inputs", "outputs"
 PARAMETERS, GRADIENTS = "parameters", "gradients"
@@ -151,123 +145,3 @@ def floating_tensors(value: Any) -> Iterator[Tensor]:
 def dtype_of(tensor: Tensor) -> str:
     """`torch.bfloat16` as `"bfloat16"`."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-_PYTORCH = str(Path(torch.__file__).parent)
-_FLOATING = {"float": "float32", "half": "float16", "double": "float64"}
-_NAMES = re.compile("bfloat16|float16|half|float64|double|float32|float(?!ing|8)", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Running:
-    """A module whose forward was running."""
-
-    path: str
-    inputs: frozenset[str]
-    """Dtypes of the floating tensors among its arguments."""
-
-
-class Failure:
-    """An error of a model's forward or backward, which must have its traceback still."""
-
-    def __init__(self, error: Exception, model: nn.Module, plan: ModelPlan, precision: PrecisionConfig):
-        self.text = re.split(r"\. |\n", str(error))[0].rstrip(".")
-        """PyTorch's first sentence."""
-        self.plan = plan
-        self._model, self._precision = model, precision
-        self._frames = list(traceback.walk_tb(error.__traceback__))
-
-    def floating_dtypes(self) -> set[str]:
-        """Those that the text names, in whichever of PyTorch's ways: Float, c10::BFloat16, torch.float32."""
-        names = {name.lower() for name in _NAMES.findall(self.text)}
-        return {_FLOATING.get(name, name) for name in names}
-
-    def running(self) -> list[Running]:
-        """The modules whose forward was running, outermost first; none in backward, but for recomputation."""
-        paths = {id(self._model.get_submodule(m.path)): m.path for m in self.plan.inventory.modules if not m.same_as}
-        found = []
-        for frame, _ in self._frames:
-            code = frame.f_code
-            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            path = paths.get(id(frame.f_locals.get(names[0]))) if names else None
-            if code.co_name == "forward" and path is not None:
-                arguments = [frame.f_locals.get(name) for name in names[1:]]
-                found.append(Running(path, frozenset(map(dtype_of, floating_tensors(arguments)))))
-        return found
-
-    def line(self) -> str:
-        """`model.py:42`: the innermost line that is not PyTorch's."""
-        lines = [(frame.f_code.co_filename, line) for frame, line in self._frames]
-        name, line = next(((n, line) for n, line in reversed(lines) if not n.startswith(_PYTORCH)), lines[-1])
-        return f"{Path(name).name}:{line}"
-
-    def reduced_gradients(self) -> dict[str, str]:
-        """Dtypes of the gradients that FSDP2 was about to reduce, by the parameter's name."""
-        reduced = self._locals(REDUCTION)
-        pairs = zip(reduced.get("fsdp_params", ()), reduced.get("unsharded_grads", ()), strict=False)
-        dtypes = {self._name(parameter): dtype_of(gradient) for parameter, gradient in pairs}
-        return {name: dtype for name, dtype in dtypes.items() if name is not None}
-
-    def parameter_never_gathered(self) -> str | None:
-        """The parameter that FSDP2 was looking for a gradient of, by name."""
-        return self._name(self._locals(CONVERSION).get("self"))
-
-    def _locals(self, function: str) -> Mapping[str, Any]:
-        """The variables of a function that was running."""
-        return next((frame.f_locals for frame, _ in self._frames if frame.f_code.co_name == function), {})
-
-    def _name(self, fsdp_parameter: Any) -> str | None:
-        sharded = getattr(fsdp_parameter, "sharded_param", None)
-        return next((name for name, parameter in self._model.named_parameters() if parameter is sharded), None)
-
-    def stored_otherwise(self) -> Iterator[tuple[str, str, str]]:
-        """Path, name and dtype of the parameters that are not stored as planned."""
-        for path, unit in self.plan.unit_of.items():
-            for name, parameter in self._model.get_submodule(path)._parameters.items():
-                if parameter is not None and dtype_of(parameter) != unit.storage_dtype:
-                    yield path, name, dtype_of(parameter)
-
-    def units_without_gradients(self) -> list[Unit]:
-        """The units that have to get gradients and have none yet, in wrapping order."""
-        return [
-            unit for unit in self.plan.units if unit.is_trained and not any(self._has_gradient(p) for p in unit.modules)
-        ]
-
-    def _has_gradient(self, path: str) -> bool:
-        return any(parameter.grad is not None for parameter in self._model.get_submodule(path).parameters())
-
-    def describe(self, path: str) -> str:
-        """A module by path and class."""
-        return f"{path or 'the model'} ({self.plan.inventory.by_path[path].class_name})"
-
-    def rule(self, unit: Unit) -> PrecisionRule | None:
-        """The rule that a unit comes from."""
-        return None if unit.key is None else self._precision.rules[int(unit.key[-1])]
-
-    def buffers_in_another_dtype(self, module: ModuleInfo) -> dict[str, str]:
-        """A module's floating buffers, by name, that are not of the dtype that it computes in."""
-        path, computes_in = module.path, self.plan.unit_of[module.path].compute_dtype
-        dtypes = {b.name: self.plan.buffer_dtypes[full_name(path, b.name)] for b in module.buffers if b.is_floating}
-        return {name: dtype for name, dtype in dtypes.items() if dtype != computes_in}
-
-    def has_parameters(self, path: str) -> bool:
-        """Whether a rule can apply to a module: it, or what is inside, has parameters."""
-        return any(m.parameters for m in self.plan.inventory.modules if is_within(m.path, path))
-
-    def is_leaf(self, path: str) -> bool:
-        """Whether nothing is inside a module."""
-        return not any(m.path != path and is_within(m.path, path) for m in self.plan.inventory.modules)
-
-    def problem(self, key: KeyPath, reason: str, value: object = UNSET) -> Problem:
-        """What is wrong with a key, with PyTorch's own words, for those who search for them."""
-        return Problem(key, f"{reason} (PyTorch: {self.text})", value)
-
-    def glob(self, path: str) -> str:
-        """A pattern for a module and its like in the other blocks; the path itself where that would match others."""
-        block = next((block for block in self.plan.inventory.blocks if is_within(path, block)), "")
-        around, _, index = block.rpartition(".")
-        if not index.isdigit():
-            return path
-        pattern = f"{around}.*{path.removeprefix(block)}"
-        classes = {m.classes for m in self.plan.inventory.modules if matches(pattern, m.path)}
-        return pattern if len(classes) == 1 else path
