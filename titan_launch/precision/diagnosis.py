@@ -10,18 +10,17 @@ from functools import partial
 from os.path import commonpath
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
 from titan_launch.core.errors import UNSET, ConfigError, KeyPath, Problem, format_key
 from titan_launch.core.globs import matches
+from titan_launch.core.import_string import user_place
 from titan_launch.distributed.torch_private import was_gathered
 from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit, full_name, is_within, parent
 from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT
 from titan_launch.precision.observation import dtype_of
 
-_PYTORCH = str(Path(torch.__file__).parent)
 _MODEL, _ACCUMULATION_MODE = ("model", "name"), ("gradient_accumulation", "mode")
 
 
@@ -48,23 +47,21 @@ class Failure:
         self.text = re.split(r"\. |\n", str(error))[0].rstrip(".")
         """The first sentence of PyTorch's message."""
         self.plan, self.model = plan, model
-        self._rules, self._frames = precision.rules, list(traceback.walk_tb(error.__traceback__))
+        self._rules, self._error = precision.rules, error
 
     @property
     def path(self) -> str | None:
         """Path of the innermost module whose forward was running. None in backward, except during activation
         checkpointing."""
         paths = {id(self.model.get_submodule(m.path)): m.path for m in self.plan.inventory.modules if not m.same_as}
-        forwards = [frame for frame, _ in reversed(self._frames) if frame.f_code.co_name == "forward"]
-        running = (paths.get(id(frame.f_locals.get("self"))) for frame in forwards)
+        frames = [frame for frame, _ in traceback.walk_tb(self._error.__traceback__)]
+        running = [paths.get(id(f.f_locals.get("self"))) for f in reversed(frames) if f.f_code.co_name == "forward"]
         return next((path for path in running if path is not None), None)
 
     @property
     def line(self) -> str:
-        """The innermost line outside of PyTorch, such as `model.py:42`."""
-        lines = [(frame.f_code.co_filename, line) for frame, line in self._frames]
-        name, line = next(((n, line) for n, line in reversed(lines) if not n.startswith(_PYTORCH)), lines[-1])
-        return f"{Path(name).name}:{line}"
+        """The innermost line of the user's code, or else of the launcher's, such as `model.py:42`."""
+        return Path(user_place(self._error, or_own=True) or "").name
 
     def problem(self, key: KeyPath, reason: str, value: object = UNSET) -> Problem:
         """Return a problem of a key. Its text ends with PyTorch's own words, which can be searched for."""
