@@ -1,6 +1,4 @@
-"""Dtypes that a wrapped model really computes, stores and communicates in, observed by hooks; and the state of a failed
-forward or backward.
-"""
+"""Observation, by hooks, of the dtypes that a wrapped model computes, stores and communicates in."""
 
 from __future__ import annotations
 
@@ -25,22 +23,22 @@ AUTOCAST = "autocast"
 
 
 def buffer(name: str) -> str:
-    """What a buffer of a module is called among the things seen."""
+    """Return the key of a buffer's dtypes in `Seen.dtypes`."""
     return f"buffer {name}"
 
 
 @dataclass
 class Seen:
-    """The floating dtypes that one module or unit was seen with."""
+    """The observed floating dtypes of one module or FSDP2 unit."""
 
     dtypes: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """By what has them: `inputs`, `all-gather`, ..."""
+    """Dtypes by the tensors that have them: `inputs`, `all-gather`, ..."""
 
     num_forwards: int = 0
-    """Times its forward began, recomputation included; of a unit, 0."""
+    """Number of forwards of a module, including those of activation checkpointing. 0 for a unit."""
 
     returns_view: bool = False
-    """Whether an output that takes a gradient was a view; of a unit, False."""
+    """True if an output of a module was a view with a gradient. False for a unit."""
 
     def note(self, what: str, value: Any) -> None:
         """Add the dtypes of the floating tensors in a value."""
@@ -49,10 +47,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Observations:
-    """What was seen of a model."""
+    """The observations of a model."""
 
     modules: dict[str, Seen]
-    """By path; a module with several parents under the first one's."""
+    """Observations by module path. A module with several parents is listed under its first path."""
 
     units: tuple[Seen, ...]
     """In the order of the plan's units."""
@@ -60,10 +58,10 @@ class Observations:
 
 @contextmanager
 def observe(model: nn.Module, plan: ModelPlan) -> Iterator[Observations]:
-    """Watch a wrapped model until the end of the block: no number changes, and nothing is left on the model then.
+    """Record the dtypes of a wrapped model until the end of the block. No number changes, and all hooks are removed.
 
-    Hooks that are registered after wrapping see the inputs that FSDP2 has cast, and the outputs. The collectives of
-    units are not seen on an untested release of PyTorch.
+    The hooks are registered after wrapping, so they receive the inputs that FSDP2 has cast. On an untested release of
+    PyTorch, the collectives of units are not recorded.
     """
     paths = [info.path for info in plan.inventory.modules if info.same_as is None]
     observed = Observations({path: Seen() for path in paths}, tuple(Seen() for _ in plan.units))
@@ -76,7 +74,7 @@ def observe(model: nn.Module, plan: ModelPlan) -> Iterator[Observations]:
 
 
 def look_at_storage(model: nn.Module, observed: Observations) -> None:
-    """Add what is stored at the end of a backward: sharded parameters, their gradients, and buffers."""
+    """Add the dtypes of sharded parameters, their gradients and buffers at the end of a backward."""
     for path, seen in observed.modules.items():
         module = model.get_submodule(path)
         for parameter in module.parameters(recurse=False):
@@ -95,7 +93,7 @@ def _watch_module(module: nn.Module, seen: Seen, hooks: ExitStack) -> None:
         seen.dtypes[AUTOCAST].update(autocast_dtypes((args, kwargs)))
         seen.note(PARAMETERS, list(module._parameters.values()))
         _note_buffers(module, seen)
-        for parameter in module._parameters.values():  # whole ones, which autograd sees; shards take their place later
+        for parameter in module._parameters.values():  # unsharded ones, to which autograd belongs
             if parameter is not None and parameter.requires_grad and id(parameter) not in with_hook:
                 with_hook[id(parameter)] = parameter
                 hooks.callback(parameter.register_hook(partial(seen.note, GRADIENTS)).remove)
@@ -115,21 +113,21 @@ def _note_buffers(module: nn.Module, seen: Seen) -> None:
 
 
 def _watch_unit(module: nn.Module, seen: Seen, hooks: ExitStack) -> None:
-    """`module`: any of the unit's, which share their collectives."""
+    """Record the collectives of the unit that `module` belongs to. The modules of a unit share them."""
     group = parameter_group(module)
     if group is not None:
         hooks.enter_context(collectives_watched(group, lambda kind, output, sent: seen.note(kind, (sent, output))))
 
 
 def autocast_dtypes(value: Any) -> Iterator[str]:
-    """What torch.autocast would compute in, on the devices of a value's floating tensors; nothing where it is off."""
+    """Yield the dtypes of torch.autocast on the devices of a value's floating tensors, if it is enabled there."""
     for device_type in {tensor.device.type for tensor in floating_tensors(value)}:
         if torch.is_autocast_enabled(device_type):
             yield str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
 
 
 def floating_tensors(value: Any) -> Iterator[Tensor]:
-    """The floating tensors in a value, and in the collections and dataclasses in it: those that FSDP2 casts."""
+    """Yield the floating tensors in a value, its collections and its dataclasses: the tensors that FSDP2 casts."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
@@ -143,5 +141,5 @@ def floating_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def dtype_of(tensor: Tensor) -> str:
-    """`torch.bfloat16` as `"bfloat16"`."""
+    """Return the name of a tensor's dtype, such as `"bfloat16"`."""
     return str(tensor.dtype).removeprefix("torch.")
