@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from titan_launch.checkpoint.snapshot import shards_of
 from titan_launch.distributed.dtensor import chunk_sizes, local_tensor, own_part
 from titan_launch.trace.fake_group import fake_process_group
 
@@ -19,15 +20,18 @@ SHARDS, TENSOR = 3, 2
 
 
 @pytest.mark.parametrize("style", [None, ColwiseParallel(), RowwiseParallel()], ids=["FSDP2", "colwise", "rowwise"])
-@pytest.mark.parametrize("rows", [12, 10, 4], ids=["even", "uneven", "fewer than ranks"])
+@pytest.mark.parametrize("rows", [12, 10, 7, 4], ids=["even", "uneven", "uneven twice", "fewer than ranks"])
 def test_the_parts_of_all_ranks_are_the_whole(style: ParallelStyle | None, rows: int) -> None:
-    """Of every parameter, for every rank: what it really has; together every element, once in a replica."""
+    """Compare the computed part of every parameter with the local tensor of every rank. The parts of all ranks hold
+    every element, once in each replica. A checkpoint writes each part at the same offsets."""
     seen: dict[str, list[float]] = {"weight": [], "bias": []}
     for rank in range(SHARDS * TENSOR):
         with fake_process_group(SHARDS * TENSOR, rank):
             for name, parameter in divided(rows, style):
                 part = own_part(numbered(parameter.shape), parameter)
                 assert torch.equal(part, local_tensor(parameter))
+                (shard,) = shards_of({name: parameter}).values()
+                assert not part.numel() or numbered(parameter.shape)[shard.offsets] == part.flatten()[0]
                 seen[name] += part.flatten().tolist()
     for name, size in (("weight", rows * 8), ("bias", rows)):
         replicas = TENSOR if style is None or (name == "bias" and isinstance(style, RowwiseParallel)) else 1

@@ -1,13 +1,14 @@
-"""What is replaced for a while is as before afterwards."""
+"""Attributes, environment variables and loggers are restored after a block."""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 
 import pytest
 
-from titan_launch.core.patches import environment, replaced
+from titan_launch.core.patches import environment, loggers_silenced, replaced
 
 
 class Base:
@@ -47,3 +48,14 @@ def test_environment_variables_come_back_after_an_error(monkeypatch: pytest.Monk
         assert (os.environ["SET_BEFORE"], os.environ["NOT_SET_BEFORE"]) == ("", "new")
         raise ZeroDivisionError
     assert os.environ["SET_BEFORE"] == "old" and "NOT_SET_BEFORE" not in os.environ
+
+
+def test_loggers_are_restored_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = logging.getLogger("test.first"), logging.getLogger("test.second")
+    second.setLevel(logging.INFO)
+    with pytest.raises(ZeroDivisionError), loggers_silenced(first.name, second.name, below=logging.ERROR):
+        second.warning("dropped")
+        second.error("logged")
+        raise ZeroDivisionError
+    assert [record.message for record in caplog.records] == ["logged"]
+    assert (first.level, second.level) == (logging.NOTSET, logging.INFO)

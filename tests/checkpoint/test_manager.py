@@ -266,7 +266,7 @@ def reserve_before_the_first_save(folder: Path, mode: str) -> tuple[bool, bool, 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_the_memory_of_the_copy_is_reserved_before_the_first_save(tmp_path: Path, mode: str) -> None:
-    expected = "there is no room yet for checkpoints: no memory; training goes on, and every save tries again"
+    expected = "no room for checkpoints yet: no memory; training continues, and every save tries again"
     assert run_ranks(reserve_before_the_first_save, 2, tmp_path, mode) == [(True, True, [expected])] * 2
 
 

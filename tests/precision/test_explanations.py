@@ -21,8 +21,7 @@ from tests.train.jobs import this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import UNSET, ConfigError, Problem, format_key
 from titan_launch.core.torch_release import NEWEST_TESTED, torch_release
-from titan_launch.precision.diagnosis import dtype_failures_explained, explain
-from titan_launch.precision.observation import Failure
+from titan_launch.precision.diagnosis import Failure, dtype_failures_explained, explain
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 
@@ -264,19 +263,15 @@ def either(match: str) -> tuple[tuple[dict[str, Any], ...], ...]:
     return ((rule(match, "bfloat16"),), (rule(match, "float32"),))
 
 
+def meeting(module: str, match: str, dtypes: str = '"float32"') -> str:
+    return (
+        f"two dtypes meet in {module} (test_explanations.py:LINE); cast there, or add [[precision.rules]] with match = "
+        f'"{match}" and param_dtype = {dtypes} (it casts inputs)'
+    )
+
+
 def foreign(module: str, match: str) -> str:
-    return (
-        f"{module} gets float32 inputs with bfloat16 weights, by a cast, or by an operation with a float32 buffer, in "
-        f'the model\'s own code; add [[precision.rules]] with match = "{match}" and param_dtype = "bfloat16" or '
-        '"float32" (it casts inputs)'
-    )
-
-
-def mixture(block: str) -> str:
-    return (
-        f"the forward of layers.0 ({block}) mixes dtypes itself (test_explanations.py:LINE), by a cast or by a buffer; "
-        'cast there, or add [[precision.rules]] with match = "layers.*" and param_dtype = "float32"'
-    )
+    return meeting(module, match, '"bfloat16" or "float32"')
 
 
 IN_PLACE = (
@@ -307,22 +302,23 @@ CASES = (
         rules=(rule("layers.*", "bfloat16"),),
         helps=((rule("layers.*.proj", "bfloat16"), rule("layers.*", "bfloat16")),),
     ),
-    Case("AttendsWithTable", mixture("AttendsWithTable"), helps=FLOAT_BLOCKS),
-    Case("ScattersFloat", mixture("ScattersFloat"), helps=FLOAT_BLOCKS),
+    Case("AttendsWithTable", meeting("layers.0 (AttendsWithTable)", "layers.*"), helps=FLOAT_BLOCKS),
+    Case("ScattersFloat", meeting("layers.0 (ScattersFloat)", "layers.*"), helps=FLOAT_BLOCKS),
     Case(
         "Transforms",
-        "an operation in the forward of layers.0 (Transforms) (test_explanations.py:LINE) does not take bfloat16; cast "
-        'to float32 there, or add [[precision.rules]] with match = "layers.*" and param_dtype = "float32"',
+        "an operation in layers.0 (Transforms) (test_explanations.py:LINE) does not take bfloat16; cast to float32 "
+        'there, or add [[precision.rules]] with match = "layers.*" and param_dtype = "float32" (it casts inputs)',
         helps=FLOAT_BLOCKS,
     ),
     Case(
         "HasRunningNorm",
-        f'{RUNNING_NORM}; add [[precision.rules]] with match = "layers.*.layer" and param_dtype = "float32"',
+        f'{RUNNING_NORM}; add [[precision.rules]] with match = "layers.*.layer" and param_dtype = "float32" '
+        "(it casts inputs)",
         helps=((rule("layers.*.layer", "float32"),),),
     ),
     Case(
         "HasRunningNorm",
-        f'{RUNNING_NORM}; set param_dtype = "float32"',
+        f'{RUNNING_NORM}; set "float32" here, so that inputs are cast',
         key="precision.rules.0.param_dtype",
         value="bfloat16",
         rules=(rule("layers.*.layer", "bfloat16"),),
@@ -330,8 +326,7 @@ CASES = (
     ),
     Case(
         "Block",
-        "an output dtype that the consumer, layers.0.inner (Linear), cannot take: it computes in bfloat16; drop this "
-        "key",
+        "the consumer of this output, layers.0.inner (Linear), computes in bfloat16; drop this key",
         key="precision.rules.1.output_dtype",
         value="float32",
         rules=(rule("output", "float32", output_dtype="float32"), rule("**.norm", "float32", output_dtype="float32")),
@@ -339,16 +334,16 @@ CASES = (
     ),
     Case(
         "HasProjection",
-        "unset, which gives layers.0.layer (Projection) bfloat16 inputs with float32 weights; set it, so that inputs "
-        "are cast",
+        'two dtypes meet in layers.0.layer (Projection) (test_explanations.py:LINE); cast there, or set "float32" '
+        "here, so that inputs are cast",
         key="precision.rules.0.param_dtype",
         rules=(rule("layers.*.layer"),),
         helps=((rule("layers.*.layer", "float32"),),),
     ),
     Case(
         "HasProjection",
-        "gives layers.0.layer (Projection) bfloat16 inputs with float32 weights; drop this key, so that inputs are "
-        "cast",
+        "two dtypes meet in layers.0.layer (Projection) (test_explanations.py:LINE); cast there, or drop this key, so "
+        "that inputs are cast",
         key="precision.rules.0.cast_forward_inputs",
         value=False,
         rules=(rule("layers.*.layer", "float32", cast_forward_inputs=False),),
@@ -356,9 +351,9 @@ CASES = (
     ),
     Case(
         "UsesWeight",
-        "layers.0 (UsesWeight) uses the parameters of layers.0.proj (Linear) while they are sharded: FSDP2 gathers a "
-        "unit's parameters when its module is called, and here it is not (test_explanations.py:LINE); match the module "
-        'around it ("layers.*")',
+        "layers.0 (UsesWeight) uses the parameters of layers.0.proj (Linear) while they are sharded: FSDP2 gathers the "
+        "parameters of a unit when its module is called, and the module was not called (test_explanations.py:LINE); "
+        'match the module around it ("layers.*")',
         key="precision.rules.0",
         rules=(rule("layers.*.proj", "float32"),),
         helps=((rule("layers.*", "float32"),),),
@@ -382,8 +377,8 @@ CASES = (
     ),
     Case(
         "RunsNowAndThen",
-        "layers.1.layer got a gradient in the last microbatch only, in bfloat16, beside sums in float32 of the others "
-        'in unit layers.1, and FSDP2 reduces one dtype; set "immediate"',
+        "a module got gradients in the last microbatch only, in the compute dtype, and the rest of its unit has sums "
+        'in the reduce dtype; FSDP2 reduces one dtype; set "immediate"',
         key="gradient_accumulation.mode",
         value="deferred",
         mode="deferred",
@@ -392,7 +387,7 @@ CASES = (
     ),
     Case(
         "RunsNowAndThen",
-        'nothing of unit layers.1.layer ran in the first microbatch, which FSDP2 cannot defer; set "immediate"',
+        'no module of unit layers.1.layer ran in the first microbatch, which FSDP2 cannot defer; set "immediate"',
         key="gradient_accumulation.mode",
         value="deferred",
         mode="deferred",

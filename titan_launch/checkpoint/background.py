@@ -1,4 +1,4 @@
-"""Who writes a checkpoint: the training thread, a thread beside it, or a process beside it."""
+"""The three writers of `checkpoint.async_mode`: the training thread, another thread, or another process."""
 
 from __future__ import annotations
 
@@ -18,62 +18,63 @@ from titan_launch.distributed.collectives import on_all
 
 
 class Background(ABC):
-    """Writes one state at a time."""
+    """A writer of checkpoints, which writes one state at a time."""
 
     def __init__(self) -> None:
         self._is_broken = False
 
     def write(self, request: WriteRequest, state: State) -> Future[Written]:
-        """Begin to write; the caller may change the tensors of `state` as soon as this returns. Collective, and only
-        when what was begun before is done. The future ends alike on all ranks.
+        """Begin a save, and return its future, which has the same outcome on all ranks. Collective.
 
-        Raises OSError where the copy finds no room.
+        The save before must be done. After this function returns, the caller may change the tensors of `state`. Raises
+        OSError if there is no memory for the copy.
         """
         if any(on_all(lambda: self._is_broken or self._has_died())):
             self.close()
             self._start()
             self._is_broken = False
         future = self._begin(request, state)
-        future.add_done_callback(self._look_at)
+        future.add_done_callback(self._note_outcome)
         return future
 
     def get_ready(self, make_state: Callable[[], State]) -> None:
-        """Prepare the first save, so that training does not wait for that then; collective.
+        """Prepare the first save, so that training does not wait for the preparation then. Collective.
 
-        `make_state` returns a state as large as those that will be written. Raises OSError where a copy of the state
-        finds no room.
+        `make_state` returns a state of the size that will be written. Raises OSError if there is no memory for the
+        copy.
         """
-        load_writer()  # which takes a second
+        load_writer()  # takes 1 s
 
-    def _look_at(self, future: Future[Written]) -> None:
-        """A full disk may have room the next time; anything else means that ranks have lost each other."""
+    def _note_outcome(self, future: Future[Written]) -> None:
+        """Note an error that needs new writers. After an OSError, such as a full disk, the writers stay: the next save
+        may find room."""
         error = None if future.cancelled() else future.exception()
         self._is_broken = error is not None and not isinstance(error, OSError)
 
     def _has_died(self) -> bool:
-        """Whether what writes is gone on this rank: the others' would wait for it, for up to an hour."""
+        """Return True if this rank's writer has died. Other ranks' writers would wait for it for up to an hour."""
         return False
 
     @abstractmethod
     def _start(self) -> None:
-        """Set up what writes; collective."""
+        """Set up the writer. Collective."""
 
     @abstractmethod
     def _begin(self, request: WriteRequest, state: State) -> Future[Written]: ...
 
     def close(self) -> None:  # noqa: B027
-        """End what runs beside training. What is being written then is lost."""
+        """End the writer. A save in flight is lost."""
 
 
 def build_background(mode: AsyncMode, device: torch.device) -> Background:
-    """What `checkpoint.async_mode` names; collective."""
+    """Return the writer for a value of `checkpoint.async_mode`. Collective."""
     if mode == "process":
         return InProcess(device)
     return InThread(device) if mode == "thread" else Inline()
 
 
 class Inline(Background):
-    """The training thread itself: no copy is made, and training waits. The first save makes the process group."""
+    """Writes in the training thread, without a copy. Training waits. The first save creates the process group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class Inline(Background):
 
 
 class InThread(Background):
-    """A thread, which writes a copy."""
+    """Writes a copy of the state in another thread."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -114,16 +115,16 @@ class InThread(Background):
         return self._executor.submit(_write, request, copy, self._group)
 
     def close(self) -> None:
-        """The thread ends with the process at the latest."""
+        """Free the copy. The thread ends after its current save, or with the process."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._arena.release()
 
 
 class InProcess(Background):
-    """A process for each rank, which writes a copy that it shares the memory of. The processes have a group among
-    themselves, so that nothing of a save runs in the training process but the copy.
+    """Writes a copy of the state in another process of each rank. The copy is in shared memory.
 
-    It starts at once, beside the start of training, and is gone when this process is, however that ends.
+    The writer processes have a process group of their own, so the training process only makes the copy. They start with
+    this object, while training starts. The operating system ends them with the training process.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -133,7 +134,7 @@ class InProcess(Background):
 
     def _start(self) -> None:
         self._sent: Tensor | None = None
-        self._executor = ThreadPoolExecutor(1, "checkpoint")  # its thread only waits for the process
+        self._executor = ThreadPoolExecutor(1, "checkpoint")  # the thread only waits for the writer process
         self._writer = WriterProcess()
 
     def get_ready(self, make_state: Callable[[], State]) -> None:
@@ -150,7 +151,7 @@ class InProcess(Background):
         return self._executor.submit(self._writer.write, WriteOrder(request, slots, memory))
 
     def close(self) -> None:
-        """The process is killed: it holds nothing but what is being written."""
+        """Kill the writer process and free the copy. A save in flight is lost."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._writer.kill()
         self._arena.release()
@@ -161,14 +162,15 @@ def _write(request: WriteRequest, state: State, group: dist.ProcessGroup) -> Wri
 
 
 def _copied(state: State, arena: Arena) -> State:
-    """The slots of a copy of the state in the arena. Collective: where one rank finds no room, all raise OSError."""
+    """Copy the state into the arena, and return its slots. Collective: if one rank finds no memory, all raise
+    OSError."""
     slots = _reserve(state, arena)
     arena.fill(state, slots)
     return slots
 
 
 def _reserve(state: State, arena: Arena) -> State:
-    """Reserve memory for a copy of the state, and return its slots. Collective: if one rank finds no room, all raise
+    """Reserve memory for a copy of the state, and return its slots. Collective: if one rank finds no memory, all raise
     OSError."""
     slots, size = lay_out(state)
     on_all(lambda: arena.reserve(size))
@@ -176,5 +178,6 @@ def _reserve(state: State, arena: Arena) -> State:
 
 
 def _own_group() -> dist.ProcessGroup:
-    """A group for the collectives of a save: in training's they would mix with those of training, which goes on."""
+    """Return a new process group for the collectives of a save. In the default group they would mix with the
+    collectives of training, which continues."""
     return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc="checkpoint")

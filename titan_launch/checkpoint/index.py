@@ -1,7 +1,7 @@
-"""The index of a checkpoint's tensors as JSON, and reading tensors as plain bytes.
+"""The index of a checkpoint's tensors as JSON, and functions that read tensors as plain bytes.
 
-Nothing in a checkpoint is unpickled. DCP's own index, `.metadata`, and the headers of its records are pickles for other
-tools. The launcher reads neither.
+The launcher never unpickles a checkpoint. DCP's own index, `.metadata`, and the headers of its records are pickles for
+other tools, and the launcher reads neither.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _NAME_LENGTHS_AT = 26  # in a zip file's local header: lengths of the name and o
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor, and the record that holds it."""
+    """A part of a tensor, and the position of its record."""
 
     offsets: tuple[Count, ...]
-    """First element along each axis of the whole tensor."""
+    """Offset of the part in the whole tensor by dim."""
 
     sizes: tuple[Count, ...]
     file: str
@@ -79,7 +79,7 @@ class IndexedTensor:
 
 
 Index = dict[str, IndexedTensor]
-"""The tensors of a checkpoint by full name."""
+"""Tensors of a checkpoint by full name."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ _INDEX = TypeAdapter(_IndexFile)
 
 
 def index_of(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> Index:
-    """Describe what DCP has written. `places`: where each part of a tensor is, as DCP's writer reports it."""
+    """Return the index of the tensors that DCP has written. `places`: position of each part, from DCP's writer."""
     return {
         name: IndexedTensor(
             dtype=str(entry.properties.dtype).removeprefix("torch."),
@@ -110,7 +110,7 @@ def _written_chunk(name: str, chunk: ChunkStorageMetadata, places: Mapping[Metad
 
 
 def index_text(index: Index, dcp_index: bytes) -> str:
-    """An index as JSON. `dcp_index`: content of DCP's own, whose digest is in it."""
+    """Return an index as JSON, with the digest of `dcp_index`, the content of DCP's own index."""
     file = _IndexFile(index, hashlib.sha256(dcp_index).hexdigest())
     return json.dumps(asdict(file)) + "\n"
 
@@ -120,7 +120,7 @@ def read_index(folder: Path) -> Index:
     try:
         file = _INDEX.validate_json(read_regular(folder / INDEX_FILE), strict=True)
         dcp_index = read_regular(folder / DCP_INDEX_FILE)
-        # Only files of the folder itself: a link, a FIFO or a path to elsewhere has no size here.
+        # Only regular files of the folder count. A link, a FIFO or a path to another folder is not listed.
         sizes = {
             entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False)
         }
@@ -156,7 +156,7 @@ def _is_possible(tensor: IndexedTensor, file_sizes: Mapping[str, int]) -> bool:
 
 
 def check_step(folder: Path, step: int) -> None:
-    """Raise DamagedCheckpointError where the index cannot be read, or the run's progress is not of this step."""
+    """Raise DamagedCheckpointError if the index cannot be read, or if the saved progress is of another step."""
     progress = read_index(folder).get("progress.step")
     if progress is None or (progress.dtype, progress.shape) != ("int64", ()):
         raise DamagedCheckpointError(f"{INDEX_FILE} does not name the run's progress")
@@ -166,7 +166,7 @@ def check_step(folder: Path, step: int) -> None:
 
 
 class IndexReader(FileSystemReader):
-    """DCP's reader of a checkpoint, by the launcher's index, without unpickling anything."""
+    """A DCP reader that uses the launcher's index and unpickles nothing."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -174,7 +174,7 @@ class IndexReader(FileSystemReader):
         self.index = read_index(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index in DCP's form."""
+        """Return the index in DCP's form."""
         tensors: dict[str, STORAGE_TYPES] = {
             name: TensorStorageMetadata(
                 properties=TensorProperties(dtype=getattr(torch, tensor.dtype)),
@@ -191,7 +191,7 @@ class IndexReader(FileSystemReader):
         return Metadata(tensors, storage_data=chunks, storage_meta=StorageMeta(load_id=self.load_id))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the planned parts of tensors to where they belong. Raises DamagedCheckpointError."""
+        """Copy the planned parts into the target tensors. Raises DamagedCheckpointError."""
         for item in plan.items:
             dtype, chunk = self.storage_data[item.storage_index]
             part = read_chunk(self.folder, chunk, getattr(torch, dtype))
@@ -206,7 +206,7 @@ class IndexReader(FileSystemReader):
 
 
 def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-    """Read a part of a tensor: its bytes and nothing else. Raises DamagedCheckpointError."""
+    """Read a part of a tensor as plain bytes. Raises DamagedCheckpointError."""
     try:
         with open(folder / chunk.file, "rb") as file:
             file.seek(chunk.start)
@@ -224,9 +224,8 @@ def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
 
 
 def _content_of(record: bytes) -> memoryview | None:
-    """Return the tensor's bytes in a record of `torch.save`: the one entry below `data/` of a zip file, not compressed.
-
-    Returns None where there is no such entry.
+    """Return the tensor's bytes in a record of `torch.save`: the only entry below `data/` of a zip file, uncompressed.
+    Return None if there is no such entry.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(record)) as archive:

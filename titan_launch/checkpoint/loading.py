@@ -1,4 +1,4 @@
-"""Finding a checkpoint that can be loaded, and loading a run's state from it."""
+"""Functions that find a valid checkpoint and load a run's state from it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ _log = logging.getLogger(__name__)
 
 
 def newest_valid(folder: Path, *, set_damaged_aside: bool) -> Path | None:
-    """The newest checkpoint of a folder whose files all have their checksums; None where the folder has none at all.
-    Collective: every rank reads a share of the files.
+    """Return the newest undamaged checkpoint of a folder. Return None if the folder has no checkpoint.
 
-    Those that are damaged are reported, and with `set_damaged_aside` renamed once an older one is found to be whole.
-    Raises UserError when all are damaged.
+    Collective: every rank reads a share of the files. Damaged checkpoints are logged. With `set_damaged_aside` they are
+    renamed when an older undamaged one is found. Raises UserError if all checkpoints are damaged.
     """
     damaged: list[Path] = []
     for step in on_main(lambda: checkpoint_steps(folder)):
@@ -40,14 +39,14 @@ def newest_valid(folder: Path, *, set_damaged_aside: bool) -> Path | None:
     if damaged:
         raise UserError(
             f"all checkpoints in {folder} are damaged ({', '.join(path.name for path in damaged)}); "
-            'start anew with checkpoint.load = "none", which moves the run aside as it is'
+            'checkpoint.load = "none" starts at step 0 and moves the run aside'
         )
     return None
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, or None; collective: every rank reads a share of the files."""
-    from titan_launch.checkpoint.index import check_step  # not earlier: it loads DCP
+    """Return the damage of a checkpoint as a clause, or None. Collective: every rank reads a share of the files."""
+    from titan_launch.checkpoint.index import check_step  # imports DCP
 
     def look() -> str | None:
         try:
@@ -56,7 +55,7 @@ def damage(checkpoint: Path) -> str | None:
                 check_step(checkpoint, manifest.step)
         except DamagedCheckpointError as error:
             return str(error)
-        except (OSError, ValueError) as error:  # names that no file can have, files that vanish
+        except (OSError, ValueError) as error:  # impossible file names, files that disappear
             return f"it cannot be read: {error}"
         return None
 
@@ -64,9 +63,9 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def find_checkpoint(path: Path, key: KeyPath) -> Path:
-    """The checkpoint that a path of the job names: itself, or the newest valid one of a run's folder; collective.
+    """Return the checkpoint at a path of the job file: the path itself, or the newest valid one of a run folder.
 
-    Raises ConfigError for `key`, on all ranks, when there is none, or it is damaged.
+    Collective. Raises ConfigError for `key` on all ranks if there is no checkpoint, or if it is damaged.
     """
     for folder in (path / "checkpoints", path):
         if on_main(lambda folder=folder: bool(checkpoint_steps(folder))):  # type: ignore[misc]
@@ -83,32 +82,32 @@ def find_checkpoint(path: Path, key: KeyPath) -> Path:
 
 
 EXCLUDED_PARTS = ("optimizer", "step", "data", "random")
-"""What `checkpoint.exclude_from_loading` can name besides parameters and buffers."""
+"""Values of `checkpoint.exclude_from_loading` besides globs of parameters and buffers."""
 
 _EXCLUDE: KeyPath = ("checkpoint", "exclude_from_loading")
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What of a checkpoint is taken."""
+    """The parts of a checkpoint to load."""
 
     excluded: tuple[str, ...] = ()
-    """As `checkpoint.exclude_from_loading` has it."""
+    """Value of `checkpoint.exclude_from_loading`."""
 
     only_weights: bool = False
-    """Parameters and buffers, and nothing else."""
+    """True loads parameters and buffers only."""
 
     def takes(self, part: str) -> bool:
-        """Whether one of `EXCLUDED_PARTS` is taken."""
+        """Return True if one of `EXCLUDED_PARTS` is loaded."""
         return not self.only_weights and part not in self.excluded
 
     @property
     def globs(self) -> tuple[str, ...]:
-        """Those of `excluded` that stand for parameters and buffers."""
+        """The entries of `excluded` that are globs of parameters and buffers."""
         return tuple(entry for entry in self.excluded if entry not in EXCLUDED_PARTS)
 
     def takes_tensor(self, name: str) -> bool:
-        """Whether a parameter or buffer is taken."""
+        """Return True if a parameter or buffer is loaded."""
         return not any(matches(glob, name) for glob in self.globs)
 
 
@@ -116,9 +115,9 @@ EVERYTHING = Selection()
 
 
 def load_state(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
-    """Take what is selected out of a valid checkpoint, whatever the number of ranks that wrote it; collective.
+    """Load the selected parts of a valid checkpoint, which any number of ranks may have written. Collective.
 
-    Raises UserError, on all ranks, when its model is another, or its files are damaged.
+    Raises UserError on all ranks if the checkpoint is of another model, or if its files are damaged.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -152,12 +151,14 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     dcp.load(target, storage_reader=reader)
     try:
         if has_random:
-            state.random.load_state_dict(target["random"][stream])  # a state that cannot be is found before all else
+            state.random.load_state_dict(
+                target["random"][stream]
+            )  # finds an impossible state before any other part is loaded
         _take_over(state, target, selection)
     except ValueError as error:
-        raise DamagedCheckpointError(f"it has a state that cannot be: {error}") from error
+        raise DamagedCheckpointError(f"it has an impossible state: {error}") from error
     if has_random:
-        state.random.load_state_dict(target["random"][stream])  # whatever was drawn meanwhile
+        state.random.load_state_dict(target["random"][stream])  # again, because loading may draw random numbers
     elif selection.takes("random"):
         state.random.seed_anew(int(target["progress"]["step"]))
     if has_statistics:
@@ -171,7 +172,7 @@ def _take_over(state: TrainingState, target: Mapping[str, Any], selection: Selec
 
 
 def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> bool:
-    """Whether each rank's own running statistics are there, for as many ranks as now, of the same norms on each."""
+    """Return True if the checkpoint has each rank's own running statistics, of as many ranks and of the same norms."""
     there = _below("local_statistics", saved)
     if len({key.partition(".")[0] for key in there}) != dist.get_world_size():
         return False
@@ -179,17 +180,17 @@ def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> boo
 
 
 def _part_of(name: str, key: str) -> str:
-    """The one of `EXCLUDED_PARTS` that a value of a part belongs to."""
+    """Return the entry of `EXCLUDED_PARTS` that a value of a part belongs to."""
     return "data" if (name, key) in (("progress", "samples_seen"), ("progress", "samples_skipped")) else "step"
 
 
 def _below(prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries whose keys begin with a name and a dot, without these."""
+    """Return the entries below a prefix, with the prefix and the dot removed from their keys."""
     return {key[len(prefix) + 1 :]: value for key, value in saved.items() if key.startswith(f"{prefix}.")}
 
 
 def _known(values: Mapping[str, Any], prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a part's values that a checkpoint has too."""
+    """Return the values of a part that the checkpoint also has."""
     there = _below(prefix, saved)
     return {key: value for key, value in values.items() if key in there}
 
@@ -200,17 +201,19 @@ def _check_model(
     saved: Mapping[str, tuple[int, ...]],
     selection: Selection,
 ) -> set[str]:
-    """The names of the tensors to be loaded. Raises UserError for a model with others or with other shapes, and
-    ConfigError for a glob that matches nothing."""
+    """Return the names of the tensors to load. Raises UserError if names or shapes of the models differ, and
+    ConfigError if a glob matches nothing."""
     for glob in selection.globs:
         if not any(matches(glob, name) for name in (*own, *saved)):
-            reason = f'"{glob}" matches no parameter or buffer; besides these there is {", ".join(EXCLUDED_PARTS)}'
+            reason = f'"{glob}" matches no parameter or buffer; other values are {", ".join(EXCLUDED_PARTS)}'
             raise config_error(_EXCLUDE, reason, list(selection.excluded))
     own = {name: shape for name, shape in own.items() if selection.takes_tensor(name)}
     saved = {name: shape for name, shape in saved.items() if selection.takes_tensor(name)}
     differences = list(_differences(own, saved))
     if differences:
-        advice = "checkpoint.exclude_from_loading leaves parameters out where a run begins from another's checkpoint"
+        advice = (
+            "with checkpoint.exclude_from_loading, a run can begin from another run's checkpoint without some tensors"
+        )
         raise UserError(
             "\n  ".join([f"the checkpoint {checkpoint} is of another model:", *differences]) + f"\n{advice}"
         )
@@ -218,22 +221,22 @@ def _check_model(
 
 
 def _check_optimizer(checkpoint: Path, own: Mapping[str, Values], saved: Mapping[str, Any]) -> None:
-    """Raise UserError, on all ranks, where the state that a parameter has in this run is not there: of another
-    algorithm, or a master."""
+    """Raise UserError on all ranks if the checkpoint lacks optimizer state of a parameter, because it is of another
+    algorithm or without master weights."""
 
     def find_missing() -> str | None:
         for name, values in sorted(own.items()):
             missing = [key for key in values if f"{name}.{key}" not in saved]
             if missing:
                 kept = [key for key in _below(name, saved) if "." not in key]
-                return f"of {name} it keeps {', '.join(sorted(kept))}, and this job {', '.join(sorted(values))}"
+                return f"for {name} it has {', '.join(sorted(kept))}, and this job has {', '.join(sorted(values))}"
         return None
 
     reason = next((reason for reason in on_all(find_missing) if reason is not None), None)
     if reason is not None:
         raise UserError(
             f"the checkpoint {checkpoint} is of another optimizer: {reason}; name it with checkpoint.load and set "
-            'checkpoint.exclude_from_loading = ["optimizer"] to begin with new state'
+            'checkpoint.exclude_from_loading = ["optimizer"] to begin with new optimizer state'
         )
 
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when one is written, by whom, and what became of it."""
+"""The manager of a run's checkpoints: it begins saves, and reports their results."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from titan_launch.distributed.collectives import warn
 _log = logging.getLogger(__name__)
 
 _SECONDS_AFTER_AN_ERROR = 60
-"""How long a save may still take when the run ends in an error."""
+"""Time that a save in flight gets when the run ends in an error."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a manifest says of the run."""
+    """The facts about the run that a manifest holds."""
 
     world_size: int
     config_digest: str
@@ -46,9 +46,9 @@ class Origin:
 class CheckpointManager:
     """Saves into, and resumes from, `step-N` folders.
 
-    A folder with its final name is complete, and none is ever written into twice. At most one is being written. A save
-    that fails is reported, and training goes on: the checkpoint before it is still there, and the next save tries
-    again. Only at the end of the run is it an error.
+    A folder with a final name is complete and never written again. At most one save is in flight. A failed save is
+    logged, and training continues: the older checkpoints stay, and the next save tries again. If the last save of the
+    run fails, `finish` raises an error.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CheckpointManager:
         origin: Origin,
         device: torch.device,
     ):
-        """`progress` is one of the parts of `state`. Collective."""
+        """`progress` must be one of the parts of `state`. Collective."""
         self._folder = folder
         self._state = state
         self._progress = progress
@@ -75,20 +75,20 @@ class CheckpointManager:
         self._failed_saves = 0
 
     def get_ready(self) -> None:
-        """Load what the first save needs, and reserve its memory, after the first step: then the state is complete, and
-        the first save does not make training wait for that. Collective."""
+        """Import the writer and reserve its memory, so that training does not wait for this at the first save.
+        Collective, after the first step, when the optimizer state is complete."""
         try:
             self._background.get_ready(lambda: shards_of(self._state.state_dict()))
-        except OSError as error:  # on all ranks alike
-            warn(_log, "there is no room yet for checkpoints: %s; training goes on, and every save tries again", error)
+        except OSError as error:  # the same on all ranks
+            warn(_log, "no room for checkpoints yet: %s; training continues, and every save tries again", error)
 
     def save(self, validation_loss: float | None = None) -> None:
-        """Begin a checkpoint of the step just finished; collective. `validation_loss`: of this step, if there is one.
+        """Begin a checkpoint of the last finished step. Collective. `validation_loss`: loss of this step, if validated.
 
-        Waits for the one before, and until the state may be changed again.
+        Waits for the save before, and until the state may be changed.
         """
         start = time.perf_counter()
-        self._settle()
+        self._finish_pending()
         manifest = Manifest(
             step=self._progress.step,
             validation_loss=validation_loss,
@@ -100,57 +100,59 @@ class CheckpointManager:
         self._pending_step = self._progress.step
         try:
             self._pending = self._background.write(request, shards_of(self._state.state_dict()))
-        except OSError as error:  # no room for the copy, on all ranks alike
+        except OSError as error:  # no memory for the copy, the same on all ranks
             self._note_failure(error)
         self._pending_stall_s = time.perf_counter() - start
         self._stall_s += self._pending_stall_s
         self.poll()
 
     def poll(self) -> bool:
-        """Report a save that has ended meanwhile. Returns whether one is in flight on this rank; costs nothing."""
+        """Report a save that has ended. Return True if a save is in flight on this rank. Does not wait."""
         if self._pending is not None and self._pending.done():
-            self._settle()
+            self._finish_pending()
         return self._pending is not None
 
     def finish(self) -> None:
         """Wait for the save in flight. Raises RunError when the last save has failed."""
         start = time.perf_counter()
-        self._settle()
+        self._finish_pending()
         self._stall_s += time.perf_counter() - start
         if self._failure:
             steps = complete_steps(self._folder)
-            newest = f"the run can go on from {checkpoint_name(max(steps))}" if steps else "there is no checkpoint yet"
+            newest = (
+                f"the newest checkpoint is {checkpoint_name(max(steps))}" if steps else "there is no checkpoint yet"
+            )
             raise RunError(f"{self._failure}; {newest}")
 
     def take_measurements(self) -> dict[str, float]:
-        """`time/checkpoint_stall_s` since the last call, and `checkpoint/failed_saves` of this process."""
+        """Return `time/checkpoint_stall_s` since the last call, and `checkpoint/failed_saves` of this process."""
         stall, self._stall_s = self._stall_s, 0.0
         return {"time/checkpoint_stall_s": stall, "checkpoint/failed_saves": self._failed_saves}
 
     def return_to_last(self) -> Path | None:
-        """Go back to the newest valid checkpoint of this run; collective. Waits for the save in flight.
+        """Load the whole state of this run's newest valid checkpoint. Collective. Waits for the save in flight.
 
-        Returns its folder, or None where there is none yet. Every part of the state is taken over.
+        Return the checkpoint's folder, or None if there is no checkpoint.
         """
-        self._settle()
+        self._finish_pending()
         checkpoint = newest_valid(self._folder, set_damaged_aside=True)
         if checkpoint is not None:
             load_state(checkpoint, self._state, EVERYTHING)
         return checkpoint
 
     def close(self, *, after_error: bool = False) -> None:
-        """End what writes in the background. After an error a save in flight has a minute to end."""
+        """Wait for the save in flight, after an error for at most a minute, and end the writer."""
         if self._pending is not None:
             try:
                 self._pending.exception(_SECONDS_AFTER_AN_ERROR if after_error else None)
             except FutureTimeoutError:
-                warn(_log, "%s was given up: the run ends in an error", checkpoint_name(self._pending_step))
+                warn(_log, "%s was not completed: the run ends in an error", checkpoint_name(self._pending_step))
             else:
-                self._settle()
+                self._finish_pending()
         self._background.close()
 
-    def _settle(self) -> None:
-        """Wait for the save in flight, and say what became of it."""
+    def _finish_pending(self) -> None:
+        """Wait for the save in flight, and log its result."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -162,7 +164,7 @@ class CheckpointManager:
         self._failure = ""
         path = self._folder / checkpoint_name(written.step)
         size, stall = written.bytes / 1e6, self._pending_stall_s
-        _log.info("saved %s (%.1f MB in %.2f s; training stood still for %.2f s)", path, size, written.seconds, stall)
+        _log.info("saved %s (%.1f MB in %.2f s; training waited %.2f s)", path, size, written.seconds, stall)
         if written.deleted:
             _log.info("deleted %s", ", ".join(map(checkpoint_name, written.deleted)))
         if written.warning:
@@ -172,4 +174,4 @@ class CheckpointManager:
         self._failed_saves += 1
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         self._failure = f"step {self._pending_step} could not be saved to {self._folder}: {reason}"
-        warn(_log, "%s; training goes on, and the next save tries again", self._failure)
+        warn(_log, "%s; training continues, and the next save tries again", self._failure)

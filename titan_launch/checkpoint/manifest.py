@@ -1,4 +1,4 @@
-"""What is beside the tensors of a checkpoint: what it is of, and a checksum of every file."""
+"""The manifest of a checkpoint: its step, its run, and the size and checksum of every file."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _CHUNK_BYTES = 1 << 22
 
 
 class DamagedCheckpointError(Exception):
-    """Why a checkpoint cannot be used, as a clause."""
+    """A checkpoint cannot be used. The message is a clause with the reason."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as it was written."""
+    """Size and checksum of a written file."""
 
     bytes: int
     crc32: str
-    """Eight hexadecimal digits. It finds damage, not forgery: see docs/security.md."""
+    """Eight hexadecimal digits. The checksum detects damage, not forgery: see docs/security.md."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,22 @@ class Manifest:
     """SHA-256 of the run's resolved configuration."""
 
     gradient_accumulation: Mapping[str, Any]
-    """As resolved: what `auto` stood for."""
+    """The resolved section, without `auto`."""
 
     activation_checkpoint: Mapping[str, Any]
-    """As resolved."""
+    """The resolved section."""
 
     data: Mapping[str, Fingerprint]
     """Fingerprints of the data that the run has read, by section: `data`, `validation.data`."""
 
     versions: Mapping[str, str]
-    """Of torch and of the launcher."""
+    """Versions of torch and of the launcher."""
 
     validation_loss: float | None
-    """Of this step, if it was validated."""
+    """Validation loss of this step. None if the step was not validated."""
 
     files: Mapping[str, FileRecord]
-    """Every file of the folder but the manifest itself."""
+    """All files of the folder except the manifest."""
 
 
 @dataclass(frozen=True)
@@ -73,32 +73,32 @@ _MANIFEST = TypeAdapter(_ManifestFile)
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of a step's folder."""
+    """Return the name of a step's folder."""
     return f"step-{step}"
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """The steps that have a folder with its final name (damaged or not), the newest first; none if there is no
-    `folder`."""
+    """Return the steps that have a folder with its final name, damaged or not, the newest first. Return an empty list
+    if `folder` does not exist."""
     found = (_STEP.fullmatch(entry.name) for entry in folder.glob("step-*"))
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Those that have a manifest."""
+    """Return the steps whose folder has a manifest, the newest first."""
     return [step for step in checkpoint_steps(folder) if (folder / checkpoint_name(step) / MANIFEST_FILE).exists()]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write it into a checkpoint's folder, durably."""
+    """Write the manifest into a checkpoint's folder, durably."""
     file = _ManifestFile(manifest, _crc32(_content(manifest)))
     text = json.dumps(asdict(file), indent=1, sort_keys=True)
     replace_text(folder / MANIFEST_FILE, text + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint's folder. Raises DamagedCheckpointError, also where the folder is named after
-    another step: such a folder is a copy."""
+    """Return the manifest of a checkpoint's folder. Raises DamagedCheckpointError, also if the folder is named after
+    another step, because such a folder is a copy."""
     try:
         file = _MANIFEST.validate_json(read_regular(folder / MANIFEST_FILE), strict=True)
     except FileNotFoundError:
@@ -117,8 +117,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check(folder: Path, share: slice = slice(None)) -> Manifest:
-    """The manifest of a checkpoint's folder whose files are all there, with their sizes, and those of a share (of their
-    names in order) with their contents. Raises DamagedCheckpointError."""
+    """Check the sizes of all files of a checkpoint and the checksums of a share of them, and return the manifest.
+    `share`: a slice of the sorted file names. Raises DamagedCheckpointError."""
     manifest = read_manifest(folder)
     _check_sizes(folder, manifest)
     _check_contents(folder, manifest, sorted(manifest.files)[share])
@@ -148,7 +148,7 @@ def _check_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> N
 
 
 def record_of(path: Path) -> FileRecord:
-    """A file's size and checksum, as they are read now."""
+    """Read a file and return its size and checksum."""
     size, checksum = 0, 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):

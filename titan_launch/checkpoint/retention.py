@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and the links that point to them."""
+"""Deletion of old checkpoints, and the links `latest` and `best`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ TEMPORARY = ".tmp"
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept besides the newest; see `[checkpoint]`."""
+    """The checkpoints to keep besides the newest: `keep_latest`, `keep_every` and `keep_best` of `[checkpoint]`."""
 
     latest: int
     every: int
     best: int
 
     def expendable(self, losses: Mapping[int, float | None]) -> list[int]:
-        """The steps that may go, of those that are there with their validation losses. The newest never may."""
+        """Return the steps to delete. `losses`: validation loss by step, of all checkpoints. The newest step is always
+        kept."""
         steps = sorted(losses, reverse=True)
         if not self.latest:
             return []
@@ -36,21 +37,23 @@ class Retention:
 
 
 def best_steps(losses: Mapping[int, float | None]) -> list[int]:
-    """The steps that have a validation loss (which is a number), the lowest first; the older one of equals."""
+    """Return the steps whose validation loss is a number, the lowest loss first. Of equal losses, the older step comes
+    first."""
     known = [(loss, step) for step, loss in losses.items() if loss is not None and loss == loss]
     return [step for _, step in sorted(known)]
 
 
 def tidy(folder: Path, newest: int, retention: Retention) -> tuple[list[int], list[str]]:
-    """Point the links to what they name, then delete what is expendable. Return the deleted steps, and a clause for
-    everything else that was found to be wrong: one link or folder that cannot be changed does not keep the others.
+    """Update the links, then delete the expendable checkpoints. Return the deleted steps and one clause for each
+    problem.
 
-    `newest`: the step that was just saved. A folder whose manifest cannot be read is left alone.
+    A link or folder that cannot be changed does not stop the work on the others. A folder whose manifest cannot be read
+    stays. `newest`: the step that was just saved.
     """
     losses = _losses(folder)
     links: dict[str, int | None] = {LATEST: newest}
     if not retention.best:
-        links[BEST] = None  # it would keep nothing from being deleted
+        links[BEST] = None  # without `keep_best`, the best checkpoint may be deleted
     elif best := best_steps(losses):
         links[BEST] = best[0]
     gone: list[int] = []
@@ -77,9 +80,9 @@ def _noted(notes: list[str], failure: str) -> Iterator[None]:
 
 
 def point(folder: Path, link: str, step: int | None) -> Path | None:
-    """Make a link point to a step's folder, or remove it (None); a link that stays is there at any moment.
+    """Point a link to a step's folder. Remove the link if `step` is None. The replacement is atomic.
 
-    A copy that follows links (`cp -rL`) leaves a folder in the place of the link. Such a folder is renamed first; its
+    A copy that follows links (`cp -rL`) leaves a folder in place of the link. Such a folder is renamed first, and its
     new path is returned.
     """
     path = folder / link
@@ -98,7 +101,7 @@ def point(folder: Path, link: str, step: int | None) -> Path | None:
 
 
 def delete(checkpoint: Path) -> None:
-    """Delete a checkpoint. It loses its final name first: what has that name is complete at any moment."""
+    """Delete a checkpoint. The folder is renamed first, so that a folder with a final name is always complete."""
     doomed = checkpoint.with_name(f"{checkpoint.name}.deleted{TEMPORARY}")
     remove(doomed)
     checkpoint.rename(doomed)
@@ -106,13 +109,13 @@ def delete(checkpoint: Path) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove what a save or a deletion that was killed has left: nothing can be loaded from it."""
+    """Remove the temporary folders of killed saves and deletions. They hold no complete checkpoint."""
     for entry in folder.glob(f"*{TEMPORARY}"):
         remove(entry)
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Give a damaged checkpoint another name, so that it is neither loaded nor written over; returns the new one."""
+    """Rename a damaged checkpoint, so that it is neither loaded nor overwritten. Return its new path."""
     aside = free_name(checkpoint.with_name(f"{checkpoint.name}.damaged-{{}}"))
     checkpoint.rename(aside)
     return aside

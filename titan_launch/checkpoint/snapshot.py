@@ -1,7 +1,7 @@
-"""A rank's part of the training state, as it is written: shards of tensors on the host, and numbers.
+"""A rank's part of the training state in the form that is written: shards of tensors, and their copies on the host.
 
-torch.distributed.checkpoint (DCP) is imported where something is written or read: that takes a tenth of a second, and a
-run's first step is not to wait for it.
+The functions that write or read import torch.distributed.checkpoint (DCP) themselves. The import takes 0.1 s, for which
+a run's first step does not wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.distributed.dtensor import local_tensor, own_box
 from titan_launch.plan.hardware import GIB
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ _PORTABLE = 1
 
 @contextmanager
 def page_locked(memory: Tensor, device: torch.device) -> Iterator[None]:
-    """Register host memory with CUDA until the end of the block; on a CPU, do nothing.
+    """Register host memory with CUDA until the end of the block. Do nothing if the device is a CPU.
 
-    `memory` is of any kind, shared memory too, and of exactly the size that is needed: PyTorch's allocator of pinned
-    memory rounds up to a power of two. Memory that CUDA refuses stays as it is; copies to it are slower.
+    `memory` may be shared memory and has exactly the needed size. (PyTorch's allocator of pinned memory rounds up to a
+    power of two.) If CUDA refuses, the failure is logged, and copies to the memory are slower.
     """
     is_locked = device.type == "cuda" and _succeeds(
         lambda cudart: cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE),
@@ -51,11 +51,11 @@ def page_locked(memory: Tensor, device: torch.device) -> Iterator[None]:
 
 
 def _succeeds(call: Callable[[Any], Any], device: torch.device, failure: str) -> bool:
-    """Call the CUDA runtime, and log a failure.
+    """Call the CUDA runtime in a new thread. Log a failure and return False.
 
-    The call is made in a thread of its own: CUDA keeps the last error of each thread, and PyTorch would raise it when
-    that thread launches its next kernel. The device is set since a new thread's is GPU 0, on which every rank of the
-    host would open a context.
+    CUDA keeps the last error of each thread, and PyTorch would raise the error when the training thread launches its
+    next kernel. A new thread starts on GPU 0, so the device is set: otherwise all ranks of a host would open a context
+    on GPU 0.
     """
 
     def checked() -> None:
@@ -72,30 +72,30 @@ def _succeeds(call: Callable[[Any], Any], device: torch.device, failure: str) ->
 
 
 _ALIGNMENT = 64  # bytes; more than any dtype needs
-_SHARED_MEMORY = Path("/dev/shm")  # of Linux; elsewhere there is no limit to look at
+_SHARED_MEMORY = Path("/dev/shm")  # of Linux; other systems have no such limit
 
 State = dict[str, Any]
-"""Nested tables whose leaves are `Shard`s, and tensors that all ranks have."""
+"""Nested dicts. Their leaves are `Shard`s, and tensors that all ranks have."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of a DTensor, without its mesh: it can be sent to a process that has no mesh.
+    """This rank's part of a DTensor, without the mesh, so that it can be sent to a process without that mesh.
 
-    Follows DCP's protocol for objects that say themselves what is to be written.
+    It implements DCP's protocol for objects that create their own write items.
     """
 
     local: Any
-    """A tensor; in a state that is laid out in an arena, its `Slot`."""
+    """A tensor, or its `Slot` in a state that `lay_out` returned."""
 
     offsets: tuple[int, ...]
-    """Where the part begins in the whole tensor, in elements."""
+    """Offset of the part in the whole tensor by dim, in elements."""
 
     size: tuple[int, ...]
     """Shape of the whole tensor."""
 
     def __create_write_items__(self, fqn: str, shard: Shard) -> list[WriteItem]:
-        if not self.local.numel():  # a rank beyond the end of an unevenly divided tensor has nothing to write
+        if not self.local.numel():  # the last ranks may have no elements of an unevenly sharded tensor
             return []
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -110,12 +110,12 @@ class Shard:
 
 
 def shards_of(state: Mapping[str, Any]) -> State:
-    """A state dict with every DTensor replaced by this rank's shard of it; nothing is copied."""
+    """Return a state dict with every DTensor replaced by this rank's shard. Nothing is copied."""
     return _map_leaves(state, lambda leaf: _shard(leaf) if isinstance(leaf, DTensor) else leaf)
 
 
 def total_bytes(state: State) -> int:
-    """Bytes of the whole tensors of a state, over all ranks."""
+    """Return the bytes of the whole tensors of a state."""
     return sum(
         torch.Size(leaf.size).numel() * leaf.local.element_size() if isinstance(leaf, Shard) else leaf.nbytes
         for leaf in leaves(state)
@@ -130,7 +130,7 @@ def is_on_host(state: State) -> bool:
 
 
 def hash_of_names(state: State) -> str:
-    """The same for states with shards of the same tensors."""
+    """Return a hash of the names of a state's sharded tensors. Ranks of one pipeline stage have the same hash."""
     return hashlib.blake2b("\n".join(_shard_names(state)).encode(), digest_size=8).hexdigest()
 
 
@@ -143,7 +143,7 @@ def _shard_names(state: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def leaves(state: Mapping[str, Any]) -> Iterator[Any]:
-    """What a nested table holds, in order."""
+    """Yield the values of nested dicts in order."""
     for value in state.values():
         if isinstance(value, Mapping):
             yield from leaves(value)
@@ -152,20 +152,23 @@ def leaves(state: Mapping[str, Any]) -> Iterator[Any]:
 
 
 class Arena:
-    """Host memory that states are copied into, one at a time. It is kept from one state to the next, and page-locked
-    where the states are on a GPU."""
+    """Host memory for a copy of one state. It is reused for the next state, and page-locked if the states are on a
+    GPU."""
 
     def __init__(self, device: torch.device, *, is_shared: bool = False):
-        """`device`: where the states are; `is_shared`: with the process that the memory is sent to."""
+        """`device`: device of the states. `is_shared`: use shared memory, which can be sent to another process."""
         self._device = device
         self._is_shared = is_shared
         self._locks = ExitStack()
         self.memory = torch.empty(0, dtype=torch.uint8)
-        """The bytes, one-dimensional; replaced where a state needs more."""
+        """One-dimensional tensor of bytes. `reserve` replaces it if a state needs more."""
 
     def reserve(self, size: int) -> None:
-        """Have at least so many bytes. Raises OSError where there is not so much memory. How much can be shared is
-        looked up first, to say what to do; another rank may take it meanwhile."""
+        """Allocate memory if there are fewer than `size` bytes. Raises OSError if the host has too little memory.
+
+        The free shared memory is checked before the allocation, so that the error can name a remedy. Another rank may
+        still take that memory in between.
+        """
         if self.memory.numel() >= size:
             return
         if self._is_shared and _SHARED_MEMORY.is_dir():
@@ -180,13 +183,13 @@ class Arena:
         try:
             memory = torch.empty(size, dtype=torch.uint8)
             self.memory = memory.share_memory_() if self._is_shared else memory
-        except RuntimeError as error:  # PyTorch has no other class for it
+        except RuntimeError as error:  # PyTorch has no class of its own for this error
             reason = str(error).partition("\n")[0]
             raise OSError(f"there is no host memory for a copy of {size / GIB:.3f} GiB: {reason}") from error
         self._locks.enter_context(page_locked(self.memory, self._device))
 
     def release(self) -> None:
-        """Give the memory up; `reserve` allocates it anew."""
+        """Free the memory. `reserve` allocates it again."""
         self._locks.close()
         self.memory = torch.empty(0, dtype=torch.uint8)
 
@@ -202,7 +205,7 @@ class Arena:
 
 
 def lay_out(state: State) -> tuple[State, int]:
-    """The state with a `Slot` in place of every tensor, and the bytes that they take."""
+    """Return the state with a `Slot` in place of every tensor, and the total bytes of the slots."""
     end = 0
 
     def place(tensor: Tensor) -> Slot:
@@ -216,15 +219,15 @@ def lay_out(state: State) -> tuple[State, int]:
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor's place in an arena."""
+    """Position, dtype and shape of a tensor in an arena."""
 
     start: int
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     def view(self, memory: Tensor) -> Tensor:
-        """The tensor, in the arena's memory. Its storage is its own: DCP would copy a view of a larger one to write
-        it."""
+        """Return the tensor in the arena's memory. The tensor has its own storage, because DCP copies a view of a
+        larger storage before it writes the view."""
         count = torch.Size(self.shape).numel()
         if not count:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -233,12 +236,12 @@ class Slot:
 
 
 def in_memory(slots: State, memory: Tensor) -> State:
-    """The state that `lay_out` and `fill` have put into an arena's memory."""
+    """Return the state that `lay_out` and `fill` have put into an arena's memory."""
     return _map_parts(slots, Slot, lambda slot: slot.view(memory))
 
 
 def _map_parts(state: State, kind: type, change: Callable[[Any], Any]) -> State:
-    """The state with everything of a kind replaced, in shards as well."""
+    """Return the state with every value of type `kind` changed, also the tensors of shards."""
 
     def change_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Shard):
@@ -256,7 +259,5 @@ def _map_leaves(state: Mapping[str, Any], change: Callable[[Any], Any]) -> State
 
 
 def _shard(tensor: DTensor) -> Shard:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # it has no public name
-
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Shard(local_tensor(tensor), tuple(offsets), tuple(tensor.shape))
+    offsets, _ = own_box(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Shard(local_tensor(tensor), offsets, tuple(tensor.shape))

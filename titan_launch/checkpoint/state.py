@@ -1,4 +1,4 @@
-"""What a checkpoint holds."""
+"""The training state: everything that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from titan_launch.distributed.collectives import on_all
 from titan_launch.distributed.random_state import RandomState, random_key
 
 Values = dict[str, Tensor]
-"""A flat table of tensors, the same on all ranks."""
+"""A flat dict of tensors, equal on all ranks."""
 
 
 class Part(Protocol):
-    """Something besides model and optimizer that a run goes on with. The same on all ranks."""
+    """A part of the training state besides model and optimizer. It is equal on all ranks."""
 
     def state_dict(self) -> Values:
-        """Return its state, as tensors."""
+        """Return the state as tensors."""
 
     def load_state_dict(self, state: Values) -> None:
-        """Take over a state, which may lack what was not there when it was saved."""
+        """Load a state. Keys that did not exist when the state was saved may be missing."""
 
 
 @dataclass
 class Progress:
-    """How far a run is. With the seed it determines the data to come and the learning rate: both are pure functions."""
+    """Progress of a run. The data order and the learning rate are pure functions of the progress and the seed."""
 
     step: int = 0
-    """Optimizer steps done, those whose update was left out included."""
+    """Number of finished steps, including skipped steps."""
 
     samples_seen: int = 0
-    """Samples that these steps consumed, over all ranks."""
+    """Number of samples that these steps consumed, over all ranks."""
 
     skipped_steps: int = 0
-    """Steps whose update was left out because of a non-finite or outlying loss or gradient."""
+    """Number of steps without an update, because the loss or the gradient was non-finite or an outlier."""
 
     samples_skipped: int = 0
-    """Samples that the run has moved past when it went back to a checkpoint: no step of `step` consumed them."""
+    """Number of samples that the run passed over when it returned to a checkpoint. No step in `step` consumed them."""
 
     rollbacks: int = 0
-    """How often it has gone back."""
+    """Number of returns to a checkpoint."""
 
     @property
     def data_position(self) -> int:
-        """Where in the stream of samples the next step begins."""
+        """Index of the next step's first sample in the stream of samples."""
         return self.samples_seen + self.samples_skipped
 
     def state_dict(self) -> Values:
-        """As tensors: a checkpoint holds nothing else."""
+        """Return the numbers as tensors, because a checkpoint holds only tensors."""
         return {name: torch.tensor(value) for name, value in vars(self).items()}
 
     def load_state_dict(self, state: Values) -> None:
-        """Take over what was saved. Raises ValueError for a number that cannot be one of these."""
+        """Load the saved numbers. Raises ValueError for a negative or too large number."""
         numbers = {name: int(value) for name, value in state.items()}
         wrong = [f"{name} = {number}" for name, number in numbers.items() if not 0 <= number < 2**53]
         if wrong:
@@ -66,9 +66,9 @@ class Progress:
 
 
 class ModelAndOptimizer:
-    """Sharded parameters, buffers and optimizer state under their full names, so that any mesh can load them.
+    """Sharded parameters, buffers and optimizer state by full name, so that any mesh can load them.
 
-    The optimizer's settings (weight decay, betas, groups) are not part of it: they are the configuration's.
+    The optimizer's settings (weight decay, betas, groups) come from the job file and are not part of the state.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer):
@@ -76,22 +76,23 @@ class ModelAndOptimizer:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's tensors, and the optimizer's for each parameter that has been updated."""
+        """Return the model's tensors, and the optimizer state of each updated parameter."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
-        if not self._optimizer.state:  # PyTorch would make one, as of a step that has not been done, and leave it there
+        if not self._optimizer.state:  # get_state_dict would create and keep one, as if after a step
             return {"model": get_model_state_dict(self._model), "optimizer": {}}
         model, optimizer = get_state_dict(self._model, self._optimizer)
-        # Only now: it shards the parameters again that a forward has left gathered, and the optimizer knows the shards.
+        # After get_state_dict, which reshards the parameters that a forward left unsharded: optimizer.state is keyed by
+        # the sharded parameters.
         updated = {name for name, parameter in self._model.named_parameters() if parameter in self._optimizer.state}
         return {"model": model, "optimizer": {name: _states(optimizer)[name] for name in updated}}
 
     def targets(self, tensors: Collection[str], updated: Collection[str]) -> dict[str, Any]:
-        """Tensors for a checkpoint to be read into: those of the model named in `tensors`, and the optimizer's state of
-        the parameters named in `updated`. What the optimizer has is given up."""
+        """Return tensors to read a checkpoint into. `tensors`: names of the model's tensors. `updated`: names of the
+        parameters with optimizer state. The current optimizer state is dropped."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
-        self._optimizer.state.clear()  # of an empty one PyTorch makes a whole one, also for what was never updated
+        self._optimizer.state.clear()  # from an empty one, get_state_dict creates the state of all parameters
         model, optimizer = get_state_dict(self._model, self._optimizer)
         states = _states(optimizer)
         return {
@@ -100,15 +101,15 @@ class ModelAndOptimizer:
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The whole shape of every parameter and buffer that this rank has a part of, by name."""
+        """Return the shape of every whole parameter and buffer of this rank, by name."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         model = get_model_state_dict(self._model)
         return {name: tuple(tensor.shape) for name, tensor in model.items() if isinstance(tensor, Tensor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what was read into `targets`; the optimizer keeps its own settings and groups, and loses the state
-        of parameters that have none there."""
+        """Load the tensors that were read into `targets`. The optimizer keeps its settings and groups. Parameters
+        without optimizer state in the checkpoint lose theirs."""
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
         own, current = get_state_dict(self._model, self._optimizer)
@@ -124,13 +125,14 @@ class ModelAndOptimizer:
 
 
 def _states(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """The state of each parameter, by name."""
+    """Return the optimizer state of each parameter, by name."""
     states: dict[str, Any] = optimizer["state"]
     return states
 
 
 def rank_key() -> str:
-    """The key of this rank: DCP keeps only one rank's copy of what all ranks call the same."""
+    """Return the key of this rank. DCP keeps one copy of each key, so state that differs between ranks needs a key for
+    each rank."""
     return f"rank_{dist.get_rank()}"
 
 
@@ -147,7 +149,7 @@ class LocalStatistics(Part, Protocol):
 
 
 class TrainingState:
-    """All that a run goes on with: model, optimizer, random generators, and further parts by name."""
+    """The whole training state: model, optimizer, random generators, and further parts by name."""
 
     def __init__(
         self,
@@ -160,8 +162,8 @@ class TrainingState:
         stream: int,
         pipeline: dist.ProcessGroup | None = None,
     ):
-        """`seed`, `stream`: of the random numbers that this rank draws. `pipeline`: the ranks that hold the other
-        stages of the model, if there are any."""
+        """`seed`, `stream`: of this rank's random generators. `pipeline`: process group of the ranks that hold the
+        pipeline stages of the model. None without pipeline parallelism."""
         self._pipeline = pipeline
         self.weights = ModelAndOptimizer(model, optimizer)
         self.parts = dict(parts)
@@ -170,13 +172,13 @@ class TrainingState:
         self.local_statistics = local_statistics
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The whole shape of every parameter and buffer of the whole model, by name; collective over the pipeline."""
+        """Return the shape of every parameter and buffer of the whole model, by name. Collective over the pipeline."""
         if self._pipeline is None:
             return self.weights.shapes()
         return {name: shape for part in on_all(self.weights.shapes, self._pipeline) for name, shape in part.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Nested tables, whose leaves are DTensors and tensors; nothing is copied."""
+        """Return nested dicts of DTensors and tensors. Nothing is copied."""
         parts = {name: part.state_dict() for name, part in self.parts.items()}
         return {
             **self.weights.state_dict(),

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: into a temporary folder, verified, then renamed. Knows nothing of models."""
+"""The function that writes a checkpoint: into a temporary folder, which is verified and then renamed."""
 
 from __future__ import annotations
 
@@ -31,48 +31,48 @@ from titan_launch.plan.hardware import GIB
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """What is to be written where; the same on all ranks."""
+    """Folder, manifest and retention of a save. Equal on all ranks."""
 
     folder: Path
-    """Of all checkpoints of the run, on a file system that all ranks share."""
+    """Folder of all checkpoints of the run, on a file system that all ranks share."""
 
     manifest: Manifest
-    """Without files: these are found while writing."""
+    """Manifest without files. Writing adds the files."""
 
     retention: Retention
 
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint that is complete."""
+    """The result of a save: a complete checkpoint."""
 
     step: int
     bytes: int
     seconds: float
     deleted: tuple[int, ...]
-    """Steps of older checkpoints that are gone now."""
+    """Steps of the deleted older checkpoints."""
 
     warning: str = ""
-    """Clauses that name what went wrong after the checkpoint was complete; empty where nothing did."""
+    """Clauses with the problems after the checkpoint was complete. Empty without problems."""
 
 
 _COPY_AHEAD = 10_000_000
-"""Bytes that are copied from a GPU while those before are written; DCP's default."""
+"""Bytes that DCP copies from a GPU ahead of the bytes that it writes. DCP's default."""
 
 _SPARE = 1.02
-"""Room for headers and metadata, relative to the tensors."""
+"""Needed space relative to the bytes of the tensors. The rest is for headers and metadata."""
 
 
 def write_checkpoint(request: WriteRequest, state: State, group: dist.ProcessGroup | None) -> Written:
-    """Write a step's folder; collective over `group`, whose tensors are on the CPU.
+    """Write the folder of a step. Collective over `group`, a group for CPU tensors.
 
-    Raises OSError (no space, not writable, what is on disk is not what was written) or another Exception, on all ranks
-    alike; the temporary folder is removed then, and no other is touched. A rank that dies meanwhile leaves the
-    temporary folder behind, which the next save removes.
+    Raises the same error on all ranks: an OSError (no space, no permission, files with other contents than written) or
+    another Exception. Then the temporary folder is removed, and no other folder is changed. If a rank dies, the
+    temporary folder stays until the next save.
     """
     start = time.perf_counter()
     temporary = request.folder / f"{checkpoint_name(request.manifest.step)}{TEMPORARY}"
-    # Ranks of one pipeline stage have parts of the same tensors; those of others have other tensors.
+    # Ranks of one pipeline stage have shards of the same tensors, which count once.
     needed = sum(dict(on_all(lambda: (hash_of_names(state), total_bytes(state)), group)).values())
     on_main(lambda: _make_room(request.folder, temporary, needed), group)
     try:
@@ -87,7 +87,7 @@ def write_checkpoint(request: WriteRequest, state: State, group: dist.ProcessGro
 
 
 def _make_room(folder: Path, temporary: Path, needed: int) -> None:
-    folder.mkdir(exist_ok=True)  # the run's folder is not made again: `titan_launch.train.run_folder.folder` did that
+    folder.mkdir(exist_ok=True)  # `titan_launch.train.run_folder.folder` has made the run's folder
     clean(folder)
     free = shutil.disk_usage(folder).free
     if free < needed * _SPARE:
@@ -96,7 +96,7 @@ def _make_room(folder: Path, temporary: Path, needed: int) -> None:
 
 
 def _write_files(temporary: Path, state: State, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
-    """The files of all ranks, each read back and found as it was meant."""
+    """Write the files of all ranks, read each file back, and return the records of all files."""
     # If CUDA is available, DCP copies ahead through a stream, even tensors on the host. In a writer thread, that
     # opens a CUDA context on GPU 0, whatever the rank.
     writer = _Writer(temporary, per_thread_copy_ahead=0 if is_on_host(state) else _COPY_AHEAD)
@@ -123,13 +123,13 @@ def _read_back(temporary: Path, written: dict[str, FileRecord]) -> dict[str, Fil
 
 
 def _complete(request: WriteRequest, temporary: Path, records: dict[str, FileRecord]) -> tuple[tuple[int, ...], str]:
-    """Give the folder its final name, then the links and the older checkpoints; on the main rank."""
+    """Rename the folder to its final name, update the links, and delete expendable checkpoints. Runs on rank 0."""
     missing = [name for name in records if not (temporary / name).exists()]
     if missing:
         raise OSError(f"{temporary / missing[0]} was written on another host, and is not here: hosts must share it")
-    write_manifest(temporary, replace(request.manifest, files=records))  # which makes all names here durable
+    write_manifest(temporary, replace(request.manifest, files=records))  # also makes the names of the files durable
     final = request.folder / checkpoint_name(request.manifest.step)
-    if final.exists():  # a damaged one, which was not resumed from
+    if final.exists():  # it is damaged, and the run has not resumed from it
         set_aside(final)
     temporary.rename(final)
     sync_folder(request.folder)
@@ -138,13 +138,13 @@ def _complete(request: WriteRequest, temporary: Path, records: dict[str, FileRec
 
 
 def _first_failure(error: dcp.api.CheckpointException) -> Exception:
-    """What a rank raised, rather than DCP's collection of tracebacks."""
+    """Return the first error of a rank, without DCP's tracebacks."""
     cause = next(iter(error.failures.values()))[0]
     return cause if isinstance(cause, OSError) else RuntimeError(f"{type(cause).__name__}: {cause}")
 
 
 class _Writer(FileSystemWriter):
-    """DCP's own, which also writes the launcher's index."""
+    """DCP's writer, which also writes the launcher's index."""
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
@@ -156,7 +156,7 @@ class _Writer(FileSystemWriter):
 
 
 class _Planner(DefaultSavePlanner):
-    """DCP's own, which also finds the tensor of a `Shard`. Records hold contiguous tensors."""
+    """DCP's planner, which also resolves a `Shard` to its tensor. Records hold contiguous tensors."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
@@ -166,7 +166,7 @@ class _Planner(DefaultSavePlanner):
 
 
 class _RecordingFileSystem(FileSystem):
-    """Keeps size and checksum of what is written, by the name that the file ends up with."""
+    """DCP's file system, which also records the size and checksum of each written file, by final name."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
@@ -184,7 +184,7 @@ class _RecordingFileSystem(FileSystem):
 
 
 class _RecordedStream:
-    """A file that is written from its beginning to its end."""
+    """A file that is written once, from beginning to end, and its size and checksum so far."""
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -207,7 +207,7 @@ class _RecordedStream:
         self._stream.flush()
 
     def fileno(self) -> int:
-        self._stream.flush()  # DCP asks for it to fsync, and would leave out what is still in Python's buffer
+        self._stream.flush()  # DCP calls fsync on it, which does not include Python's buffer
         return int(self._stream.fileno())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The processes that write checkpoints beside training, one for each rank, with a group among themselves."""
+"""The writer processes of `async_mode = "process"`: one for each rank, with a process group of their own."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ from titan_launch.distributed.collectives import on_main
 from titan_launch.distributed.torch_private import set_timeout
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""Of a collective of a save: ranks wait in it for the one that writes the most, or to the slowest disk."""
+"""Timeout of a collective of a save. Ranks wait in it for the rank with the most bytes or the slowest disk."""
 
 _PATIENCE = 2 * COLLECTIVE_TIMEOUT
-"""How long a whole save may take."""
+"""Timeout of a whole save."""
 
 _TIMEOUT_OF_JOINING = timedelta(minutes=5)
-"""How long writer processes wait for each other to start."""
+"""Timeout of the first meeting of the writer processes."""
 
 _NICENESS = 10
 
 
 @dataclass(frozen=True)
 class WriteOrder:
-    """What a writer process is told."""
+    """A request to a writer process, sent through a pipe."""
 
     request: WriteRequest
     slots: State
     memory: Tensor | None
-    """The arena, where it is another than last time."""
+    """Memory of the arena. None if it is the memory of the last order."""
 
 
 class WriterProcess:
-    """This rank's, which is begun with the object; collective."""
+    """The writer process of this rank. It starts with the object. Collective."""
 
     def __init__(self) -> None:
         host, port, self._store = _meeting_point()
-        place = WriterAddress(dist.get_rank(), dist.get_world_size(), host, port, os.getpid())
+        address = WriterAddress(dist.get_rank(), dist.get_world_size(), host, port, os.getpid())
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, place), name="checkpoint writer", daemon=True)
-        with environment(CUDA_VISIBLE_DEVICES=""):  # each writer could open a context of 0.5 GB, all of them on GPU 0
+        self.process = context.Process(target=serve, args=(theirs, address), name="checkpoint writer", daemon=True)
+        with environment(CUDA_VISIBLE_DEVICES=""):  # a writer could open a context of 0.5 GB on GPU 0
             self.process.start()
-        theirs.close()  # so that reading ends when the process does
+        theirs.close()  # so that recv raises EOFError when the process ends
 
     def write(self, order: WriteOrder) -> Written:
-        """Have it write, and wait for that. Raises OSError where a disk is full or the like, RuntimeError for anything
-        else, the death of the process among it."""
+        """Send an order, and wait for the result. Raises OSError for errors of the file system, such as a full disk.
+        Raises RuntimeError for other errors, also if the process has died."""
         try:
             self._connection.send(order)
             if not self._connection.poll(_PATIENCE.total_seconds()):
-                self.process.kill()  # stopped, or in a file system that does not answer
+                self.process.kill()  # it is stopped, or its file system does not answer
             answer = self._connection.recv()
         except (EOFError, OSError):
             self.process.join(5)
@@ -77,13 +77,13 @@ class WriterProcess:
         raise answer.error()
 
     def kill(self) -> None:
-        """End it, whatever it does."""
+        """Kill the process, also during a save."""
         self.process.kill()
         self.process.join()
 
 
 def load_writer() -> Callable[[WriteRequest, State, dist.ProcessGroup | None], Written]:
-    """What writes a checkpoint. It needs DCP, which takes a second to import: no run waits for it at its start."""
+    """Import and return `write_checkpoint`. The import of DCP takes 1 s, for which no run waits at its start."""
     from titan_launch.checkpoint.writer import write_checkpoint
 
     return write_checkpoint
@@ -91,19 +91,19 @@ def load_writer() -> Callable[[WriteRequest, State, dist.ProcessGroup | None], W
 
 @dataclass(frozen=True)
 class WriterAddress:
-    """A writer process among the others."""
+    """Rank of a writer process, and the address where the writer processes meet."""
 
     rank: int
     world_size: int
     host: str
     port: int
     parent: int
-    """The training process."""
+    """Process id of the training process."""
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a writer process answers instead of `Written`."""
+    """The answer of a writer process to a failed order, instead of `Written`."""
 
     is_os_error: bool
     text: str
@@ -113,7 +113,7 @@ class _Failure:
 
 
 def _meeting_point() -> tuple[str, int, dist.Store | None]:
-    """Host and port of a store for the writer processes, which the main rank keeps; collective."""
+    """Return the host and port of a store for the writer processes, and on rank 0 the store. Collective."""
     store: dist.TCPStore | None = None
     if dist.get_rank() == 0 and dist.get_world_size() > 1:
         store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
@@ -122,26 +122,26 @@ def _meeting_point() -> tuple[str, int, dist.Store | None]:
 
 
 def _own_address() -> str:
-    """The address of this host that the others reach: that from which it reaches the host of torchrun's store, which
-    need not be that of the main rank. Without torchrun all ranks are on this one."""
+    """Return the address of this host that other hosts can reach: the source address of packets to the host of
+    torchrun's store, which may be another host than rank 0's. Without torchrun, all ranks are on this host."""
     master = os.environ.get("MASTER_ADDR", "localhost")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing
+            probe.connect(target)  # sends nothing
             own = str(probe.getsockname()[0])
     except OSError:
         return master
     return master if own in ("127.0.0.1", "::1") else own
 
 
-def serve(connection: Connection, place: WriterAddress) -> None:
-    """The main function of a writer process: join the others, then write what it is told, until this rank is gone."""
-    _end_with(place.parent)
-    leave_signals_to_parent()  # which waits for this process
+def serve(connection: Connection, address: WriterAddress) -> None:
+    """Run a writer process: join the others at the first order, and execute orders until the training process ends."""
+    _end_with(address.parent)
+    leave_signals_to_parent()  # the training process waits for this process
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    os.nice(_NICENESS)  # training comes first where there are not cores for both
+    os.nice(_NICENESS)  # if cores are scarce, training has priority
     write = load_writer()
     with suppress(EOFError, BrokenPipeError):
         memory = torch.empty(0, dtype=torch.uint8)
@@ -150,7 +150,7 @@ def serve(connection: Connection, place: WriterAddress) -> None:
             memory = memory if order.memory is None else order.memory
             try:
                 if not dist.is_initialized():
-                    _join(place)
+                    _join(address)
                 connection.send(write(order.request, in_memory(order.slots, memory), None))
             except OSError as error:
                 connection.send(_Failure(True, str(error)))
@@ -160,20 +160,20 @@ def serve(connection: Connection, place: WriterAddress) -> None:
     os._exit(0)  # see titan_launch.core.process.leave
 
 
-def _join(place: WriterAddress) -> None:
-    if place.world_size == 1:
+def _join(address: WriterAddress) -> None:
+    rank, world_size, timeout = address.rank, address.world_size, _TIMEOUT_OF_JOINING
+    if world_size == 1:
         store: dist.Store = dist.HashStore()
     else:
-        store = dist.TCPStore(place.host, place.port, is_master=False, timeout=_TIMEOUT_OF_JOINING)
-    timeout = _TIMEOUT_OF_JOINING
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     assert dist.group.WORLD is not None
     set_timeout(dist.group.WORLD, COLLECTIVE_TIMEOUT)
 
 
 def _end_with(parent: int) -> None:
-    """Have the operating system kill this process when the training process dies: a checkpoint that is still being
-    written could otherwise become visible to a run that has already resumed from the one before."""
+    """Have the operating system kill this process when the training process dies. Otherwise a checkpoint could still
+    become visible after the run has resumed from an older one."""
     stop_with_parent(signal.SIGKILL)
-    if os.getppid() != parent:  # it died before
+    if os.getppid() != parent:  # the training process has died already
         os._exit(1)

@@ -1,18 +1,19 @@
-"""Replacing for a while what another package calls, or reads from the environment."""
+"""Context managers that change something of another package for a block: attributes, environment variables, loggers."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give a module or a class another attribute until the end of the block; then it is as before, on errors too.
+    """Replace an attribute of a module or a class until the end of the block. Errors restore it, too.
 
-    An attribute that a class inherits is put over the inherited one, and taken away again.
+    An attribute that a class inherits is set on the class itself, and deleted at the end.
     """
     is_own = name in vars(owner)
     before = vars(owner).get(name)
@@ -28,7 +29,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """Set environment variables until the end of the block; then they are as before, on errors too."""
+    """Set environment variables until the end of the block. Errors restore them, too."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -39,3 +40,13 @@ def environment(**variables: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def loggers_silenced(*names: str, below: int = logging.CRITICAL) -> Iterator[None]:
+    """Drop the records of some loggers below a level until the end of the block. Errors restore the loggers, too."""
+    with ExitStack() as stack:
+        for logger in map(logging.getLogger, names):
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(below)
+        yield

@@ -1,4 +1,4 @@
-"""Which part of a DTensor this rank has."""
+"""The part of a DTensor that this rank has: its values, its position and its shape."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch.distributed.tensor import DTensor, Placement
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, with the same memory and without a graph to it; other tensors as they are.
+    """Return this rank's part of a DTensor, with the same memory and outside of autograd. Return another tensor as it
+    is.
 
-    (`DTensor.to_local` is an operation of autograd, and makes another tensor.) A part that says how FSDP2 is to gather
-    it, as torchao's float8 weights do, is a wrapper: the tensor in it is returned. (Operations of one on the whole are
-    passed on, but what they return is a wrapper for some and plain for others.)
+    `DTensor.to_local` is an operation of autograd and makes another tensor. Some local tensors are wrappers that tell
+    FSDP2 how to all-gather them, for example torchao's float8 weights. Then the tensor in the wrapper is returned,
+    because some operations on a wrapper return a wrapper and others a plain tensor.
     """
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if not hasattr(local, "fsdp_pre_all_gather"):
@@ -24,39 +25,37 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def own_part(whole: Tensor, like: DTensor) -> Tensor:
-    """A view of the part that this rank has of a tensor that is divided like `like`."""
+    """Return a view of this rank's part of a whole tensor that is sharded as `like` is."""
     offsets, lengths = own_box(whole.shape, like.device_mesh, like.placements)
-    for axis, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        whole = whole.narrow(axis, offset, length)
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        whole = whole.narrow(dim, offset, length)
     return whole
 
 
 def own_box(
     shape: Sequence[int], mesh: DeviceMesh | None, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where this rank's part of a tensor of a shape begins, and its lengths, by axis of the tensor.
+    """Return the offsets and the lengths of this rank's part of a tensor, by dim. `mesh` may be None if no placement
+    shards.
 
-    The inner axes of the mesh divide first, and FSDP2, whose axes are outside, what tensor parallelism leaves. (PyTorch
-    says so by a placement of another kind, where both divide the same axis of the tensor.) `mesh` is None only where
-    nothing divides.
+    The inner axes of the mesh shard first, so tensor parallelism shards before FSDP2, whose axes are outside.
+    PyTorch's function for this, `compute_local_shape_and_global_offset`, is private. It is also wrong in torch 2.11 to
+    2.15 if both shard the same dim unevenly: for example, 7 rows over 3 FSDP2 ranks and 2 tensor-parallel ranks.
     """
     offsets, lengths = [0] * len(shape), list(shape)
-    for mesh_axis, placement in reversed(list(enumerate(placements))):
-        axis = divided_axis(placement)
-        if axis is not None:
-            assert mesh is not None
-            own, sizes = mesh.get_local_rank(mesh_axis), chunk_sizes(lengths[axis], mesh.size(mesh_axis))
-            offsets[axis] += sum(sizes[:own])
-            lengths[axis] = sizes[own]
+    for axis, placement in reversed(list(enumerate(placements))):
+        if placement.is_replicate():
+            continue
+        assert mesh is not None
+        dim: int = placement.dim  # type: ignore[attr-defined]  # of a Shard, also of FSDP2's private kind
+        rank, sizes = mesh.get_local_rank(axis), chunk_sizes(lengths[dim], mesh.size(axis))
+        offsets[dim] += sum(sizes[:rank])
+        lengths[dim] = sizes[rank]
     return tuple(offsets), tuple(lengths)
 
 
-def divided_axis(placement: Placement) -> int | None:
-    """The axis of a parameter that a placement divides; None where it does not."""
-    return None if placement.is_replicate() else placement.dim  # type: ignore[attr-defined]
-
-
 def chunk_sizes(length: int, ranks: int) -> list[int]:
-    """What each rank has of an axis, as `torch.chunk` divides: equal parts, but for the last ones."""
+    """Return the size of each rank's part of a dim. `torch.chunk` divides in the same way: all parts are equal, except
+    the last ones."""
     size = -(-length // ranks)
     return [max(0, min(size, length - rank * size)) for rank in range(ranks)]

@@ -223,12 +223,10 @@ def shard_to_send(parameter: Any) -> tuple[Tensor, torch.dtype | None]:
     return parameter._sharded_param_data, parameter.param_dtype
 
 
-REDUCTION = "foreach_reduce"
-"""The function of FSDP2 that reduces a unit's gradients. Its locals `fsdp_params` and `unsharded_grads` are read from
-the traceback of an error."""
-
-CONVERSION = "to_accumulated_grad_if_needed"
-"""Before torch 2.15: the method of FSDP2 that converts a parameter's gradient to the dtype of the reduction."""
+def was_gathered(module: nn.Module) -> bool:
+    """Return False if no parameter of the unit of a wrapped module was gathered yet. (True on an untested release.)"""
+    group = parameter_group(module)
+    return group is None or any(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
 
 
 # Forward and backward

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from titan_launch.config.sections.precision import Float8Config
 from titan_launch.core.errors import config_error
+from titan_launch.core.patches import loggers_silenced
 from titan_launch.plan.float8 import describe_float8
 from titan_launch.plan.types import ModelPlan
 
@@ -27,7 +27,8 @@ def convert_to_float8(model: nn.Module, plan: ModelPlan, config: Float8Config) -
     """
     if not plan.float8:
         return
-    with _quiet():
+    # At import torchao logs about kernels that float8 training does not use.
+    with loggers_silenced("torchao", "torch.utils._pytree", below=logging.ERROR):
         try:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         except ImportError as error:
@@ -71,17 +72,3 @@ def check_units(config: Float8Config, device: torch.device) -> None:
 
 
 _FIRST_CAPABILITY = (8, 9)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torchao's messages at import, which are about kernels that are not used here."""
-    noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [logger.level for logger in noisy]
-    for logger in noisy:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(noisy, levels, strict=True):
-            logger.setLevel(level)

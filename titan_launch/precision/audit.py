@@ -1,4 +1,4 @@
-"""What was planned beside what was observed."""
+"""Comparison of planned and observed dtypes."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from titan_launch.precision.observation import (
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that has a dtype."""
+    """The planned and observed dtypes of one kind of tensor of a module or unit."""
 
     what: str
     planned: tuple[str, ...]
-    """Every dtype that is right. Empty: nothing is planned, and the observed dtypes are shown and not judged."""
+    """All correct dtypes. Empty if nothing is planned: then the observed dtypes are shown and not judged."""
 
     observed: tuple[str, ...]
-    """Every dtype that was seen; none where there was nothing to see."""
+    """All observed dtypes. Empty if no such tensor was observed."""
 
     @property
     def differs(self) -> bool:
-        """Whether anything else was seen than what was planned."""
+        """True if a dtype was observed that is not planned."""
         return bool(self.planned) and any(dtype not in self.planned for dtype in self.observed)
 
     @property
     def planned_text(self) -> str:
-        """The planned dtypes for people: `bfloat16`, or `bfloat16 or float32`."""
+        """The planned dtypes as text: `bfloat16`, or `bfloat16 or float32`."""
         return " or ".join(self.planned)
 
 
@@ -55,40 +55,40 @@ class Audited:
     """A module or a unit, with its findings."""
 
     name: str
-    """The path of a module, the name of a unit."""
+    """Path of a module, or name of a unit."""
 
     classes: str
     unit: Unit
-    """Of a module: the unit that holds its parameters."""
+    """For a module, the unit that holds its parameters."""
 
     findings: tuple[Finding, ...]
     remark: str
-    """Why there was nothing to see: it did not run, is frozen, got no gradient, or is not communicated. Else empty."""
+    """Reason why dtypes are missing: did not run, frozen, no gradient, not communicated. Empty if none is missing."""
 
     num_forwards: int | None = None
-    """Of a module: how often it ran, recomputation included."""
+    """For a module, its number of forwards, including those of activation checkpointing."""
 
 
 @dataclass(frozen=True)
 class Audit:
-    """Everything that was planned and observed."""
+    """The planned and observed dtypes of all modules and units."""
 
     modules: tuple[Audited, ...]
     units: tuple[Audited, ...]
 
     def differences(self, locate_key: KeyLocator = format_key) -> list[str]:
-        """One line for each thing that differs, modules alike but for the numbers in their paths together."""
+        """Return one line for each finding that differs. Modules whose paths differ only in numbers share a line."""
         differing = [(row, finding) for row in (*self.modules, *self.units) for finding in row.findings]
         lines = [(row.name, _difference(row, finding, locate_key)) for row, finding in differing if finding.differs]
-        return [f"{name} {line}" for name, (line,) in _alike((name, (line,)) for name, line in lines)]
+        return [f"{name} {line}" for name, (line,) in _merge_equal_rows((name, (line,)) for name, line in lines)]
 
     def as_data(self) -> dict[str, Any]:
-        """Plain data, as `precision_audit.json` holds it."""
+        """Return the content of `precision_audit.json`."""
         return {"modules": [_as_data(row) for row in self.modules], "units": [_as_data(row) for row in self.units]}
 
     def as_markdown(self) -> str:
-        """A table of the modules and one of the units; rows alike but for the numbers in their paths are one. What is
-        in parentheses was not planned."""
+        """Return a table of the modules and a table of the units. Equal rows whose paths differ only in numbers are
+        merged. Dtypes in parentheses were not planned."""
         return f"{_markdown('module', self.modules)}\n\n{_markdown('unit', self.units)}\n"
 
 
@@ -101,8 +101,8 @@ def compare(plan: ModelPlan, layout: Layout, observed: Observations) -> Audit:
     )
 
 
-def together(audits: Sequence[Audit]) -> Audit:
-    """The audits of a pipeline's stages as one."""
+def merge_audits(audits: Sequence[Audit]) -> Audit:
+    """Merge the audits of pipeline stages."""
     return Audit(
         modules=tuple(row for audit in audits for row in audit.modules),
         units=tuple(row for audit in audits for row in audit.units),
@@ -140,10 +140,11 @@ def _gradient_dtypes(unit: Unit) -> tuple[str, ...]:
 
 
 def _planned_of_module(plan: ModelPlan, info: ModuleInfo, unit: Unit) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Boundaries are cast where a module was given to `fully_shard` itself; parameters belong to a unit everywhere."""
+    """Yield the planned dtypes of a module. FSDP2 casts inputs and outputs only of the modules that `fully_shard` was
+    called on."""
     policy = unit.policy if info.path in unit.modules else None
     yield INPUTS, _one(policy.input_dtype if policy else None)
-    yield AUTOCAST, ("off",)  # it computes in a dtype of its own, whatever parameters and inputs have
+    yield AUTOCAST, ("off",)  # it ignores the dtypes of parameters and inputs
     if info.parameters:
         yield PARAMETERS, (unit.compute_dtype,)
         yield GRADIENTS, _gradient_dtypes(unit)
@@ -170,7 +171,7 @@ def _audit_unit(plan: ModelPlan, unit: Unit, layout: Layout, seen: Seen) -> Audi
 
 
 def _findings(planned: dict[str, tuple[str, ...]], seen: Seen) -> Iterator[Finding]:
-    """What is planned first, then what was seen without a plan: a buffer that forward has made."""
+    """Yield the planned findings, then the observed ones without a plan, such as a buffer that a forward has made."""
     unplanned = {what for what, dtypes in seen.dtypes.items() if dtypes} - planned.keys()
     for what in (*planned, *sorted(unplanned)):
         yield Finding(what, planned.get(what, ()), tuple(sorted(seen.dtypes.get(what, ()))))
@@ -197,24 +198,24 @@ def _as_data(row: Audited) -> dict[str, Any]:
 
 
 def _markdown(kind: str, rows: Sequence[Audited]) -> str:
-    whats = [what for what in _WHATS if any(_column(f) == what and f.observed for row in rows for f in row.findings)]
+    whats = [what for what in _COLUMNS if any(_column(f) == what and f.observed for row in rows for f in row.findings)]
     lines = [(kind, "class", "forwards", *whats, "from"), ("---",) * (len(whats) + 4)]
     cells = (
         (row.name, (row.classes, _forwards(row), *(_cell(row, w) for w in whats), row.unit.reason)) for row in rows
     )
-    lines += [(name, *rest) for name, rest in _alike(cells)]
+    lines += [(name, *rest) for name, rest in _merge_equal_rows(cells)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 _BUFFERS = "buffers"
-_WHATS = (
+_COLUMNS = (
     *(INPUTS, PARAMETERS, GRADIENTS, _BUFFERS, OUTPUTS, STORED_PARAMETERS, STORED_GRADIENTS),
     *(ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, AUTOCAST),
 )
 
 
 def _column(finding: Finding) -> str:
-    return finding.what if finding.what in _WHATS else _BUFFERS
+    return finding.what if finding.what in _COLUMNS else _BUFFERS
 
 
 def _forwards(row: Audited) -> str:
@@ -233,8 +234,8 @@ def _describe(finding: Finding) -> str:
     return observed if finding.planned else f"({observed})"
 
 
-def _alike(rows: Iterable[tuple[str, tuple[str, ...]]]) -> list[tuple[str, tuple[str, ...]]]:
-    """Rows with equal cells whose names are equal but for the numbers in them, as one: `layers.*.norm (2)`."""
+def _merge_equal_rows(rows: Iterable[tuple[str, tuple[str, ...]]]) -> list[tuple[str, tuple[str, ...]]]:
+    """Merge rows with equal cells whose names differ only in numbers: `layers.*.norm (2)`."""
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name, cells in rows:
         groups.setdefault((re.sub(r"\b\d+\b", "*", name), cells), []).append(name)

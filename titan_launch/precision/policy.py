@@ -1,4 +1,4 @@
-"""Planned dtypes become torch's, on the model and in FSDP2's policy."""
+"""Application of planned dtypes to a model's tensors and to FSDP2's policy."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from titan_launch.plan.types import ModelPlan, Policy, full_name
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """`"bfloat16"` as `torch.bfloat16`."""
+    """Return torch's dtype of a name: `torch.bfloat16` for `"bfloat16"`."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), name
     return dtype
 
 
 def mixed_precision_policy(policy: Policy) -> MixedPrecisionPolicy:
-    """FSDP2's form of a planned policy. None stays None: `param_dtype=None` is not `float32`, it casts no inputs."""
+    """Return FSDP2's form of a planned policy. None stays None: with `param_dtype=None` FSDP2 casts no inputs, which
+    differs from `float32`."""
     return MixedPrecisionPolicy(
         param_dtype=_optional(policy.param_dtype),
         reduce_dtype=_optional(policy.reduce_dtype),
@@ -31,8 +32,8 @@ def _optional(name: str | None) -> torch.dtype | None:
 
 
 def cast_storage(model: nn.Module, plan: ModelPlan) -> None:
-    """Give a model on the meta device the dtypes it is stored in: the parameters those of their units (FSDP2 wants a
-    uniform one in each), and the floating buffers the planned ones.
+    """Cast a model on the meta device to its storage dtypes. Parameters get the storage dtype of their unit, because
+    FSDP2 requires one dtype in a unit. Floating buffers get their planned dtypes.
     """
     for path, module in model.named_modules():
         for parameter in module._parameters.values():

@@ -16,7 +16,7 @@ from titan_launch.distributed.collectives import on_all
 from titan_launch.parallel.compile import eager
 from titan_launch.parallel.pipeline import parts
 from titan_launch.plan.types import ModelPlan
-from titan_launch.precision.audit import Audit, compare, together
+from titan_launch.precision.audit import Audit, compare, merge_audits
 from titan_launch.precision.observation import Observations, look_at_storage, observe
 from titan_launch.train.run import Run
 from titan_launch.train.run_folder.records import AUDIT_FILE, record_audit
@@ -62,9 +62,9 @@ class _Watched(NamedTuple):
 def _settle(run: Run, watched: Sequence[_Watched]) -> None:
     for module, _, observed in watched:
         look_at_storage(module, observed)
-    audit = together([compare(plan, run.layout, observed) for _, plan, observed in watched])
+    audit = merge_audits([compare(plan, run.layout, observed) for _, plan, observed in watched])
     if run.mesh.pipeline_group is not None:
-        audit = together(on_all(lambda: audit, run.mesh.pipeline_group))
+        audit = merge_audits(on_all(lambda: audit, run.mesh.pipeline_group))
     differences = _differences_of_all_ranks(audit.differences(run.locate_key))
     if run.ranks.is_main:
         record_audit(run.folder, {"differences": differences, **audit.as_data()})

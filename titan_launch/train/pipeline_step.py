@@ -4,7 +4,6 @@ are imported where there are stages.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -19,6 +18,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES, misfit_of_microbatches
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.core.errors import RunError, config_error
+from titan_launch.core.patches import loggers_silenced
 from titan_launch.distributed.torch_private import (
     ForwardOrder,
     accumulate_in_reduce_dtype,
@@ -236,16 +236,13 @@ class PipelinedStep:
 
 @contextmanager
 def _errors_as_raised() -> Iterator[None]:
-    """PyTorch wraps what a stage raises into an error that prints its arguments, and logs the whole schedule."""
-    log = logging.getLogger("torch.distributed.pipelining.schedules")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
+    """Raise the error of a stage itself. PyTorch wraps it in an error that prints its arguments, and logs the whole
+    schedule."""
     try:
-        yield
+        with loggers_silenced("torch.distributed.pipelining.schedules"):
+            yield
     except RuntimeError as error:
         raise _innermost(error) from None
-    finally:
-        log.setLevel(level)
 
 
 def _innermost(error: BaseException) -> BaseException:
