@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_launch.config.job import JobConfig
-from titan_launch.core.process import leave
+from titan_launch.core.process import exit_process
 from titan_launch.distributed.process_group import Ranks, process_group
 from titan_launch.distributed.random_state import seed_everything
 from titan_launch.plan.memory.optimizer import GroupSizes, ShardSize, state_bytes
@@ -145,4 +145,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    leave(0)
+    exit_process(0)

@@ -57,7 +57,7 @@ if not torch_release.ACCUMULATES_IN_GRAD:
     NAMES["FSDPParam"] |= {"accumulate_unsharded_grad_if_needed"}
 if RELEASE < (2, 14):
     NAMES["distributed"] |= {"_set_pg_timeout"}
-if RELEASE < (2, 13):  # `_reset_by_hand`; the attributes that it only sets need not exist
+if RELEASE < (2, 13):  # `_reset_iteration_state`; the attributes that it only sets need not exist
     NAMES["FSDPState"] |= {"_modules_to_run_forward", "_training_state"}
     NAMES["FSDPStateContext"] = {"iter_forward_root", "post_backward_final_callback_queued"}
     NAMES["FSDPCommContext"] |= {"device_handle", "all_gather_copy_in_stream", "reduce_scatter_stream"}
@@ -69,7 +69,13 @@ if dist.is_nccl_available():
     NAMES["distributed"] |= {"_dump_nccl_trace", "_dump_nccl_trace_json"}
 
 ONLY_OLDER = {
-    *("_partial_reduce_output", "_set_pg_timeout", "_reset_by_hand", "_modules_to_run_forward", "_training_state"),
+    *(
+        "_partial_reduce_output",
+        "_set_pg_timeout",
+        "_reset_iteration_state",
+        "_modules_to_run_forward",
+        "_training_state",
+    ),
     *("_dump_nccl_trace", "_dump_nccl_trace_json"),  # of a build with NCCL
     *("_to_sharded", "_all_gather_result", "_all_reduce_state", "_post_reduce_event", "_reshard_after_forward_event"),
 }

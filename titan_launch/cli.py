@@ -15,7 +15,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import LoadedJob, load_job
 from titan_launch.core.errors import ConfigError, Problem, UserError, did_you_mean
 from titan_launch.core.import_string import refuse_imports_from, without_garbage_collection
-from titan_launch.core.process import BAD_INPUT, OK, announce_once, run_and_leave
+from titan_launch.core.process import BAD_INPUT, OK, announce_once, run_and_exit
 
 if TYPE_CHECKING:
     from titan_launch.train.health.coordination import StopRequest
@@ -86,7 +86,7 @@ def _train(args: list[str]) -> int:
     stop = StopRequest()
     with stop.listening():  # before torch is imported, so that a signal of these seconds is not lost
         loaded = _load_to_train(arguments, _positive("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-        run_and_leave(lambda: _import_and_train(loaded, stop), loaded.provenance.describe)
+        run_and_exit(lambda: _import_and_train(loaded, stop), loaded.provenance.describe)
 
 
 def _import_and_train(loaded: LoadedJob, stop: StopRequest) -> None:
@@ -114,7 +114,7 @@ def _dry_run(arguments: _Arguments) -> int:
     if not rank.isdecimal() or int(rank) >= world_size:
         raise UserError(f"error: --fake-rank {rank}: must be a whole number from 0 to {world_size - 1}")
     loaded = _load(arguments, world_size)
-    run_and_leave(lambda: _import_and_build(loaded, world_size, int(rank)), loaded.provenance.describe)
+    run_and_exit(lambda: _import_and_build(loaded, world_size, int(rank)), loaded.provenance.describe)
 
 
 def _import_and_build(loaded: LoadedJob, world_size: int, rank: int) -> None:
@@ -161,7 +161,7 @@ def _plan(args: list[str]) -> int:
 
         check_plot(options.plot)
     loaded = _load(arguments, world_size, PLAN_ALIASES)
-    run_and_leave(
+    run_and_exit(
         lambda: print_plan(loaded.config, world_size, loaded.provenance.place, options), loaded.provenance.describe
     )
 

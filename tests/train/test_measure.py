@@ -162,13 +162,13 @@ def test_a_model_of_ones_own_is_traced_beside_the_run(tmp_path: Path) -> None:
     with ExitStack() as stack:
         check = MemoryCheck(job, layout, hardware_of(job, 2, "cpu"), stack)
         assert check.scalars(None) == {}
-        assert check._tracing is not None
-        check._tracing._process.wait(timeout=120)
+        assert check._trace is not None
+        check._trace._process.wait(timeout=120)
         assert check.scalars(None)[PREDICTED] > 0
     with ExitStack() as stack:
         check = MemoryCheck(job, layout, hardware_of(job, 2, "cpu"), stack)
-        assert check._tracing is not None
-        process = check._tracing._process
+        assert check._trace is not None
+        process = check._trace._process
     assert process.poll() is not None  # it does not outlive the run
 
 
@@ -182,8 +182,8 @@ def test_a_model_that_cannot_be_traced_is_trained_all_the_same(caplog: pytest.Lo
     layout = plan_layout(job.parallelism, job.training, 1)
     with ExitStack() as stack, caplog.at_level(logging.INFO, "titan_launch"):
         check = MemoryCheck(job, layout, hardware_of(job, 1, "cpu"), stack)
-        assert check._tracing is not None
-        check._tracing._process.wait(timeout=120)
+        assert check._trace is not None
+        check._trace._process.wait(timeout=120)
         assert check.scalars(None) == {}
         assert check.scalars(1.0) == {}
     assert "memory is not predicted" in caplog.text

@@ -200,5 +200,5 @@ def limits_of_phases(comm: CommConfig) -> tuple[float, ...]:
     watchdog.end_warm_up()
     watchdog.enter("loading data", 2)
     usual = watchdog._now.limit_s
-    watchdog.enter("saving a checkpoint", 2, patient=True)
+    watchdog.enter("saving a checkpoint", 2, is_slow=True)
     return first, usual, watchdog._now.limit_s

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from titan_launch.distributed.collectives import on_all
+from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.random_state import RandomState, random_key
 
 Values = dict[str, Tensor]
@@ -201,7 +201,9 @@ class TrainingState:
         """The whole shape of every parameter and buffer of the whole model, by name; collective over the pipeline."""
         if self._pipeline is None:
             return self.weights.shapes()
-        return {name: shape for part in on_all(self.weights.shapes, self._pipeline) for name, shape in part.items()}
+        return {
+            name: shape for part in on_all_ranks(self.weights.shapes, self._pipeline) for name, shape in part.items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Nested tables, whose leaves are DTensors and tensors; nothing is copied."""

@@ -62,35 +62,35 @@ class _RefusingFinder(importlib.abc.MetaPathFinder):
     """Raises RefusedImportError for a module in one of some folders, and finds nothing itself."""
 
     def __init__(self, folders: Iterable[str], parent: str):
-        self._here = os.path.join(os.path.realpath(os.getcwd()), "")
-        self._folders = tuple(folder for folder in folders if not self._is_around(folder))
+        self._working_directory = os.path.join(os.path.realpath(os.getcwd()), "")
+        self._folders = tuple(folder for folder in folders if not self._contains_working_directory(folder))
         self._parent = parent
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> None:
         for entry in sys.path if path is None else path:
-            place = os.path.join(_real_path(os.path.abspath(entry)), name.rpartition(".")[2])
-            if self._is_inside(place) and any(os.path.exists(place + end) for end in _ENDINGS):
-                reason = f"{place} lies in a folder of a run or a checkpoint, from which nothing is imported"
+            location = os.path.join(_real_path(os.path.abspath(entry)), name.rpartition(".")[2])
+            if self._is_inside(location) and any(os.path.exists(location + end) for end in _MODULE_SUFFIXES):
+                reason = f"{location} lies in a folder of a run or a checkpoint, from which nothing is imported"
                 raise RefusedImportError(f"{reason}; move the module out of it")
 
-    def _is_inside(self, place: str) -> bool:
-        if f"{place}{os.sep}".startswith(tuple(os.path.join(folder, "") for folder in self._folders)):
+    def _is_inside(self, location: str) -> bool:
+        if f"{location}{os.sep}".startswith(tuple(os.path.join(folder, "") for folder in self._folders)):
             return True
-        while place.startswith(os.path.join(self._parent, "")):
-            if not self._is_around(place) and any(
-                os.path.exists(os.path.join(place, mark)) for mark in _MARKS_OF_A_RUN
+        while location.startswith(os.path.join(self._parent, "")):
+            if not self._contains_working_directory(location) and any(
+                os.path.exists(os.path.join(location, mark)) for mark in _RUN_FOLDER_ENTRIES
             ):
                 return True
-            place = os.path.dirname(place)
+            location = os.path.dirname(location)
         return False
 
-    def _is_around(self, folder: str) -> bool:
-        return self._here.startswith(os.path.join(folder, ""))
+    def _contains_working_directory(self, folder: str) -> bool:
+        return self._working_directory.startswith(os.path.join(folder, ""))
 
 
-_MARKS_OF_A_RUN = ("checkpoints", "launch.json")
+_RUN_FOLDER_ENTRIES = ("checkpoints", "launch.json")
 _real_path = lru_cache(os.path.realpath)
-_ENDINGS = ("", *importlib.machinery.all_suffixes())
+_MODULE_SUFFIXES = ("", *importlib.machinery.all_suffixes())
 
 
 def user_traceback(error: BaseException) -> str:
@@ -103,29 +103,29 @@ def user_traceback(error: BaseException) -> str:
     return "".join(trace.format()).rstrip()
 
 
-def is_of_users_forward(error: BaseException) -> bool:
+def raised_in_user_forward(error: BaseException) -> bool:
     """Return whether an error was raised while a forward of the user's own ran."""
     frames = traceback.extract_tb(error.__traceback__)
     return any(frame.name == "forward" and is_user_file(frame.filename) for frame in frames)
 
 
-def user_place(error: BaseException, or_own: bool = False) -> str | None:
+def user_location(error: BaseException, or_own: bool = False) -> str | None:
     """`file:line` of the innermost frame of an error that is neither PyTorch's nor ours; None where there is none. With
     `or_own` then of the innermost one that is ours."""
     frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if is_user_file(frame.filename)]
-    own = [frame for frame in frames if or_own and frame.filename.startswith(_OWN_FOLDER)]
-    named = users or own
-    return f"{named[-1].filename}:{named[-1].lineno}" if named else None
+    user_frames = [frame for frame in frames if is_user_file(frame.filename)]
+    own_frames = [frame for frame in frames if or_own and frame.filename.startswith(_OWN_FOLDER)]
+    candidates = user_frames or own_frames
+    return f"{candidates[-1].filename}:{candidates[-1].lineno}" if candidates else None
 
 
 def is_user_file(name: str) -> bool:
     """Return whether a source file is neither ours, nor PyTorch's, nor of Python's import machinery."""
-    return not name.startswith((_OWN_FOLDER, _pytorchs_folder(), *_IMPORT_MACHINERY))
+    return not name.startswith((_OWN_FOLDER, _torch_folder(), *_IMPORT_MACHINERY))
 
 
 @functools.cache
-def _pytorchs_folder() -> str:
+def _torch_folder() -> str:
     torch = importlib.util.find_spec("torch")
     assert torch is not None and torch.origin is not None
     return os.path.dirname(torch.origin) + os.sep

@@ -14,14 +14,14 @@ from titan_launch.core.errors import ConfigError, Problem, RunError, Stopped, Us
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
-LEFT_BY_ITSELF = "code that it ran called os._exit, or native code called exit"
+EXITED_DIRECTLY = "code that it ran called os._exit, or native code called exit"
 """Why a rank ended without an error that the launcher could print."""
 
 _RUNNING = "running"
 """Name of a file in `rank_folder()` while the rank runs. It holds the path of multiprocessing's temporary folder."""
 
 
-def run_and_leave(action: Callable[[], None], describe: Callable[[Iterable[Problem]], str]) -> NoReturn:
+def run_and_exit(action: Callable[[], None], describe: Callable[[Iterable[Problem]], str]) -> NoReturn:
     """Run `action`, print its error if it raised one, and end the process with the exit status for it.
 
     `describe` returns the message for the problems of a `ConfigError`, with their files and lines.
@@ -35,10 +35,10 @@ def run_and_leave(action: Callable[[], None], describe: Callable[[Iterable[Probl
     try:
         status = _run(action, describe)
     finally:
-        leave(status)
+        exit_process(status)
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """Flush all output, and end the process without the interpreter's shutdown.
 
     During the shutdown gloo's threads may still hold Python objects, which aborts up to a quarter of finished, correct
@@ -47,10 +47,10 @@ def leave(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # nobody reads any more: `| head`
             stream.flush()
-    leave_at_once(status)
+    exit_immediately(status)
 
 
-def leave_at_once(status: int) -> NoReturn:
+def exit_immediately(status: int) -> NoReturn:
     """End the process without flushing: any thread may call this, also while another holds the lock of a stream."""
     with suppress(OSError, KeyError):  # multiprocessing's exit handler, which os._exit skips, removes its folder
         process = sys.modules.get("multiprocessing.process")
@@ -62,8 +62,8 @@ def leave_at_once(status: int) -> NoReturn:
     os._exit(status)
 
 
-def has_left_by_itself(environment: Mapping[str, str]) -> bool:
-    """Return whether a rank that has exited did so past `leave_at_once`, for the reason LEFT_BY_ITSELF.
+def has_exited_directly(environment: Mapping[str, str]) -> bool:
+    """Return whether a rank that has exited did so past `exit_immediately`, for the reason EXITED_DIRECTLY.
 
     `environment`: that of the rank.
     """
@@ -73,7 +73,7 @@ def has_left_by_itself(environment: Mapping[str, str]) -> bool:
 
 def remove_folders(folder: str) -> None:
     """Remove the folder in which torchrun makes the folders of all ranks, and the temporary folders of the ranks that
-    did not come to `leave_at_once`."""
+    did not come to `exit_immediately`."""
     for mark in Path(folder).rglob(_RUNNING):
         shutil.rmtree(mark.read_text(), ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
@@ -105,9 +105,9 @@ def _run(action: Callable[[], None], describe: Callable[[Iterable[Problem]], str
     except BaseException as error:
         import traceback
 
-        from titan_launch.core.import_string import is_of_users_forward, user_traceback
+        from titan_launch.core.import_string import raised_in_user_forward, user_traceback
 
-        trace = user_traceback(error) if is_of_users_forward(error) else traceback.format_exc().rstrip()
+        trace = user_traceback(error) if raised_in_user_forward(error) else traceback.format_exc().rstrip()
         rank = os.environ.get("RANK")
         where = f" on rank {rank}" if rank else ""
         return _announce(f"{trace}\nerror: the run failed{where}; see the traceback above", FAILED)

@@ -29,7 +29,7 @@ job, so a rank hears it from there and from torchrun; `timeout` signals its chil
 
 
 @contextmanager
-def heard(
+def signals_handled(
     on_request: Callable[[int, bool], None],
     numbers: Collection[int] = STOP_SIGNALS,
     same_request_s: float = SAME_REQUEST_S,
@@ -39,7 +39,7 @@ def heard(
 
     It is called from a thread. Python runs a handler only when the main thread comes back to the interpreter, which it
     does not while it waits in a collective that never ends; and a handler may not log, since it may have interrupted
-    the holder of a lock. The thread may do both. Signals that were blocked, as `held_back` leaves them, are let in; one
+    the holder of a lock. The thread may do both. Signals that were blocked, as `signals_blocked` leaves them, are let in; one
     that the process was started to ignore stays ignored. To be entered in the main thread.
     """
     reading, writing = os.pipe()
@@ -50,7 +50,7 @@ def heard(
     listener.start()
     wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    handlers_before = {number: signal.signal(number, _nothing) for number in handled}
+    handlers_before = {number: signal.signal(number, _ignore) for number in handled}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     try:
         yield
@@ -63,8 +63,8 @@ def heard(
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Processes started within the block do not get these signals before they enter `heard`: until then a signal waits,
+def signals_blocked() -> Iterator[None]:
+    """Processes started within the block do not get these signals before they enter `signals_handled`: until then a signal waits,
     instead of killing a process that is about to install its handlers."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, RESTART_SIGNAL))
     try:
@@ -73,14 +73,14 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def leave_signals_to_parent() -> None:
+def ignore_stop_signals() -> None:
     """Have this process ignore what asks a rank to end: schedulers, terminals and torchrun signal a whole process
     group, and the process that started this one ends it when it has no more use for it."""
     for number in (*STOP_SIGNALS, RESTART_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
 
 
-_DIAL_SECONDS = 10.0
+_CONNECT_TIMEOUT_S = 10.0
 
 
 def stop_with_agent() -> None:
@@ -109,7 +109,9 @@ def store_is_gone() -> bool:
     import socket  # which a `check` does without
 
     try:
-        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), _DIAL_SECONDS).close()
+        socket.create_connection(
+            (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), _CONNECT_TIMEOUT_S
+        ).close()
     except ConnectionRefusedError:
         return True
     except (OSError, KeyError, ValueError):  # the TCPStore tries again, and will tell
@@ -155,22 +157,22 @@ def signal_name(number: int) -> str:
     return signal.Signals(number).name
 
 
-def _nothing(number: int, frame: object) -> None:
+def _ignore(number: int, frame: object) -> None:
     """What Python calls itself; the number has gone to the thread before."""
 
 
 def _listen(
     reading: int, on_request: Callable[[int, bool], None], numbers: Collection[int], same_request_s: float
 ) -> None:
-    first: float | None = None
+    first_at: float | None = None
     while received := os.read(reading, 1):
         number = received[0]
         if number not in numbers:  # another handler's
             continue
         now = time.monotonic()
-        if first is None:
-            first = now
+        if first_at is None:
+            first_at = now
             on_request(number, False)
-        elif now - first >= same_request_s:
+        elif now - first_at >= same_request_s:
             on_request(number, True)
     os.close(reading)

@@ -35,11 +35,11 @@ class SequencePart:
 
 def part_of(source: SampleSource, part: SequencePart | None) -> SampleSource:
     """A source of sequences with a rank's tokens and their targets only; with None, the whole ones."""
-    return source if part is None else _PartOfSource(source, part)
+    return source if part is None else _SequencePartSource(source, part)
 
 
 @dataclass(frozen=True)
-class _PartOfSource:
+class _SequencePartSource:
     source: SampleSource
     part: SequencePart
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_launch.config.sections.data import IGNORED_TARGET
-from titan_launch.core.signals import leave_signals_to_parent
+from titan_launch.core.signals import ignore_stop_signals
 from titan_launch.data.sources import SampleSource
 from titan_launch.plan.layout import Layout
 
@@ -223,4 +223,4 @@ def _ignore_stop_signals(worker_id: int) -> None:
     process before it has written its last checkpoint. (A worker whose main process is gone ends by itself within
     seconds.)
     """
-    leave_signals_to_parent()
+    ignore_stop_signals()

@@ -14,27 +14,27 @@ from titan_launch.core.errors import ConfigError, RunError, UserError
 Value = TypeVar("Value")
 
 
-def on_main(action: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
+def on_rank_0(action: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
     """What `action` returns on rank 0, on every rank; collective over `group` (the default group: None).
 
     What it raises there is raised on all ranks: UserError, ConfigError and RunError as they are, an OSError with the
     same number and text. Anything else is a defect, and is raised as a RuntimeError that names it.
     """
-    outcome = [_attempt(action) if dist.get_rank(group) == 0 else None]
+    outcome = [_run(action) if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0) if group else 0, group=group)
     assert outcome[0] is not None
-    return outcome[0].settle()
+    return outcome[0].value_or_raise()
 
 
-def on_all(action: Callable[[], Value], group: dist.ProcessGroup | None = None) -> list[Value]:
+def on_all_ranks(action: Callable[[], Value], group: dist.ProcessGroup | None = None) -> list[Value]:
     """What `action` returns on every rank, in the order of ranks, on every rank; collective over `group`.
 
-    What it raises on any rank is raised on all, by the same rules as `on_main`; the lowest rank's, where several do.
+    What it raises on any rank is raised on all, by the same rules as `on_rank_0`; the lowest rank's, where several do.
     """
     outcomes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, _attempt(action), group=group)
+    dist.all_gather_object(outcomes, _run(action), group=group)
     for outcome in outcomes:
-        outcome.settle()
+        outcome.value_or_raise()
     return [outcome.value for outcome in outcomes]
 
 
@@ -53,13 +53,13 @@ class _Outcome:
     args: tuple[Any, ...] = ()
     """Of the error."""
 
-    def settle(self) -> Any:
+    def value_or_raise(self) -> Any:
         if self.error is None:
             return self.value
         raise self.error(*self.args)
 
 
-def _attempt(action: Callable[[], Any]) -> _Outcome:
+def _run(action: Callable[[], Any]) -> _Outcome:
     try:
         return _Outcome(action())
     except ConfigError as error:

@@ -16,10 +16,10 @@ from torch.distributed.rendezvous import rendezvous
 from titan_launch.config.sections.run import UNWATCHED_GROUPS
 from titan_launch.core.errors import RunError, config_error
 from titan_launch.core.signals import agent_keeps_store, store_is_gone
-from titan_launch.distributed.rendezvous import meet
+from titan_launch.distributed.rendezvous import wait_for_ranks
 from titan_launch.distributed.torch_private import process_groups, set_timeout
 
-_LEAVING_SECONDS = 10.0
+_EXIT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Ranks:
     device: torch.device
 
     @property
-    def is_main(self) -> bool:
+    def is_rank_0(self) -> bool:
         """Whether this is the rank that writes and prints."""
         return self.rank == 0
 
@@ -61,16 +61,18 @@ def process_group(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    with _lost_store_explained(rank, world_size):
-        ours = meet(_connect(rank, world_size, timeout), rank, world_size, timeout_seconds, stop_signal)
-    dist.init_process_group(backend, store=ours, rank=rank, world_size=world_size, timeout=timeout)
+    with _store_errors_explained(rank, world_size):
+        group_store = wait_for_ranks(
+            _connect(rank, world_size, timeout), rank, world_size, timeout_seconds, stop_signal
+        )
+    dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=timeout)
     yield Ranks(rank, world_size, device)
     dist.destroy_process_group()
-    _leave(ours, rank, world_size)
+    _wait_for_exit(group_store, rank, world_size)
 
 
 @contextmanager
-def _lost_store_explained(rank: int, world_size: int) -> Iterator[None]:
+def _store_errors_explained(rank: int, world_size: int) -> Iterator[None]:
     """Raise RunError if the store cannot be reached, or no longer."""
     try:
         yield
@@ -95,12 +97,12 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     return store
 
 
-def _leave(store: dist.Store, rank: int, world_size: int) -> None:
+def _wait_for_exit(store: dist.Store, rank: int, world_size: int) -> None:
     """Rank 0 goes last: where torchrun does not keep the store, it ends with rank 0, and NCCL's threads on other ranks
     complain of that until their groups are destroyed."""
     if agent_keeps_store():
         return
-    deadline = time.monotonic() + _LEAVING_SECONDS
+    deadline = time.monotonic() + _EXIT_TIMEOUT_S
     with suppress(dist.DistError):  # rank 0 has given up waiting: the run has ended well all the same
         store.add("left", 1)
         while rank == 0 and store.add("left", 0) < world_size and time.monotonic() < deadline:

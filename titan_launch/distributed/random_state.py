@@ -94,7 +94,7 @@ class RandomState:
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self._device)
 
-    def seed_anew(self, step: int) -> None:
+    def seed_new_stream(self, step: int) -> None:
         """Begin a stream that no rank has drawn from, where a checkpoint of `step` has none of its number."""
         digest = hashlib.blake2b(f"{self._seed}/{self._stream}/{step}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little")

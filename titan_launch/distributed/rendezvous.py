@@ -15,10 +15,10 @@ _LEADER = "titan_launch/leader"
 _POLL_S = (0.01, 0.5)
 """Seconds between two looks into the store, at first and at most."""
 
-_PATIENCE_AFTER_SIGNAL_S = 15.0
+_WAIT_AFTER_SIGNAL_S = 15.0
 
 
-def meet(
+def wait_for_ranks(
     store: dist.Store, rank: int, world_size: int, timeout_seconds: float, stop_signal: Callable[[], int]
 ) -> dist.Store:
     """Wait for the other ranks of this start. Returns the part of `store` that belongs to them alone.
@@ -33,7 +33,7 @@ def meet(
     are missing, it does not wait much longer, and raises Stopped on the ranks that came.
     """
     clock = _Clock(timeout_seconds)
-    start = _lead(store, world_size, clock, stop_signal) if rank == 0 else _follow(store, rank, clock)
+    start = _admit_ranks(store, world_size, clock, stop_signal) if rank == 0 else _join(store, rank, clock)
     return dist.PrefixStore(f"titan_launch/{start}", store)
 
 
@@ -54,7 +54,7 @@ class _Clock:
         return True
 
 
-def _lead(store: dist.Store, world_size: int, clock: _Clock, stop_signal: Callable[[], int]) -> str:
+def _admit_ranks(store: dist.Store, world_size: int, clock: _Clock, stop_signal: Callable[[], int]) -> str:
     start = uuid.uuid4().hex
     store.set(_LEADER, start)
     greetings = [f"{start}/{rank}" for rank in range(1, world_size)]
@@ -62,38 +62,38 @@ def _lead(store: dist.Store, world_size: int, clock: _Clock, stop_signal: Callab
     while greetings and not store.check(greetings):
         if signalled_at is None and stop_signal():
             signalled_at = time.monotonic()
-        if signalled_at is not None and time.monotonic() - signalled_at >= _PATIENCE_AFTER_SIGNAL_S:
-            _answer(store, [key for key in greetings if store.check([key])], f"stop {stop_signal()}")
+        if signalled_at is not None and time.monotonic() - signalled_at >= _WAIT_AFTER_SIGNAL_S:
+            _reply(store, [key for key in greetings if store.check([key])], f"stop {stop_signal()}")
             raise _stopped(stop_signal())
         if not clock.pause():
             missing = [rank for rank, key in enumerate(greetings, start=1) if not store.check([key])]
             raise _missing(missing, world_size, clock)
-    _answer(store, greetings, start)
+    _reply(store, greetings, start)
     return start
 
 
-def _follow(store: dist.Store, rank: int, clock: _Clock) -> str:
-    me, greeted = uuid.uuid4().hex, None
-    while not store.check([me]):
+def _join(store: dist.Store, rank: int, clock: _Clock) -> str:
+    own_name, known_leader = uuid.uuid4().hex, None
+    while not store.check([own_name]):
         leader = store.get(_LEADER).decode() if store.check([_LEADER]) else None
-        if leader != greeted and leader is not None:
-            store.set(f"{leader}/{rank}", me)
-            greeted = leader
+        if leader != known_leader and leader is not None:
+            store.set(f"{leader}/{rank}", own_name)
+            known_leader = leader
         if not clock.pause():
             reason = "rank 0 did not come, or waits for others"
             raise RunError(
                 f"rank {rank} was not admitted to the process group in {clock.timeout_seconds:g} s: {reason}"
             )
-    answer = store.get(me).decode()
-    if answer.startswith("stop "):
-        raise _stopped(int(answer.removeprefix("stop ")))
-    return answer
+    reply = store.get(own_name).decode()
+    if reply.startswith("stop "):
+        raise _stopped(int(reply.removeprefix("stop ")))
+    return reply
 
 
-def _answer(store: dist.Store, greetings: list[str], answer: str) -> None:
+def _reply(store: dist.Store, greetings: list[str], reply: str) -> None:
     if greetings:
         for name in store.multi_get(greetings):
-            store.set(name.decode(), answer)
+            store.set(name.decode(), reply)
 
 
 def _missing(missing: list[int], world_size: int, clock: _Clock) -> RunError:

@@ -80,24 +80,24 @@ def parameter_groups(model: nn.Module) -> list[FSDPParamGroup]:
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 
-See = Callable[[str, Tensor, Tensor], None]
+CollectiveCallback = Callable[[str, Tensor, Tensor], None]
 """Callback for a collective: its kind (`ALL_GATHER`, `REDUCE_SCATTER` or `ALL_REDUCE`), its output and its input."""
 
 
 @contextmanager
-def collectives_watched(group: FSDPParamGroup, see: See) -> Iterator[None]:
-    """Call `see` at every collective of a unit until the end of the block, in the stream of the collective.
+def collectives_watched(group: FSDPParamGroup, on_collective: CollectiveCallback) -> Iterator[None]:
+    """Call `on_collective` at every collective of a unit until the end of the block, in the stream of the collective.
 
     An all-reduce (HSDP) is shown when it is done, with one tensor as output and input.
     """
     with ExitStack() as stack:
         for name, kind in (("_all_gather_comm", ALL_GATHER), ("_reduce_scatter_comm", REDUCE_SCATTER)):
-            stack.enter_context(replaced(group, name, _Watched(getattr(group, name), kind, see)))
+            stack.enter_context(replaced(group, name, _Watched(getattr(group, name), kind, on_collective)))
         if group._is_hsdp:  # without replicas FSDP2 would call the hook for what no all-reduce has summed
             before = group._all_reduce_hook
 
             def watch(reduced: Tensor) -> None:
-                see(ALL_REDUCE, reduced, reduced)
+                on_collective(ALL_REDUCE, reduced, reduced)
                 if before is not None:
                     before(reduced)
 
@@ -108,14 +108,14 @@ def collectives_watched(group: FSDPParamGroup, see: See) -> Iterator[None]:
 class _Watched:
     """FSDP2's own collective, or one that was put in its place, which is shown before it runs."""
 
-    def __init__(self, inner: Any, kind: str, see: See):
+    def __init__(self, inner: Any, kind: str, on_collective: CollectiveCallback):
         self._inner = inner
         self._kind = kind
-        self._see = see
+        self._on_collective = on_collective
         self.allocate = inner.allocate
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self._see(self._kind, output_tensor, input_tensor)
+        self._on_collective(self._kind, output_tensor, input_tensor)
         return self._inner(output_tensor, input_tensor, *args, **kwargs)
 
 
@@ -212,7 +212,7 @@ ForwardOrder = tuple["FSDPParamGroup", ...]
 it, from its end."""
 
 
-def take_forward_order(root: nn.Module) -> ForwardOrder:
+def pop_forward_order(root: nn.Module) -> ForwardOrder:
     """Return the order of the forward that has just ended, and let FSDP2 forget it.
 
     Of several forwards before the first backward FSDP2 would use the order of the last, and gather ahead for the one
@@ -222,19 +222,19 @@ def take_forward_order(root: nn.Module) -> ForwardOrder:
         return ()
     assert isinstance(root, FSDPModule)
     order = root._get_fsdp_state()._comm_ctx.post_forward_order
-    taken = tuple(order)
+    units = tuple(order)
     order.clear()
-    for group in taken:
+    for group in units:
         group._post_forward_indices.clear()
-    return taken
+    return units
 
 
-def give_forward_order(root: nn.Module, order: ForwardOrder) -> None:
+def restore_forward_order(root: nn.Module, order: ForwardOrder) -> None:
     """Let the backward to come gather ahead by the order of its own forward."""
     if not is_tested_release():
         return
     assert isinstance(root, FSDPModule)
-    take_forward_order(root)
+    pop_forward_order(root)
     root._get_fsdp_state()._comm_ctx.post_forward_order.extend(order)
     for index, group in enumerate(order):
         group._post_forward_indices.append(index)
@@ -272,14 +272,14 @@ def reset_iteration(root: nn.Module) -> None:
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
     else:
-        _reset_by_hand(root)  # can go with torch 2.12
+        _reset_iteration_state(root)  # can go with torch 2.12
     for group in parameter_groups(root):
         for parameter in group.fsdp_params:
             if parameter.all_gather_outputs:  # those of a unit that was interrupted half-way are passed over above
                 parameter.to_sharded()
 
 
-def _reset_by_hand(model: FSDPModule) -> None:
+def _reset_iteration_state(model: FSDPModule) -> None:
     """Do what `reset_iter_state` does (torch 2.11 and 2.12). The device finishes its pending work before later work."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -330,7 +330,7 @@ def drop_unsharded_gradients(model: nn.Module) -> None:
 # Meshes and process groups
 
 
-def forget_meshes() -> None:
+def clear_mesh_caches() -> None:
     """Empty the caches of DTensor's operations, which keep the mesh of each result and take an equal mesh for the same.
 
     After another job in this process, stale entries return that job's process groups, on some ranks only, which

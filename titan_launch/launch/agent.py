@@ -13,8 +13,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from titan_launch.core.process import LEFT_BY_ITSELF, claim_announcement, has_left_by_itself
-from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, held_back
+from titan_launch.core.process import EXITED_DIRECTLY, claim_announcement, has_exited_directly
+from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, signals_blocked
 
 _SECONDS_AFTER_A_FAILURE = 30  # as torchrun's own
 
@@ -49,7 +49,7 @@ class ElasticAgent(LocalElasticAgent):
         self._has_failed = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        with held_back():
+        with signals_blocked():
             ids: dict[int, Any] = super()._start_workers(worker_group)
         context = self._pcontext
         assert isinstance(context, SubprocessContext)
@@ -98,11 +98,11 @@ class ElasticAgent(LocalElasticAgent):
         failures = {}
         for local_rank, handler in self._pcontext.subprocess_handlers.items():
             status = handler.proc.poll()
-            if status is not None and (status < 0 or has_left_by_itself(self._pcontext.envs[local_rank])):
+            if status is not None and (status < 0 or has_exited_directly(self._pcontext.envs[local_rank])):
                 rank = worker_group.workers[local_rank].global_rank
                 failures[rank] = ProcessFailure(
                     local_rank, handler.proc.pid, status, self._pcontext.error_files[local_rank]
                 )
                 if status >= 0:
-                    failures[rank].message = LEFT_BY_ITSELF
+                    failures[rank].message = EXITED_DIRECTLY
         return failures

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 from titan_launch.core.import_string import without_garbage_collection
 from titan_launch.core.patches import environment, replaced
-from titan_launch.core.process import FAILED, LEFT_BY_ITSELF, remove_folders
-from titan_launch.core.signals import AGENT_PID, heard, signal_name
+from titan_launch.core.process import EXITED_DIRECTLY, FAILED, remove_folders
+from titan_launch.core.signals import AGENT_PID, signal_name, signals_handled
 from titan_launch.launch.options import Processes
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def launch(processes: Processes, worker_args: Sequence[str], final_statuses: Col
     os.environ[AGENT_PID] = str(os.getpid())
     stopping = Stopping(processes.shutdown_timeout_s, tempfile.mkdtemp(prefix="titan-launch-"))
     try:
-        with heard(stopping.on_request):
+        with signals_handled(stopping.on_request):
             return _run_torchrun(processes, worker_args, final_statuses, run_folder, stopping)
     finally:
         remove_folders(stopping.rank_folders)
@@ -73,7 +73,7 @@ def _run_torchrun(
         from titan_launch.launch.agent import ElasticAgent
 
     logging.disable(logging.CRITICAL)  # torchrun's own account of a failure would bury the worker's
-    signals = f"--signals-to-handle={','.join(_torchruns_signals())}"
+    signals = f"--signals-to-handle={','.join(_torchrun_signals())}"
     log_dir = f"--log-dir={stopping.rank_folders}"  # torchrun would leave a temporary folder of its own behind
     args = torchrun.parse_args([signals, log_dir, *processes.torchrun_args, "-m", "titan_launch", *worker_args])
     report_failure = partial(_report_failure, run_folder=run_folder, stopping=stopping)
@@ -165,7 +165,7 @@ class Stopping:
             os.killpg(worker.pid, signal.SIGKILL)  # torchrun has given each a group of its own
 
 
-def _torchruns_signals() -> list[str]:
+def _torchrun_signals() -> list[str]:
     """Those that are left to torchrun. It would install its handler over the SIG_IGN of `nohup`."""
     signals = [signal.SIGQUIT, signal.SIGHUP]
     return [number.name for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
@@ -179,10 +179,10 @@ def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, st
     """
     exit_codes = {rank: failure.exitcode for rank, failure in failures.items()}
     killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM}
-    left = [rank for rank, failure in failures.items() if failure.message == LEFT_BY_ITSELF]
+    left = [rank for rank, failure in failures.items() if failure.message == EXITED_DIRECTLY]
     if left and not killed:
         status = exit_codes[left[0]]
-        print(f"error: rank {left[0]} ended with status {status}: {LEFT_BY_ITSELF}", file=sys.stderr)
+        print(f"error: rank {left[0]} ended with status {status}: {EXITED_DIRECTLY}", file=sys.stderr)
         return status or FAILED
     if not killed:
         status = next((code for code in exit_codes.values() if code > 0), 0)
@@ -194,12 +194,12 @@ def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, st
     if number == signal.SIGKILL:
         hint = "; the usual cause is that the host ran out of memory"
     elif number == signal.SIGABRT:
-        hint = _why_aborted(run_folder, stopping.last_start)
+        hint = _abort_cause(run_folder, stopping.last_start)
     print(f"error: rank {rank} was killed by {signal_name(number)}{hint}", file=sys.stderr)
     return 128 + number
 
 
-def _why_aborted(run_folder: Path, since: float) -> str:
+def _abort_cause(run_folder: Path, since: float) -> str:
     """Return the cause of a SIGABRT as far as the flight records show it. Native code aborts; no Python code runs then.
 
     `since`: start time of the workers. Older records are ignored.

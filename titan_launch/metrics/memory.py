@@ -31,7 +31,7 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class _Held(weakref.ref[UntypedStorage]):
+class _TrackedStorage(weakref.ref[UntypedStorage]):
     """A storage, and how it is booked."""
 
     __slots__ = ("category", "key", "num_bytes")
@@ -47,8 +47,8 @@ class LiveMemory(TorchDispatchMode):
     def __init__(self, ledger: Ledger):
         super().__init__()
         self._ledger = ledger
-        self._held: dict[int, _Held] = {}
-        self._scope: Category | None = None
+        self._entries: dict[int, _TrackedStorage] = {}
+        self._current_category: Category | None = None
         self.offloads = Category.GRADIENTS in ledger.on_host
         """Whether shards of parameters and gradients are in the host's memory, which is not counted."""
 
@@ -57,32 +57,32 @@ class LiveMemory(TorchDispatchMode):
 
     def hold(self, tensors: Iterable[Tensor | None], category: Category) -> None:
         """From now on these are held for `category`, known or not; sharded ones by their local part."""
-        book = self.within(category, self.book)
+        record = self.allocating_for(category, self.record)
         for tensor in tensors:
             if tensor is not None:
-                self._move(book(local_tensor(tensor).untyped_storage()), category)
+                self._move(record(local_tensor(tensor).untyped_storage()), category)
 
-    def book(self, storage: UntypedStorage) -> _Held:
+    def record(self, storage: UntypedStorage) -> _TrackedStorage:
         """Take note of a storage, or of its new size."""
-        held = self._held.get(storage._cdata) or self._begin(storage)
-        self._resize(held, storage.nbytes())
-        return held
+        entry = self._entries.get(storage._cdata) or self._add(storage)
+        self._resize(entry, storage.nbytes())
+        return entry
 
-    def _begin(self, storage: UntypedStorage) -> _Held:
-        held = _Held(storage, self._release)
-        held.key, held.num_bytes, held.category = storage._cdata, 0, self._category()
-        self._held[held.key] = held
-        return held
+    def _add(self, storage: UntypedStorage) -> _TrackedStorage:
+        entry = _TrackedStorage(storage, self._release)
+        entry.key, entry.num_bytes, entry.category = storage._cdata, 0, self._allocation_category()
+        self._entries[entry.key] = entry
+        return entry
 
-    def within(self, category: Category, function: Callable[..., Any]) -> Callable[..., Any]:
+    def allocating_for(self, category: Category, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, but what it allocates is held for `category`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            before, self._scope = self._scope, category
+            before, self._current_category = self._current_category, category
             try:
                 return function(*args, **kwargs)
             finally:
-                self._scope = before
+                self._current_category = before
 
         return call
 
@@ -100,51 +100,51 @@ class LiveMemory(TorchDispatchMode):
 
     def scope(self, category: Category | None) -> None:
         """What is allocated from now on is held for `category`; None: for activations and their gradients."""
-        self._scope = category
+        self._current_category = category
 
-    def forget(self) -> None:
+    def stop(self) -> None:
         """Book nothing any more, not even what is freed."""
-        self._held.clear()
+        self._entries.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:  # it comes back as operations on local tensors
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if not self.is_paused:
-            self._see(result)
+            self._record_results(result)
         return result
 
-    def _see(self, result: Any) -> None:
+    def _record_results(self, result: Any) -> None:
         if isinstance(result, Tensor):
             if result.device.type != "meta":
-                self.book(result.untyped_storage())
+                self.record(result.untyped_storage())
         elif isinstance(result, (tuple, list)):
             for part in result:
-                self._see(part)
+                self._record_results(part)
 
-    def _category(self) -> Category:
+    def _allocation_category(self) -> Category:
         """What is allocated now, by who allocates it. Recomputation runs in backward, but with gradients enabled."""
-        if self._scope is not None:
-            return self._scope
+        if self._current_category is not None:
+            return self._current_category
         is_backward = is_in_backward() and not torch.is_grad_enabled()
         return Category.BACKWARD if is_backward else Category.ACTIVATIONS
 
-    def _resize(self, held: _Held, num_bytes: int) -> None:
-        if num_bytes > held.num_bytes:
-            self._ledger.allocate(num_bytes - held.num_bytes, held.category)
-        elif num_bytes < held.num_bytes:
-            self._ledger.free(held.num_bytes - num_bytes, held.category)
-        held.num_bytes = num_bytes
+    def _resize(self, entry: _TrackedStorage, num_bytes: int) -> None:
+        if num_bytes > entry.num_bytes:
+            self._ledger.allocate(num_bytes - entry.num_bytes, entry.category)
+        elif num_bytes < entry.num_bytes:
+            self._ledger.free(entry.num_bytes - num_bytes, entry.category)
+        entry.num_bytes = num_bytes
 
-    def _move(self, held: _Held, category: Category) -> None:
-        self._ledger.move(held.num_bytes, held.category, category)
-        held.category = category
+    def _move(self, entry: _TrackedStorage, category: Category) -> None:
+        self._ledger.move(entry.num_bytes, entry.category, category)
+        entry.category = category
 
     def _release(self, storage: Any) -> None:
-        held: _Held = storage
-        if self._held.get(held.key) is held:
-            del self._held[held.key]
-            self._resize(held, 0)
+        entry: _TrackedStorage = storage
+        if self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]
+            self._resize(entry, 0)
 
 
 @contextmanager
@@ -168,7 +168,7 @@ def track(model: nn.Module, ledger: Ledger, optimizer: Optimizer | None = None) 
     memory.hold((p.grad for p in model.parameters()), Category.GRADIENTS)
     memory.hold(model.buffers(), Category.BUFFERS)
     with ExitStack() as stack:
-        stack.callback(memory.forget)
+        stack.callback(memory.stop)
         _watch_storage(memory, stack)
         _watch_fsdp(memory, stack)
         if optimizer is not None:
@@ -185,7 +185,7 @@ def _watch_storage(memory: LiveMemory, stack: ExitStack) -> None:
     def resize_(storage: UntypedStorage, num_bytes: int) -> Any:
         result = resize(storage, num_bytes)
         if not memory.is_paused:
-            memory.book(storage)
+            memory.record(storage)
         return result
 
     stack.enter_context(replaced(UntypedStorage, "resize_", resize_))
@@ -197,10 +197,10 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
     watched: dict[int, Tensor] = {}  # holds the parameters, so that no id is used twice
 
     def reducing(reduce: Callable[..., Any]) -> Callable[..., Any]:
-        booked = memory.within(Category.REDUCE_SCATTER, reduce)
+        recorded = memory.allocating_for(Category.REDUCE_SCATTER, reduce)
 
         def foreach_reduce(fsdp_params: list[Any], *args: Any, **kwargs: Any) -> Any:
-            result = booked(fsdp_params, *args, **kwargs)
+            result = recorded(fsdp_params, *args, **kwargs)
             *_, not_yet_all_reduced = result
             memory.hold([p.sharded_param.grad for p in fsdp_params], Category.GRADIENTS)
             if not memory.offloads:  # else it waits for the all-reduce on the device
@@ -225,9 +225,9 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
         return init_and_watch
 
     wraps: dict[str, Callable[[Any], Any]] = {
-        "unshard": partial(memory.within, Category.ALL_GATHER),
-        "wait_for_unshard": partial(memory.within, Category.UNSHARDED_PARAMETERS),
-        "post_backward": partial(memory.within, Category.UNSHARDED_GRADIENTS),
+        "unshard": partial(memory.allocating_for, Category.ALL_GATHER),
+        "wait_for_unshard": partial(memory.allocating_for, Category.UNSHARDED_PARAMETERS),
+        "post_backward": partial(memory.allocating_for, Category.UNSHARDED_GRADIENTS),
         "all_gather": memory.paused,  # gloo works in copies of its own
         "reduce_scatter": memory.paused,
         "foreach_reduce": reducing,

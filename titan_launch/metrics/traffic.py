@@ -30,8 +30,8 @@ class TrafficCount:
 
     def take(self) -> Traffic:
         """What was communicated since the last call."""
-        taken, self.traffic = self.traffic, Traffic()
-        return taken
+        traffic, self.traffic = self.traffic, Traffic()
+        return traffic
 
     def add(self, traffic: Traffic) -> None:
         """One more collective, or several."""
@@ -49,12 +49,12 @@ def count_collectives(model: nn.Module) -> Iterator[TrafficCount]:
     """
     count = TrafficCount()
 
-    def see(kind: str, output: Tensor, sent: Tensor) -> None:
+    def record(kind: str, output: Tensor, sent: Tensor) -> None:
         count.add(_traffic_of(kind, output, sent))
 
     with ExitStack() as stack:
         for group in parameter_groups(model):
-            stack.enter_context(collectives_watched(group, see))
+            stack.enter_context(collectives_watched(group, record))
         yield count
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig
 from titan_launch.core.errors import ConfigError, config_error
-from titan_launch.distributed.collectives import on_all, warn
+from titan_launch.distributed.collectives import on_all_ranks, warn
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.models.loss import Loss
 from titan_launch.plan.compilation import alike
@@ -170,7 +170,7 @@ def cache_folder(config: CompileConfig) -> Iterator[None]:
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
     name = config.cache_folder
-    folder = on_all(lambda: _made(name))[dist.get_rank()]
+    folder = on_all_ranks(lambda: _made(name))[dist.get_rank()]
     triton = os.environ.get(_TRITON)
     # The latter sets inductor's variable, and forgets its kernels at both ends.
     with _unreadable_entries_said_once(name), temporary_cache_dir(folder):

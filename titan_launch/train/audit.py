@@ -12,7 +12,7 @@ from torch import nn
 
 from titan_launch.core.errors import UserError, listed
 from titan_launch.core.torch_release import is_tested_release
-from titan_launch.distributed.collectives import on_all
+from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.parallel.compile import eager
 from titan_launch.parallel.pipeline import parts
 from titan_launch.plan.types import ModelPlan
@@ -49,7 +49,7 @@ def audited_step(run: Run, microbatches: list[Microbatch]) -> StepResult:
             for module, plan in parts(run.model, run.plan)
         ]
         stack.enter_context(eager(run.config.compile))
-        return run.step(microbatches, before_update=lambda: _settle(run, watched))
+        return run.step(microbatches, before_update=lambda: _compare_with_plan(run, watched))
 
 
 class _Watched(NamedTuple):
@@ -60,18 +60,18 @@ class _Watched(NamedTuple):
     observed: Observations
 
 
-def _settle(run: Run, watched: Sequence[_Watched]) -> None:
+def _compare_with_plan(run: Run, watched: Sequence[_Watched]) -> None:
     for module, _, observed in watched:
         look_at_storage(module, observed)
     audit = together([compare(plan, run.layout, observed) for _, plan, observed in watched])
     if run.mesh.pipeline_group is not None:
-        audit = together(on_all(lambda: audit, run.mesh.pipeline_group))
-    differences = _differences_of_all_ranks(audit.differences(run.locate_key))
-    if run.ranks.is_main:
+        audit = together(on_all_ranks(lambda: audit, run.mesh.pipeline_group))
+    differences = _merge_differences(audit.differences(run.locate_key))
+    if run.ranks.is_rank_0:
         record_audit(run.folder, {"differences": differences, **audit.as_data()})
         for sink in run.sinks:
             sink.text("precision_audit", audit.as_markdown())
-    _name_views(watched)
+    _log_views(watched)
     if differences and is_tested_release():
         raise UserError(_explain(run, differences))
     if differences:  # on an untested release they do not end the run
@@ -80,7 +80,7 @@ def _settle(run: Run, watched: Sequence[_Watched]) -> None:
         _log.info("precision audit: %s: as planned", _size(audit))
 
 
-def _name_views(watched: Sequence[_Watched]) -> None:
+def _log_views(watched: Sequence[_Watched]) -> None:
     """FSDP2 warns of views that leave a unit, by class; here are their paths. The model's own output harms nobody."""
     paths = [
         path
@@ -94,9 +94,9 @@ def _name_views(watched: Sequence[_Watched]) -> None:
         _log.info("%s: %s", advice, listed(paths))
 
 
-def _differences_of_all_ranks(own: list[str]) -> list[str]:
+def _merge_differences(differences: list[str]) -> list[str]:
     """Common to all ranks, so that all of them stop."""
-    return list(dict.fromkeys(chain.from_iterable(on_all(lambda: own))))
+    return list(dict.fromkeys(chain.from_iterable(on_all_ranks(lambda: differences))))
 
 
 def _size(audit: Audit) -> str:

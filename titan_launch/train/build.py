@@ -14,7 +14,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import format_key
 from titan_launch.data.context_shard import SequencePart
 from titan_launch.data.tokenizers import build_tokenizer
-from titan_launch.distributed.collectives import on_main
+from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.mesh import Mesh, build_mesh
 from titan_launch.distributed.process_group import Ranks, set_timeouts
 from titan_launch.metrics.sinks import ConsoleSink
@@ -34,7 +34,7 @@ from titan_launch.train.batches import (
 )
 from titan_launch.train.forward import check_embeddings, checked_loss
 from titan_launch.train.health.coordination import StepCoordinator, StopRequest
-from titan_launch.train.health.flight_recorder import make_room_for_nccl
+from titan_launch.train.health.flight_recorder import create_nccl_folder
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.kernel_choice import use_kernels
@@ -44,10 +44,10 @@ from titan_launch.train.pipeline_step import PipelinedStep
 from titan_launch.train.resolve_job import resolve_job
 from titan_launch.train.run import Run, build_meter, build_sinks, log_batches
 from titan_launch.train.run_folder.attempt import Attempt, this_attempt
-from titan_launch.train.run_folder.folder import HeldFolder, effective_load, new_attempt_folder, prepare_run_folder
+from titan_launch.train.run_folder.folder import OpenRunFolder, effective_load, new_attempt_folder, prepare_run_folder
 from titan_launch.train.run_folder.logs import LogFile
 from titan_launch.train.run_folder.records import record_run, record_units
-from titan_launch.train.run_folder.resume import load_run, open_checkpoints, training_state, what_to_do_without_folder
+from titan_launch.train.run_folder.resume import advice_without_folder, load_run, open_checkpoints, training_state
 from titan_launch.train.step import TrainStep
 
 _log = logging.getLogger(__name__)
@@ -94,18 +94,18 @@ def build_run(
     optimizer = build_optimizer(model, config.optimizer, built.head, config.training.seed)
 
     folder = open_run_folder(recorded, attempt, ranks, log_file, watchdog, stack)
-    held_folder = stack.enter_context(HeldFolder(folder, what_to_do_without_folder(recorded)))
+    held_folder = stack.enter_context(OpenRunFolder(folder, advice_without_folder(recorded)))
     progress, guard = Progress(), StepGuard(config.debug, ranks.device)
     state = training_state(config, model, optimizer, progress, guard, mesh, ranks)
     checkpoints = open_checkpoints(recorded, folder, state, progress, sources, ranks, stack)
-    load = on_main(lambda: effective_load(folder, recorded, attempt))
+    load = on_rank_0(lambda: effective_load(folder, recorded, attempt))
     load_run(recorded, folder, load, state, progress, sources)
-    on_main(lambda: record_run(folder, recorded, attempt, stack))
-    on_main(lambda: record_units(folder, describe_units(settled.plan, layout, locate_key)))
+    on_rank_0(lambda: record_run(folder, recorded, attempt, stack))
+    on_rank_0(lambda: record_units(folder, describe_units(settled.plan, layout, locate_key)))
     log_batches(config, layout, ranks, source, held_out, folder)
     step = build_step(config, model, optimizer, guard, mesh, ranks, num_classes)
     first_step = progress.step + 1
-    console = ConsoleSink(total_steps=config.training.steps) if ranks.is_main else None
+    console = ConsoleSink(total_steps=config.training.steps) if ranks.is_rank_0 else None
     return Run(
         config=config,
         folder=folder,
@@ -130,7 +130,7 @@ def build_run(
         measurements=StepMeasurements(
             config.comm, model, optimizer, step, ranks.device, first_step, config.compile.enable, stack
         ),
-        memory_check=MemoryCheck(config, layout, settled.hardware, stack) if ranks.is_main else None,
+        memory_check=MemoryCheck(config, layout, settled.hardware, stack) if ranks.is_rank_0 else None,
         sinks=build_sinks(config, settled.reason, folder, progress, console, stack),
         console=console,
         watchdog=watchdog,
@@ -161,12 +161,12 @@ def open_run_folder(
         prepare_run_folder(folder, config, attempt, stack)
         return new_attempt_folder(folder)
 
-    logs = on_main(prepare)
+    logs = on_rank_0(prepare)
     if log_file is not None:
         log_file.open(logs / f"rank_{ranks.rank}.log")
-    watchdog.write_to(folder)
+    watchdog.set_run_folder(folder)
     if ranks.device.type == "cuda":
-        make_room_for_nccl(folder)
+        create_nccl_folder(folder)
     return folder
 
 

@@ -86,19 +86,19 @@ def check_embeddings(model: nn.Module, vocab_size: int) -> None:
 
     The check does not read the ids: it does not wait for the device, and it works on tensors without values.
     """
-    given: list[Any] = []
+    model_inputs: list[Any] = []
     handles: list[RemovableHandle] = []
 
     def note_inputs(module: nn.Module, args: tuple[Any, ...]) -> None:
-        given[:] = args[:1]
+        model_inputs[:] = args[:1]
 
     def compare(path: str, module: nn.Embedding, args: tuple[Any, ...]) -> None:
-        if given and args and args[0] is given[0] and module.num_embeddings < vocab_size:
+        if model_inputs and args and args[0] is model_inputs[0] and module.num_embeddings < vocab_size:
             reason = f"looks up token ids in {path} (Embedding), which has {module.num_embeddings} rows, but "
             raise _error(f"{reason}{_DATA['tokens'].format(vocab_size)}; give it {vocab_size} rows")
 
     def end(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
-        given.clear()
+        model_inputs.clear()
         for handle in handles:
             handle.remove()
 
@@ -128,21 +128,21 @@ def _explanation(error: Exception, model: nn.Module, inputs: Tensor) -> ConfigEr
     """Return what to tell of an error in a forward: that the forward takes its arguments for something else, or that an
     embedding has too few rows. None for any other error."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    users = [(frame, line) for frame, line in frames if is_user_file(frame.f_code.co_filename)]
-    if isinstance(error, ConfigError) or not users:
+    user_frames = [(frame, line) for frame, line in frames if is_user_file(frame.f_code.co_filename)]
+    if isinstance(error, ConfigError) or not user_frames:
         return None
-    frame, line = users[-1]
+    frame, line = user_frames[-1]
     place = f"{frame.f_code.co_filename}:{line}"
     if str(error) == "index out of range in self":
         return _missing_row(frames[-2][0], model, place)
     text = linecache.getline(frame.f_code.co_filename, line)
-    if _mistakes_inputs(error, frame, text, inputs) or _misses_arguments(error, frame, text, model):
-        said = str(error).partition("\n")[0]
-        return _error(f"fails at {place} ({type(error).__name__}: {said})", _unit_of(inputs))
+    if _misuses_inputs(error, frame, text, inputs) or _misses_arguments(error, frame, text, model):
+        message = str(error).partition("\n")[0]
+        return _error(f"fails at {place} ({type(error).__name__}: {message})", _unit_of(inputs))
     return None
 
 
-def _mistakes_inputs(error: Exception, frame: FrameType, text: str, inputs: Tensor) -> bool:
+def _misuses_inputs(error: Exception, frame: FrameType, text: str, inputs: Tensor) -> bool:
     """Return whether the line that failed, `text`, takes the inputs for a dict, a tuple or an object."""
 
     def is_inputs(value: Any) -> bool:  # or a copy of them in another dtype

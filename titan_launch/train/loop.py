@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from titan_launch.checkpoint.manifest import checkpoint_name
 from titan_launch.core.errors import Stopped
 from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, signal_name
-from titan_launch.distributed.collectives import on_all
+from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.process_group import set_timeouts
 from titan_launch.models.parallel_plans import shapes_explained
 from titan_launch.optim.schedule import describe_clipping, lr_factor, set_lr
@@ -77,7 +77,7 @@ def fit(run: Run) -> None:
             if run.progress.step == last_warm_up_step(run):
                 end_warm_up(run)
             collect_garbage(run.progress.step)
-    run.watchdog.enter("ending", run.progress.step, patient=True)
+    run.watchdog.enter("ending", run.progress.step, is_slow=True)
     if run.checkpoints is not None:
         run.checkpoints.finish()
     clear_progress(run)
@@ -265,7 +265,7 @@ def pool_statistics(run: Run) -> dict[str, float]:
     with run.meter.paused():
         divergence = pool_running_statistics(run.model, run.mesh.data_group)
         if run.mesh.pipeline_group is not None:
-            divergence = largest_divergence(on_all(lambda: divergence, run.mesh.pipeline_group))
+            divergence = largest_divergence(on_all_ranks(lambda: divergence, run.mesh.pipeline_group))
     if divergence is None:
         return {}
     return {
@@ -277,7 +277,7 @@ def pool_statistics(run: Run) -> dict[str, float]:
 def validation_scalars(run: Run) -> dict[str, float]:
     """Validate, with running statistics that are pooled; the time does not count as training time."""
     assert run.validation_batches is not None, "config.rules demands validation.data with validation.freq"
-    batches = run.watchdog.entering_each(run.validation_batches, "validating", run.progress.step)
+    batches = run.watchdog.each_batch_as_phase(run.validation_batches, "validating", run.progress.step)
     with run.meter.paused(), failures_explained(run):
         return validate(run.model, batches, run.ranks.device, run.step.loss)
 
@@ -287,7 +287,7 @@ def save(run: Run, validation_loss: float | None = None) -> None:
     time that training waits for it does not count as training time."""
     assert run.checkpoints is not None
     clear_progress(run)
-    run.watchdog.enter("saving a checkpoint", run.progress.step, patient=True)
+    run.watchdog.enter("saving a checkpoint", run.progress.step, is_slow=True)
     with run.meter.paused():
         run.checkpoints.save(validation_loss)
     run.state.local_statistics.restore()

@@ -24,7 +24,7 @@ from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic.engine import analytic_engine, unknown_part
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
 from titan_launch.train.step import Microbatch, TrainStep
-from titan_launch.train.trace_subprocess import Tracing
+from titan_launch.train.trace_subprocess import TraceProcess
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class MemoryCheck:
         ends it. Not where it would be the memory of another rank (of a pipeline), or take more than the run (on CPUs,
         with matrices or sequences divided)."""
         self._prediction: Prediction | None = None
-        self._tracing: Tracing | None = None
+        self._trace: TraceProcess | None = None
         self._measured_gib: float | None = None
         self._is_compared = False
         if not is_tested_release():
@@ -69,29 +69,29 @@ class MemoryCheck:
             _log.info("memory is not predicted beside a run with %s: see `plan`", unknown_part(config))
             return
         try:
-            self._tracing = Tracing(config, layout.world_size, hardware, stack)
+            self._trace = TraceProcess(config, layout.world_size, hardware, stack)
         except OSError as error:  # no room for files or processes
             _log.info("memory is not predicted: %s", error)
 
     def scalars(self, measured_gib: float | None) -> dict[str, float]:
         """What there is to report by now; never waits. `measured_gib`: the peak of a window, or of a step, in which
         nothing but training has happened, if there is one."""
-        self._look_at_trace()
+        self._read_trace()
         if self._measured_gib is None:
             self._measured_gib = measured_gib
         self._compare()
         return {} if self._prediction is None else {PREDICTED: self._prediction.gib}
 
-    def _look_at_trace(self) -> None:
-        if self._tracing is None or self._tracing.is_running:
+    def _read_trace(self) -> None:
+        if self._trace is None or self._trace.is_running:
             return
         try:
-            rows = self._tracing.result()["rows"]
+            rows = self._trace.result()["rows"]
             row = next(row for row in rows if row["is_chosen"])
             self._prediction = Prediction(row["active_bytes"] / GIB, row["peak"]["text"])
         except (UserError, RunError) as error:
             _log.info("memory is not predicted: %s", str(error).splitlines()[-1])
-        self._tracing = None
+        self._trace = None
 
     def _compare(self) -> None:
         if self._is_compared or self._prediction is None or self._measured_gib is None:
@@ -101,11 +101,11 @@ class MemoryCheck:
         if abs(predicted.gib - measured) > TOLERANCE * measured:
             _log.warning(
                 "memory: the peak is %s in use, and %s were predicted (%s); do not rely on the plan of this job",
-                *(_in_words(measured), _in_words(predicted.gib), predicted.place),
+                *(_format_memory(measured), _format_memory(predicted.gib), predicted.place),
             )
 
 
-def _in_words(gib: float) -> str:
+def _format_memory(gib: float) -> str:
     return f"{gib:.2f} GiB" if gib >= 0.1 else f"{gib * 1024:.2f} MiB"
 
 
@@ -160,7 +160,7 @@ class StepMeasurements:
         """Around a training step, the `step`-th of the run."""
         with ExitStack() as stack:
             if self._tracks_memory and step == self._first_step + STEADY_STEP - 1:
-                stack.enter_context(self._tracked(microbatches))
+                stack.enter_context(self._memory_tracked(microbatches))
             if self._profile_freq and step % self._profile_freq == 0:
                 stack.enter_context(self._profiled())
             yield
@@ -199,7 +199,7 @@ class StepMeasurements:
         self._only_training = only_training
 
     @contextmanager
-    def _tracked(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
+    def _memory_tracked(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
         """Measures active memory as the planner counts it: of a step's microbatches one is on the device at a time."""
         ledger = Ledger()
         ledger.enter(StepPoint(0, "step", ""))

@@ -22,8 +22,8 @@ from titan_launch.core.errors import RunError, config_error
 from titan_launch.distributed.torch_private import (
     ForwardOrder,
     accumulate_in_reduce_dtype,
-    give_forward_order,
-    take_forward_order,
+    pop_forward_order,
+    restore_forward_order,
 )
 from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.pipeline import LocalStage, Pipeline
@@ -74,9 +74,15 @@ class ScheduledStage(PipelineStage):
         splits_backward: bool,
     ):
         index = local.stage.index
-        taken, given = (_with_gradient(tensor) for tensor in boundaries)
+        stage_inputs, stage_outputs = (_with_gradient(tensor) for tensor in boundaries)
         super().__init__(
-            _Hidden(local.module), index, num_stages, device, input_args=taken, output_args=given, group=pipeline.group
+            _HiddenModule(local.module),
+            index,
+            num_stages,
+            device,
+            input_args=stage_inputs,
+            output_args=stage_outputs,
+            group=pipeline.group,
         )
         self._root = local.module
         self._fsdp_root = cast(Any, local.module)  # with the methods of the newest release
@@ -88,13 +94,13 @@ class ScheduledStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._orders[fwd_chunk_id] = take_forward_order(self._root)
+        self._orders[fwd_chunk_id] = pop_forward_order(self._root)
         return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        give_forward_order(self._root, self._orders.pop(bwd_chunk_id))
+        restore_forward_order(self._root, self._orders.pop(bwd_chunk_id))
         self._accumulation.begin_microbatch(self._root, is_last=last_backward and not self._splits_backward)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
@@ -126,7 +132,7 @@ class ScheduledStage(PipelineStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
-class _Hidden(nn.Module):
+class _HiddenModule(nn.Module):
     """A wrapped module around which the schedule does not see FSDP2. It would take over what FSDP2 does: gather a
     whole stage at once, keep it until the step's end, and reduce gradients there, in every mode of accumulation."""
 

@@ -19,11 +19,11 @@ from titan_launch.core.signals import AGENT_PID
 from titan_launch.plan.hardware import Hardware
 from titan_launch.train.forward import FORWARD
 
-_OF_THIS_RUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE")
+_RANK_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE")
 """Beginnings of the environment variables with which torchrun tells a rank who it is."""
 
 
-class Tracing:
+class TraceProcess:
     """`plan --engine trace` on a job, beside the run: it has no GPU, one thread, and a lower priority."""
 
     def __init__(self, config: JobConfig, world_size: int, hardware: Hardware, stack: ExitStack):
@@ -58,23 +58,23 @@ class Tracing:
         status = self._process.wait()
         if status == 0:
             self._output.seek(0)
-            return _last_object(self._output.read())
+            return _last_json_object(self._output.read())
         self._errors.seek(0)
-        said = self._errors.read().strip() or f"it was ended with status {status}"
+        message = self._errors.read().strip() or f"it was ended with status {status}"
         if status == BAD_INPUT:  # the message is complete
-            said = said.removeprefix("error: ").replace(f"{self._job}: ", "")  # no file of the user's
-            key, _, reason = said.partition(": ")
+            message = message.removeprefix("error: ").replace(f"{self._job}: ", "")  # no file of the user's
+            key, _, reason = message.partition(": ")
             if reason.startswith(FORWARD):
                 raise config_error(tuple(key.split(".")), reason)
-            raise UserError(said)
-        raise RunError(f"the model could not be traced:\n{said}")
+            raise UserError(message)
+        raise RunError(f"the model could not be traced:\n{message}")
 
     def _end(self) -> None:
         self._process.kill()
         self._process.wait()
 
 
-def _last_object(text: str) -> dict[str, Any]:
+def _last_json_object(text: str) -> dict[str, Any]:
     """What `plan --json` printed, behind whatever the user's own modules print when they are imported."""
     lines = text.splitlines()
     start = max(index for index, line in enumerate(lines) if line == "{")
@@ -105,5 +105,5 @@ def _with_hardware(config: JobConfig, hardware: Hardware) -> JobConfig:
 
 def _environment() -> dict[str, str]:
     """Return this process's environment without the variables of a rank. The planner ends when this process does."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THIS_RUN)}
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_RANK_VARIABLES)}
     return {**own, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", AGENT_PID: str(os.getpid())}

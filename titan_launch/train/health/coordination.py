@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from titan_launch.core.process import is_announced, leave_at_once
-from titan_launch.core.signals import AGENT_PID, RESTART_SIGNAL, STOP_SIGNALS, heard, is_orphan, signal_name
+from titan_launch.core.process import exit_immediately, is_announced
+from titan_launch.core.signals import AGENT_PID, RESTART_SIGNAL, STOP_SIGNALS, is_orphan, signal_name, signals_handled
 
 _log = logging.getLogger(__name__)
 
@@ -38,12 +38,12 @@ class StopRequest:
         Until the run is built, nothing can be saved, and a rank may wait for ranks that will never come. So this
         process ends at once when its agent has ended, and when SIGTERM comes after a rank of this host has failed.
         """
-        with heard(self._arrived, (*STOP_SIGNALS, RESTART_SIGNAL)):
+        with signals_handled(self._on_signal, (*STOP_SIGNALS, RESTART_SIGNAL)):
             if AGENT_PID in os.environ:
                 threading.Thread(target=self._watch_agent, name="agent-watch", daemon=True).start()
             yield
 
-    def run_is_built(self) -> None:
+    def mark_run_built(self) -> None:
         """Have a signal end the run after its step from now on."""
         self._is_built.set()
 
@@ -52,9 +52,9 @@ class StopRequest:
             if is_orphan():
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     os.write(2, b"error: the process that started the ranks has ended before the first step\n")
-                leave_at_once(128 + signal.SIGTERM)
+                exit_immediately(128 + signal.SIGTERM)
 
-    def _arrived(self, number: int, is_repeated: bool) -> None:
+    def _on_signal(self, number: int, is_repeated: bool) -> None:
         name = signal_name(number)
         if not is_repeated:
             self.signal = number
@@ -63,11 +63,11 @@ class StopRequest:
             elif number != signal.SIGTERM or not is_announced():  # the agent's SIGTERM after a failure is not news
                 _log.info("%s: the run ends after this step; a second signal ends it at once", name)
             elif not self._is_built.is_set():
-                leave_at_once(128 + number)
+                exit_immediately(128 + number)
             return
         if os.environ.get("RANK", "0") == "0":  # not by print: the main thread may hold the stream's lock for ever
             os.write(2, f"error: ended at once by a second signal, {name}\n".encode())
-        leave_at_once(128 + number)
+        exit_immediately(128 + number)
 
 
 class StepCoordinator:

@@ -24,7 +24,7 @@ def configure_flight_recorder(run_folder: Path, size: int) -> None:
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1" if size else "0"
 
 
-def make_room_for_nccl(run_folder: Path) -> None:
+def create_nccl_folder(run_folder: Path) -> None:
     """Make the folder that NCCL writes to, once the run's folder is there."""
     (run_folder / FOLDER).mkdir(exist_ok=True)
 
@@ -44,7 +44,7 @@ def dump_flight_recorder(run_folder: Path) -> None:
             path.write_bytes(flight_record("nccl") if backend == "nccl" else _gloo_record())
 
 
-def collectives_begun() -> int:
+def collectives_started() -> int:
     """Return how many collectives this rank has begun, without those of `UNWATCHED_GROUPS`; 0 if nothing is recorded.
 
     The same on ranks that are at the same place, as long as all belong to the same kinds of groups.

@@ -9,10 +9,10 @@ from datetime import timedelta
 
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.distributed.torch_private import default_store
-from titan_launch.train.health.flight_recorder import collectives_begun
+from titan_launch.train.health.flight_recorder import collectives_started
 from titan_launch.train.health.flight_records import ranks_listed
 
-SECONDS_TO_ANSWER = 5
+STORE_TIMEOUT_S = 5
 """How long the store may take."""
 
 _FAILED = "titan_launch/failed"
@@ -52,13 +52,13 @@ class ProgressBoard:
         self.rank, self._world_size = ranks.rank, ranks.world_size
         # A client of its own: one that waits for an answer makes another thread wait.
         self._store = default_store().clone()  # type: ignore[attr-defined]
-        self._store.set_timeout(timedelta(seconds=SECONDS_TO_ANSWER))
+        self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
 
-    def publish(self, moment: ProgressPoint) -> None:
+    def publish(self, point: ProgressPoint) -> None:
         """Tell where this rank is. Where the store is gone, the run is about to end for that reason."""
-        place = [moment.sequence, moment.step, moment.phase, moment.collectives]
+        fields = [point.sequence, point.step, point.phase, point.collectives]
         with suppress(RuntimeError):
-            self._store.set(self._key(self.rank), json.dumps(place))
+            self._store.set(self._key(self.rank), json.dumps(fields))
 
     def read(self) -> list[ProgressPoint | None] | None:
         """Where each rank was last; None for one that never told, or for all where the store is gone."""
@@ -73,7 +73,7 @@ class ProgressBoard:
         sequence, step, phase, collectives = json.loads(self._store.get(self._key(rank)))
         return ProgressPoint(sequence, step, phase, 0.0, 0.0, collectives)
 
-    def tell_failure(self) -> None:
+    def publish_failure(self) -> None:
         """The run has failed on this rank."""
         with suppress(RuntimeError):
             self._store.set(_FAILED, "")
@@ -90,19 +90,19 @@ class ProgressBoard:
 
 def ranks_behind(board: ProgressBoard, now: ProgressPoint) -> str:
     """A sentence that names the ranks that have come least far. `now`: where this one is."""
-    own = counted(now)
+    own = with_collectives(now)
     board.publish(own)
-    seen = board.read()
-    if seen is None:
+    points = board.read()
+    if points is None:
         return f"rank {board.rank} is {own}; where the others are cannot be read any more"
-    silent = [rank for rank, place in enumerate(seen) if place is None]
-    if silent:
-        return f"nothing was ever heard of {ranks_listed(silent)}; rank {board.rank} is {own}"
-    places = [place for place in seen if place is not None]
-    least, most = (extreme(places, key=lambda place: place.progress) for extreme in (min, max))
-    behind = [rank for rank, place in enumerate(places) if place.progress == least.progress]
-    if len(behind) == len(places):
-        return f"no rank is behind: all are {least}" if len(places) > 1 else f"the only rank is {least}"
+    missing = [rank for rank, point in enumerate(points) if point is None]
+    if missing:
+        return f"nothing was ever heard of {ranks_listed(missing)}; rank {board.rank} is {own}"
+    known = [point for point in points if point is not None]
+    least, most = (extreme(known, key=lambda point: point.progress) for extreme in (min, max))
+    behind = [rank for rank, point in enumerate(known) if point.progress == least.progress]
+    if len(behind) == len(known):
+        return f"no rank is behind: all are {least}" if len(known) > 1 else f"the only rank is {least}"
     is_are, it_is = ("is", "it is") if len(behind) == 1 else ("are", "they are")
     if least.sequence < most.sequence:
         return f"{ranks_listed(behind)} {is_are} behind: {it_is} {least} while the others are {most}"
@@ -110,9 +110,9 @@ def ranks_behind(board: ProgressBoard, now: ProgressPoint) -> str:
     return f"{ranks_listed(behind)} {is_are} behind: all are {least}, but {ranks_listed(behind)} {counts}"
 
 
-def counted(moment: ProgressPoint) -> ProgressPoint:
+def with_collectives(point: ProgressPoint) -> ProgressPoint:
     """With the number of collectives."""
     try:
-        return replace(moment, collectives=collectives_begun())
+        return replace(point, collectives=collectives_started())
     except (RuntimeError, ValueError):  # an account of what has gone wrong, which must not go wrong itself
-        return moment
+        return point

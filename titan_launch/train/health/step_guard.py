@@ -18,7 +18,7 @@ Reason = Literal["nonfinite", "spike"]
 MAX_WINDOW = 1024
 """The largest `debug.spike_window`; so many steps are kept and saved, so that the setting may change at a resume."""
 
-_TRAINED, _NONFINITE, _SPIKE, _AFTER_STOP = range(4)
+_TRAINED, _NONFINITE, _SPIKE, _STOPPED = range(4)
 _REASONS: dict[int, Reason] = {_NONFINITE: "nonfinite", _SPIKE: "spike"}
 
 
@@ -44,7 +44,7 @@ class SkippedStep:
 class SkippedSteps:
     """What has been left out since the last look."""
 
-    faults: tuple[SkippedStep, ...]
+    steps: tuple[SkippedStep, ...]
     last: SkippedStep | None
     """The fault that was one too many, if there was one: nothing has been updated since."""
 
@@ -101,25 +101,25 @@ class StepGuard:
         if self._stops_on_nonfinite:
             is_last = is_last | (is_bad & nonfinite)
         reason = torch.where(nonfinite, _NONFINITE, torch.where(spike, _SPIKE, _TRAINED))
-        reason = torch.where(self._stopped, _AFTER_STOP, reason)
+        reason = torch.where(self._stopped, _STOPPED, reason)
         self._records.append(
             torch.cat([torch.stack([reason.double(), loss.double(), is_last.double()]), values, limits])
         )
         self._stopped = self._stopped | is_last
-        left_out = is_bad | self._stopped
+        skip = is_bad | self._stopped
         if self._sigma is not None:
-            self._remember(values, ~left_out)
-        return left_out.float()
+            self._remember(values, ~skip)
+        return skip.float()
 
     def _limits(self) -> Tensor:
         """What makes loss and norm a spike, float64 `[2]`: infinite as long as half of the window is empty."""
         if self._sigma is None:
             return self._no_limits
         filled = self._filled.clamp(max=self._window)
-        is_there = self._ages <= filled
+        is_filled = self._ages <= filled
         count = filled.clamp(min=1)
-        mean = torch.where(is_there, self._history, 0.0).sum(1, keepdim=True) / count
-        variance = torch.where(is_there, (self._history - mean).square(), 0.0).sum(1, keepdim=True) / count
+        mean = torch.where(is_filled, self._history, 0.0).sum(1, keepdim=True) / count
+        variance = torch.where(is_filled, (self._history - mean).square(), 0.0).sum(1, keepdim=True) / count
         limits = (mean + self._sigma * variance.sqrt()).squeeze(1)
         return torch.where(filled >= (self._window + 1) // 2, limits, self._no_limits)
 
@@ -128,23 +128,25 @@ class StepGuard:
         self._history = torch.where(is_trained, shifted, self._history)
         self._filled = (self._filled + is_trained).clamp(max=MAX_WINDOW)
 
-    def settle(self, step: int) -> SkippedSteps:
+    def pop_skipped_steps(self, step: int) -> SkippedSteps:
         """What was left out since the last call, of which `step` is the last step done. Waits for the device."""
         records, self._records = self._records, []
         if not records:
             return SkippedSteps((), None)
         rows = torch.stack(records).tolist()
-        faults, last = [], None
+        steps, last = [], None
         for number, row in enumerate(rows, start=step - len(rows) + 1):
             code, own_loss, is_last, loss, grad_norm, loss_limit, grad_norm_limit = row
             if int(code) not in _REASONS:
                 continue
-            fault = SkippedStep(number, _REASONS[int(code)], loss, grad_norm, loss_limit, grad_norm_limit, own_loss)
-            faults.append(fault)
-            last = fault if is_last else last
-        return SkippedSteps(tuple(faults), last)
+            skipped_step = SkippedStep(
+                number, _REASONS[int(code)], loss, grad_norm, loss_limit, grad_norm_limit, own_loss
+            )
+            steps.append(skipped_step)
+            last = skipped_step if is_last else last
+        return SkippedSteps(tuple(steps), last)
 
-    def start_over(self) -> None:
+    def reset_skips(self) -> None:
         """Forget the steps left out in a row, and go on: after the run has gone back to a checkpoint."""
         self._records.clear()
         self._skips = torch.zeros_like(self._skips)

@@ -15,16 +15,16 @@ from typing import TypeVar
 
 from titan_launch.config.sections.run import CommConfig
 from titan_launch.core.errors import RunError
-from titan_launch.core.process import FAILED, leave_at_once
+from titan_launch.core.process import FAILED, exit_immediately
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.train.health.flight_recorder import dump_flight_recorder
 from titan_launch.train.health.flight_records import FOLDER as FLIGHT_RECORDER
 from titan_launch.train.health.rank_progress import (
-    SECONDS_TO_ANSWER,
+    STORE_TIMEOUT_S,
     ProgressBoard,
     ProgressPoint,
-    counted,
     ranks_behind,
+    with_collectives,
 )
 
 _log = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ _log = logging.getLogger(__name__)
 FOLDER = "hangs"
 """Where the stacks are written."""
 
-_LOOKS_PER_LIMIT = 20
-_SECONDS_BETWEEN_LOOKS = (0.05, 10.0)
+_CHECKS_PER_LIMIT = 20
+_CHECK_INTERVAL_S = (0.05, 10.0)
 
 
 _STDERR = 2
@@ -45,10 +45,10 @@ _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer")
 there unless TORCH_NCCL_BLOCKING_WAIT=1: by default its own watchdog thread aborts the process, and `launch` says which
 collective did not finish."""
 
-_GUESSES = ". This is typically caused by"
+_GLOO_ADVICE = ". This is typically caused by"
 """What gloo goes on with."""
 
-_PLACE_IN_SOURCE = re.compile(r"^\[[^]]*\] ")
+_SOURCE_LOCATION = re.compile(r"^\[[^]]*\] ")
 
 T = TypeVar("T")
 
@@ -57,12 +57,12 @@ class Watchdog:
     """A thread that looks whether the main thread enters a new phase from time to time.
 
     with Watchdog(config.comm, ranks) as watchdog:
-        with watchdog.explaining():
+        with watchdog.errors_explained():
             watchdog.enter("loading data", step)
             ...
 
     Every rank publishes where it is to the process group's store, several times within the limit. Entering a phase is
-    progress, and so is every batch of a validation; a phase that may take long says so (`patient`), and until the end
+    progress, and so is every batch of a validation; a phase that may take long says so (`is_slow`), and until the end
     of the first step every phase is one. Used without `with`, there is no thread and nobody looks.
     """
 
@@ -70,7 +70,7 @@ class Watchdog:
         """Begins with the phase in which a run is built."""
         self._ranks = ranks
         self._limit_s = config.timeout_seconds / 2 if config.hang_seconds is None else float(config.hang_seconds)
-        self._patience = max(1.0, config.init_timeout_seconds / config.timeout_seconds)
+        self._slow_factor = max(1.0, config.init_timeout_seconds / config.timeout_seconds)
         self._is_warm = False
         self._folder: Path | None = None
         self._closing = threading.Event()
@@ -93,15 +93,15 @@ class Watchdog:
     ) -> None:
         if self._thread is not None:
             self._closing.set()
-            self._thread.join(SECONDS_TO_ANSWER)
+            self._thread.join(STORE_TIMEOUT_S)
             faulthandler.cancel_dump_traceback_later()
 
-    def enter(self, phase: str, step: int, *, patient: bool = False) -> None:
+    def enter(self, phase: str, step: int, *, is_slow: bool = False) -> None:
         """The main thread begins something else, in that step; costs nothing."""
-        limit = self._limit_s * (self._patience if patient or not self._is_warm else 1.0)
+        limit = self._limit_s * (self._slow_factor if is_slow or not self._is_warm else 1.0)
         self._now = ProgressPoint(self._now.sequence + 1, step, phase, time.monotonic(), limit)
 
-    def entering_each(self, batches: Iterable[T], phase: str, step: int) -> Iterator[T]:
+    def each_batch_as_phase(self, batches: Iterable[T], phase: str, step: int) -> Iterator[T]:
         """The batches, each of them a phase of its own."""
         for number, batch in enumerate(batches, start=1):
             self.enter(f"{phase}, batch {number}", step)
@@ -111,12 +111,12 @@ class Watchdog:
         """The first step is done: from now on phases may last no longer than `comm.hang_seconds`."""
         self._is_warm = True
 
-    def write_to(self, run_folder: Path) -> None:
+    def set_run_folder(self, run_folder: Path) -> None:
         """The run's folder is there; before, stacks go to standard error."""
         self._folder = run_folder
 
     @contextmanager
-    def explaining(self) -> Iterator[None]:
+    def errors_explained(self) -> Iterator[None]:
         """Raise a RunError that says which ranks were behind, instead of the error of a collective of gloo that timed
         out or lost its connection. After any error, ranks that hang are told to end."""
         try:
@@ -125,25 +125,25 @@ class Watchdog:
             explained = self._explained(error)
             self._closing.set()  # this rank has its own end to come to
             if self._board is not None:
-                self._board.tell_failure()
+                self._board.publish_failure()
             if explained is None:
                 raise
             raise explained from error
 
     def _explained(self, error: BaseException) -> RunError | None:
         """What to say instead of an error; None where it says all itself."""
-        text = _PLACE_IN_SOURCE.sub("", str(error).partition("\n")[0]).partition(_GUESSES)[0]
+        text = _SOURCE_LOCATION.sub("", str(error).partition("\n")[0]).partition(_GLOO_ADVICE)[0]
         if not isinstance(error, RuntimeError):
             return None
         if any(words in text for words in _TIMED_OUT):
             key = "timeout_seconds" if self._is_warm else "init_timeout_seconds"
-            return RunError(f"a collective took longer than comm.{key}: {text}\n{self._account()}")
+            return RunError(f"a collective took longer than comm.{key}: {text}\n{self._describe_hang()}")
         if any(words in text for words in _CONNECTION_LOST):
             reason = f"rank {self._ranks.rank} has lost the connection to another rank, which has ended: {text}"
-            return RunError(f"{reason}\n{self._account()}" if self._is_late(self._now) else reason)
+            return RunError(f"{reason}\n{self._describe_hang()}" if self._is_late(self._now) else reason)
         return None
 
-    def _account(self) -> str:
+    def _describe_hang(self) -> str:
         """Who was behind, and where it is written what everybody did; writes the flight recorder."""
         if self._board is None:
             return "comm.hang_seconds = 0, so nobody knows which rank is behind"
@@ -151,16 +151,16 @@ class Watchdog:
         if self._folder is None:
             return behind
         dump_flight_recorder(self._folder)
-        places = f"{self._folder / FOLDER} (stacks of all threads) and {self._folder / FLIGHT_RECORDER} (collectives)"
-        return f"{behind}. See {places}"
+        records = f"{self._folder / FOLDER} (stacks of all threads) and {self._folder / FLIGHT_RECORDER} (collectives)"
+        return f"{behind}. See {records}"
 
     def _is_late(self, now: ProgressPoint) -> bool:
         return 0 < now.limit_s <= time.monotonic() - now.since
 
     def _watch(self) -> None:
         """The thread: publishes, and looks."""
-        shortest, longest = _SECONDS_BETWEEN_LOOKS
-        pause = min(max(self._limit_s / _LOOKS_PER_LIMIT, shortest), longest)
+        shortest, longest = _CHECK_INTERVAL_S
+        pause = min(max(self._limit_s / _CHECKS_PER_LIMIT, shortest), longest)
         board = ProgressBoard(self._ranks)
         reported: ProgressPoint | None = None
         while not self._closing.wait(pause):
@@ -174,16 +174,16 @@ class Watchdog:
                 reported = None
             if self._is_late(now) and board.has_failed() and not self._closing.is_set():
                 _log.info("the run has failed on another rank, and this one hangs %s, so it ends", now)
-                leave_at_once(FAILED)  # the main thread may never return, and torchrun would kill it only after 30 s
+                exit_immediately(FAILED)  # the main thread may never return, and torchrun would kill it only after 30 s
             if self._is_late(now) and reported is None:
                 reported = now
                 self._report(now, board, pause)
 
     def _report(self, now: ProgressPoint, board: ProgressBoard, pause: float) -> None:
         """On all ranks, since all of them hang; one says it."""
-        board.publish(counted(now))
+        board.publish(with_collectives(now))
         self._closing.wait(2 * pause)  # for the others to do the same
-        level = logging.WARNING if self._ranks.is_main else logging.INFO
+        level = logging.WARNING if self._ranks.is_rank_0 else logging.INFO
         where = "standard error" if self._folder is None else self._folder / FOLDER
         behind = ranks_behind(board, self._now)
         _log.log(level, "no progress for %.0f s: %s; stacks of all threads: %s", now.limit_s, behind, where)

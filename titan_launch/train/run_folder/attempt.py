@@ -36,7 +36,7 @@ class AgentProcess:
 
     def is_alive_here(self) -> bool:
         """Whether it is a process of this host that is still there. (A number alone may be another process by now.)"""
-        return self.started is not None and self.host == socket.gethostname() and self.started == _started(self.pid)
+        return self.started is not None and self.host == socket.gethostname() and self.started == _start_time(self.pid)
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,11 @@ def launch_of(attempt: Attempt, has_ended: bool) -> Launch:
 
 def this_attempt(environment: Mapping[str, str] = os.environ) -> Attempt:
     """Return the start that this process is part of, the same on all ranks; collective."""
-    from titan_launch.distributed.collectives import on_all  # the rest of this module answers before torch is imported
+    from titan_launch.distributed.collectives import (
+        on_all_ranks,  # the rest of this module answers before torch is imported
+    )
 
-    found = on_all(lambda: _agent_of(environment))
+    found = on_all_ranks(lambda: _agent_of(environment))
     return Attempt(
         agents=tuple(agent for agent in found if agent is not None),
         slurm_job=environment.get("SLURM_JOB_ID"),
@@ -121,9 +123,9 @@ def _agent_of(environment: Mapping[str, str]) -> AgentProcess | None:
     if error_file is None or environment.get("LOCAL_RANK", "0") != "0":
         return None
     pid = os.getppid()
-    return AgentProcess(socket.gethostname(), str(Path(error_file).parents[2]), pid, _started(pid))
+    return AgentProcess(socket.gethostname(), str(Path(error_file).parents[2]), pid, _start_time(pid))
 
 
-def _started(pid: int) -> int | None:
+def _start_time(pid: int) -> int | None:
     fields = process_fields(pid)
     return None if fields is None or fields[0] in "ZX" else int(fields[19])  # a zombie starts nothing any more

@@ -33,7 +33,7 @@ from titan_launch.train.run_folder.records import (
     ROLLED_BACK_FILE,
     UNITS_FILE,
     damage_explained,
-    described,
+    describe_difference,
     recorded_launch,
     recorded_table,
     table_of,
@@ -86,7 +86,7 @@ def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
         changed = [] if before is None else [d for d in differences(before, table_of(config)) if d.role != "operation"]
         is_complete = bool(complete_steps(checkpoints))
         if changed and not (is_complete and config.checkpoint.accept_changes and not _is_other_model(changed)):
-            raise _another_experiment(folder, config, load, changed, is_complete)
+            raise _other_experiment_error(folder, config, load, changed, is_complete)
     if not _resumes(folder, config, load):
         _check_loads_from_elsewhere(folder, config, load)
 
@@ -145,10 +145,10 @@ def new_attempt_folder(folder: Path) -> Path:
     return attempt
 
 
-class HeldFolder:
+class OpenRunFolder:
     """The run's folder, which somebody may delete or move while the run writes to it.
 
-    with HeldFolder(folder, advice) as held:
+    with OpenRunFolder(folder, advice) as held:
         held.check()
 
     The end of the block raises RunError instead of an OSError when the folder is gone.
@@ -159,7 +159,7 @@ class HeldFolder:
         self._folder = folder
         self._advice = advice
 
-    def __enter__(self) -> HeldFolder:
+    def __enter__(self) -> OpenRunFolder:
         self._descriptor = os.open(self._folder, os.O_RDONLY)  # no other folder gets its number while it is open
         return self
 
@@ -201,7 +201,7 @@ def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack
         _check_path_goes_with_folder(folder, config, load)
         if not _has_begun(folder):
             os.utime(folder / LOCK_FILE)  # the time at which this run starts: `_move_aside` reads it
-        elif not (_resumes(folder, config, load) or _begins_again(folder, config, attempt)):
+        elif not (_resumes(folder, config, load) or _restarts_without_checkpoint(folder, config, attempt)):
             _move_aside(folder)
             folder.mkdir()
             _lock(folder, config, stack)
@@ -242,7 +242,7 @@ def _is_restart(folder: Path, config: JobConfig, attempt: Attempt) -> bool:
     return launch is not None and attempt.continues(launch)
 
 
-def _begins_again(folder: Path, config: JobConfig, attempt: Attempt) -> bool:
+def _restarts_without_checkpoint(folder: Path, config: JobConfig, attempt: Attempt) -> bool:
     """Return True for a restart before the first checkpoint. With a checkpoint that is not resumed, the run before the
     restart had ended, and its result is kept apart from the next one."""
     return _is_restart(folder, config, attempt) and not checkpoint_steps(checkpoint_folder(folder))
@@ -288,7 +288,7 @@ def _check_path_goes_with_folder(folder: Path, config: JobConfig, load: Load) ->
         raise config_error(("checkpoint", "load"), reason, load)
 
 
-def _another_experiment(
+def _other_experiment_error(
     folder: Path, config: JobConfig, load: Load, changed: Sequence[Difference], has_checkpoints: bool
 ) -> ConfigError:
     """What is different, and the ways out that there are."""
@@ -301,7 +301,7 @@ def _another_experiment(
     kind = "model, which cannot be resumed" if _is_other_model(changed) else "experiment"
     lines = [
         f"{folder} holds a run of another {kind}; {folder / CONFIG_FILE} records",
-        *(f"    {described(difference)}" for difference in changed),
+        *(f"    {describe_difference(difference)}" for difference in changed),
         *(f"  {way}" for way in ways),
     ]
     return config_error(("job", "name"), "\n".join(lines), config.job.name)
@@ -331,12 +331,12 @@ def _lock(folder: Path, config: JobConfig, stack: ExitStack) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not inherited by data workers
     except (BlockingIOError, PermissionError):
-        raise _in_use(folder, config) from None
+        raise _in_use_error(folder, config) from None
     if not os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK_FILE)):
-        raise _in_use(folder, config)  # it has been moved aside meanwhile, for a run that has begun in its place
+        raise _in_use_error(folder, config)  # it has been moved aside meanwhile, for a run that has begun in its place
 
 
-def _in_use(folder: Path, config: JobConfig) -> ConfigError:
+def _in_use_error(folder: Path, config: JobConfig) -> ConfigError:
     return config_error(("job", "name"), f"another run is writing to {folder}; {_WAIT}", config.job.name)
 
 

@@ -85,7 +85,7 @@ def rank_log() -> Iterator[LogFile]:
         with _warnings_logged_to(file):
             yield file
     except BaseException as error:
-        file.handle(_end_of(error))
+        file.handle(_error_record(error))
         raise
     finally:
         _PACKAGE.removeHandler(file)
@@ -95,11 +95,11 @@ def rank_log() -> Iterator[LogFile]:
 
 
 @contextmanager
-def console_log(is_main: bool) -> Iterator[None]:
+def console_log(is_rank_0: bool) -> Iterator[None]:
     """The launcher's messages go to standard output, from one rank; warnings from all."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Lines("%(message)s"))
-    handler.setLevel(logging.INFO if is_main else logging.WARNING)
+    handler.setLevel(logging.INFO if is_rank_0 else logging.WARNING)
     _PACKAGE.addHandler(handler)
     try:
         yield
@@ -131,7 +131,7 @@ def _warnings_logged_to(log: LogFile) -> Iterator[None]:
         warnings.showwarning = show
 
 
-def _end_of(error: BaseException) -> logging.LogRecord:
+def _error_record(error: BaseException) -> logging.LogRecord:
     """What ends the rank; with a traceback, unless the message says all."""
     if isinstance(error, UserError | RunError):
         return _record(logging.ERROR, str(error))

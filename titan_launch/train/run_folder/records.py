@@ -54,7 +54,7 @@ def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitSta
     before = recorded_table(folder, config)
     replace_text(folder / LAUNCH_FILE, launch_of(attempt, has_ended=False).to_json())
     for difference in [] if before is None else differences(before, table_of(config)):
-        _log.info("changed since the run began: %s", described(difference))
+        _log.info("changed since the run began: %s", describe_difference(difference))
     replace_text(folder / CONFIG_FILE, dump_job(config))
 
     def end(kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
@@ -75,7 +75,7 @@ def record_audit(folder: Path, audit: dict[str, Any]) -> None:
     replace_text(folder / AUDIT_FILE, json.dumps(audit, indent=2) + "\n")
 
 
-def described(difference: Difference) -> str:
+def describe_difference(difference: Difference) -> str:
     """A key that has another value than when the run began, in words."""
     was, now = ("unset" if v is None else toml_value(v) for v in (difference.was, difference.now))
     return f"{format_key(difference.key)} was {was}, is {now}"

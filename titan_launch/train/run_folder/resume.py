@@ -21,7 +21,7 @@ from titan_launch.config.loading.load import dump_job
 from titan_launch.config.sections.data import SyntheticData
 from titan_launch.core.errors import config_error
 from titan_launch.data.sources import SampleSource
-from titan_launch.distributed.collectives import on_all, on_main, warn
+from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, warn
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.distributed.random_state import random_stream
@@ -53,12 +53,12 @@ def load_run(
         selection = EVERYTHING if load == "latest" else _selected(config)
         _resume(config, found, selection, state, progress, sources)
         if isinstance(load, int):
-            on_main(lambda: supersede_later_checkpoints(folder, load))
+            on_rank_0(lambda: supersede_later_checkpoints(folder, load))
     elif isinstance(load, str) and load not in ("latest", "none"):
-        _take(find_checkpoint(Path(load), ("checkpoint", "load")), state, _selected(config))
+        _load(find_checkpoint(Path(load), ("checkpoint", "load")), state, _selected(config))
     elif config.checkpoint.initial_load_path is not None:
         path = find_checkpoint(Path(config.checkpoint.initial_load_path), ("checkpoint", "initial_load_path"))
-        _take(path, state, Selection(config.checkpoint.exclude_from_loading, only_weights=True))
+        _load(path, state, Selection(config.checkpoint.exclude_from_loading, only_weights=True))
 
 
 def open_checkpoints(
@@ -115,7 +115,7 @@ def how_to_resume(config: JobConfig) -> str:
     return f"{SAME_COMMAND} with {' '.join(options)}" if options else SAME_COMMAND
 
 
-def what_to_do_without_folder(config: JobConfig) -> str:
+def advice_without_folder(config: JobConfig) -> str:
     """Return what somebody can do after the run's folder was deleted or moved."""
     if not config.checkpoint.enable:
         return "the same command begins anew"
@@ -155,7 +155,7 @@ def _resume(
             "start anew by --checkpoint.load=none",
             config.data.path,
         )
-    _take(checkpoint, state, selection)
+    _load(checkpoint, state, selection)
     if change:
         epoch = progress.data_position / len(sources["data"])
         warn(_log, "the data has %s; training goes on at epoch %.2f of the new data", change, epoch)
@@ -176,7 +176,7 @@ def _data_change(checkpoint: Path, section: str, sources: Sources) -> str:
         now = sources[section].fingerprint(before.seed)
         return "" if now is None else before.changed_to(now)
 
-    change = next(filter(None, on_all(compare)), "")
+    change = next(filter(None, on_all_ranks(compare)), "")
     return change and f"changed since {checkpoint} was saved: {change}"
 
 
@@ -184,7 +184,7 @@ def _selected(config: JobConfig) -> Selection:
     return Selection(config.checkpoint.exclude_from_loading)
 
 
-def _take(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
+def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     load_state(checkpoint, state, selection)
     what = "began with the parameters and buffers of" if selection.only_weights else "resumed from"
     _log.info("%s %s", what, checkpoint)
