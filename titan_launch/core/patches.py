@@ -1,4 +1,4 @@
-"""Replacing for a while what another package calls, or reads from the environment."""
+"""Temporary replacements of attributes and environment variables."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give a module or a class another attribute until the end of the block; then it is as before, on errors too.
+    """Replace an attribute of a module or a class during the block. The end of the block restores it, also on errors.
 
-    An attribute that a class inherits is put over the inherited one, and taken away again.
+    An attribute that a class inherits is overridden in the class itself, and deleted there at the end.
     """
     is_own = name in vars(owner)
     before = vars(owner).get(name)
@@ -28,7 +28,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """Set environment variables until the end of the block; then they are as before, on errors too."""
+    """Set environment variables during the block. The end of the block restores them, also on errors."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
