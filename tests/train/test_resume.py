@@ -194,7 +194,7 @@ def test_data_that_changed_is_refused(on_text: Path) -> None:
     for data, num_files, mark, change in (
         ("more", 40, "a", "it now has 202 samples (before: 101) and 40 files (before: 20)"),
         ("fewer", 1, "a", "it now has 5 samples (before: 101) and 1 file (before: 20)"),
-        ("others", 20, "b", "names and sizes of its files are the same, but their content differs"),
+        ("others", 20, "b", "the names and sizes of its files are the same, but their content differs"),
     ):
         write_text(on_text / data, num_files, mark)
         changes.append(change)

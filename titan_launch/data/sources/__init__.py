@@ -1,4 +1,4 @@
-"""Where samples come from. A source answers for every index alone, so that order and position belong to the loader."""
+"""Data sources. A source returns the sample at any index; the loader decides the order."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from titan_launch.data.tokenizers import Tokenizer
 
 
 class SampleSource(Protocol):
-    """A fixed number of samples; asking for one twice gives the same one.
+    """A fixed number of samples. The same index always returns the same sample.
 
-    A sample is a pair (input, target) of tensors whose shapes are the same for all samples. A target of
-    `IGNORED_TARGET` does not count.
+    A sample is a pair (input, target) of tensors. Their shapes are the same for all samples. The loss ignores targets
+    equal to `IGNORED_TARGET`.
     """
 
     def __len__(self) -> int:
-        """Number of samples, at least 1."""
+        """Return the number of samples, at least 1."""
 
     def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]:
-        """Sample `index`, from 0 to `len(self)` - 1."""
+        """Return sample `index`, from 0 to `len(self)` - 1."""
 
     @property
     def num_classes(self) -> int:
-        """Number of classes of the targets; of tokens, the size of their vocabulary."""
+        """Number of classes of the targets. For tokens: the size of the vocabulary."""
 
     def describe(self) -> str:
-        """Return how much data the source has, as a part of a log line."""
+        """Return the amount of data as part of a log line."""
 
     def fingerprint(self, seed: int) -> Fingerprint | None:
-        """Return the fingerprint of the data that the source read, with the hashed samples drawn by `seed`; None where
-        the source reads no data. The keys of the job that transform samples do not change the fingerprint."""
+        """Return the fingerprint of the data that the source has read; None if the source reads no data.
+
+        `seed` selects the hashed samples. Job keys that transform samples do not change the fingerprint."""
 
 
 def build_source(
@@ -47,14 +48,14 @@ def build_source(
     key: KeyPath = ("data",),
     images_taken: ImageFormat | None = None,
 ) -> SampleSource:
-    """The source that `config` describes.
+    """Return the source that `config` describes.
 
-    A sample is int64 tokens `[seq_len]` and the tokens that follow `[seq_len]`, or a float32 image `[channels, height,
-    width]` and its class, an int64 scalar; for images, `tokenizer` and `seq_len` mean nothing, and `images_taken` is
-    what the model takes, where that is known.
+    A text sample is int64 tokens `[seq_len]` and the tokens one position later `[seq_len]`. An image sample is a
+    float32 image `[channels, height, width]` and its class, an int64 scalar. For images, `tokenizer` and `seq_len` are
+    unused, and `images_taken` is the image format that the model requires, if known.
 
-    `key` is where `config` stands in the job file, which errors name: `("validation", "data")` for the held-out source.
-    Raises ConfigError for data that is missing, unreadable, too small, or not for the model.
+    `key`: key of `config` in the job file, for errors. Raises ConfigError for data that is missing, unreadable, too
+    small, or does not fit the model.
     """
     if isinstance(config, ImageData):
         return build_images(config, images_taken, key)
