@@ -195,7 +195,7 @@ def train_on_both(folder: Path) -> tuple[list[str], list[str]]:
 def test_an_untested_release_trains_without_private_state(tmp_path: Path) -> None:
     quiet, (line,) = run_ranks(train_on_both, 2, tmp_path)[0]
     assert quiet == []
-    assert line.startswith(f"torch {RELEASE[0]}.{RELEASE[1]} is newer than the newest release that was tested, 2.")
+    assert line.startswith(f"torch {RELEASE[0]}.{RELEASE[1]} is newer than the newest tested release, 2.")
     tested, untested = (read_metrics(tmp_path / name)[-1] for name in ("tested", "untested"))
     assert untested["train/loss"] == tested["train/loss"]
     assert {"memory/predicted_active_gib", "comm/collectives"} <= tested.keys() - untested.keys()

@@ -50,7 +50,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 
 def test_a_signal_ends_the_wait_for_ranks_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_PATIENCE_AFTER_SIGNAL_S", 0.5)
+    monkeypatch.setattr(rendezvous, "_WAIT_AFTER_SIGNAL_S", 0.5)
     zero, one = meet_all(dist.HashStore(), [0, 1], 3, signal_on_zero=signal.SIGTERM)
     for end in (zero, one):
         assert isinstance(end, Stopped) and end.status == 0 and "SIGTERM while waiting" in str(end)
