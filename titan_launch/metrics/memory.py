@@ -1,9 +1,8 @@
-"""Live bytes of a training step by what they are held for, counted at every operation.
+"""Live bytes of a training step by category, updated at every operation.
 
-Works on real tensors on a CPU, and on fake ones of any size: what counts is the size of storages, from the operation
-that returns them to the moment when the last reference is gone. Memory that an operation takes and gives back inside of
-its kernel is not seen. While a step is tracked, autograd sums the gradients of a tensor that is used twice out of place
-(as it does under any `TorchDispatchMode`), which can hold one activation more for a moment.
+Tracking works on real CPU tensors and on fake tensors. A storage counts from the operation that returns it until its
+last reference is gone. Temporary memory inside a kernel does not count. As under any `TorchDispatchMode`, autograd sums
+the gradients of a tensor that is used twice out of place, which can briefly add one activation.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from titan_launch.plan.memory.ledger import Category, Ledger
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs backward, recomputation included."""
+    """Return True during a backward of autograd, including the forward that activation checkpointing repeats there."""
     return torch._C._current_graph_task_id() != -1
 
 
 class _TrackedStorage(weakref.ref[UntypedStorage]):
-    """A storage, and how it is booked."""
+    """Weak reference to a storage, with its recorded size and category."""
 
     __slots__ = ("category", "key", "num_bytes")
 
@@ -42,7 +41,7 @@ class _TrackedStorage(weakref.ref[UntypedStorage]):
 
 
 class LiveMemory(TorchDispatchMode):
-    """Sees every operation, and books the storages of its results. To be entered by `metrics.tracking.track`."""
+    """A dispatch mode that records the storages of all results in a ledger. `track` enters it."""
 
     def __init__(self, ledger: Ledger):
         super().__init__()
@@ -50,20 +49,20 @@ class LiveMemory(TorchDispatchMode):
         self._entries: dict[int, _TrackedStorage] = {}
         self._current_category: Category | None = None
         self.offloads = Category.GRADIENTS in ledger.on_host
-        """Whether shards of parameters and gradients are in the host's memory, which is not counted."""
+        """True if shards of parameters and gradients are in host memory, which does not count."""
 
         self.is_paused = False
-        """Whether what is allocated now does not count."""
+        """True while new allocations do not count."""
 
     def hold(self, tensors: Iterable[Tensor | None], category: Category) -> None:
-        """From now on these are held for `category`, known or not; sharded ones by their local part."""
+        """Assign the storages of tensors to `category`. Of a DTensor, only the local shard counts."""
         record = self.allocating_for(category, self.record)
         for tensor in tensors:
             if tensor is not None:
                 self._move(record(local_tensor(tensor).untyped_storage()), category)
 
     def record(self, storage: UntypedStorage) -> _TrackedStorage:
-        """Take note of a storage, or of its new size."""
+        """Record a storage, or its new size."""
         entry = self._entries.get(storage._cdata) or self._add(storage)
         self._resize(entry, storage.nbytes())
         return entry
@@ -75,7 +74,7 @@ class LiveMemory(TorchDispatchMode):
         return entry
 
     def allocating_for(self, category: Category, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, but what it allocates is held for `category`."""
+        """Return `function`, wrapped so that its allocations belong to `category`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             before, self._current_category = self._current_category, category
@@ -87,7 +86,7 @@ class LiveMemory(TorchDispatchMode):
         return call
 
     def paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, but what it allocates does not count."""
+        """Return `function`, wrapped so that its allocations do not count."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             before, self.is_paused = self.is_paused, True
@@ -99,15 +98,15 @@ class LiveMemory(TorchDispatchMode):
         return call
 
     def scope(self, category: Category | None) -> None:
-        """What is allocated from now on is held for `category`; None: for activations and their gradients."""
+        """Set the category of later allocations. None: activations and their gradients."""
         self._current_category = category
 
     def stop(self) -> None:
-        """Book nothing any more, not even what is freed."""
+        """Stop recording, including deallocations."""
         self._entries.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:  # it comes back as operations on local tensors
+        if DTensor in types:  # DTensor dispatches again with local tensors
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if not self.is_paused:
@@ -123,7 +122,8 @@ class LiveMemory(TorchDispatchMode):
                 self._record_results(part)
 
     def _allocation_category(self) -> Category:
-        """What is allocated now, by who allocates it. Recomputation runs in backward, but with gradients enabled."""
+        """Return the category of an allocation now. Activation checkpointing repeats a forward with gradients
+        enabled."""
         if self._current_category is not None:
             return self._current_category
         is_backward = is_in_backward() and not torch.is_grad_enabled()
@@ -149,19 +149,19 @@ class LiveMemory(TorchDispatchMode):
 
 @contextmanager
 def track(model: nn.Module, ledger: Ledger, optimizer: Optimizer | None = None) -> Iterator[LiveMemory]:
-    """Book what a wrapped model holds, and what is allocated and freed until the end of the block, into `ledger`.
+    """Record the memory of a wrapped model, and all allocations until the end of the block, in `ledger`.
 
-    `model` is on its device and wrapped by FSDP2; `optimizer` is told apart from the rest where it is given. Enter the
-    ledger's first place before, and others inside the block; ask for its footprint there too:
+    `model` is on its device and wrapped by FSDP2. With `optimizer`, its state has a category of its own. Enter the
+    first StepPoint of the ledger before the block, and read the footprint inside the block:
 
         ledger = Ledger()
-        ledger.enter(Place(0, "forward", ""))
+        ledger.enter(StepPoint(0, "forward", ""))
         with track(model, ledger, optimizer) as memory:
             memory.hold(microbatch, Category.INPUTS)
             step(...)
             footprint = ledger.footprint()
 
-    Functions of FSDP2 are replaced meanwhile, so only one step of a process can be tracked at a time.
+    Functions of FSDP2 are replaced during the block, so a process can track one step at a time.
     """
     memory = LiveMemory(ledger)
     memory.hold(model.parameters(), Category.PARAMETERS)
@@ -178,8 +178,8 @@ def track(model: nn.Module, ledger: Ledger, optimizer: Optimizer | None = None) 
 
 
 def _watch_storage(memory: LiveMemory, stack: ExitStack) -> None:
-    """FSDP2 frees and brings back parameters by the size of their storage, and DTensor asks for shapes with tensors
-    of the whole size."""
+    """Record resized storages, by which FSDP2 frees and restores parameters. Ignore DTensor's shape propagation, which
+    allocates unsharded tensors."""
     resize = UntypedStorage.resize_
 
     def resize_(storage: UntypedStorage, num_bytes: int) -> Any:
@@ -193,8 +193,8 @@ def _watch_storage(memory: LiveMemory, stack: ExitStack) -> None:
 
 
 def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
-    """Book what each step of FSDP2 allocates for what the step does."""
-    watched: dict[int, Tensor] = {}  # holds the parameters, so that no id is used twice
+    """Assign the allocations of FSDP2's functions to their categories."""
+    watched: dict[int, Tensor] = {}  # keeps the parameters alive, so that ids stay unique
 
     def reducing(reduce: Callable[..., Any]) -> Callable[..., Any]:
         recorded = memory.allocating_for(Category.REDUCE_SCATTER, reduce)
@@ -203,14 +203,14 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
             result = recorded(fsdp_params, *args, **kwargs)
             *_, not_yet_all_reduced = result
             memory.hold([p.sharded_param.grad for p in fsdp_params], Category.GRADIENTS)
-            if not memory.offloads:  # else it waits for the all-reduce on the device
+            if not memory.offloads:  # with offloading it waits for the all-reduce on the device
                 memory.hold([not_yet_all_reduced], Category.GRADIENTS)
             return result
 
         return foreach_reduce
 
     def accumulating(init_unsharded_param: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Autograd makes gradients like any tensor; they become a parameter's when they are accumulated."""
+        """Assign gradients to UNSHARDED_GRADIENTS when autograd accumulates them."""
 
         def init_and_watch(fsdp_param: Any) -> None:
             init_unsharded_param(fsdp_param)
@@ -228,7 +228,7 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
         "unshard": partial(memory.allocating_for, Category.ALL_GATHER),
         "wait_for_unshard": partial(memory.allocating_for, Category.UNSHARDED_PARAMETERS),
         "post_backward": partial(memory.allocating_for, Category.UNSHARDED_GRADIENTS),
-        "all_gather": memory.paused,  # gloo works in copies of its own
+        "all_gather": memory.paused,  # gloo allocates its own copies
         "reduce_scatter": memory.paused,
         "foreach_reduce": reducing,
         "init_unsharded_param": accumulating,
