@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def decide(config: DebugConfig, bad_rank: int, values: list[tuple[float, float]]) -> tuple[list[float], SkippedSteps]:
-    """Steps of which one rank sees these losses and norms, and the others ones: decisions, and what was left out."""
+    """Steps of which one rank sees these losses and norms, and the others ones: decisions, and skipped steps."""
     guard = StepGuard(config, CPU)
     decisions = []
     for pair in values:
@@ -114,7 +114,7 @@ SHARED = ({"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2})
 
 
 def train_with_spikes(folder: Path) -> list[list[tuple[float, float]]]:
-    """Loss and norm of every step that was left out, of jobs whose learning rate is far too high."""
+    """Loss and norm of every skipped step, of jobs whose learning rate is far too high."""
     found = []
     for index, parallelism in enumerate(SHARED if dist.get_world_size() == 2 else ({},)):
         job = tiny_job(

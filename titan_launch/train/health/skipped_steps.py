@@ -1,4 +1,4 @@
-"""Steps that were left out: recorded with their samples, and acted on when there are too many."""
+"""Skipped steps: records with their samples, and the reaction to too many of them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from titan_launch.train.run import Run
 _log = logging.getLogger(__name__)
 
 FOLDER = "faults"
-"""Where a run records the steps that were left out."""
+"""Folder of the records of skipped steps, in the run folder."""
 
 MAX_RECORDS = 100
-"""Steps that are recorded; and, beyond them, the one that ends the run or makes it go back."""
+"""Maximum number of recorded steps. The step that ends the run, or makes it go back, is always recorded."""
 
-_CAUSES = "Usual causes: optimizer.lr too high, training.max_norm = 0, a precision rule that leaves a sum in bfloat16"
+_CAUSES = "Usual causes: optimizer.lr too high, training.max_norm = 0, a precision rule that computes sums in bfloat16"
 
 
 def act_on_skipped_steps(run: Run) -> bool:
-    """Look at what was left out since the last look, record and count it, and act where it was too much.
+    """Record and count the steps skipped since the last call. Stop the run or go back if there were too many.
 
-    Returns whether the run went back to a checkpoint. Raises RunError where it ends. Waits for the device; collective,
-    which costs nothing where no step was left out.
+    Returns True if the run went back to a checkpoint. Raises RunError if the run stops. This function waits for the
+    device, and is collective if a step was skipped.
     """
     new_steps = run.guard.pop_skipped_steps(run.progress.step)
     if not new_steps.steps:
@@ -46,19 +46,19 @@ def act_on_skipped_steps(run: Run) -> bool:
             _stop_or_go_back(run, skipped, _describe(run, skipped, losses), recorded)
             return True
         if run.ranks.is_rank_0:
-            _log.warning("%s; its update was left out. %s", _describe(run, skipped, losses), recorded)
+            _log.warning("%s; the step was skipped. %s", _describe(run, skipped, losses), recorded)
     return False
 
 
 def _stop_or_go_back(run: Run, skipped: SkippedStep, what: str, recorded: str) -> None:
-    """Act on a fault that was one too many, after which nothing has been updated: go back, or raise RunError."""
+    """Go back to a checkpoint or raise RunError, after the last allowed skipped step. No update has followed it."""
     debug = run.config.debug
     if skipped.reason == "nonfinite" and debug.on_nonfinite == "stop":
         raise RunError(
-            f"{what}; its update was left out on all ranks and the run stops "
-            f'(debug.on_nonfinite = "skip" goes on instead). {_CAUSES}. {recorded}'
+            f"{what}; the step was skipped on all ranks and the run stops "
+            f'(debug.on_nonfinite = "skip" continues instead). {_CAUSES}. {recorded}'
         )
-    what = f"{what}; it is the last of {debug.max_skips} steps in a row that were left out (debug.max_skips)"
+    what = f"{what}; it is the last of {debug.max_skips} skipped steps in a row (debug.max_skips)"
     if debug.on_repeated_skips == "stop":
         raise RunError(f"{what}, and the run stops. {_CAUSES}. {recorded}")
     if run.progress.rollbacks >= debug.max_rollbacks:
@@ -71,13 +71,13 @@ def _stop_or_go_back(run: Run, skipped: SkippedStep, what: str, recorded: str) -
 
 
 def _losses_by_rank(new_steps: SkippedSteps) -> list[list[float]]:
-    """Of every fault the parts of the loss, by rank."""
+    """Return, for each skipped step, the parts of the loss by rank."""
     by_rank = on_all_ranks(lambda: [skipped.own_loss for skipped in new_steps.steps])
     return [list(losses) for losses in zip(*by_rank, strict=True)]
 
 
 def _go_back(run: Run, reason: str) -> None:
-    """Load the newest checkpoint, and go on from it with the data behind the step just done."""
+    """Load the newest checkpoint and continue from it, with the data that follows the current step."""
     assert run.checkpoints is not None, "config.rules demands checkpoint.enable for debug.on_repeated_skips"
     progress = run.progress
     position, rollbacks = progress.data_position, progress.rollbacks
@@ -87,7 +87,7 @@ def _go_back(run: Run, reason: str) -> None:
         checkpoint = run.checkpoints.return_to_last()
         set_timeouts(run.config.comm.timeout_seconds)
         if checkpoint is None:
-            raise RunError(f"{reason}; there is no checkpoint yet to go back to, and the run stops")
+            raise RunError(f"{reason}; there is no checkpoint to go back to, and the run stops")
         progress.samples_skipped = position - progress.samples_seen
         progress.rollbacks = rollbacks + 1
         run.step.parameters_changed()
@@ -98,7 +98,7 @@ def _go_back(run: Run, reason: str) -> None:
     run.measurements.end_window(progress.step, only_training=False)
     if run.ranks.is_rank_0:
         _log.warning(
-            "%s; the run goes back to %s, and on with the samples from position %d on (rollback %d of at most %d)",
+            "%s; the run goes back to %s and continues with the samples from position %d (rollback %d of at most %d)",
             reason,
             checkpoint,
             position,
@@ -108,7 +108,7 @@ def _go_back(run: Run, reason: str) -> None:
 
 
 def _describe(run: Run, skipped: SkippedStep, losses: list[float]) -> str:
-    """What was wrong, without its consequences."""
+    """Return a description of the problem, without its consequences."""
     if skipped.reason == "nonfinite":
         ranks = [str(rank) for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         where = f", on rank {', '.join(ranks)}" if ranks else ""
@@ -132,9 +132,9 @@ def _describe(run: Run, skipped: SkippedStep, losses: list[float]) -> str:
 
 
 def _record(run: Run, skipped: SkippedStep, losses: list[float], even_if_full: bool) -> str:
-    """Write the step's numbers and samples to the run's folder, on one rank. Returns a sentence that says where.
+    """Write the numbers and samples of a step to the run folder, on one rank. Return a sentence that names the file.
 
-    `even_if_full`: also where there are `MAX_RECORDS` already.
+    `even_if_full`: write also if there are `MAX_RECORDS` files.
     """
     folder = run.folder / FOLDER
     path = folder / _file_name(skipped.step, run.progress.rollbacks)
@@ -149,7 +149,7 @@ def _record(run: Run, skipped: SkippedStep, losses: list[float], even_if_full: b
 
 
 def _file_name(step: int, rollbacks: int) -> str:
-    """After a return to a checkpoint the same steps have other samples."""
+    """Return the name of a step's record. After a rollback the same step has other samples, and another file."""
     return f"step-{step}.json" if not rollbacks else f"step-{step}.rollback-{rollbacks}.json"
 
 
