@@ -245,8 +245,8 @@ def test_a_run_logs_how_much_data_it_has_and_goes_on_with_no_other_data(tmp_path
     assert status == 2 and "step 2/2" not in printed
     assert reported == (
         'error: job.toml:14: data.path = "text": the data has changed since tiny/checkpoints/step-1 was saved: the '
-        "names and sizes of its files are the same, but their content differs; restore it, or go on with the new data "
-        "by --checkpoint.accept_changes=true, or start anew by --checkpoint.load=none\n"
+        "names and sizes of its files are the same, but their content differs; restore it, or use the new data with "
+        "--checkpoint.accept_changes=true, or start anew with --checkpoint.load=none\n"
     )
 
 

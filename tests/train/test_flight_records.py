@@ -26,7 +26,7 @@ from titan_launch.train.health.flight_records import FOLDER, GLOO_FOLDER, _load,
 
 
 def wait_for_the_last_rank(folder: Path) -> int:
-    """Record on every rank that all ranks but the last have started a collective of a group; how many it has started."""
+    """Start a collective on all ranks but the last, write the records, and return the number started by this rank."""
     pair = dist.new_group([1, 2], group_desc="pair")
     dist.all_reduce(torch.ones(1))
     is_last = dist.get_rank() == dist.get_world_size() - 1
@@ -85,9 +85,9 @@ def test_the_end_of_a_run_that_nccl_aborted_names_the_collective_and_the_ranks(t
         ": NCCL's watchdog thread aborts the process when CUDA fails, or when a collective takes longer than "
         "comm.timeout_seconds (comm.init_timeout_seconds until the end of the first step); PyTorch's lines above say "
         "which",
-        "not finished: nccl:all_gather number 8 of group dp_shard: started by rank 0, not by ranks 1, 2 (last started on "
-        "rank 1: nccl:all_gather number 7 of group dp_shard, on rank 2: no record); see the flight records and stacks "
-        f"in {tmp_path}",
+        "not finished: nccl:all_gather number 8 of group dp_shard: started by rank 0, not by ranks 1, 2 (last started "
+        "on rank 1: nccl:all_gather number 7 of group dp_shard, on rank 2: no record); see the flight records and "
+        f"stacks in {tmp_path}",
     ]
 
 

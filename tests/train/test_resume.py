@@ -228,6 +228,6 @@ def test_a_run_goes_on_with_moved_data_and_with_changed_data_that_is_accepted(tm
     assert run_ranks(next_inputs, 1, accepted)[0] == [new[order(16)][0].tolist()]
     assert run_ranks(logged, 2, accepted, "the ")[1] == [
         f"the data has changed since {checkpoints / 'step-4'} was saved: it now has 10 samples (before: 101) and 2 "
-        "files (before: 20); training goes on at epoch 1.60 of the new data"
+        "files (before: 20); training continues at epoch 1.60 of the new data"
     ]
     assert run_ranks(start, 1, text_job(tmp_path, "text", 8))[0][:2] == (6, 24)  # it is the run's data now

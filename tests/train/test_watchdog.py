@@ -138,7 +138,8 @@ def test_a_rank_that_native_code_aborts_at_a_hang_ends_the_run_with_the_collecti
     assert ended.returncode == 128 + signal.SIGABRT, ended.stderr
     error = ended.stderr[ended.stderr.index("error: rank 0 was killed by SIGABRT: native code aborted the process") :]
     assert re.search(
-        r"not finished: gloo:\w+ number \d+ of group \w+: begun by rank 0, not by rank 1 \(last begun on rank 1: gloo:",
+        r"not finished: gloo:\w+ number \d+ of group \w+: started by rank 0, not by rank 1 "
+        r"\(last started on rank 1: gloo:",
         error,
     )
     assert error.endswith(f"; see the flight records and stacks in {tmp_path / 'tiny'}\n")
