@@ -201,8 +201,8 @@ def test_data_that_changed_is_refused(on_text: Path) -> None:
     jobs = [text_job(on_text, data, 4) for data in ("more", "fewer", "others")]
     for messages in run_ranks(all_refused, 2, jobs):
         assert messages == [
-            f"data.path: the data has changed since {step_2} was saved: {change}; restore it, or go on with the new "
-            "data by --checkpoint.accept_changes=true, or start anew by --checkpoint.load=none"
+            f"data.path: the data has changed since {step_2} was saved: {change}; restore it, or use the new "
+            "data with --checkpoint.accept_changes=true, or start anew with --checkpoint.load=none"
             for change in changes
         ]
     # The position in the data is not taken over, or the checkpoint is another run's: the data may be any.

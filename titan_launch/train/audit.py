@@ -1,4 +1,4 @@
-"""The audit of the first step: whether the model computes, stores and communicates in what was planned."""
+"""Precision audit of the first step: comparison of planned and observed dtypes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _log = logging.getLogger(__name__)
 
 
 def is_audited(run: Run) -> bool:
-    """Whether the step to come is the first of this process, and is watched."""
+    """Return True if the next step is the first step of this process and will be audited."""
     return run.progress.step + 1 == run.first_step and audits(run)
 
 
 def audits(run: Run) -> bool:
-    """Whether `debug.audit_precision` wants the first step of this process watched."""
+    """Return True if `debug.audit_precision` enables the audit. By default it is on for custom and debug models."""
     model = run.config.model
     by_default = ":" in model.name or model.flavor == "debug"
     wanted = run.config.debug.audit_precision
@@ -39,9 +39,9 @@ def audits(run: Run) -> bool:
 
 
 def audited_step(run: Run, microbatches: list[Microbatch]) -> StepResult:
-    """Train on one step's microbatches and watch; the numbers are those of any other step. Nothing is compiled in it.
+    """Run one training step with the audit. The results are unchanged; the step runs without torch.compile.
 
-    Raises UserError, on all ranks and before the update, for what is not as planned.
+    Raises UserError, on all ranks and before the update, if observed dtypes differ from planned ones.
     """
     with ExitStack() as stack:
         watched = [
@@ -53,7 +53,7 @@ def audited_step(run: Run, microbatches: list[Microbatch]) -> StepResult:
 
 
 class _Watched(NamedTuple):
-    """What runs as a whole (the model, or one of its pipeline stages), what was planned of it, and what was seen."""
+    """The model, or one of its pipeline stages, with its plan and its observed dtypes."""
 
     module: nn.Module
     plan: ModelPlan
@@ -74,14 +74,15 @@ def _compare_with_plan(run: Run, watched: Sequence[_Watched]) -> None:
     _log_views(watched)
     if differences and is_tested_release():
         raise UserError(_explain(run, differences))
-    if differences:  # on an untested release they do not end the run
+    if differences:  # on an untested release, differences do not end the run
         _log.warning("precision audit: differences on an untested release of PyTorch:\n  %s", "\n  ".join(differences))
     else:
         _log.info("precision audit: %s: as planned", _size(audit))
 
 
 def _log_views(watched: Sequence[_Watched]) -> None:
-    """FSDP2 warns of views that leave a unit, by class; here are their paths. The model's own output harms nobody."""
+    """Log the paths of the modules that return views. FSDP2 warns of them by class only. The model itself is
+    excluded."""
     paths = [
         path
         for _, plan, observed in watched
@@ -90,12 +91,12 @@ def _log_views(watched: Sequence[_Watched]) -> None:
         if path and observed.modules[path].returns_view
     ]
     if paths:
-        advice = "views come out of these modules; do not change them in place (x = x + y, not x += y)"
+        advice = "these modules return views; do not change the views in place (write x = x + y, not x += y)"
         _log.info("%s: %s", advice, listed(paths))
 
 
 def _merge_differences(differences: list[str]) -> list[str]:
-    """Common to all ranks, so that all of them stop."""
+    """Return the differences of all ranks, so that all ranks stop."""
     return list(dict.fromkeys(chain.from_iterable(on_all_ranks(lambda: differences))))
 
 
@@ -104,12 +105,12 @@ def _size(audit: Audit) -> str:
 
 
 def _explain(run: Run, differences: list[str]) -> str:
-    """A user's error, since a repetition would end alike: mostly the model's code, or a hook of it, casts something."""
+    """Return the message of the UserError. It is a UserError because a repetition would fail in the same way."""
     return "\n  ".join(
         [
             "precision audit: the first step was not as planned, and the run ends before its update "
             f"(all dtypes are in {run.folder / AUDIT_FILE}; usual causes are casts in the model's own forward or "
-            "hooks; debug.audit_precision = false trains as it is)",
+            "hooks; debug.audit_precision = false disables the audit)",
             *differences,
         ]
     )
