@@ -19,7 +19,7 @@ from typing import Any
 
 from titan_launch.core.errors import ConfigError, KeyPath, config_error, did_you_mean
 
-_OWN_FOLDER = str(Path(__file__).resolve().parent) + os.sep
+_OWN_FOLDER = str(Path(__file__).resolve().parent.parent) + os.sep
 _IMPORT_MACHINERY = ("<frozen importlib", str(Path(importlib.__file__).resolve().parent) + os.sep)
 
 
