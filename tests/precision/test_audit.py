@@ -146,7 +146,7 @@ def differences_of_casts(folder: Path) -> None:
     sections = tiny_job(folder, model={**CASTS, "args": {}}, precision={"param_dtype": "bfloat16", **FP32_NORM})
     sections["model"].pop("args")
     with ExitStack() as stack:
-        run = build_run(JobConfig.model_validate(sections), this_rank(), stack, place=lambda _: "job.toml:7")
+        run = build_run(JobConfig.model_validate(sections), this_rank(), stack, locate_key=lambda _: "job.toml:7")
         before = whole_state(run.model)
         with pytest.raises(UserError) as raised:
             train_one_step(run)

@@ -20,16 +20,12 @@ RESTART_STATUS = 75
 """Exit status of the ranks after RESTART_SIGNAL (EX_TEMPFAIL of sysexits.h). With 0 the agents would end the run."""
 
 AGENT_PID = "TITAN_LAUNCH_AGENT_PID"
-"""Environment variable with the process id of the agent. This process ends when its agent ends.
-
-The agent of a rank is the process that starts and monitors the ranks of this host: `launch`, which sets the variable,
-or torchrun, which does not."""
+"""Environment variable with the process id of the agent, which starts and monitors the ranks of this host. The agent is
+`launch`, which sets the variable, or torchrun, which does not. This process ends when its agent ends."""
 
 SAME_REQUEST_S = 2.0
-"""Seconds after the first signal during which further signals count as the same request.
-
-A scheduler signals all processes of a job, so a rank gets the signal from the scheduler and from torchrun. `timeout`
-signals its child, and then the child's process group."""
+"""Seconds after the first signal during which further signals count as the same request. A scheduler signals all
+processes of a job, so a rank gets the signal twice: from the scheduler and from torchrun."""
 
 
 @contextmanager
@@ -69,9 +65,8 @@ def signals_handled(
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block STOP_SIGNALS and RESTART_SIGNAL in processes that are started during the block.
-
-    A signal waits until the process enters `signals_handled`, instead of killing it before it has handlers."""
+    """Block STOP_SIGNALS and RESTART_SIGNAL in processes started during the block, until they enter `signals_handled`.
+    Otherwise a signal could kill a process before it has handlers."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, RESTART_SIGNAL))
     try:
         yield
@@ -127,9 +122,8 @@ def store_is_gone() -> bool:
 
 
 def is_orphan() -> bool:
-    """Return True if this process's agent has ended. Without an agent, return False.
-
-    The agent is the parent process, or an earlier ancestor if a script started this process."""
+    """Return True if this process's agent has ended; False without an agent. The agent is the parent process, or an
+    earlier ancestor if a script started this process."""
     agent = os.environ.get(AGENT_PID)
     pid = os.getppid()
     while agent is not None and str(pid) != agent:
@@ -150,9 +144,8 @@ def process_fields(pid: int) -> list[str] | None:
 
 
 def stop_with_parent(number: int = signal.SIGTERM) -> None:
-    """Have the kernel send this process a signal when its parent ends (Linux only; elsewhere, do nothing).
-
-    A parent that ended before this call is not noticed."""
+    """Have the kernel send this process a signal when its parent ends (Linux only; elsewhere, do nothing). A parent
+    that ended before this call is not noticed."""
     if sys.platform != "linux":
         return
     import ctypes

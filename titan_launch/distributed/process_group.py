@@ -48,7 +48,6 @@ def process_group(
     """Join the process group that torchrun describes, or create one for this process alone. Destroy it at the end.
 
     CUDA runs use NCCL, and gloo for tensors on the CPU. CPU runs use gloo.
-
     `stop_signal` returns the number of a signal that asks the run to end, or 0. Rank 0 polls it while ranks are
     missing.
 
