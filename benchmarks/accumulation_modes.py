@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
-from titan_launch.core.process import leave
+from titan_launch.core.process import exit_process
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.process_group import Ranks, process_group
 from titan_launch.metrics.memory import track
@@ -221,7 +221,7 @@ def main() -> None:
     options = parser.parse_args()
     with process_group("cpu", timeout_seconds=600) as ranks:
         figures = {name: measure(accumulation, ranks) for name, accumulation in MODES.items()}
-        if ranks.is_main:
+        if ranks.is_rank_0:
             machine = (
                 f"{ranks.world_size} ranks (2 replicas x {ranks.world_size // 2} shards) on {os.cpu_count()} cores"
             )
@@ -232,4 +232,4 @@ def main() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main()
-    leave(0)
+    exit_process(0)

@@ -27,8 +27,8 @@ from publishing import publish
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.checkpoint import AsyncMode
-from titan_launch.core.process import leave
-from titan_launch.distributed.collectives import on_main
+from titan_launch.core.process import exit_process
+from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.process_group import Ranks, process_group
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import train_one_step
@@ -67,7 +67,7 @@ def measure(mode: AsyncMode, ranks: Ranks, folder: Path) -> Figures:
             stalls.append(stall)
             writings.append(writing)
             meanwhile += steps
-        size = on_main(lambda: sum(f.stat().st_size for f in (run.folder / "checkpoints/latest").resolve().iterdir()))
+        size = on_rank_0(lambda: sum(f.stat().st_size for f in (run.folder / "checkpoints/latest").resolve().iterdir()))
     return Figures(
         statistics.median(stalls),
         statistics.median(writings),
@@ -143,12 +143,12 @@ def main() -> None:
     arguments = parser.parse_args()
     modes: tuple[AsyncMode, ...] = ("disabled", "thread", "process")
     with process_group("cpu", 600) as ranks, ExitStack() as stack:
-        folder = on_main(lambda: Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        folder = on_rank_0(lambda: Path(stack.enter_context(tempfile.TemporaryDirectory())))
         figures = {mode: measure(mode, ranks, folder) for mode in modes}
-        if ranks.is_main:
+        if ranks.is_rank_0:
             publish(as_table(figures), "checkpoint_stall", arguments.write)
 
 
 if __name__ == "__main__":
     main()
-    leave(0)
+    exit_process(0)

@@ -59,7 +59,7 @@ from titan_launch.checkpoint.manifest import (
     checkpoint_steps,
     read_manifest,
 )
-from titan_launch.core.process import BAD_INPUT, leave
+from titan_launch.core.process import BAD_INPUT, exit_process
 
 RANKS, STEPS, MOST_DEATHS = 2, 6, 3
 MODES = ("disabled", "thread", "process")
@@ -570,4 +570,4 @@ def problems(outcome: Outcome) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

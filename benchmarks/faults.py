@@ -221,7 +221,7 @@ class Start:
     def run_rank(self, rank: int) -> None:
         """The main function of a rank's process: the launcher's own command line, which ends the process."""
         from titan_launch.cli import main
-        from titan_launch.core.process import leave
+        from titan_launch.core.process import exit_process
 
         os.setpgid(0, 0)  # with the process that writes for it, so that an orphan is found
         output = os.open(self.notes / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -237,7 +237,7 @@ class Start:
         writing: Any = writer_process
         writing.serve = self._trap(rank, of_writer=True)
         self._trap(rank, of_writer=False).arm()
-        leave(main(["--config", str(self.job), *self.overrides]))
+        exit_process(main(["--config", str(self.job), *self.overrides]))
 
     def _trap(self, rank: int, *, of_writer: bool) -> Trap:
         fault = self.fault if self.fault is not None and self.fault.rank == rank else None

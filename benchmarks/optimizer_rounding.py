@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSettings, GroupSizes, ShardSize
-from titan_launch.core.process import leave
 from titan_launch.distributed.process_group import Ranks, process_group
 from titan_launch.distributed.random_state import seed_everything
 from titan_launch.plan.memory.optimizer import state_bytes
@@ -145,4 +144,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    leave(0)
+    exit_process(0)

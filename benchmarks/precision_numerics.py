@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_launch.config.job import JobConfig
-from titan_launch.core.process import leave
+from titan_launch.core.process import exit_process
 from titan_launch.distributed.process_group import Ranks, process_group
 from titan_launch.distributed.random_state import seed_everything
 from titan_launch.models.loss import cross_entropy_sum
@@ -227,7 +227,7 @@ def main() -> None:
         for job in options.jobs:
             args, variants = JOBS[job]
             tables.append(table(job, study(args, variants, ranks, options.seeds, options.steps)))
-        if ranks.is_main:
+        if ranks.is_rank_0:
             publish(
                 "\n\n".join([header(ranks, options.seeds, options.steps), *tables]), "precision_numerics", options.write
             )
@@ -245,4 +245,4 @@ def header(ranks: Ranks, seeds: int, steps: int) -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main()
-    leave(0)
+    exit_process(0)

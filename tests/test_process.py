@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_launch.core.process import has_left_by_itself, remove_folders
+from titan_launch.core.process import has_exited_directly, remove_folders
 
 REPO = Path(__file__).parent.parent
 
@@ -17,14 +17,14 @@ RANK = """
 import os, signal
 from multiprocessing.reduction import DupFd
 from titan_launch.config.loading.provenance import Provenance
-from titan_launch.core.process import run_and_leave
+from titan_launch.core.process import run_and_exit
 
 def action():
     DupFd(0)  # makes a socket in a temporary folder, as a tensor does that is sent to another process
     assert len(os.listdir(os.environ["TMPDIR"])) == 2
     {end}
 
-run_and_leave(action, Provenance("job.toml", {{}}, {{}}, ()))
+run_and_exit(action, Provenance("job.toml", {{}}, {{}}, ()))
 """
 
 
@@ -38,7 +38,7 @@ def test_no_end_of_a_rank_leaves_temporary_files(end: str, status: int, is_known
     rank = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"), "TMPDIR": str(tmp_path)}
     code = RANK.format(end=end)
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO, env=rank, capture_output=True).returncode == status
-    assert has_left_by_itself(rank) != is_known
+    assert has_exited_directly(rank) != is_known
     assert len(os.listdir(tmp_path)) == (1 if is_known else 2)
     remove_folders(str(tmp_path / "launch"))
     assert os.listdir(tmp_path) == []

@@ -42,7 +42,7 @@ def test_not_an_import_string(name: str) -> None:
 
 def test_a_missing_module_is_named_with_the_folder_that_was_searched(folder: Path) -> None:
     assert _error("reg_absent.nets:build") == (
-        f'there is no module "reg_absent" (searched: {folder}, and the installed packages)'
+        f'there is no module "reg_absent" (searched: {folder} and the installed packages)'
     )
     assert 'no module "json.absent"' in _error("json.absent:build")
 
@@ -55,7 +55,7 @@ def test_a_missing_attribute_with_the_nearest(folder: Path) -> None:
 
 def test_not_callable(folder: Path) -> None:
     Path("reg_value.py").write_text("build = 3\n")
-    assert _error("reg_value:build") == "reg_value.build is of type int, which cannot be called"
+    assert _error("reg_value:build") == "reg_value.build is of type int, which is not callable"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_nothing_is_imported_from_a_runs_folder(folder: Path, monkeypatch: pytes
         Path(place).mkdir(parents=True)
         Path(place, "payload.py").write_text("import os\nos.mkdir('executed')\nbuild = dict\n")
     refuse_imports_from([Path("shared/step-3"), Path("..")], parent=Path("outputs"))
-    advice = "lies in a folder of a run or a checkpoint, from which nothing is imported; move the module out of it"
+    advice = "is in the folder of a run or a checkpoint, from which imports are refused; move the module out of it"
     assert _error("outputs.other.checkpoints.payload:build") == f"{folder}/outputs/other {advice}"
     assert _error("shared.step-3.payload:build") == f"{folder}/shared/step-3 {advice}"
     sys.path.insert(0, str(folder / "outputs/other/checkpoints"))

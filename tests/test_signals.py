@@ -9,20 +9,20 @@ import sys
 import threading
 from pathlib import Path
 
-from titan_launch.core.signals import AGENT_PID, RESTART_SIGNAL, STOP_SIGNALS, heard, held_back
+from titan_launch.core.signals import AGENT_PID, RESTART_SIGNAL, STOP_SIGNALS, signals_blocked, signals_handled
 
 REPO = Path(__file__).parent.parent
 
 STUCK = """
 import ctypes, os
-from titan_launch.core.signals import heard
+from titan_launch.core.signals import signals_handled
 
 def on_request(number, is_repeated):
     os.write(1, f"{number} {is_repeated}\\n".encode())
     if is_repeated:
         os._exit(128 + number)
 
-with heard(on_request, same_request_s=0):
+with signals_handled(on_request, same_request_s=0):
     os.write(1, b"ready\\n")
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(mutex)
@@ -69,7 +69,7 @@ def test_a_signal_that_comes_twice_at_once_is_one_request() -> None:
         is_third.set()
 
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
-    with heard(on_request, same_request_s=3600):
+    with signals_handled(on_request, same_request_s=3600):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -84,11 +84,11 @@ import os, signal, sys, threading
 os.write(1, b"started\\n")
 sys.stdin.readline()
 heard_it = threading.Event()
-from titan_launch.core.signals import heard
-with heard(lambda number, is_repeated: (os.write(1, f"{number}\\n".encode()), heard_it.set())):
+from titan_launch.core.signals import signals_handled
+with signals_handled(lambda number, is_repeated: (os.write(1, f"{number}\\n".encode()), heard_it.set())):
     heard_it.wait(30)
 """
-    with held_back():
+    with signals_blocked():
         process = subprocess.Popen(
             [sys.executable, "-c", code], cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

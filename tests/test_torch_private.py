@@ -57,7 +57,7 @@ if not torch_release.ACCUMULATES_IN_GRAD:
     NAMES["FSDPParam"] |= {"accumulate_unsharded_grad_if_needed"}
 if RELEASE < (2, 14):
     NAMES["distributed"] |= {"_set_pg_timeout"}
-if RELEASE < (2, 13):  # `_reset_by_hand`; the attributes that it only sets need not exist
+if RELEASE < (2, 13):  # `_reset_iteration_state`; the attributes that it only sets need not exist
     NAMES["FSDPState"] |= {"_modules_to_run_forward", "_training_state"}
     NAMES["FSDPStateContext"] = {"iter_forward_root", "post_backward_final_callback_queued"}
     NAMES["FSDPCommContext"] |= {"device_handle", "all_gather_copy_in_stream", "reduce_scatter_stream"}
@@ -69,7 +69,13 @@ if dist.is_nccl_available():
     NAMES["distributed"] |= {"_dump_nccl_trace", "_dump_nccl_trace_json"}
 
 ONLY_OLDER = {
-    *("_partial_reduce_output", "_set_pg_timeout", "_reset_by_hand", "_modules_to_run_forward", "_training_state"),
+    *(
+        "_partial_reduce_output",
+        "_set_pg_timeout",
+        "_reset_iteration_state",
+        "_modules_to_run_forward",
+        "_training_state",
+    ),
     *("_dump_nccl_trace", "_dump_nccl_trace_json"),  # of a build with NCCL
     *("_to_sharded", "_all_gather_result", "_all_reduce_state", "_post_reduce_event", "_reshard_after_forward_event"),
 }
@@ -125,7 +131,7 @@ def test_every_private_name_in_the_source_is_listed() -> None:
         for name in attributes(ROOT / "distributed" / "torch_private.py")
         if name.startswith("_") and name != "__call__"
     }
-    own = {"_kind", "_see", "_inner", "_stream", "_titan_launch_roots"}
+    own = {"_kind", "_on_collective", "_inner", "_stream", "_titan_launch_roots"}
     modules = {"_fsdp_param", "_fsdp_collectives", "_C", "_distributed_c10d"}
     assert used - own - modules - ONLY_OLDER <= set.union(*NAMES.values())
 
@@ -185,7 +191,7 @@ def train_on_both(folder: Path) -> tuple[list[str], list[str]]:
 def test_an_untested_release_trains_without_private_state(tmp_path: Path) -> None:
     quiet, (line,) = run_ranks(train_on_both, 2, tmp_path)[0]
     assert quiet == []
-    assert line.startswith(f"torch {RELEASE[0]}.{RELEASE[1]} is newer than the newest release that was tested, 2.")
+    assert line.startswith(f"torch {RELEASE[0]}.{RELEASE[1]} is newer than the newest tested release, 2.")
     tested, untested = (read_metrics(tmp_path / name)[-1] for name in ("tested", "untested"))
     assert untested["train/loss"] == tested["train/loss"]
     assert {"memory/predicted_active_gib", "comm/collectives"} <= tested.keys() - untested.keys()

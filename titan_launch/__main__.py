@@ -9,6 +9,6 @@ from titan_launch.core.signals import stop_with_agent  # noqa: E402
 stop_with_agent()  # before the imports below, during which `launch` or torchrun may be killed
 
 from titan_launch.cli import main  # noqa: E402
-from titan_launch.core.process import leave  # noqa: E402
+from titan_launch.core.process import exit_process  # noqa: E402
 
-leave(main())
+exit_process(main())

@@ -21,7 +21,7 @@ import torch
 
 from titan_launch.commands.parser import Parser
 from titan_launch.config.loading.load import load_job
-from titan_launch.core.process import run_and_leave
+from titan_launch.core.process import run_and_exit
 from titan_launch.train.health.coordination import StopRequest
 from titan_launch.train.loop import fit
 from titan_launch.train.main import train
@@ -49,7 +49,7 @@ def main() -> None:
             finally:
                 print(report(waits))
 
-    run_and_leave(train_and_print, loaded.provenance.describe)
+    run_and_exit(train_and_print, loaded.provenance.describe)
 
 
 @contextmanager

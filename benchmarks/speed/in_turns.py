@@ -89,7 +89,7 @@ def train_in_turns(job: Job, pairs: int, result: Path) -> None:
         steps = (bare_step(job, ranks.rank), launcher_step(job, stack, ranks))
         gc.disable()
         times = [_time_pair(steps, number) for number in range(WARM_UP + pairs)][WARM_UP:]
-        if ranks.is_main:
+        if ranks.is_rank_0:
             result.write_text(json.dumps(times))
         os._exit(0)  # gloo's threads can abort an interpreter that shuts down
 

@@ -142,7 +142,7 @@ def test_a_fingerprint_changes_with_the_images_and_not_with_how_they_are_scaled(
     assert change(images[:9], labels[:9]) == "it now has 9 samples (before: 20)"
     assert change(images.reshape(20, 6, 4), labels) == "the names or the sizes of its files differ"
     for other in ((images + np.uint8(1), labels), (images, labels[::-1])):
-        assert change(*other) == "names and sizes of its files are the same, but their content differs"
+        assert change(*other) == "the names and sizes of its files are the same, but their content differs"
 
 
 def problem(**keys: Any) -> str:
@@ -161,18 +161,22 @@ IMAGES, LABELS = np.zeros((4, 8, 8), np.float32), np.arange(4)
         (
             IMAGES[0],
             LABELS,
-            "images must be (N, height, width) or (N, channels, height, width), and have the shape (8, 8)",
+            "images must be (N, height, width) or (N, channels, height, width), but have the shape (8, 8)",
         ),
-        (IMAGES.astype(np.int64), LABELS, "images must be uint8 or floating, and are int64"),
-        (IMAGES, LABELS.astype(np.float32), "labels must be (N) whole numbers, and are float32 of the shape (4,)"),
-        (IMAGES, LABELS[:, None], "labels must be (N) whole numbers, and are int64 of the shape (4, 1)"),
+        (IMAGES.astype(np.int64), LABELS, "images must be uint8 or floating point, but are int64"),
+        (
+            IMAGES,
+            LABELS.astype(np.float32),
+            "labels must be integers of the shape (N), but are float32 of the shape (4,)",
+        ),
+        (IMAGES, LABELS[:, None], "labels must be integers of the shape (N), but are int64 of the shape (4, 1)"),
         (IMAGES, LABELS[:3], "holds 4 images, but 3 labels"),
         (IMAGES[:0], LABELS[:0], "holds no images"),
-        (IMAGES, LABELS - 1, "labels must be 0 or more, and the smallest is -1"),
+        (IMAGES, LABELS - 1, "labels must be 0 or more, but the smallest is -1"),
         (
             np.full_like(IMAGES, np.nan),
             LABELS,
-            "images must be finite, and some pixels are not",
+            "images must be finite, but some pixels are not",
         ),
     ],
 )
@@ -182,7 +186,7 @@ def test_arrays_that_are_no_images(tmp_path: Path, images: Any, labels: Any, rea
 
 def test_files_that_are_no_images(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
-    unsound = "data.path: is not a sound .npz file of plain arrays (numpy.savez)"
+    unsound = "data.path: is not a valid .npz file of plain arrays (numpy.savez)"
     assert problem(path=str(path)) == "data.path: cannot be read: No such file or directory"
     for content in (b"", b"text", Path(write(path, IMAGES, LABELS)).read_bytes()[:-200]):
         path.write_bytes(content)
@@ -217,9 +221,9 @@ def test_images_that_the_model_does_not_take(tmp_path: Path) -> None:
 def test_keys_that_do_not_fit_the_images(tmp_path: Path) -> None:
     path = write(tmp_path / "a.npz", np.zeros((4, 3, 8, 8), np.uint8), LABELS)
     assert problem(path=path, std=[1.0, 1.0]) == (
-        "data.std: must be one number, or one for each channel of the images, which have 3"
+        "data.std: must be one number, or one number for each of the 3 channels of the images"
     )
     assert problem(path=path, split="validation", validation_percent=1) == (
-        'data.split: holds no image: with validation_percent = 1, all 4 fall to "train"; give more images, or a path '
-        'of its own with split = "all"'
+        'data.split: is empty: with validation_percent = 1, all 4 images belong to "train"; provide more images, '
+        'or a separate path with split = "all"'
     )

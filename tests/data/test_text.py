@@ -101,7 +101,7 @@ def test_a_fingerprint_changes_with_the_data_alone(tmp_path: Path) -> None:
     (moved / "sub" / "8.txt~").rename(moved / "sub" / "9.txt")
     for document in (moved / "sub").iterdir():
         document.write_bytes(document.read_bytes().swapcase())
-    assert change() == "names and sizes of its files are the same, but their content differs"
+    assert change() == "the names and sizes of its files are the same, but their content differs"
     (moved / "sub" / "10.txt").write_text("longer" * 100)
     assert change() == "it now has 688 samples (before: 547)"
 
@@ -126,18 +126,18 @@ def test_errors_name_the_key_and_the_remedy(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("short")
     assert problem(TextData(path=str(file))) == (
-        "data.path: holds no sample of seq_len + 1 = 257 tokens: 6 tokens in 1 file"
+        "data.path: has no sample of seq_len + 1 = 257 tokens: 6 tokens in 1 file"
     )
     (tmp_path / "b.txt").write_text("")
     assert problem(TextData(path=str(tmp_path)), key=("validation", "data")) == (
-        "validation.data.path: holds no sample of seq_len + 1 = 257 tokens: 7 tokens in 2 files"
+        "validation.data.path: has no sample of seq_len + 1 = 257 tokens: 7 tokens in 2 files"
     )
     assert problem(TextData(path=(str(file), "nowhere/*.txt"))) == 'data.path: no file is found at "nowhere/*.txt"'
     empty_side = "train" if is_validation_document("a.txt", 50) else "validation"
     other_side = "validation" if empty_side == "train" else "train"
     assert problem(TextData(path=str(file), split=empty_side, validation_percent=50)) == (
-        f'data.split: holds no document: with validation_percent = 50, the only file falls to "{other_side}"; give '
-        'more files (each is one document), or a path of its own with split = "all"'
+        f'data.split: is empty: with validation_percent = 50, the only file belongs to "{other_side}"; provide '
+        'more files (each file is one document), or a separate path with split = "all"'
     )
 
 
@@ -244,9 +244,9 @@ def test_a_run_logs_how_much_data_it_has_and_goes_on_with_no_other_data(tmp_path
     status, printed, reported = run_command(again, tmp_path)
     assert status == 2 and "step 2/2" not in printed
     assert reported == (
-        'error: job.toml:14: data.path = "text": the data has changed since tiny/checkpoints/step-1 was saved: names '
-        "and sizes of its files are the same, but their content differs; restore it, or go on with the new data by "
-        "--checkpoint.accept_changes=true, or start anew by --checkpoint.load=none\n"
+        'error: job.toml:14: data.path = "text": the data has changed since tiny/checkpoints/step-1 was saved: the '
+        "names and sizes of its files are the same, but their content differs; restore it, or use the new data with "
+        "--checkpoint.accept_changes=true, or start anew with --checkpoint.load=none\n"
     )
 
 

@@ -154,7 +154,7 @@ def fail_in_both_stages(folder: Path) -> None:
         hook.remove()
         assert all(parameter.grad is None for parameter in run.model.parameters())
         assert all(group.is_sharded for group in parameter_groups(run.model))
-        with pytest.raises(RunError, match="messages may be under way"):
+        with pytest.raises(RunError, match="messages may be pending"):
             train_one_step(run)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from titan_launch.core.errors import RunError, Stopped
 from titan_launch.distributed import rendezvous
 from titan_launch.distributed.process_group import process_group
-from titan_launch.distributed.rendezvous import meet
+from titan_launch.distributed.rendezvous import wait_for_ranks
 
 
 def meet_all(
@@ -23,12 +23,12 @@ def meet_all(
 
     def one(rank: int) -> str | Exception:
         try:
-            ours = meet(store, rank, world_size, timeout, lambda: 0 if rank else signal_on_zero)
+            group_store = wait_for_ranks(store, rank, world_size, timeout, lambda: 0 if rank else signal_on_zero)
         except (RunError, Stopped) as error:
             return error
         if rank == 0:
-            ours.set("address", "of this start")
-        return str(ours.get("address").decode())
+            group_store.set("address", "of this start")
+        return str(group_store.get("address").decode())
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(one, ranks))
@@ -37,7 +37,7 @@ def meet_all(
 def test_a_restart_does_not_read_what_the_dead_have_written() -> None:
     store = dist.HashStore()
     store.set("address", "of nobody")
-    dead = meet(store, 0, 1, 30, lambda: 0)
+    dead = wait_for_ranks(store, 0, 1, 30, lambda: 0)
     dead.set("address", "of the dead")
     for _ in range(3):  # each finds what the one before has left: its leader, and the greetings of its ranks
         assert meet_all(store, [2, 1, 0], 3) == ["of this start"] * 3
@@ -50,7 +50,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 
 def test_a_signal_ends_the_wait_for_ranks_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_PATIENCE_AFTER_SIGNAL_S", 0.5)
+    monkeypatch.setattr(rendezvous, "_WAIT_AFTER_SIGNAL_S", 0.5)
     zero, one = meet_all(dist.HashStore(), [0, 1], 3, signal_on_zero=signal.SIGTERM)
     for end in (zero, one):
         assert isinstance(end, Stopped) and end.status == 0 and "SIGTERM while waiting" in str(end)

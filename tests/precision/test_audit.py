@@ -156,7 +156,7 @@ def differences_of_casts(folder: Path) -> None:
         assert str(raised.value) == (
             "precision audit: the first step was not as planned, and the run ends before its update (all dtypes are in "
             f"{folder / 'tiny' / 'precision_audit.json'}; usual causes are casts in the model's own forward or hooks; "
-            "debug.audit_precision = false trains as it is)\n"
+            "debug.audit_precision = false disables the audit)\n"
             "  (root) (Casts), buffer table: planned float32, observed bfloat16 and float32 (unit: root)\n"
             "  norm (LayerNorm), inputs: planned float32, observed bfloat16 (unit: precision.rules.0, job.toml:7)"
         )

@@ -25,8 +25,8 @@ class Signal:
 
 def agree() -> list[tuple[int, bool]]:
     """Rank 0's clock reaches the interval, later rank 1 hears a signal: what each rank is told."""
-    clock, heard = Clock(), Signal()
-    control = StepCoordinator(heard, interval_minutes=2, clock=clock)  # type: ignore[arg-type]
+    clock, request = Clock(), Signal()
+    control = StepCoordinator(request, interval_minutes=2, clock=clock)  # type: ignore[arg-type]
     told = []
     for seconds in (100, 130, 240, 260):
         clock.now = seconds if dist.get_rank() == 0 else 0
@@ -34,7 +34,7 @@ def agree() -> list[tuple[int, bool]]:
         told.append((control.stop_signal, control.save_is_due))
         if control.save_is_due:
             control.saved()
-    heard.signal = 15 * dist.get_rank()
+    request.signal = 15 * dist.get_rank()
     control.agree()
     return [*told, (control.stop_signal, control.save_is_due)]
 

@@ -1,4 +1,4 @@
-"""Steps that were left out: recorded with their samples; too many of them in a row stop the run, or take it back."""
+"""Skipped steps: records with their samples. Too many of them in a row stop the run, or make it go back."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_run_does_not_go_back_for_ever(tmp_path: Path) -> None:
 def test_a_run_without_a_checkpoint_cannot_go_back(tmp_path: Path) -> None:
     job = job_with(tmp_path, 8, on_repeated_skips="rollback")
     ((_, message, _),) = run_ranks(train_poisoned, 1, job, range(8))
-    assert message.endswith("; there is no checkpoint yet to go back to, and the run stops")
+    assert message.endswith("; there is no checkpoint to go back to, and the run stops")
 
 
 def test_too_many_skips_stop_the_run_and_a_resume_counts_on(tmp_path: Path) -> None:
@@ -141,5 +141,5 @@ def test_too_many_skips_stop_the_run_and_a_resume_counts_on(tmp_path: Path) -> N
     for number in range(MAX_RECORDS):
         (faults / f"step-{number + 100}.json").touch()
     ((_, message, _),) = run_ranks(train_poisoned, 1, {**job, "training": {**job["training"], "steps": 8}}, bad)
-    assert message.startswith("step 4: ") and "the last of 2 steps in a row" in message
+    assert message.startswith("step 4: ") and "the last of 2 skipped steps in a row" in message
     assert (faults / "step-4.json").exists()  # the one that ends the run is recorded in any case

@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_ranks
-from titan_launch.launch.torchrun import _why_aborted
+from titan_launch.launch.torchrun import _abort_cause
 from titan_launch.train.health import flight_recorder
-from titan_launch.train.health.flight_recorder import collectives_begun, dump_flight_recorder
+from titan_launch.train.health.flight_recorder import collectives_started, dump_flight_recorder
 from titan_launch.train.health.flight_records import FOLDER, GLOO_FOLDER, _load, record_path, unfinished_collectives
 
 
 def wait_for_the_last_rank(folder: Path) -> int:
-    """Record on every rank that all ranks but the last have begun a collective of a group; how many it has begun."""
+    """Start a collective on all ranks but the last, write the records, and return the number started by this rank."""
     pair = dist.new_group([1, 2], group_desc="pair")
     dist.all_reduce(torch.ones(1))
     is_last = dist.get_rank() == dist.get_world_size() - 1
@@ -35,7 +35,7 @@ def wait_for_the_last_rank(folder: Path) -> int:
         work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
     time.sleep(0.2)
     dump_flight_recorder(folder)
-    begun = collectives_begun()
+    number = collectives_started()
     if is_last:
         dist.all_reduce(torch.ones(1), group=pair)
         dist.all_reduce(torch.ones(1))
@@ -43,19 +43,19 @@ def wait_for_the_last_rank(folder: Path) -> int:
         work.wait()
         if group is not None:
             dist.all_reduce(torch.ones(1))
-    return begun
+    return number
 
 
 def test_collectives_that_did_not_finish_are_named_with_the_ranks_that_did_not_begin_them(tmp_path: Path) -> None:
     assert run_ranks(wait_for_the_last_rank, 3, tmp_path) == [2, 2, 1]
     last = "gloo:all_reduce number 1 of group default_pg"
     assert list(unfinished_collectives(tmp_path, since=0)) == [
-        "gloo:all_reduce number 2 of group default_pg: begun by rank 0, not by ranks 1, 2 "
-        f"(last begun on rank 1: gloo:all_reduce number 1 of group pair, on rank 2: {last})",
-        f"gloo:all_reduce number 1 of group pair: begun by rank 1, not by rank 2 (last begun on rank 2: {last})",
+        "gloo:all_reduce number 2 of group default_pg: started by rank 0, not by ranks 1, 2 "
+        f"(last started on rank 1: gloo:all_reduce number 1 of group pair, on rank 2: {last})",
+        f"gloo:all_reduce number 1 of group pair: started by rank 1, not by rank 2 (last started on rank 2: {last})",
     ]
     assert list(unfinished_collectives(tmp_path, since=time.time() + 60)) == []  # of an earlier start
-    assert _why_aborted(tmp_path, since=0).startswith(": native code aborted the process, and may have said why above")
+    assert _abort_cause(tmp_path, since=0).startswith(": native code aborted the process, and may have said why above")
 
 
 def entry(number: int, state: str, description: str = "dp_shard") -> dict[str, Any]:
@@ -81,13 +81,13 @@ def test_the_end_of_a_run_that_nccl_aborted_names_the_collective_and_the_ranks(t
     write_record(tmp_path, 0, entry(7, "completed"), entry(8, "started"), entry(9, "scheduled"))
     write_record(tmp_path, 1, entry(7, "completed"), entry(8, "started", "checkpoint"))
     record_path(tmp_path, FOLDER, 2).write_bytes(b"half of a rec")
-    assert _why_aborted(tmp_path, since=0).splitlines() == [
+    assert _abort_cause(tmp_path, since=0).splitlines() == [
         ": NCCL's watchdog thread aborts the process when CUDA fails, or when a collective takes longer than "
         "comm.timeout_seconds (comm.init_timeout_seconds until the end of the first step); PyTorch's lines above say "
         "which",
-        "not finished: nccl:all_gather number 8 of group dp_shard: begun by rank 0, not by ranks 1, 2 (last begun on "
-        "rank 1: nccl:all_gather number 7 of group dp_shard, on rank 2: no record); see the flight records and stacks "
-        f"in {tmp_path}",
+        "not finished: nccl:all_gather number 8 of group dp_shard: started by rank 0, not by ranks 1, 2 (last started "
+        "on rank 1: nccl:all_gather number 7 of group dp_shard, on rank 2: no record); see the flight records and "
+        f"stacks in {tmp_path}",
     ]
 
 
@@ -144,7 +144,7 @@ def test_mutated_records_make_plain_values_or_nothing() -> None:
 
 
 def dump_beside_nccl(folder: Path) -> tuple[bytes, int]:
-    """Write the records where NCCL has one, too; that one, and the collectives begun in both."""
+    """Write the records where NCCL has one, too; that one, and the collectives started in both."""
     dist.all_reduce(torch.ones(1))
     json = b'{"entries": [{"process_group": ["0", "default_pg"], "collective_seq_id": 40}]}'
     with pytest.MonkeyPatch.context() as patch:
@@ -153,7 +153,7 @@ def dump_beside_nccl(folder: Path) -> tuple[bytes, int]:
         patch.setattr(library, "_dump_nccl_trace", lambda: b"of NCCL", raising=False)
         patch.setattr(library, "_dump_nccl_trace_json", lambda *_: json, raising=False)
         dump_flight_recorder(folder)
-        return record_path(folder, FOLDER, dist.get_rank()).read_bytes(), collectives_begun()
+        return record_path(folder, FOLDER, dist.get_rank()).read_bytes(), collectives_started()
 
 
 def test_gloos_record_is_written_beside_nccls(tmp_path: Path) -> None:

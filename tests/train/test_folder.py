@@ -112,7 +112,7 @@ def test_a_resumed_run_keeps_the_time_of_its_first_start(tmp_path: Path) -> None
 def test_a_folder_that_is_not_a_runs_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "thesis.txt").write_text("years of work")
-    assert "exists and is not a run's" in refusal(tmp_path)
+    assert "exists and is not a run folder" in refusal(tmp_path)
 
 
 def test_what_is_left_of_a_runs_folder_is_a_runs(tmp_path: Path) -> None:
@@ -191,9 +191,9 @@ def test_another_experiment_that_could_be_resumed_is_refused_with_every_differen
         f"job.name: {tmp_path}/tiny holds a run of another experiment; {tmp_path}/tiny/config.json records",
         "    data.noise was 0.1, is 0.0",
         "    optimizer.lr was 0.01, is 0.5",
-        "  --checkpoint.accept_changes=true resumes it all the same",
-        "  --checkpoint.load=none starts anew, and moves it aside",
-        "  --job.name=... takes another folder",
+        "  --checkpoint.accept_changes=true resumes it nevertheless",
+        "  --checkpoint.load=none starts anew and moves it away",
+        "  --job.name=... uses another folder",
     ]
     prepare(tmp_path, checkpoint={**CHECKPOINT, "accept_changes": True}, **OTHER)
     assert names(tmp_path) == ["tiny"]
@@ -237,7 +237,7 @@ def test_a_step_or_a_path_that_does_not_fit_the_folder_is_refused(tmp_path: Path
     prepare(tmp_path, checkpoint=CHECKPOINT)
     save_steps(tmp_path, 2, 4)
     message = refusal(tmp_path, checkpoint={**CHECKPOINT, "load": 3})
-    assert message.startswith("checkpoint.load: no such step in ") and "steps 2, 4" in message
+    assert message.startswith("checkpoint.load: no such step in ") and "steps: 2, 4" in message
     message = refusal(tmp_path, checkpoint={**CHECKPOINT, "load": "other/checkpoints/step-9"})
     assert "checkpoints of its own, up to step 4" in message
 
@@ -247,7 +247,7 @@ def test_a_checkpoint_is_not_loaded_from_a_folder_that_is_moved_aside(tmp_path: 
     save_steps(tmp_path, 2)
     for key, path in (("load", tmp_path / "tiny/checkpoints/step-2"), ("initial_load_path", tmp_path / "tiny")):
         message = refusal(tmp_path, checkpoint={key: str(path)})
-        assert message.startswith(f"checkpoint.{key}: is in {tmp_path}/tiny, where this run would begin anew; resume ")
+        assert message.startswith(f"checkpoint.{key}: is in {tmp_path}/tiny, where this run would start anew; resume ")
 
 
 def test_a_damaged_record_of_what_could_be_resumed_is_an_error(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_a_launch_between_two_attempts_keeps_its_folder(tmp_path: Path) -> None:
         raise UserError("a rank has failed")
     save_steps(tmp_path, 2)
     message = refusal(tmp_path, checkpoint={**CHECKPOINT, "load": "none"})
-    assert f"another launch (process {os.getpid()}) is about to start its ranks" in message
+    assert f"another launch (process {os.getpid()}) is about to restart its ranks" in message
     prepare(tmp_path, attempt=Attempt((agent,)), checkpoint=CHECKPOINT)  # its own restart, which ends well
     prepare(tmp_path, checkpoint=CHECKPOINT)
     assert names(tmp_path) == ["tiny"]
@@ -513,7 +513,7 @@ def test_a_folder_that_vanishes_ends_the_run_and_the_same_command_goes_on(tmp_pa
     error = (
         "error: tiny was deleted or moved while the run wrote to it; to resume, move it back and run the same command "
     )
-    assert status == 1 and error + "again; without it, the same command begins anew\n" in said
+    assert status == 1 and error + "again; without it, the same command starts anew\n" in said
     assert said.count("error") == 1 and not list(tmp_path.glob("tiny/*"))
     if kind == "moved":
         (tmp_path / "moved").rename(tmp_path / "tiny")

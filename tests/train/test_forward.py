@@ -79,7 +79,7 @@ PLACE = "my_model.py:30"
 """Place of the body of the forward; the line before it has the signature."""
 
 IS_GIVEN = (
-    "; forward(inputs) is given one tensor, token ids (batch, seq_len), and must return the logits, a tensor "
+    "; forward(inputs) gets one tensor, token ids (batch, seq_len), and must return the logits, a tensor "
     "(batch, seq_len, classes); the launcher computes the loss"
 )
 
@@ -156,7 +156,7 @@ WRONG = {
     "few rows": (
         ("self, tokens", "return self.logits(tokens)", "rows = 256"),
         "looks up token ids in embedding (Embedding), which has 256 rows, but the vocabulary of the data has 257 "
-        "tokens; give it 257 rows",
+        "tokens; set its rows to 257",
     ),
 }
 
@@ -195,7 +195,7 @@ def test_auto_and_several_ranks_say_it_once(tmp_path: Path) -> None:
 def test_an_index_beyond_another_embedding_is_named_with_its_place(tmp_path: Path) -> None:
     write(tmp_path, "self, tokens", "return self.logits(tokens)", "positions = 8")
     assert said(tmp_path, "train") == (
-        "looks up the index 15 in positions (Embedding), which has 8 rows (at my_model.py:21); give it more, or lower "
+        "looks up the index 15 in positions (Embedding), which has 8 rows (at my_model.py:21); add rows, or lower "
         "training.seq_len if the indices are positions"
     )
 

@@ -28,13 +28,13 @@ CPU = torch.device("cpu")
 
 
 def decide(config: DebugConfig, bad_rank: int, values: list[tuple[float, float]]) -> tuple[list[float], SkippedSteps]:
-    """Steps of which one rank sees these losses and norms, and the others ones: decisions, and what was left out."""
+    """Steps of which one rank sees these losses and norms, and the others ones: decisions, and skipped steps."""
     guard = StepGuard(config, CPU)
     decisions = []
     for pair in values:
         loss, norm = pair if dist.get_rank() == bad_rank else (1.0, 1.0)
         decisions.append(guard.check(torch.tensor(loss), torch.tensor(norm)).item())
-    return decisions, guard.settle(12)  # the run was resumed before step 13 - len(values)
+    return decisions, guard.pop_skipped_steps(12)  # the run was resumed before step 13 - len(values)
 
 
 GOOD = (1.0, 1.0)
@@ -43,27 +43,27 @@ GOOD = (1.0, 1.0)
 @pytest.mark.parametrize("bad", [(math.nan, 1.0), (1.0, math.inf)])
 def test_one_rank_decides_for_all(bad: tuple[float, float]) -> None:
     config = DebugConfig(on_nonfinite="skip")
-    for rank, (decisions, settlement) in enumerate(run_ranks(decide, 2, config, 1, [GOOD, bad, GOOD])):
-        assert decisions == [0, 1, 0] and settlement.last is None
-        (fault,) = settlement.faults
-        assert (fault.step, fault.reason) == (11, "nonfinite")
-        assert math.isfinite(fault.own_loss) == (rank == 0 or math.isfinite(bad[0]))  # whose batch it was
+    for rank, (decisions, skipped) in enumerate(run_ranks(decide, 2, config, 1, [GOOD, bad, GOOD])):
+        assert decisions == [0, 1, 0] and skipped.last is None
+        (skipped_step,) = skipped.steps
+        assert (skipped_step.step, skipped_step.reason) == (11, "nonfinite")
+        assert math.isfinite(skipped_step.own_loss) == (rank == 0 or math.isfinite(bad[0]))  # whose batch it was
 
 
 def test_stop_leaves_out_all_that_follow() -> None:
-    for decisions, settlement in run_ranks(decide, 2, DebugConfig(), 0, [GOOD, (math.nan, 1.0), GOOD]):
+    for decisions, skipped in run_ranks(decide, 2, DebugConfig(), 0, [GOOD, (math.nan, 1.0), GOOD]):
         assert decisions == [0, 1, 1]
-        assert settlement.last is not None and settlement.faults == (settlement.last,)
-        assert settlement.last.step == 11
+        assert skipped.last is not None and skipped.steps == (skipped.last,)
+        assert skipped.last.step == 11
 
 
 def test_steps_left_out_are_counted_in_a_row() -> None:
     bad = (math.inf, 1.0)
     values = [bad, bad, GOOD, bad, bad, bad, GOOD]
-    for decisions, settlement in run_ranks(decide, 2, DebugConfig(on_nonfinite="skip", max_skips=3), 0, values):
+    for decisions, skipped in run_ranks(decide, 2, DebugConfig(on_nonfinite="skip", max_skips=3), 0, values):
         assert decisions == [1, 1, 0, 1, 1, 1, 1]  # nothing is updated after the third
-        assert [fault.step for fault in settlement.faults] == [6, 7, 9, 10, 11]
-        assert settlement.last == settlement.faults[-1]
+        assert [skipped_step.step for skipped_step in skipped.steps] == [6, 7, 9, 10, 11]
+        assert skipped.last == skipped.steps[-1]
 
 
 LOSSES = [9.0, 3.0, 3.1, 2.9, 3.05, 3.0, 3.1, 8.0, 3.0, 3.2, 9.5, 3.1]
@@ -79,7 +79,7 @@ def find_spikes(saved_before: int) -> tuple[list[float], list[float], dict[str, 
             state, guard = guard.state_dict(), StepGuard(SPIKES, CPU)
             guard.load_state_dict(state)
         decisions.append(guard.check(torch.tensor(loss / 2), torch.tensor(1.0)).item())
-        limits += [fault.loss_limit for fault in guard.settle(index).faults]
+        limits += [skipped_step.loss_limit for skipped_step in guard.pop_skipped_steps(index).steps]
     return decisions, limits, guard.state_dict()  # type: ignore[return-value]
 
 
@@ -114,7 +114,7 @@ SHARED = ({"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2})
 
 
 def train_with_spikes(folder: Path) -> list[list[tuple[float, float]]]:
-    """Loss and norm of every step that was left out, of jobs whose learning rate is far too high."""
+    """Loss and norm of every skipped step, of jobs whose learning rate is far too high."""
     found = []
     for index, parallelism in enumerate(SHARED if dist.get_world_size() == 2 else ({},)):
         job = tiny_job(
@@ -130,9 +130,9 @@ def train_with_spikes(folder: Path) -> list[list[tuple[float, float]]]:
             run = build_run(JobConfig.model_validate(job), this_rank(), stack)
             for _ in range(4):
                 train_one_step(run)
-            faults = run.guard.settle(4).faults
-        assert [(fault.step, fault.reason) for fault in faults] == [(step, "spike") for step in (2, 3, 4)]
-        found.append([(fault.loss, fault.grad_norm) for fault in faults])
+            steps = run.guard.pop_skipped_steps(4).steps
+        assert [(each.step, each.reason) for each in steps] == [(step, "spike") for step in (2, 3, 4)]
+        found.append([(skipped_step.loss, skipped_step.grad_norm) for skipped_step in steps])
     return found
 
 

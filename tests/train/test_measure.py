@@ -117,13 +117,15 @@ def test_a_difference_of_more_than_a_tenth_is_said_once(tmp_path: Path, factor: 
     warnings = checked(tiny_job(tmp_path), factor)
     assert len(warnings) == warns
     for warning in warnings:
-        assert "were predicted (" in warning and "microbatch" in warning
+        assert "was predicted (" in warning and "microbatch" in warning
         assert warning.count("MiB") == 2
 
 
 def test_kernels_are_not_profiled_on_a_cpu() -> None:
     check_profiling(CommConfig(), torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"comm\.profile_freq: profiles CUDA kernels, and this run is on .* cpu"):
+    with pytest.raises(
+        ConfigError, match=r"comm\.profile_freq: profiles CUDA kernels, but the device of this run is cpu"
+    ):
         check_profiling(CommConfig(profile_freq=10), torch.device("cpu"))
 
 
@@ -162,13 +164,13 @@ def test_a_model_of_ones_own_is_traced_beside_the_run(tmp_path: Path) -> None:
     with ExitStack() as stack:
         check = MemoryCheck(job, layout, hardware_of(job, 2, "cpu"), stack)
         assert check.scalars(None) == {}
-        assert check._tracing is not None
-        check._tracing._process.wait(timeout=120)
+        assert check._trace is not None
+        check._trace._process.wait(timeout=120)
         assert check.scalars(None)[PREDICTED] > 0
     with ExitStack() as stack:
         check = MemoryCheck(job, layout, hardware_of(job, 2, "cpu"), stack)
-        assert check._tracing is not None
-        process = check._tracing._process
+        assert check._trace is not None
+        process = check._trace._process
     assert process.poll() is not None  # it does not outlive the run
 
 
@@ -182,8 +184,8 @@ def test_a_model_that_cannot_be_traced_is_trained_all_the_same(caplog: pytest.Lo
     layout = plan_layout(job.parallelism, job.training, 1)
     with ExitStack() as stack, caplog.at_level(logging.INFO, "titan_launch"):
         check = MemoryCheck(job, layout, hardware_of(job, 1, "cpu"), stack)
-        assert check._tracing is not None
-        check._tracing._process.wait(timeout=120)
+        assert check._trace is not None
+        check._trace._process.wait(timeout=120)
         assert check.scalars(None) == {}
         assert check.scalars(1.0) == {}
     assert "memory is not predicted" in caplog.text

@@ -194,15 +194,15 @@ def test_data_that_changed_is_refused(on_text: Path) -> None:
     for data, num_files, mark, change in (
         ("more", 40, "a", "it now has 202 samples (before: 101) and 40 files (before: 20)"),
         ("fewer", 1, "a", "it now has 5 samples (before: 101) and 1 file (before: 20)"),
-        ("others", 20, "b", "names and sizes of its files are the same, but their content differs"),
+        ("others", 20, "b", "the names and sizes of its files are the same, but their content differs"),
     ):
         write_text(on_text / data, num_files, mark)
         changes.append(change)
     jobs = [text_job(on_text, data, 4) for data in ("more", "fewer", "others")]
     for messages in run_ranks(all_refused, 2, jobs):
         assert messages == [
-            f"data.path: the data has changed since {step_2} was saved: {change}; restore it, or go on with the new "
-            "data by --checkpoint.accept_changes=true, or start anew by --checkpoint.load=none"
+            f"data.path: the data has changed since {step_2} was saved: {change}; restore it, or use the new "
+            "data with --checkpoint.accept_changes=true, or start anew with --checkpoint.load=none"
             for change in changes
         ]
     # The position in the data is not taken over, or the checkpoint is another run's: the data may be any.
@@ -228,6 +228,6 @@ def test_a_run_goes_on_with_moved_data_and_with_changed_data_that_is_accepted(tm
     assert run_ranks(next_inputs, 1, accepted)[0] == [new[order(16)][0].tolist()]
     assert run_ranks(logged, 2, accepted, "the ")[1] == [
         f"the data has changed since {checkpoints / 'step-4'} was saved: it now has 10 samples (before: 101) and 2 "
-        "files (before: 20); training goes on at epoch 1.60 of the new data"
+        "files (before: 20); training continues at epoch 1.60 of the new data"
     ]
     assert run_ranks(start, 1, text_job(tmp_path, "text", 8))[0][:2] == (6, 24)  # it is the run's data now

@@ -1,4 +1,4 @@
-"""A run that hangs says which rank is behind and what every thread does; a timeout ends it with the same words."""
+"""Hang detection: reports of the ranks behind and of all stacks; timeouts report the same."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_hang_names_the_rank_that_is_behind(tmp_path: Path) -> None:
     behind = "rank 1 is behind: it is in step 3 (loading data) while the others are in step 3 (forward, backward"
     for records in (main, other):
         assert len([text for text in records if behind in text]) == 1
-        assert any(text.startswith("going on after ") for text in records)
+        assert any(text.startswith("progress after a hang of ") for text in records)
     stacks = (tmp_path / "tiny" / "hangs" / "rank_1.txt").read_text()
     assert "in a_slow_disk" in stacks and "in _watch" in stacks  # all threads
     assert "in a_slow_disk" not in (tmp_path / "tiny" / "hangs" / "rank_0.txt").read_text()
@@ -115,11 +115,11 @@ def test_a_timeout_ends_the_run_with_the_rank_that_was_behind(tmp_path: Path) ->
     assert ended.returncode == 1, ended.stderr
     error = ended.stderr[ended.stderr.index("error: ") :]
     assert error.startswith("error: a collective took longer than comm.timeout_seconds: Timed out waiting 3000ms")
-    assert "rank 1 is behind: all are in step 3 (forward, backward and update), but rank 1 has begun" in error
+    assert "rank 1 is behind: all are in step 3 (forward, backward and update), but rank 1 started" in error
     assert error.count("\n") == 2  # nothing else, and nobody killed the rank that hung: it ended by itself
     run = tmp_path / "tiny"
     assert "in wait_for_ever" in (run / "hangs" / "rank_1.txt").read_text()
-    assert "and this one hangs in step 3" in next(run.glob("logs/*/rank_1.log")).read_text()
+    assert "and this rank hangs in step 3" in next(run.glob("logs/*/rank_1.log")).read_text()
     traces = {rank: pickle.loads((run / "flight_recorder" / f"rank_{rank}").read_bytes()) for rank in (0, 1)}
     assert len(traces[0]["entries"]) == len(traces[1]["entries"]) + 1
     for trace in traces.values():  # what torchfrtrace needs to compare ranks, and gloo leaves out
@@ -138,7 +138,8 @@ def test_a_rank_that_native_code_aborts_at_a_hang_ends_the_run_with_the_collecti
     assert ended.returncode == 128 + signal.SIGABRT, ended.stderr
     error = ended.stderr[ended.stderr.index("error: rank 0 was killed by SIGABRT: native code aborted the process") :]
     assert re.search(
-        r"not finished: gloo:\w+ number \d+ of group \w+: begun by rank 0, not by rank 1 \(last begun on rank 1: gloo:",
+        r"not finished: gloo:\w+ number \d+ of group \w+: started by rank 0, not by rank 1 "
+        r"\(last started on rank 1: gloo:",
         error,
     )
     assert error.endswith(f"; see the flight records and stacks in {tmp_path / 'tiny'}\n")
@@ -160,9 +161,7 @@ def hang_within_a_phase(comm: CommConfig) -> str:
 def test_a_rank_that_is_behind_within_a_phase(tmp_path: Path) -> None:
     """What is told apart by the collectives that ranks have begun."""
     sentence, _ = run_ranks(hang_within_a_phase, 2, CommConfig(timeout_seconds=60, hang_seconds=1))
-    assert sentence.startswith(
-        "rank 1 is behind: all are in step 7 (forward, backward and update), but rank 1 has begun"
-    )
+    assert sentence.startswith("rank 1 is behind: all are in step 7 (forward, backward and update), but rank 1 started")
 
 
 def timeouts_of_groups(job: dict[str, Any]) -> tuple[set[float], set[float]]:
@@ -200,5 +199,5 @@ def limits_of_phases(comm: CommConfig) -> tuple[float, ...]:
     watchdog.end_warm_up()
     watchdog.enter("loading data", 2)
     usual = watchdog._now.limit_s
-    watchdog.enter("saving a checkpoint", 2, patient=True)
+    watchdog.enter("saving a checkpoint", 2, is_slow=True)
     return first, usual, watchdog._now.limit_s

@@ -14,7 +14,7 @@ from titan_launch.checkpoint.snapshot import Arena, State, in_memory, lay_out
 from titan_launch.checkpoint.writer import WriteRequest, Written
 from titan_launch.checkpoint.writer_process import COLLECTIVE_TIMEOUT, WriteOrder, WriterProcess, load_writer
 from titan_launch.config.sections.checkpoint import AsyncMode
-from titan_launch.distributed.collectives import on_all
+from titan_launch.distributed.collectives import on_all_ranks
 
 
 class Background(ABC):
@@ -29,7 +29,7 @@ class Background(ABC):
         The save before must be done. After this function returns, the caller may change the tensors of `state`. Raises
         OSError if there is no memory for the copy.
         """
-        if any(on_all(lambda: self._is_broken or self._has_died())):
+        if any(on_all_ranks(lambda: self._is_broken or self._has_died())):
             self.close()
             self._start()
             self._is_broken = False
@@ -173,7 +173,7 @@ def _reserve(state: State, arena: Arena) -> State:
     """Reserve memory for a copy of the state, and return its slots. Collective: if one rank finds no memory, all raise
     OSError."""
     slots, size = lay_out(state)
-    on_all(lambda: arena.reserve(size))
+    on_all_ranks(lambda: arena.reserve(size))
     return slots
 
 

@@ -15,7 +15,7 @@ from titan_launch.checkpoint.retention import set_aside
 from titan_launch.checkpoint.state import TrainingState, Values, rank_key
 from titan_launch.core.errors import KeyPath, UserError, config_error, listed
 from titan_launch.core.globs import matches
-from titan_launch.distributed.collectives import on_all, on_main, warn
+from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, warn
 
 _log = logging.getLogger(__name__)
 
@@ -27,12 +27,12 @@ def newest_valid(folder: Path, *, set_damaged_aside: bool) -> Path | None:
     renamed when an older undamaged one is found. Raises UserError if all checkpoints are damaged.
     """
     damaged: list[Path] = []
-    for step in on_main(lambda: checkpoint_steps(folder)):
+    for step in on_rank_0(lambda: checkpoint_steps(folder)):
         candidate = folder / checkpoint_name(step)
         reason = damage(candidate)
         if reason is None:
             if set_damaged_aside:
-                on_main(lambda: [set_aside(path) for path in damaged])
+                on_rank_0(lambda: [set_aside(path) for path in damaged])
             return candidate
         damaged.append(candidate)
         warn(_log, "%s is damaged and not loaded: %s", candidate, reason)
@@ -59,7 +59,7 @@ def damage(checkpoint: Path) -> str | None:
             return f"it cannot be read: {error}"
         return None
 
-    return next((reason for reason in on_all(look) if reason is not None), None)
+    return next((reason for reason in on_all_ranks(look) if reason is not None), None)
 
 
 def find_checkpoint(path: Path, key: KeyPath) -> Path:
@@ -68,11 +68,11 @@ def find_checkpoint(path: Path, key: KeyPath) -> Path:
     Collective. Raises ConfigError for `key` on all ranks if there is no checkpoint, or if it is damaged.
     """
     for folder in (path / "checkpoints", path):
-        if on_main(lambda folder=folder: bool(checkpoint_steps(folder))):  # type: ignore[misc]
+        if on_rank_0(lambda folder=folder: bool(checkpoint_steps(folder))):  # type: ignore[misc]
             found = newest_valid(folder, set_damaged_aside=False)
             assert found is not None
             return found
-    if not on_main(path.is_dir):
+    if not on_rank_0(path.is_dir):
         reason = "there is no such folder; name a checkpoint (.../step-100) or a run's folder"
         raise config_error(key, reason, str(path))
     damaged = damage(path)
@@ -160,7 +160,7 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     if has_random:
         state.random.load_state_dict(target["random"][stream])  # again, because loading may draw random numbers
     elif selection.takes("random"):
-        state.random.seed_anew(int(target["progress"]["step"]))
+        state.random.seed_new_stream(int(target["progress"]["step"]))
     if has_statistics:
         state.local_statistics.load_state_dict(target["local_statistics"][own])
 
@@ -176,7 +176,7 @@ def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> boo
     there = _below("local_statistics", saved)
     if len({key.partition(".")[0] for key in there}) != dist.get_world_size():
         return False
-    return all(on_all(lambda: state.local_statistics.targets().keys() == _below(rank_key(), there).keys()))
+    return all(on_all_ranks(lambda: state.local_statistics.targets().keys() == _below(rank_key(), there).keys()))
 
 
 def _part_of(name: str, key: str) -> str:
@@ -232,7 +232,7 @@ def _check_optimizer(checkpoint: Path, own: Mapping[str, Values], saved: Mapping
                 return f"for {name} it has {', '.join(sorted(kept))}, and this job has {', '.join(sorted(values))}"
         return None
 
-    reason = next((reason for reason in on_all(find_missing) if reason is not None), None)
+    reason = next((reason for reason in on_all_ranks(find_missing) if reason is not None), None)
     if reason is not None:
         raise UserError(
             f"the checkpoint {checkpoint} is of another optimizer: {reason}; name it with checkpoint.load and set "

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from titan_launch.distributed.collectives import on_all
+from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.random_state import RandomState, random_key
 
 Values = dict[str, Tensor]
@@ -175,7 +175,9 @@ class TrainingState:
         """Return the shape of every parameter and buffer of the whole model, by name. Collective over the pipeline."""
         if self._pipeline is None:
             return self.weights.shapes()
-        return {name: shape for part in on_all(self.weights.shapes, self._pipeline) for name, shape in part.items()}
+        return {
+            name: shape for part in on_all_ranks(self.weights.shapes, self._pipeline) for name, shape in part.items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return nested dicts of DTensors and tensors. Nothing is copied."""

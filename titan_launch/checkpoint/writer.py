@@ -25,7 +25,7 @@ from titan_launch.checkpoint.manifest import FileRecord, Manifest, checkpoint_na
 from titan_launch.checkpoint.retention import TEMPORARY, Retention, clean, set_aside, tidy
 from titan_launch.checkpoint.snapshot import Shard, State, hash_of_names, is_on_host, total_bytes
 from titan_launch.core.files import sync_folder
-from titan_launch.distributed.collectives import on_all, on_main
+from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.plan.hardware import GIB
 
 
@@ -73,11 +73,11 @@ def write_checkpoint(request: WriteRequest, state: State, group: dist.ProcessGro
     start = time.perf_counter()
     temporary = request.folder / f"{checkpoint_name(request.manifest.step)}{TEMPORARY}"
     # Ranks of one pipeline stage have shards of the same tensors, which count once.
-    needed = sum(dict(on_all(lambda: (hash_of_names(state), total_bytes(state)), group)).values())
-    on_main(lambda: _make_room(request.folder, temporary, needed), group)
+    needed = sum(dict(on_all_ranks(lambda: (hash_of_names(state), total_bytes(state)), group)).values())
+    on_rank_0(lambda: _make_room(request.folder, temporary, needed), group)
     try:
         records = _write_files(temporary, state, group)
-        deleted, warning = on_main(lambda: _complete(request, temporary, records), group)
+        deleted, warning = on_rank_0(lambda: _complete(request, temporary, records), group)
     except Exception:
         if dist.get_rank(group) == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -110,7 +110,7 @@ def _write_files(temporary: Path, state: State, group: dist.ProcessGroup | None)
     except dcp.api.CheckpointException as error:
         raise _first_failure(error) from error
     records: dict[str, FileRecord] = {}
-    for of_rank in on_all(lambda: _read_back(temporary, files.records), group):
+    for of_rank in on_all_ranks(lambda: _read_back(temporary, files.records), group):
         records |= of_rank
     return records
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from titan_launch.checkpoint.snapshot import State, in_memory
 from titan_launch.checkpoint.writer import WriteRequest, Written
 from titan_launch.core.patches import environment
-from titan_launch.core.signals import leave_signals_to_parent, stop_with_parent
-from titan_launch.distributed.collectives import on_main
+from titan_launch.core.signals import ignore_stop_signals, stop_with_parent
+from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.torch_private import set_timeout
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
@@ -117,7 +117,7 @@ def _meeting_point() -> tuple[str, int, dist.Store | None]:
     store: dist.TCPStore | None = None
     if dist.get_rank() == 0 and dist.get_world_size() > 1:
         store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
-    host, port = on_main(lambda: (_own_address(), 0 if store is None else store.port))
+    host, port = on_rank_0(lambda: (_own_address(), 0 if store is None else store.port))
     return host, port, store
 
 
@@ -138,7 +138,7 @@ def _own_address() -> str:
 def serve(connection: Connection, address: WriterAddress) -> None:
     """Run a writer process: join the others at the first order, and execute orders until the training process ends."""
     _end_with(address.parent)
-    leave_signals_to_parent()  # the training process waits for this process
+    ignore_stop_signals()  # the training process waits for this process
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     os.nice(_NICENESS)  # if cores are scarce, training has priority
@@ -157,7 +157,7 @@ def serve(connection: Connection, address: WriterAddress) -> None:
             except Exception as error:
                 text = str(error) if isinstance(error, RuntimeError) else traceback.format_exc()
                 connection.send(_Failure(False, text))
-    os._exit(0)  # see titan_launch.core.process.leave
+    os._exit(0)  # see titan_launch.core.process.exit_process
 
 
 def _join(address: WriterAddress) -> None:

@@ -17,7 +17,7 @@ from titan_launch.commands.parser import Parser, at_least
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import PlannerConfig
 from titan_launch.core.errors import UserError
-from titan_launch.core.process import run_and_leave
+from titan_launch.core.process import run_and_exit
 from titan_launch.core.torch_release import planned_release
 from titan_launch.plan.auto_mode import AS_GIVEN, Resolution, resolve, suggest
 from titan_launch.plan.communication import Traffic
@@ -81,7 +81,7 @@ def run(arguments: Namespace) -> NoReturn:
     if options.plot is not None:
         check_plot(options.plot)
     loaded, world_size = load(arguments, arguments.world_size), arguments.world_size
-    run_and_leave(
+    run_and_exit(
         lambda: print_plan(loaded.config, world_size, loaded.provenance.place, options), loaded.provenance.describe
     )
 

@@ -11,7 +11,7 @@ from titan_launch.commands.parser import Parser, at_least
 from titan_launch.config.loading.load import LoadedJob
 from titan_launch.core.errors import UserError
 from titan_launch.core.import_string import without_garbage_collection
-from titan_launch.core.process import run_and_leave
+from titan_launch.core.process import run_and_exit
 from titan_launch.train.health.coordination import StopRequest
 
 MOST_FAKE_RANKS = 16384
@@ -42,7 +42,7 @@ def run(arguments: Namespace) -> NoReturn:
     stop = StopRequest()
     with stop.listening():  # before torch is imported, so that a signal of these seconds is not lost
         loaded = load_to_train(arguments, _world_size())
-        run_and_leave(lambda: _import_and_train(loaded, stop), loaded.provenance.describe)
+        run_and_exit(lambda: _import_and_train(loaded, stop), loaded.provenance.describe)
 
 
 def is_dry_run(arguments: Namespace) -> bool:
@@ -60,7 +60,7 @@ def dry_run(arguments: Namespace) -> NoReturn:
     if rank >= world_size:
         raise UserError(f"error: --fake-rank: must be a whole number from 0 to {world_size - 1}, not {rank}")
     loaded = load(arguments, world_size)
-    run_and_leave(lambda: _import_and_build(loaded, world_size, rank), loaded.provenance.describe)
+    run_and_exit(lambda: _import_and_build(loaded, world_size, rank), loaded.provenance.describe)
 
 
 def _world_size() -> int:

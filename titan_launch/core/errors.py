@@ -1,4 +1,4 @@
-"""Errors a user can fix. The command line prints them as one message, once, and exits with status 2."""
+"""Errors of a run, and their exit statuses. The command line prints each error once."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ class _Unset:
         return False
 
     def __reduce__(self) -> str:
-        return "UNSET"  # problems travel between ranks, and there is one of it on each
+        return "UNSET"  # ranks exchange problems by pickle; UNSET stays a singleton
 
 
 UNSET: Any = _Unset()
-"""Marks a problem that has no offending value (a missing key, for example)."""
+"""Value of a problem that has none, a missing key for example."""
 
 KeyPath = tuple["str | int", ...]
 """A path into the job file, such as `("precision", "rules", 0, "match")`."""
 
 
 class UserError(Exception):
-    """Something the user can fix: the message says what is wrong and what to do. Exit status 2, no traceback."""
+    """An error that the user can fix. The message says what is wrong and what to do. Exit status 2, no traceback."""
 
 
 class RunError(Exception):
-    """Why a run that was under way cannot go on, in a sentence. Exit status 1, no traceback."""
+    """An error that ends a run after its start. The message gives the reason. Exit status 1, no traceback."""
 
 
-class Stopped(Exception):  # noqa: N818 - it is the end that was asked for
-    """The run ended early because a signal asked for it; the message says what that means for what it did."""
+class Stopped(Exception):  # noqa: N818 - a requested stop is not an error
+    """The early end of a run that a signal asked for. The message says what was saved."""
 
     def __init__(self, message: str, status: int):
-        """`status`: the process's exit status; 0 where nothing is lost."""
+        """`status`: exit status of the process; 0 if nothing is lost."""
         super().__init__(message)
         self.status = status
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a key of the job file.
+    """One error in a key of the job file.
 
-    `reason` is a clause that can stand behind "key = value: "; it names the remedy where there is one.
-    Where the key came from (file and line, or the command line) is looked up when the problem is printed.
+    `reason` is a clause that follows "key = value: ". `reason` names the remedy if there is one. The source of the key
+    (file and line, or the command line) is looked up when the problem is printed.
     """
 
     key: KeyPath
     reason: str
     value: Any = UNSET
     also: tuple[KeyPath, ...] = ()
-    """Other keys it depends on: when one of those is wrong itself, this problem may only follow from that one."""
+    """Other keys on which the problem depends. If one of them is wrong too, this problem may be a consequence."""
 
 
 class ConfigError(UserError):
-    """A job file that cannot be run; holds every problem found, not only the first."""
+    """All problems of a job file that cannot be run."""
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = tuple(problems)
@@ -66,12 +66,12 @@ class ConfigError(UserError):
 
 
 def config_error(key: KeyPath, reason: str, value: Any = UNSET, also: tuple[KeyPath, ...] = ()) -> ConfigError:
-    """The error for a single problem, to be raised: `raise config_error(("data", "path"), "no such file", path)`."""
+    """Return the error for a single problem: `raise config_error(("data", "path"), "no such file", path)`."""
     return ConfigError([Problem(key, reason, value, also)])
 
 
 def format_key(key: KeyPath) -> str:
-    """`("precision", "rules", 0, "match")` as `precision.rules.0.match`, the form that overrides take."""
+    """Return `precision.rules.0.match` for `("precision", "rules", 0, "match")`: the form that overrides use."""
     return ".".join(_format_key_part(str(part)) for part in key)
 
 
@@ -81,14 +81,14 @@ def _format_key_part(part: str) -> str:
 
 
 def nearest_multiples(number: int, of: int) -> str:
-    """The multiples of `of` on both sides of a number, in words; of a small number the one above, since 0 is none."""
+    """Return "8 or 16", the multiples of `of` below and above a number. 0 is not offered."""
     below, above = number // of * of, (number // of + 1) * of
     return f"{below} or {above}" if below else str(above)
 
 
 def nearest(word: str, candidates: Iterable[str], similarity: float = 0.6) -> str | None:
-    """The candidate that a misspelt word most likely means, if any is near. Case is ignored."""
-    import difflib  # only errors need it, and importing it takes a millisecond of every start
+    """Return the candidate that is most similar to a misspelt word, or None. Case is ignored."""
+    import difflib  # imported here to save a millisecond of every start
 
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=similarity)
@@ -96,12 +96,12 @@ def nearest(word: str, candidates: Iterable[str], similarity: float = 0.6) -> st
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """`; did you mean "steps"?`, or nothing when no candidate is near. Case is ignored."""
+    """Return `; did you mean "steps"?`, or "" if no candidate is similar. Case is ignored."""
     near = nearest(word, candidates)
     return f'; did you mean "{near}"?' if near else ""
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """The first few of several names, and how many more there are."""
+    """Return the first names, and how many more there are: "a, b, c and 2 more"."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

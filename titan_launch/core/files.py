@@ -1,4 +1,4 @@
-"""Files and folders: written so that a kill leaves the old content or the new, and read without waiting for ever."""
+"""Atomic writes of files, and reads that never block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file whole: whoever reads it finds the old text or the new one, whenever the writer is killed."""
+    """Replace a file atomically. Readers see the old text or the new text, also if the writer is killed."""
     temporary = path.with_name(f"{path.name}.tmp")
     remove(temporary)
     with temporary.open("x", encoding="utf-8") as file:
@@ -24,7 +24,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Write the entries of a folder to disk (fsync)."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -33,7 +33,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def free_name(pattern: Path) -> Path:
-    """The first of a row of numbered names that nothing has; `{}` in the last part stands for the number."""
+    """Return the first path of a numbered series that does not exist. `{}` in the last part stands for the number."""
     names = (pattern.with_name(pattern.name.format(number)) for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 
@@ -47,15 +47,15 @@ def remove(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to be read. Raises OSError for what is no regular file: a FIFO would wait for a writer."""
+    """Open a regular file for reading. Raises OSError for other kinds: a FIFO would wait for a writer."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     return file
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file. Raises OSError, also for a file of another kind."""
+    """Return the content of a regular file. Raises OSError, also for other kinds of file."""
     with open_regular(path) as file:
         return file.read()

@@ -1,4 +1,4 @@
-"""The fingerprint of a data set. A run that is resumed compares it, to find that its data has changed."""
+"""Fingerprint of a data set. A resumed run compares fingerprints to detect changed data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HASHED_SAMPLES = 64
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The size of a data set, and digests that change with the data set."""
+    """Sizes and digests of a data set."""
 
     seed: int
     """Seed that draws the hashed samples."""
@@ -20,14 +20,14 @@ class Fingerprint:
     samples: int
     files: int
     names_and_sizes: str
-    """Digest of the names and the sizes of all files, in order."""
+    """Digest of the names and sizes of all files, in order."""
 
     content: str
     """Digest of up to 64 samples."""
 
     def changed_to(self, now: Fingerprint) -> str:
-        """Return how the data of `now`, a fingerprint with the same seed, differs from this one, as a clause; "" if it
-        does not."""
+        """Return a clause that says how the data has changed; "" if it has not. `now`: the new fingerprint, with the
+        same seed."""
         counts = [
             f"{new:,} {noun if new == 1 else f'{noun}s'} (before: {old:,})"
             for noun, old, new in (("sample", self.samples, now.samples), ("file", self.files, now.files))
@@ -37,7 +37,7 @@ class Fingerprint:
             return f"it now has {' and '.join(counts)}"
         if self.names_and_sizes != now.names_and_sizes:
             return "the names or the sizes of its files differ"
-        return "" if self == now else "names and sizes of its files are the same, but their content differs"
+        return "" if self == now else "the names and sizes of its files are the same, but their content differs"
 
 
 def fingerprint_of(
@@ -45,7 +45,7 @@ def fingerprint_of(
 ) -> Fingerprint:
     """Return the fingerprint of a data set, the same on every machine.
 
-    `files`: name and size of each file in order. `sample` returns the content of a sample by its index.
+    `files`: name and size of each file, in order. `sample` returns the content of the sample at an index.
     """
     names_and_sizes = json.dumps(files).encode()
     content = map(sample, _drawn_samples(num_samples, seed))
@@ -53,7 +53,7 @@ def fingerprint_of(
 
 
 def _drawn_samples(num_samples: int, seed: int) -> Iterable[int]:
-    """Return the indices of all samples of a small data set, and of 64 drawn samples of a larger one."""
+    """Return the indices of the hashed samples: all of a small data set, 64 random ones of a larger one."""
     if num_samples <= _HASHED_SAMPLES:
         return range(num_samples)
     return (int(_digest([f"{seed}/{draw}".encode()]), 16) % num_samples for draw in range(_HASHED_SAMPLES))

@@ -1,4 +1,4 @@
-"""Globs over dotted paths (of modules and parameters), with one meaning everywhere."""
+"""Globs for dotted paths of modules and parameters."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fnmatch import translate
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a glob matches a whole dotted path.
+    """Return True if a glob matches a whole dotted path.
 
-    `*`, `?` and `[...]` stay within one segment; `**` is any number of whole segments, none included, so `**.norm`
-    finds `norm` and `layers.0.norm`, while `layers.*` finds `layers.0` but not `layers.0.norm`.
+    `*`, `?` and `[...]` match within one segment. `**` matches zero or more whole segments: `**.norm` matches `norm`
+    and `layers.0.norm`. `layers.*` matches `layers.0`, but not `layers.0.norm`.
     """
     return _matches(tuple(pattern.split(".")), tuple(path.split(".")))
 

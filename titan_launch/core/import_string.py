@@ -1,4 +1,4 @@
-"""Import strings: `package.module:attribute` in a job file names a Python object of the user."""
+"""Import strings: `package.module:attribute` in a job file names one of the user's Python objects."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _IMPORT_MACHINERY = ("<frozen importlib", str(Path(importlib.__file__).resolve()
 
 
 def import_factory(name: str, key: KeyPath = ("model", "name")) -> Callable[..., Any]:
-    """The callable that `package.module:attribute` names; the attribute may have dots (`my_models:Net.small`).
+    """Return the callable that `package.module:attribute` names. The attribute may have dots (`my_models:Net.small`).
 
-    The working directory can be imported from, as with `python -m`. Raises ConfigError on `key`, with the user's own
-    traceback where importing the module fails inside it.
+    The working directory is importable, as with `python -m`. Raises ConfigError on `key`. If the user's module raises
+    an error while it is imported, the ConfigError contains the user's part of the traceback.
     """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
@@ -40,61 +40,61 @@ def import_factory(name: str, key: KeyPath = ("model", "name")) -> Callable[...,
             raise config_error(key, f'{path} has no attribute "{part}"{did_you_mean(part, public)}', name)
         found, path = getattr(found, part), f"{path}.{part}"
     if not callable(found):
-        raise config_error(key, f"{path} is of type {type(found).__name__}, which cannot be called", name)
+        raise config_error(key, f"{path} is of type {type(found).__name__}, which is not callable", name)
     return found
 
 
 class RefusedImportError(ImportError):
-    """A module that lies in a folder from which nothing is imported."""
+    """The error for a module in a folder from which imports are refused."""
 
 
 def refuse_imports_from(folders: Iterable[Path], parent: Path) -> None:
-    """Let nothing be imported from `folders`, from runs in `parent`, and below, in this process from now on.
+    """Refuse imports from `folders`, from the run folders in `parent`, and from their subfolders, in this process.
 
-    The working directory is importable, and the folders of runs and checkpoints lie below it. Files in them may come
-    from somebody else. A folder around the working directory is left out. Replaces an earlier call.
+    The working directory is importable and usually contains the run folders. Files in a run folder may come from
+    somebody else. A folder that contains the working directory is not refused. A later call replaces an earlier one.
     """
     finder = _RefusingFinder(map(os.path.realpath, folders), os.path.realpath(parent))
     sys.meta_path[:] = [finder, *(other for other in sys.meta_path if not isinstance(other, _RefusingFinder))]
 
 
 class _RefusingFinder(importlib.abc.MetaPathFinder):
-    """Raises RefusedImportError for a module in one of some folders, and finds nothing itself."""
+    """A meta path finder that raises RefusedImportError for modules in refused folders, and finds no module."""
 
     def __init__(self, folders: Iterable[str], parent: str):
-        self._here = os.path.join(os.path.realpath(os.getcwd()), "")
-        self._folders = tuple(folder for folder in folders if not self._is_around(folder))
+        self._working_directory = os.path.join(os.path.realpath(os.getcwd()), "")
+        self._folders = tuple(folder for folder in folders if not self._contains_working_directory(folder))
         self._parent = parent
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> None:
         for entry in sys.path if path is None else path:
-            place = os.path.join(_real_path(os.path.abspath(entry)), name.rpartition(".")[2])
-            if self._is_inside(place) and any(os.path.exists(place + end) for end in _ENDINGS):
-                reason = f"{place} lies in a folder of a run or a checkpoint, from which nothing is imported"
+            location = os.path.join(_real_path(os.path.abspath(entry)), name.rpartition(".")[2])
+            if self._is_inside(location) and any(os.path.exists(location + end) for end in _MODULE_SUFFIXES):
+                reason = f"{location} is in the folder of a run or a checkpoint, from which imports are refused"
                 raise RefusedImportError(f"{reason}; move the module out of it")
 
-    def _is_inside(self, place: str) -> bool:
-        if f"{place}{os.sep}".startswith(tuple(os.path.join(folder, "") for folder in self._folders)):
+    def _is_inside(self, location: str) -> bool:
+        if f"{location}{os.sep}".startswith(tuple(os.path.join(folder, "") for folder in self._folders)):
             return True
-        while place.startswith(os.path.join(self._parent, "")):
-            if not self._is_around(place) and any(
-                os.path.exists(os.path.join(place, mark)) for mark in _MARKS_OF_A_RUN
+        while location.startswith(os.path.join(self._parent, "")):
+            if not self._contains_working_directory(location) and any(
+                os.path.exists(os.path.join(location, mark)) for mark in _RUN_FOLDER_ENTRIES
             ):
                 return True
-            place = os.path.dirname(place)
+            location = os.path.dirname(location)
         return False
 
-    def _is_around(self, folder: str) -> bool:
-        return self._here.startswith(os.path.join(folder, ""))
+    def _contains_working_directory(self, folder: str) -> bool:
+        return self._working_directory.startswith(os.path.join(folder, ""))
 
 
-_MARKS_OF_A_RUN = ("checkpoints", "launch.json")
+_RUN_FOLDER_ENTRIES = ("checkpoints", "launch.json")
 _real_path = lru_cache(os.path.realpath)
-_ENDINGS = ("", *importlib.machinery.all_suffixes())
+_MODULE_SUFFIXES = ("", *importlib.machinery.all_suffixes())
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return the traceback of an error raised while the user's code ran, without our frames and PyTorch's."""
+    """Return the traceback of an error without the frames of this package and of PyTorch."""
     trace = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = trace
     while link is not None:
@@ -103,29 +103,29 @@ def user_traceback(error: BaseException) -> str:
     return "".join(trace.format()).rstrip()
 
 
-def is_of_users_forward(error: BaseException) -> bool:
-    """Return whether an error was raised while a forward of the user's own ran."""
+def raised_in_user_forward(error: BaseException) -> bool:
+    """Return True if an error was raised inside a `forward` of the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     return any(frame.name == "forward" and is_user_file(frame.filename) for frame in frames)
 
 
-def user_place(error: BaseException, or_own: bool = False) -> str | None:
-    """`file:line` of the innermost frame of an error that is neither PyTorch's nor ours; None where there is none. With
-    `or_own` then of the innermost one that is ours."""
+def user_location(error: BaseException, or_own: bool = False) -> str | None:
+    """Return `file:line` of the innermost frame in the user's code, or None. With `or_own`, fall back to the innermost
+    frame in this package."""
     frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if is_user_file(frame.filename)]
-    own = [frame for frame in frames if or_own and frame.filename.startswith(_OWN_FOLDER)]
-    named = users or own
-    return f"{named[-1].filename}:{named[-1].lineno}" if named else None
+    user_frames = [frame for frame in frames if is_user_file(frame.filename)]
+    own_frames = [frame for frame in frames if or_own and frame.filename.startswith(_OWN_FOLDER)]
+    candidates = user_frames or own_frames
+    return f"{candidates[-1].filename}:{candidates[-1].lineno}" if candidates else None
 
 
 def is_user_file(name: str) -> bool:
-    """Return whether a source file is neither ours, nor PyTorch's, nor of Python's import machinery."""
-    return not name.startswith((_OWN_FOLDER, _pytorchs_folder(), *_IMPORT_MACHINERY))
+    """Return True if a source file belongs neither to this package, nor to PyTorch, nor to `importlib`."""
+    return not name.startswith((_OWN_FOLDER, _torch_folder(), *_IMPORT_MACHINERY))
 
 
 @functools.cache
-def _pytorchs_folder() -> str:
+def _torch_folder() -> str:
     torch = importlib.util.find_spec("torch")
     assert torch is not None and torch.origin is not None
     return os.path.dirname(torch.origin) + os.sep
@@ -150,12 +150,12 @@ def _is_or_contains(package: str, module: str) -> bool:
 
 
 def _missing_module(missing: str, name: str, key: KeyPath) -> ConfigError:
-    reason = f'there is no module "{missing}" (searched: {os.getcwd()}, and the installed packages)'
+    reason = f'there is no module "{missing}" (searched: {os.getcwd()} and the installed packages)'
     return config_error(key, reason, name)
 
 
 def _make_working_directory_importable() -> None:
-    """As `python -m` does; an installed console script does not."""
+    """Add the working directory to `sys.path`, as `python -m` does. An installed console script does not."""
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)
@@ -164,8 +164,10 @@ def _make_working_directory_importable() -> None:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Around imports of PyTorch and what needs it, which make a million objects that stay: looking through them again
-    and again for garbage takes a tenth to a quarter of the time. What is there at the end is never looked through."""
+    """Disable garbage collection during the block, and exclude all objects that then exist from later collections.
+
+    Importing PyTorch creates a million permanent objects. Collections during the import take 10 % to 25 % of its time.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""How a training process ends: one message for all ranks, output flushed, the right exit status."""
+"""End of a training process: one message for all ranks, flushed output, exit status."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from titan_launch.core.errors import ConfigError, Problem, RunError, Stopped, Us
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
-LEFT_BY_ITSELF = "code that it ran called os._exit, or native code called exit"
-"""Why a rank ended without an error that the launcher could print."""
+EXITED_DIRECTLY = "code that it ran called os._exit, or native code called exit"
+"""Reason for the end of a rank that exited without `exit_immediately` and printed no error."""
 
 _RUNNING = "running"
-"""Name of a file in `rank_folder()` while the rank runs. It holds the path of multiprocessing's temporary folder."""
+"""Name of a file that exists in `rank_folder()` while the rank runs. The file holds the path of multiprocessing's
+temporary folder."""
 
 
-def run_and_leave(action: Callable[[], None], describe: Callable[[Iterable[Problem]], str]) -> NoReturn:
-    """Run `action`, print its error if it raised one, and end the process with the exit status for it.
+def run_and_exit(action: Callable[[], None], describe: Callable[[Iterable[Problem]], str]) -> NoReturn:
+    """Run `action`, print its error if it raises one, and end the process with the matching exit status.
 
-    `describe` returns the message for the problems of a `ConfigError`, with their files and lines.
+    `describe`: function that returns the message for the problems of a `ConfigError`, with files and lines.
     """
     if folder := rank_folder():
         from multiprocessing.util import get_temp_dir
@@ -35,23 +36,23 @@ def run_and_leave(action: Callable[[], None], describe: Callable[[Iterable[Probl
     try:
         status = _run(action, describe)
     finally:
-        leave(status)
+        exit_process(status)
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """Flush all output, and end the process without the interpreter's shutdown.
 
-    During the shutdown gloo's threads may still hold Python objects, which aborts up to a quarter of finished, correct
-    runs (SIGABRT; pytorch issue 190489). To free all objects would also take a tenth of the time of a `check`.
+    During the shutdown gloo's threads may still hold Python objects. That aborts up to 25 % of finished, correct runs
+    (SIGABRT; pytorch issue 190489). Freeing all objects would also take 10 % of the time of a `check`.
     """
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads any more: `| head`
+        with suppress(OSError):  # a closed pipe: `| head`
             stream.flush()
-    leave_at_once(status)
+    exit_immediately(status)
 
 
-def leave_at_once(status: int) -> NoReturn:
-    """End the process without flushing: any thread may call this, also while another holds the lock of a stream."""
+def exit_immediately(status: int) -> NoReturn:
+    """End the process without flushing. Any thread may call this function, also while another holds a stream's lock."""
     with suppress(OSError, KeyError):  # multiprocessing's exit handler, which os._exit skips, removes its folder
         process = sys.modules.get("multiprocessing.process")
         if process and process.parent_process() is None:  # a child shares the folder of its parent
@@ -62,26 +63,27 @@ def leave_at_once(status: int) -> NoReturn:
     os._exit(status)
 
 
-def has_left_by_itself(environment: Mapping[str, str]) -> bool:
-    """Return whether a rank that has exited did so past `leave_at_once`, for the reason LEFT_BY_ITSELF.
+def has_exited_directly(environment: Mapping[str, str]) -> bool:
+    """Return True if a rank that has ended did not call `exit_immediately` (see EXITED_DIRECTLY).
 
-    `environment`: that of the rank.
+    `environment`: environment variables of the rank.
     """
     folder = rank_folder(environment)
     return folder is not None and os.path.exists(os.path.join(folder, _RUNNING))
 
 
 def remove_folders(folder: str) -> None:
-    """Remove the folder in which torchrun makes the folders of all ranks, and the temporary folders of the ranks that
-    did not come to `leave_at_once`."""
+    """Remove the folder in which torchrun creates the folders of all ranks, and the temporary folders of the ranks that
+    did not call `exit_immediately`."""
     for mark in Path(folder).rglob(_RUNNING):
         shutil.rmtree(mark.read_text(), ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def rank_folder(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the folder that torchrun makes for each rank, within a folder for each start of the ranks; None in a
-    process that is no rank. `launch` removes these folders when it ends, however its ranks end."""
+    """Return the folder that torchrun creates for this rank; None in a process that torchrun did not start.
+
+    The parent folder belongs to one start of all ranks. `launch` removes these folders when it ends."""
     error_file = environment.get("TORCHELASTIC_ERROR_FILE")
     return os.path.dirname(error_file) if error_file else None
 
@@ -99,15 +101,15 @@ def _run(action: Callable[[], None], describe: Callable[[Iterable[Problem]], str
     except Stopped as end:
         return _announce(str(end), end.status)
     except BrokenPipeError:
-        return _announce("error: nobody reads the output any more (a closed pipe), so the run ends", FAILED)
+        return _announce("error: the pipe that reads the output was closed; the run ends", FAILED)
     except KeyboardInterrupt:
         return _announce("interrupted", INTERRUPTED)
     except BaseException as error:
         import traceback
 
-        from titan_launch.core.import_string import is_of_users_forward, user_traceback
+        from titan_launch.core.import_string import raised_in_user_forward, user_traceback
 
-        trace = user_traceback(error) if is_of_users_forward(error) else traceback.format_exc().rstrip()
+        trace = user_traceback(error) if raised_in_user_forward(error) else traceback.format_exc().rstrip()
         rank = os.environ.get("RANK")
         where = f" on rank {rank}" if rank else ""
         return _announce(f"{trace}\nerror: the run failed{where}; see the traceback above", FAILED)
@@ -119,35 +121,35 @@ def _announce(text: str, status: int) -> int:
 
 
 def announce_once(text: str) -> None:
-    """Print an error on the first rank of this host that has one; the errors of the other ranks follow from it.
+    """Print an error on the first rank of this host that fails. The errors of the other ranks are consequences.
 
-    Rank 0 alone could not print: torchrun stops all ranks as soon as the first one fails. So the rank that creates the
-    file of `claim_announcement` prints.
+    The rank that creates the file of `claim_announcement` prints. Rank 0 may not be able to print, because torchrun
+    stops all ranks as soon as one fails.
     """
     if claim_announcement(os.environ):
-        over_the_bar = "\r\x1b[K" if sys.stderr.isatty() else ""  # a progress bar leaves the cursor in its line
-        print(over_the_bar + text, file=sys.stderr, flush=True)
+        clear_line = "\r\x1b[K" if sys.stderr.isatty() else ""  # a progress bar leaves the cursor behind its line
+        print(clear_line + text, file=sys.stderr, flush=True)
 
 
 def claim_announcement(environment: Mapping[str, str]) -> bool:
-    """Create the file which says that the reason of a failure is printed. Returns False if it exists already.
+    """Create the file that marks a failure as printed. Returns False if the file exists already.
 
-    `environment`: that of a rank. torchrun names a folder in it for each start of the ranks.
+    `environment`: environment variables of a rank, which name torchrun's folder of this start.
     """
     path = _announcement_mark(environment)
-    if path is None:  # started by hand, or by another launcher: nothing stops the other ranks, so each may print
+    if path is None:  # torchrun did not start this process, so nothing stops the other ranks: each rank prints
         return True
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
         return False
-    except OSError:  # a message twice is better than none
+    except OSError:  # printing twice is better than not at all
         return True
     return True
 
 
 def is_announced() -> bool:
-    """Return True if the reason why a rank of this host failed is printed, by that rank or by `launch`."""
+    """Return True if the failure of a rank of this host is printed, by that rank or by `launch`."""
     path = _announcement_mark(os.environ)
     return path is not None and os.path.exists(path)
 

@@ -1,4 +1,4 @@
-"""Signals that ask a process to end: heard at once, whatever the process is doing."""
+"""Handling of the signals that ask a process to end, also while its main thread is blocked."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Schedulers send SIGTERM or (Slurm) SIGUSR1, Ctrl-C is SIGINT."""
+"""Signals that ask a run to stop. Schedulers send SIGTERM or (Slurm) SIGUSR1; Ctrl-C sends SIGINT."""
 
 RESTART_SIGNAL = signal.SIGUSR2
-"""The signal by which `titan_launch.launch.agent` asks ranks to save and end, because a new host joined."""
+"""Signal with which `titan_launch.launch.agent` asks ranks to save and end, because a new host joined."""
 
 RESTART_STATUS = 75
-"""How ranks end then (the EX_TEMPFAIL of sysexits.h), on every host: 0 would tell their agents that the run is over."""
+"""Exit status of the ranks after RESTART_SIGNAL (EX_TEMPFAIL of sysexits.h). With 0 the agents would end the run."""
 
 AGENT_PID = "TITAN_LAUNCH_AGENT_PID"
-"""Environment variable: id of the agent, without which this process must not go on. The agent of a rank is the process
-that starts the ranks of this host and watches them: `launch`, which sets the variable, or torchrun, which does not."""
+"""Environment variable with the process id of the agent, which starts and monitors the ranks of this host. The agent is
+`launch`, which sets the variable, or torchrun, which does not. This process ends when its agent ends."""
 
 SAME_REQUEST_S = 2.0
-"""Signals that follow the first within this many seconds are the same request: a scheduler signals all processes of a
-job, so a rank hears it from there and from torchrun; `timeout` signals its child and then the child's group."""
+"""Seconds after the first signal during which further signals count as the same request. A scheduler signals all
+processes of a job, so a rank gets the signal twice: from the scheduler and from torchrun."""
 
 
 @contextmanager
-def heard(
+def signals_handled(
     on_request: Callable[[int, bool], None],
     numbers: Collection[int] = STOP_SIGNALS,
     same_request_s: float = SAME_REQUEST_S,
 ) -> Iterator[None]:
-    """Until the end of the block, call `on_request(number, is_repeated)` when one of the signals `numbers` asks this
-    process to end: once for the first, with False, and with True for each that comes later than `same_request_s` after.
+    """Call `on_request(number, is_repeated)` for signals that ask this process to end, until the end of the block.
 
-    It is called from a thread. Python runs a handler only when the main thread comes back to the interpreter, which it
-    does not while it waits in a collective that never ends; and a handler may not log, since it may have interrupted
-    the holder of a lock. The thread may do both. Signals that were blocked, as `held_back` leaves them, are let in; one
-    that the process was started to ignore stays ignored. To be entered in the main thread.
+    `numbers`: the signals. `is_repeated` is False for the first signal, and True for each signal that arrives more than
+    `same_request_s` seconds after the first. Enter the block in the main thread.
+
+    A thread makes the calls. Python runs a signal handler only when the main thread returns to the interpreter, which
+    never happens during a collective that hangs. A handler also must not log, since the interrupted code may
+    hold the lock of a log. Signals that `signals_blocked` blocked are unblocked. Ignored signals stay ignored.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -50,7 +51,7 @@ def heard(
     listener.start()
     wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    handlers_before = {number: signal.signal(number, _nothing) for number in handled}
+    handlers_before = {number: signal.signal(number, _ignore) for number in handled}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     try:
         yield
@@ -63,9 +64,9 @@ def heard(
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Processes started within the block do not get these signals before they enter `heard`: until then a signal waits,
-    instead of killing a process that is about to install its handlers."""
+def signals_blocked() -> Iterator[None]:
+    """Block STOP_SIGNALS and RESTART_SIGNAL in processes started during the block, until they enter `signals_handled`.
+    Otherwise a signal could kill a process before it has handlers."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, RESTART_SIGNAL))
     try:
         yield
@@ -73,53 +74,56 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def leave_signals_to_parent() -> None:
-    """Have this process ignore what asks a rank to end: schedulers, terminals and torchrun signal a whole process
-    group, and the process that started this one ends it when it has no more use for it."""
+def ignore_stop_signals() -> None:
+    """Ignore STOP_SIGNALS and RESTART_SIGNAL in this process, which its parent ends.
+
+    Schedulers, terminals and torchrun signal a whole process group, so helper processes get the signals too."""
     for number in (*STOP_SIGNALS, RESTART_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
 
 
-_DIAL_SECONDS = 10.0
+_CONNECT_TIMEOUT_S = 10.0
 
 
 def stop_with_agent() -> None:
-    """Have this process be sent SIGTERM when its agent ends, and end it here if the agent has ended before.
+    """Have the kernel send SIGTERM to this process when its agent ends. End the process now if the agent has ended.
 
-    Call this function before anything slow is imported. It does nothing in a process that has no agent.
+    Call this function before slow imports. Without an agent, this function does nothing.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         os.environ.setdefault(AGENT_PID, str(os.getppid()))
     if AGENT_PID not in os.environ:
         return
     stop_with_parent()
-    if is_orphan() or store_is_gone():  # torchrun may end before this process could learn its pid
+    if is_orphan() or store_is_gone():  # torchrun may have ended before os.getppid() above
         os._exit(128 + signal.SIGTERM)
 
 
 def agent_keeps_store() -> bool:
-    """Return whether this rank's agent keeps the store through which the ranks find each other."""
+    """Return True if this rank's agent hosts the rendezvous store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def store_is_gone() -> bool:
-    """Return whether the agent keeps the store and nothing listens there any more: the agent has ended."""
+    """Return True if the agent hosts the store and refuses connections, which means that the agent has ended."""
     if not agent_keeps_store():
         return False
-    import socket  # which a `check` does without
+    import socket  # `check` does not need it
 
     try:
-        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), _DIAL_SECONDS).close()
+        socket.create_connection(
+            (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), _CONNECT_TIMEOUT_S
+        ).close()
     except ConnectionRefusedError:
         return True
-    except (OSError, KeyError, ValueError):  # the TCPStore tries again, and will tell
+    except (OSError, KeyError, ValueError):  # the TCPStore will retry, and report the error
         return False
     return False
 
 
 def is_orphan() -> bool:
-    """Return whether this process's agent has ended. The agent is the parent, or an ancestor if a script lies between.
-    Always False in a process that has no agent."""
+    """Return True if this process's agent has ended; False without an agent. The agent is the parent process, or an
+    earlier ancestor if a script started this process."""
     agent = os.environ.get(AGENT_PID)
     pid = os.getppid()
     while agent is not None and str(pid) != agent:
@@ -134,14 +138,14 @@ def process_fields(pid: int) -> list[str] | None:
     """Return the fields of /proc/PID/stat after the name: state, parent, and so on. None if there is no such file."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()  # the name itself may hold blanks
+            return file.read().rpartition(")")[2].split()  # the name may contain spaces
     except OSError:
         return None
 
 
 def stop_with_parent(number: int = signal.SIGTERM) -> None:
-    """Have the kernel send this process a signal when its parent ends, however that ends (Linux; nothing elsewhere).
-    A parent that ended before is not noticed."""
+    """Have the kernel send this process a signal when its parent ends (Linux only; elsewhere, do nothing). A parent
+    that ended before this call is not noticed."""
     if sys.platform != "linux":
         return
     import ctypes
@@ -151,26 +155,26 @@ def stop_with_parent(number: int = signal.SIGTERM) -> None:
 
 
 def signal_name(number: int) -> str:
-    """`SIGTERM` for 15."""
+    """Return `SIGTERM` for 15."""
     return signal.Signals(number).name
 
 
-def _nothing(number: int, frame: object) -> None:
-    """What Python calls itself; the number has gone to the thread before."""
+def _ignore(number: int, frame: object) -> None:
+    """Do nothing. Python requires a handler; the thread reads the signal number from the wakeup pipe."""
 
 
 def _listen(
     reading: int, on_request: Callable[[int, bool], None], numbers: Collection[int], same_request_s: float
 ) -> None:
-    first: float | None = None
+    first_at: float | None = None
     while received := os.read(reading, 1):
         number = received[0]
-        if number not in numbers:  # another handler's
+        if number not in numbers:  # belongs to another handler
             continue
         now = time.monotonic()
-        if first is None:
-            first = now
+        if first_at is None:
+            first_at = now
             on_request(number, False)
-        elif now - first >= same_request_s:
+        elif now - first_at >= same_request_s:
             on_request(number, True)
     os.close(reading)

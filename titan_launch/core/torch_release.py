@@ -1,4 +1,4 @@
-"""The installed release of PyTorch: whether it was tested, and what releases do differently. No torch is imported."""
+"""The installed release of PyTorch, and differences between releases. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 NEWEST_TESTED = (2, 15)
-"""The newest release that was tested (docs/pytorch_releases.md)."""
+"""Newest tested release (docs/pytorch_releases.md)."""
 
 
-@cache  # reads a file, and is asked in every microbatch of a pipeline
+@cache  # reads a file, and is called in every microbatch of a pipeline
 def torch_release() -> tuple[int, int]:
-    """Major and minor number of the installed torch, such as (2, 13). Without torch: the newest one tested."""
+    """Return major and minor number of the installed torch, such as (2, 13). Without torch: NEWEST_TESTED."""
     try:
         major, minor = version("torch").split(".")[:2]
     except PackageNotFoundError:
@@ -20,30 +20,31 @@ def torch_release() -> tuple[int, int]:
 
 
 def is_tested_release() -> bool:
-    """Return whether the installed torch is not newer than the newest one tested.
+    """Return True if the installed torch is not newer than NEWEST_TESTED.
 
-    On a newer release, features that rest on private state of PyTorch are switched off (`torch_private`).
+    On a newer release, features that use private state of PyTorch are switched off (`torch_private`).
     """
     return torch_release() <= NEWEST_TESTED
 
 
 def planned_release() -> str:
-    """Return the release whose schedule the planner follows, as `2.13`: the installed one, or the newest tested."""
+    """Return the release whose FSDP2 schedule the planner follows, as `2.13`: the installed one, or NEWEST_TESTED."""
     return ".".join(map(str, min(torch_release(), NEWEST_TESTED)))
 
 
 CAN_SHARE_UNITS = torch_release() >= (2, 13)
-"""True if one `fully_shard` call casts the inputs and outputs of every module it is given. Before torch 2.13 it cast
-the inputs of the first that runs and the outputs of the last, and lost count when one of them did not run."""
+"""True if one `fully_shard` call casts the inputs and outputs of each of its modules. Before torch 2.13 the call cast
+the inputs of the first module that runs and the outputs of the last. Its count was wrong when a module did not run."""
 
 ACCUMULATES_IN_GRAD = torch_release() >= (2, 15)
-"""True if autograd accumulates an unsharded parameter's gradients in the reduce dtype (`Tensor.grad_dtype`). Before
-torch 2.15 it accumulated them in the dtype of the parameter, and FSDP2 converted them after the backward of the unit.
-Only the first gradient of a step is converted; later ones are added to it as they are."""
+"""True if autograd accumulates an unsharded parameter's gradients in the reduce dtype (`Tensor.grad_dtype`).
+
+Before torch 2.15 autograd accumulated gradients in the dtype of the parameter, and FSDP2 converted them after the
+backward of the unit. FSDP2 converted only the first gradient of a step; later gradients were added without a cast."""
 
 FREES_EARLIER = torch_release() >= (2, 15)
-"""True if FSDP2 frees the previous all-gather before it copies out the next, and gradients before it reduces them.
+"""True if FSDP2 frees the previous all-gather buffer before the next copy-out, and gradients before their reduction.
 Before torch 2.15 local variables kept one of each alive longer."""
 
 SKIPS_DIVISION_BY_ONE = torch_release() >= (2, 15)
-"""True if FSDP2 does not divide gradients by the factor 1 where there is one shard, which costs a copy of them."""
+"""True if FSDP2 skips the division of gradients by 1 when there is one shard. The division costs a copy."""

@@ -1,4 +1,4 @@
-"""Sequences divided over ranks (context parallelism): which tokens a rank has, and samples with these only."""
+"""Context parallelism in the data: the tokens of each sequence that a rank reads."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from titan_launch.data.sources import SampleSource
 
 @dataclass(frozen=True)
 class SequencePart:
-    """Which tokens of every sequence one of several ranks has."""
+    """The tokens of every sequence that belong to one rank of a context-parallel group."""
 
     index: int
-    """The place of the rank among `count`."""
+    """Index of the rank in the group, from 0 to `count` - 1."""
 
     count: int
 
     is_balanced: bool
-    """Whether, of twice as many parts as ranks, each has one from the front and one from the back, in this order: under
-    a causal mask a later token attends to more. This is the order that PyTorch's ring attention takes. Otherwise a rank
-    has one part, in the order of ranks."""
+    """True: of `2 * count` chunks, rank i has chunk i from the front and chunk i from the back, in this order. The
+    order balances the work under a causal mask, and PyTorch's ring attention requires it. False: of `count` chunks,
+    rank i has chunk i."""
 
     def of(self, whole: Tensor, axis: int = 0) -> Tensor:
-        """The rank's part of a tensor, along the axis of the tokens: a multiple of `count`, or of twice that."""
+        """Return the rank's part of a tensor along the token axis, whose size is a multiple of the number of chunks."""
         if not self.is_balanced:
             return whole.chunk(self.count, axis)[self.index]
         chunks = whole.chunk(2 * self.count, axis)
@@ -34,12 +34,12 @@ class SequencePart:
 
 
 def part_of(source: SampleSource, part: SequencePart | None) -> SampleSource:
-    """A source of sequences with a rank's tokens and their targets only; with None, the whole ones."""
-    return source if part is None else _PartOfSource(source, part)
+    """Return a source whose samples hold only a rank's tokens and targets. With None: `source` itself."""
+    return source if part is None else _SequencePartSource(source, part)
 
 
 @dataclass(frozen=True)
-class _PartOfSource:
+class _SequencePartSource:
     source: SampleSource
     part: SequencePart
 

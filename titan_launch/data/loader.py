@@ -1,8 +1,8 @@
-"""From samples to batches: every rank, world size and number of workers sees one and the same stream.
+"""Order of samples, and batches. The stream of samples does not depend on the number of ranks or workers.
 
-The stream is the order's positions 0, 1, 2, ...; a run's place in it is a single integer, the number of samples it has
-consumed. That cursor is saved with the training state and is all that a resume needs, also on another world size. The
-data loader has a state of its own, but that one describes workers of one rank, so it is not used.
+A run's position in the stream is one integer: the number of samples consumed so far. Checkpoints save this integer,
+and a resume needs nothing else, also with another world size. The state of torchdata's loader describes the workers of
+one rank, so it is not used.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_launch.config.sections.data import IGNORED_TARGET
-from titan_launch.core.signals import leave_signals_to_parent
+from titan_launch.core.signals import ignore_stop_signals
 from titan_launch.data.sources import SampleSource
 from titan_launch.plan.layout import Layout
 
 # Four rounds make a Feistel network indistinguishable from a random permutation of a large domain (Luby and Rackoff
-# 1988); small domains, which a tiny data set has, want more.
+# 1988). The small domain of a tiny data set needs more.
 _ROUNDS = 8
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Which sample stands at a position of an endless stream: epoch after epoch, every sample once in each.
+    """The sample at each position of an endless stream of epochs. Every epoch contains every sample once.
 
-    A pure function of (`seed`, epoch, index) without memory: any rank can ask for any position at any time, and the
-    position alone is all there is to save. Shuffled epochs use a keyed permutation of [0, n) that is computed point by
-    point: a Feistel network over the next larger power of 4, and what lands outside is sent through again until it
-    lands inside ("cycle walking"; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The domain is less
-    than 4n, so that takes fewer than four passes on average.
+    The order is a pure function of (`seed`, epoch, index): any rank can look up any position without state. A shuffled
+    epoch is a keyed permutation of [0, n), computed per index. The permutation is a Feistel network over the next power
+    of 4. A result outside [0, n) is permuted again until it lies inside ("cycle walking"; Black and Rogaway, "Ciphers
+    with Arbitrary Finite Domains", 2002). The domain is smaller than 4n, so this takes less than 4 rounds on average.
     """
 
     num_samples: int
@@ -46,10 +45,10 @@ class SampleOrder:
 
     seed: int
     shuffle: bool
-    """Otherwise every epoch is in the order of the source."""
+    """False: every epoch has the order of the source."""
 
     def __call__(self, position: int) -> int:
-        """The sample, from 0 to `num_samples` - 1, at `position` (0, 1, 2, ...) of the stream."""
+        """Return the index of the sample at `position` (0, 1, 2, ...) of the stream."""
         epoch, index = divmod(position, self.num_samples)
         return self._permute(index, f"{self.seed}/{epoch}") if self.shuffle else index
 
@@ -62,7 +61,7 @@ class SampleOrder:
 
 
 def _feistel(value: int, half_bits: int, key: str) -> int:
-    """A permutation of [0, 4 ** `half_bits`), chosen by `key`."""
+    """Return the image of `value` under the permutation of [0, 4 ** `half_bits`) that `key` selects."""
     mask = (1 << half_bits) - 1
     left, right = value >> half_bits, value & mask
     for step in range(_ROUNDS):
@@ -72,28 +71,28 @@ def _feistel(value: int, half_bits: int, key: str) -> int:
 
 
 class Loader:
-    """Iterable over the batches (inputs `[local_batch_size, ...]`, targets `[local_batch_size, ...]`) of one rank.
+    """Iterable over the batches of one rank: inputs and targets, both `[local_batch_size, ...]`.
 
-    Close it, or use it as a context manager: worker processes live until then, from one iteration to the next.
+    Worker processes live until `close`, also between iterations. Call `close`, or use the loader as a context manager.
     """
 
     def __init__(self, source: Any, batches: Iterable[list[int]], *, num_workers: int, pin_memory: bool):
         self._loader = _build_data_loader(source, batches, num_workers, pin_memory)
-        # Workers outlast the signals with which multiprocessing ends forgotten children, and it then waits for them
-        # forever; this runs before.
+        # At exit, multiprocessing sends SIGTERM to its children and waits for them. Workers ignore SIGTERM, so they are
+        # closed before.
         atexit.register(self.close)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return (tuple(batch) for batch in self._loader)  # collation makes lists of pairs
+        return (tuple(batch) for batch in self._loader)  # collation returns a list
 
     def close(self) -> None:
-        """End the worker processes and wait for them. More than once does no harm."""
+        """End the worker processes and wait for them. Further calls do nothing."""
         atexit.unregister(self.close)
         iterator, self._loader._iterator = self._loader._iterator, None
         if iterator is None or not self._loader.num_workers:
             return
-        # There is no public way; dropping the last reference has the same effect, but an exception's traceback may hold
-        # another one.
+        # There is no public method. Dropping the last reference has the same effect, but the traceback of an exception
+        # may hold another reference.
         iterator._shutdown_workers()
         for worker in iterator._workers:
             worker.kill()
@@ -116,18 +115,18 @@ def build_train_loader(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> Loader:
-    """The microbatches of data-parallel rank `dp_rank`, without end, from position `start` of the stream.
+    """Return an endless loader of the microbatches of data-parallel rank `dp_rank`.
 
-    `start` is the number of samples that the run has left behind so far. Step k takes the positions from
-    `start + k * global_batch_size` on; its first microbatch spreads over the ranks in order, then its second, and so
-    on. The samples of a step are therefore the same for any split of `global_batch_size`.
+    `start`: number of samples that the run has consumed. Step k takes `global_batch_size` positions from
+    `start + k * global_batch_size` on. The first microbatch takes the first of them, rank by rank, then the second
+    microbatch, and so on. So the samples of a step do not depend on how `global_batch_size` is divided.
     """
     batches = _TrainBatches(order, layout, dp_rank, start)
     return Loader(source, batches, num_workers=num_workers, pin_memory=pin_memory)
 
 
 def samples_of_step(order: SampleOrder, layout: Layout, position: int) -> list[list[list[int]]]:
-    """The samples of the step that begins at `position`: of every data-parallel rank, its microbatches."""
+    """Return the samples of the step that begins at `position`, by data-parallel rank and microbatch."""
     ranks = (_TrainBatches(order, layout, rank, position) for rank in range(layout.data_parallel))
     return [list(itertools.islice(batches, layout.num_microbatches)) for batches in ranks]
 
@@ -142,10 +141,10 @@ def build_validation_loader(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> Loader:
-    """The first `max_samples` samples (all, if None or fewer), each exactly once over the `dp_size` ranks, in order.
+    """Return a loader of the first `max_samples` samples, each on exactly one of the `dp_size` ranks, in order.
 
-    Every rank yields the same number of batches, all of the same shape: what is missing at the end is filled with
-    samples whose targets are all `IGNORED_TARGET`. Every iteration starts at the first sample.
+    With None, or fewer samples, the loader reads all samples. Every rank yields the same number of batches, all of the
+    same shape: samples whose targets are all `IGNORED_TARGET` fill the last batches. Every iteration begins anew.
     """
     num_samples = min(len(source), max_samples) if max_samples is not None else len(source)
     batches = _ValidationBatches(num_samples, local_batch_size, dp_rank, dp_size)
@@ -154,7 +153,7 @@ def build_validation_loader(
 
 @dataclass(frozen=True)
 class _TrainBatches:
-    """The samples of each microbatch of one rank."""
+    """Iterable over the sample indices of each microbatch of one rank."""
 
     order: SampleOrder
     layout: Layout
@@ -171,7 +170,7 @@ class _TrainBatches:
 
 @dataclass(frozen=True)
 class _ValidationBatches:
-    """The samples of each batch of one rank, in order; those from `num_samples` on are padding."""
+    """Iterable over the sample indices of each batch of one rank. Indices from `num_samples` on are padding."""
 
     num_samples: int
     local_batch_size: int
@@ -187,7 +186,7 @@ class _ValidationBatches:
 
 @dataclass(frozen=True)
 class _Padded:
-    """The first `num_samples` samples of `source`, and behind them any number without targets."""
+    """The first `num_samples` samples of `source`, followed by padding: samples without valid targets."""
 
     source: SampleSource
     num_samples: int
@@ -199,7 +198,7 @@ class _Padded:
 
 def _build_data_loader(source: Any, batches: Iterable[list[int]], num_workers: int, pin_memory: bool) -> Any:
     with warnings.catch_warnings():
-        # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates: nothing a user can do about it.
+        # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates. The user cannot change that.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         return StatefulDataLoader(
             source,
@@ -207,20 +206,19 @@ def _build_data_loader(source: Any, batches: Iterable[list[int]], num_workers: i
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
-            # Fork shares the source's memory. It is not safe on macOS, and not the default from Python 3.14 on.
+            # Fork shares the source's memory. Fork is not safe on macOS, and not the default from Python 3.14 on.
             multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
             worker_init_fn=_ignore_stop_signals,
-            # Its own, or starting an iteration would advance the generator that dropout draws from.
+            # With the default generator, starting an iteration would change the random numbers of dropout.
             generator=torch.Generator(),
             snapshot_every_n_steps=None,  # its state is not used
         )
 
 
 def _ignore_stop_signals(worker_id: int) -> None:
-    """Leave it to the main process to end this one.
+    """Ignore signals in a worker process; the main process ends it.
 
-    Ctrl-C, torchrun and Slurm signal the whole process group. A worker that died of that would take down the main
-    process before it has written its last checkpoint. (A worker whose main process is gone ends by itself within
-    seconds.)
+    Ctrl-C, torchrun and Slurm signal the whole process group. If a worker died from that signal, the main process would
+    fail before it writes its last checkpoint. A worker whose main process is gone ends within seconds.
     """
-    leave_signals_to_parent()
+    ignore_stop_signals()

@@ -1,4 +1,4 @@
-"""What all ranks of a group settle together: results and errors that are the same everywhere."""
+"""Actions whose result or error is the same on all ranks of a group."""
 
 from __future__ import annotations
 
@@ -14,52 +14,51 @@ from titan_launch.core.errors import ConfigError, RunError, UserError
 Value = TypeVar("Value")
 
 
-def on_main(action: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
-    """What `action` returns on rank 0, on every rank; collective over `group` (the default group: None).
+def on_rank_0(action: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
+    """Run `action` on rank 0 and return its result on all ranks. Collective over `group`; None is the default group.
 
-    What it raises there is raised on all ranks: UserError, ConfigError and RunError as they are, an OSError with the
-    same number and text. Anything else is a defect, and is raised as a RuntimeError that names it.
+    If `action` raises an error on rank 0, all ranks raise it: UserError, ConfigError and RunError unchanged, an OSError
+    with the same number and text. Any other error becomes a RuntimeError that names it.
     """
-    outcome = [_attempt(action) if dist.get_rank(group) == 0 else None]
+    outcome = [_run(action) if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0) if group else 0, group=group)
     assert outcome[0] is not None
-    return outcome[0].settle()
+    return outcome[0].value_or_raise()
 
 
-def on_all(action: Callable[[], Value], group: dist.ProcessGroup | None = None) -> list[Value]:
-    """What `action` returns on every rank, in the order of ranks, on every rank; collective over `group`.
+def on_all_ranks(action: Callable[[], Value], group: dist.ProcessGroup | None = None) -> list[Value]:
+    """Run `action` on all ranks and return the list of results, by rank, on all ranks. Collective over `group`.
 
-    What it raises on any rank is raised on all, by the same rules as `on_main`; the lowest rank's, where several do.
+    If `action` raises errors, all ranks raise the error of the lowest such rank, as `on_rank_0` does.
     """
     outcomes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, _attempt(action), group=group)
+    dist.all_gather_object(outcomes, _run(action), group=group)
     for outcome in outcomes:
-        outcome.settle()
+        outcome.value_or_raise()
     return [outcome.value for outcome in outcomes]
 
 
 def warn(log: logging.Logger, message: str, *args: object) -> None:
-    """Log what all ranks know: a warning on rank 0, whose console it is, and an information on the others, for their
-    own logs."""
+    """Log a message that all ranks have: as a warning on rank 0, and at level INFO in the log files of other ranks."""
     log.log(logging.WARNING if dist.get_rank() == 0 else logging.INFO, message, *args)
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What came of an action, in a form that can be sent to other ranks."""
+    """The result or the error of an action, which can be sent to other ranks."""
 
     value: Any = None
     error: type[Exception] | None = None
     args: tuple[Any, ...] = ()
-    """Of the error."""
+    """Arguments of the error."""
 
-    def settle(self) -> Any:
+    def value_or_raise(self) -> Any:
         if self.error is None:
             return self.value
         raise self.error(*self.args)
 
 
-def _attempt(action: Callable[[], Any]) -> _Outcome:
+def _run(action: Callable[[], Any]) -> _Outcome:
     try:
         return _Outcome(action())
     except ConfigError as error:
@@ -71,5 +70,5 @@ def _attempt(action: Callable[[], Any]) -> _Outcome:
         return _Outcome(
             error=OSError, args=(error.errno, error.strerror, error.filename) if is_numbered else (str(error),)
         )
-    except Exception as error:  # not left to this rank alone: the others would wait for it
+    except Exception as error:  # raised on all ranks, since the other ranks wait for this one
         return _Outcome(error=RuntimeError, args=(f"{type(error).__name__}: {error}",))

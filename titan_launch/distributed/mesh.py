@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_launch.distributed.gloo_all_gather import replace_gloo_all_gather
-from titan_launch.distributed.torch_private import forget_meshes
+from titan_launch.distributed.torch_private import clear_mesh_caches
 from titan_launch.plan.layout import Layout
 
 PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pp", "dp_replicate", "dp_shard", "cp", "tp"
@@ -97,7 +97,7 @@ class Mesh:
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Build the mesh of all ranks of the default process group; collective."""
-    forget_meshes()
+    clear_mesh_caches()
     replace_gloo_all_gather()
     axes = {
         PIPELINE: layout.pipeline,

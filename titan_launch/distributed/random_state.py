@@ -1,4 +1,4 @@
-"""Random generators of a rank: seeding, determinism, and their state in a checkpoint."""
+"""Random number generators of a rank: seeding, determinism, and their state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ from titan_launch.config.sections.parallelism import ParallelismConfig
 
 
 def random_stream(rank: int, parallelism: ParallelismConfig) -> int:
-    """Which stream of random numbers a rank draws from while it trains: its own, but for the ranks that share matrices
-    (tensor parallelism). These draw the same, so that a mask over activations that all of them hold is one mask."""
+    """Return the index of the random stream that a rank uses during training.
+
+    Each rank has its own stream, except that the ranks of a tensor-parallel group share one. They hold the same
+    activations, so their dropout masks must be equal."""
     return rank // parallelism.tensor_parallel_degree
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
-    """Seed what draws during training (dropout, say), per stream; parameters and data have seeds of their own. The
-    generators are torch's, Python's and NumPy's, all of which a checkpoint holds.
+    """Seed the generators of torch, Python and NumPy for training, for dropout for example.
 
-    `deterministic` forbids kernels whose result depends on timing, and makes torch fail where there is no other.
+    Parameters and data order have other seeds. `deterministic` forbids kernels whose result depends on timing; torch
+    raises an error if an operation has no deterministic kernel.
     """
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, after this
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts, which is later
         torch.use_deterministic_algorithms(True)
-        # By default torch.empty would fill with NaN whatever it allocates, the buffers of FSDP2's collectives included.
+        # By default torch.empty would fill all memory with NaN, including the buffers of FSDP2's collectives.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
 
 
 def random_key(stream: int) -> str:
-    """The key of a stream of random numbers: where each rank draws from its own, that of the rank."""
+    """Return the key of a random stream in a checkpoint."""
     return f"rank_{stream}"
 
 
@@ -46,21 +48,20 @@ _MT19937_WORDS = 624
 
 
 class RandomState:
-    """Every rank's random generators (PyTorch's for the CPU and this rank's GPU, Python's, numpy's), each stream of
-    numbers under a key of its own: DCP keeps only one rank's copy of a shared key.
+    """State of the random generators of this rank's stream: PyTorch's (CPU and this rank's GPU), Python's and NumPy's.
 
-    A rank takes up what the stream of its number was at. Where there are more streams than before, the new ones are
-    seeded by (seed, stream, step): no two draw the same numbers.
+    A checkpoint stores each stream under its own key, because DCP saves only one rank's copy of a shared key. A resumed
+    rank continues its stream. If there are more streams than before, (seed, stream, step) seeds each new stream.
     """
 
     def __init__(self, device: torch.device, seed: int, stream: int):
-        """`stream`: the number of this rank's stream; ranks with the same one have drawn the same numbers."""
+        """`stream`: index of this rank's stream. Ranks with the same stream draw the same numbers."""
         self._device = device
         self._seed = seed
         self._stream = stream
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state of all generators, as tensors."""
+        """Return the state of all generators as tensors."""
         _, python, python_gauss = random.getstate()
         _, numpy, position, has_gauss, gauss = np.random.get_state()
         state = {
@@ -75,7 +76,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Set the generators to a state. Raises ValueError for what is no state of theirs."""
+        """Restore the state of the generators. Raises ValueError for an invalid state."""
         try:
             self._set(state)
         except (RuntimeError, TypeError, OverflowError) as error:
@@ -83,8 +84,8 @@ class RandomState:
 
     def _set(self, state: dict[str, Tensor]) -> None:
         *_, position, _ = state["numpy"].tolist()
-        if not 0 <= position <= _MT19937_WORDS:  # NumPy would read beyond its table
-            raise ValueError(f"position {position} of NumPy's generator")
+        if not 0 <= position <= _MT19937_WORDS:  # NumPy would read out of bounds
+            raise ValueError(f"position {position} of NumPy's generator is out of range")
         torch.set_rng_state(state["torch"])
         python_gauss = float(state["python_gauss"])
         random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(python_gauss) else python_gauss))
@@ -94,8 +95,8 @@ class RandomState:
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self._device)
 
-    def seed_anew(self, step: int) -> None:
-        """Begin a stream that no rank has drawn from, where a checkpoint of `step` has none of its number."""
+    def seed_new_stream(self, step: int) -> None:
+        """Seed a new stream, which the checkpoint of `step` does not contain."""
         digest = hashlib.blake2b(f"{self._seed}/{self._stream}/{step}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little")
         torch.manual_seed(seed % 2**63)

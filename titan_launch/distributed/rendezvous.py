@@ -1,4 +1,4 @@
-"""How the ranks of one start find each other in a store that earlier starts have used."""
+"""Rendezvous of the ranks of one start, in a store that earlier starts may have used."""
 
 from __future__ import annotations
 
@@ -13,32 +13,31 @@ from titan_launch.core.signals import signal_name
 
 _LEADER = "titan_launch/leader"
 _POLL_S = (0.01, 0.5)
-"""Seconds between two looks into the store, at first and at most."""
+"""Seconds between two polls of the store: first, and maximum."""
 
-_PATIENCE_AFTER_SIGNAL_S = 15.0
+_WAIT_AFTER_SIGNAL_S = 15.0
 
 
-def meet(
+def wait_for_ranks(
     store: dist.Store, rank: int, world_size: int, timeout_seconds: float, stop_signal: Callable[[], int]
 ) -> dist.Store:
-    """Wait for the other ranks of this start. Returns the part of `store` that belongs to them alone.
+    """Wait for the other ranks of this start. Return the part of `store` that only these ranks use.
 
-    torchrun keeps one store through its restarts, and the ranks of a restart would read in it the addresses of those
-    that are dead. Nothing that torchrun tells a rank is both the same for all ranks of a start and different from
-    start to start: each agent counts only its own failures. So rank 0 names the start. The others give themselves
-    names, and greet the rank 0 that they read of, which may be a dead one's name; only the living answers, by their
-    names.
+    torchrun keeps one store across restarts, and restarted ranks would read the addresses of dead processes in it.
+    torchrun provides no id that is equal on all ranks of a start and different in each start: each agent counts only
+    its own failures. So rank 0 publishes a random id of the start. Every other rank registers its own random name under
+    the id that it reads, which may be that of a dead rank 0. Only a living rank 0 replies, to that name.
 
-    Raises RunError for ranks that do not come in time. When `stop_signal()` becomes other than 0 on rank 0 while some
-    are missing, it does not wait much longer, and raises Stopped on the ranks that came.
+    Raises RunError for ranks that do not join in time. If `stop_signal()` returns a signal on rank 0 while ranks are
+    missing, rank 0 waits at most 15 s more, and all ranks that have joined raise Stopped.
     """
     clock = _Clock(timeout_seconds)
-    start = _lead(store, world_size, clock, stop_signal) if rank == 0 else _follow(store, rank, clock)
+    start = _admit_ranks(store, world_size, clock, stop_signal) if rank == 0 else _join(store, rank, clock)
     return dist.PrefixStore(f"titan_launch/{start}", store)
 
 
 class _Clock:
-    """When to look again, and when to give up."""
+    """Poll interval and deadline of the rendezvous."""
 
     def __init__(self, timeout_seconds: float):
         self.timeout_seconds = timeout_seconds
@@ -46,7 +45,7 @@ class _Clock:
         self._pause = _POLL_S[0]
 
     def pause(self) -> bool:
-        """Wait a little, longer each time. Returns False, at once, when the time is over."""
+        """Sleep, longer each time. Return False, without sleeping, after the deadline."""
         if time.monotonic() >= self._deadline:
             return False
         time.sleep(self._pause)
@@ -54,7 +53,7 @@ class _Clock:
         return True
 
 
-def _lead(store: dist.Store, world_size: int, clock: _Clock, stop_signal: Callable[[], int]) -> str:
+def _admit_ranks(store: dist.Store, world_size: int, clock: _Clock, stop_signal: Callable[[], int]) -> str:
     start = uuid.uuid4().hex
     store.set(_LEADER, start)
     greetings = [f"{start}/{rank}" for rank in range(1, world_size)]
@@ -62,38 +61,38 @@ def _lead(store: dist.Store, world_size: int, clock: _Clock, stop_signal: Callab
     while greetings and not store.check(greetings):
         if signalled_at is None and stop_signal():
             signalled_at = time.monotonic()
-        if signalled_at is not None and time.monotonic() - signalled_at >= _PATIENCE_AFTER_SIGNAL_S:
-            _answer(store, [key for key in greetings if store.check([key])], f"stop {stop_signal()}")
+        if signalled_at is not None and time.monotonic() - signalled_at >= _WAIT_AFTER_SIGNAL_S:
+            _reply(store, [key for key in greetings if store.check([key])], f"stop {stop_signal()}")
             raise _stopped(stop_signal())
         if not clock.pause():
             missing = [rank for rank, key in enumerate(greetings, start=1) if not store.check([key])]
             raise _missing(missing, world_size, clock)
-    _answer(store, greetings, start)
+    _reply(store, greetings, start)
     return start
 
 
-def _follow(store: dist.Store, rank: int, clock: _Clock) -> str:
-    me, greeted = uuid.uuid4().hex, None
-    while not store.check([me]):
+def _join(store: dist.Store, rank: int, clock: _Clock) -> str:
+    own_name, known_leader = uuid.uuid4().hex, None
+    while not store.check([own_name]):
         leader = store.get(_LEADER).decode() if store.check([_LEADER]) else None
-        if leader != greeted and leader is not None:
-            store.set(f"{leader}/{rank}", me)
-            greeted = leader
+        if leader != known_leader and leader is not None:
+            store.set(f"{leader}/{rank}", own_name)
+            known_leader = leader
         if not clock.pause():
-            reason = "rank 0 did not come, or waits for others"
+            reason = "rank 0 did not start, or waits for other ranks"
             raise RunError(
                 f"rank {rank} was not admitted to the process group in {clock.timeout_seconds:g} s: {reason}"
             )
-    answer = store.get(me).decode()
-    if answer.startswith("stop "):
-        raise _stopped(int(answer.removeprefix("stop ")))
-    return answer
+    reply = store.get(own_name).decode()
+    if reply.startswith("stop "):
+        raise _stopped(int(reply.removeprefix("stop ")))
+    return reply
 
 
-def _answer(store: dist.Store, greetings: list[str], answer: str) -> None:
+def _reply(store: dist.Store, greetings: list[str], reply: str) -> None:
     if greetings:
         for name in store.multi_get(greetings):
-            store.set(name.decode(), answer)
+            store.set(name.decode(), reply)
 
 
 def _missing(missing: list[int], world_size: int, clock: _Clock) -> RunError:

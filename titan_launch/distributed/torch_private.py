@@ -1,9 +1,9 @@
-"""Private state of FSDP2 and of process groups: the only module that touches it, with one function per question.
+"""All accesses to private state of FSDP2, DTensor and process groups, one function per purpose.
 
-Each function was read in torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, unless its docstring names other releases. A
-test lists every private name that is used here, and fails by name on a release that lacks one. On a release newer than
-`torch_release.NEWEST_TESTED` the functions find no units and do nothing, because a name may have kept its spelling and
-changed its meaning.
+Each function was checked against the source of torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, unless its docstring
+names other releases. A test lists every private name that is used here, and fails on a release that lacks one. On a
+release newer than `torch_release.NEWEST_TESTED` the functions find no units and do nothing, because the meaning of a
+private name may have changed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def warn_of_untested_release() -> None:
     """Log one line if the installed torch is newer than every tested release."""
     if not is_tested_release():
         _log.warning(
-            "torch %d.%d is newer than the newest release that was tested, %d.%d. Switched off: traces, "
+            "torch %d.%d is newer than the newest tested release, %d.%d. Switched off: traces, "
             "predicted memory, measured memory on a CPU, counted traffic, dtypes of collectives in the precision audit "
             "(its differences are only logged), all-reduces that overlap with backward on a CPU, prefetching by "
             "microbatch in pipelines, the workaround for gloo's all-gather",
@@ -51,18 +51,17 @@ _ROOTS = "_titan_launch_roots"
 
 
 def set_roots(model: nn.Module, roots: Sequence[nn.Module]) -> None:
-    """Note on a model the modules that are run and wrapped in its stead: its pipeline stages."""
-    vars(model)[_ROOTS] = tuple(roots)  # not as children: they share theirs with the model
+    """Store on a model the modules that are wrapped and run instead of it: its pipeline stages."""
+    vars(model)[_ROOTS] = tuple(roots)  # not as submodules: the stages share the model's submodules
 
 
 def roots(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Return what is run, and wrapped as a whole: the model, or its pipeline stages on this rank."""
+    """Return the root modules of FSDP2: the model, or its pipeline stages on this rank."""
     return vars(model).get(_ROOTS, (model,))
 
 
 def parameter_group(module: nn.Module) -> FSDPParamGroup | None:
-    """Return the state of the unit that a wrapped module belongs to. None if the unit holds no parameters, and on an
-    untested release."""
+    """Return the state of a wrapped module's unit; None if the unit has no parameters, or on an untested release."""
     assert isinstance(module, FSDPModule), "fully_shard was not called on this module"
     if not is_tested_release():
         return None
@@ -70,8 +69,8 @@ def parameter_group(module: nn.Module) -> FSDPParamGroup | None:
 
 
 def parameter_groups(model: nn.Module) -> list[FSDPParamGroup]:
-    """Return the state of every unit that holds parameters, once each: the modules of one unit share it. On an untested
-    release: an empty list."""
+    """Return the states of all units that have parameters, without duplicates. On an untested release: an empty
+    list."""
     modules = [module for root in roots(model) for module in root.modules()]
     groups = [parameter_group(module) for module in modules if isinstance(module, FSDPModule)]
     return list({id(group): group for group in groups if group is not None}.values())
@@ -81,24 +80,25 @@ def parameter_groups(model: nn.Module) -> list[FSDPParamGroup]:
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 
-See = Callable[[str, Tensor, Tensor], None]
-"""Callback for a collective: its kind (`ALL_GATHER`, `REDUCE_SCATTER` or `ALL_REDUCE`), its output and its input."""
+CollectiveCallback = Callable[[str, Tensor, Tensor], None]
+"""Callback with the arguments kind (`ALL_GATHER`, `REDUCE_SCATTER` or `ALL_REDUCE`), output and input."""
 
 
 @contextmanager
-def collectives_watched(group: FSDPParamGroup, see: See) -> Iterator[None]:
-    """Call `see` at every collective of a unit until the end of the block, in the stream of the collective.
+def collectives_watched(group: FSDPParamGroup, on_collective: CollectiveCallback) -> Iterator[None]:
+    """Call `on_collective` for every collective of a unit until the end of the block, in the stream of the collective.
 
-    An all-reduce (HSDP) is shown when it is done, with one tensor as output and input.
+    An all-gather or reduce-scatter is reported before it runs. An all-reduce (HSDP) is reported after it has run, with
+    the same tensor as output and input.
     """
     with ExitStack() as stack:
         for name, kind in (("_all_gather_comm", ALL_GATHER), ("_reduce_scatter_comm", REDUCE_SCATTER)):
-            stack.enter_context(replaced(group, name, _Watched(getattr(group, name), kind, see)))
-        if group._is_hsdp:  # without replicas FSDP2 would call the hook for what no all-reduce has summed
+            stack.enter_context(replaced(group, name, _Watched(getattr(group, name), kind, on_collective)))
+        if group._is_hsdp:  # without replicas FSDP2 calls the hook without an all-reduce
             before = group._all_reduce_hook
 
             def watch(reduced: Tensor) -> None:
-                see(ALL_REDUCE, reduced, reduced)
+                on_collective(ALL_REDUCE, reduced, reduced)
                 if before is not None:
                     before(reduced)
 
@@ -107,16 +107,16 @@ def collectives_watched(group: FSDPParamGroup, see: See) -> Iterator[None]:
 
 
 class _Watched:
-    """FSDP2's own collective, or one that was put in its place, which is shown before it runs."""
+    """A collective of FSDP2, or its replacement, that is reported before it runs."""
 
-    def __init__(self, inner: Any, kind: str, see: See):
+    def __init__(self, inner: Any, kind: str, on_collective: CollectiveCallback):
         self._inner = inner
         self._kind = kind
-        self._see = see
+        self._on_collective = on_collective
         self.allocate = inner.allocate
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self._see(self._kind, output_tensor, input_tensor)
+        self._on_collective(self._kind, output_tensor, input_tensor)
         return self._inner(output_tensor, input_tensor, *args, **kwargs)
 
 
@@ -160,20 +160,20 @@ def discard_all_reduces(model: nn.Module) -> None:
 
 
 def sharded_parameters(unit: FSDPParamGroup) -> list[nn.Parameter]:
-    """Return the sharded parameters of a unit: those that the optimizer updates."""
+    """Return the sharded parameters of a unit, which the optimizer updates."""
     return [parameter.sharded_param for parameter in unit.fsdp_params]
 
 
-# Steps of FSDP2, for those who count memory
+# Functions of FSDP2 that allocate memory
 
 
 @contextmanager
 def unit_steps_wrapped(wraps: dict[str, Callable[[Any], Any]]) -> Iterator[None]:
-    """Replace steps of FSDP2 by `wraps[step](function)`, in all units of the process, until the end of the block.
+    """Replace functions of FSDP2 by `wraps[name](function)`, in all units of the process, until the end of the block.
 
-    Steps: `unshard` and `wait_for_unshard` (all-gather and copy-out), `post_backward`, `foreach_reduce` (the reduction
-    of a unit's gradients), `init_unsharded_param` (of one parameter), `all_gather` and `reduce_scatter` (the calls into
-    the process group), and `all_gather_inputs` (a property of one parameter).
+    Names: `unshard` and `wait_for_unshard` (all-gather and copy-out), `post_backward`, `foreach_reduce` (reduction of a
+    unit's gradients), `init_unsharded_param` (one parameter), `all_gather` and `reduce_scatter` (calls into the process
+    group), and `all_gather_inputs` (property of one parameter).
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
 
@@ -197,7 +197,7 @@ def unit_steps_wrapped(wraps: dict[str, Callable[[Any], Any]]) -> Iterator[None]
 
 @contextmanager
 def shape_propagation_wrapped(wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace the function in which DTensor computes shapes, with tensors of the whole size, by `wrap(function)`."""
+    """Replace the function in which DTensor computes shapes on unsharded tensors by `wrap(function)`."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     name = "_propagate_tensor_meta_non_cached"
@@ -206,20 +206,20 @@ def shape_propagation_wrapped(wrap: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return a value with `function` applied to its tensors, in the collections that FSDP2 looks into."""
+    """Return a value with `function` applied to its tensors, in the collections that FSDP2 traverses."""
     from torch.distributed.utils import _apply_to_tensors
 
     return _apply_to_tensors(function, value)
 
 
 def unsharded_parameter(parameter: Any) -> nn.Parameter:
-    """Return the whole parameter that `init_unsharded_param` has made, the same one in every step."""
-    whole: nn.Parameter = parameter._unsharded_param
-    return whole
+    """Return the unsharded parameter that `init_unsharded_param` has created. It is the same in every step."""
+    unsharded: nn.Parameter = parameter._unsharded_param
+    return unsharded
 
 
 def shard_to_send(parameter: Any) -> tuple[Tensor, torch.dtype | None]:
-    """Return the padded flat shard that a parameter sends, and the dtype it is cast to before. None: it is not cast."""
+    """Return the padded flat shard that the all-gather sends, and its dtype after the cast (None: no cast)."""
     return parameter._sharded_param_data, parameter.param_dtype
 
 
@@ -232,43 +232,42 @@ def was_gathered(module: nn.Module) -> bool:
 # Forward and backward
 
 ForwardOrder = tuple["FSDPParamGroup", ...]
-"""The units in the order in which a forward has gone through them, each as often as it ran. Backward gathers ahead by
-it, from its end."""
+"""Units in the order in which a forward ran them, once per run. Backward prefetches in the reverse order."""
 
 
-def take_forward_order(root: nn.Module) -> ForwardOrder:
-    """Return the order of the forward that has just ended, and let FSDP2 forget it.
+def pop_forward_order(root: nn.Module) -> ForwardOrder:
+    """Return the order of the forward that has just ended, and delete it in FSDP2.
 
-    Of several forwards before the first backward FSDP2 would use the order of the last, and gather ahead for the one
-    before it, which has another backward.
+    FSDP2 keeps one order. If several forwards run before the first backward, a backward would prefetch units for
+    another forward.
     """
     if not is_tested_release():
         return ()
     assert isinstance(root, FSDPModule)
     order = root._get_fsdp_state()._comm_ctx.post_forward_order
-    taken = tuple(order)
+    units = tuple(order)
     order.clear()
-    for group in taken:
+    for group in units:
         group._post_forward_indices.clear()
-    return taken
+    return units
 
 
-def give_forward_order(root: nn.Module, order: ForwardOrder) -> None:
-    """Let the backward to come gather ahead by the order of its own forward."""
+def restore_forward_order(root: nn.Module, order: ForwardOrder) -> None:
+    """Restore the order of a forward before its backward, which prefetches in that order."""
     if not is_tested_release():
         return
     assert isinstance(root, FSDPModule)
-    take_forward_order(root)
+    pop_forward_order(root)
     root._get_fsdp_state()._comm_ctx.post_forward_order.extend(order)
     for index, group in enumerate(order):
         group._post_forward_indices.append(index)
 
 
 def accumulate_in_reduce_dtype(root: nn.Module) -> None:
-    """Add the gradients that autograd has left on unsharded parameters to those that wait for the reduction, in its
-    dtype. FSDP2 does this at the end of a backward; a backward of weights alone has no such end.
+    """Add the gradients of unsharded parameters to the accumulated gradients, in the reduce dtype.
 
-    From torch 2.15 on autograd does this.
+    FSDP2 does this at the end of a backward, but not at the end of a backward of weights alone. From torch 2.15 on
+    autograd does this.
     """
     if ACCUMULATES_IN_GRAD:
         return
@@ -278,13 +277,13 @@ def accumulate_in_reduce_dtype(root: nn.Module) -> None:
             parameter.to_accumulated_grad_if_needed()
 
 
-# A step that is abandoned
+# Abandoned steps
 
 
 def reset_iteration(root: nn.Module) -> None:
-    """Free what a wrapped module has gathered, and forget how far its forward or backward was.
+    """Free the unsharded parameters of a wrapped module, and reset the state of its forward and backward.
 
-    `FSDPModule.reset_iter_state` is public from torch 2.13 on. From torch 2.15 on it drops gradients, too.
+    `FSDPModule.reset_iter_state` is public from torch 2.13 on. From torch 2.15 on it also drops gradients.
     """
     if not isinstance(root, FSDPModule):
         return  # nothing is sharded
@@ -292,19 +291,20 @@ def reset_iteration(root: nn.Module) -> None:
         root.reset_iter_state()
         return
     if not hasattr(root._get_fsdp_state()._comm_ctx, "all_gather_stream"):
-        return  # no forward has begun yet
+        return  # no forward has started yet
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
     else:
-        _reset_by_hand(root)  # can go with torch 2.12
+        _reset_iteration_state(root)  # can go with torch 2.12
     for group in parameter_groups(root):
         for parameter in group.fsdp_params:
-            if parameter.all_gather_outputs:  # those of a unit that was interrupted half-way are passed over above
+            if parameter.all_gather_outputs:  # reset_iter_state skips units that were interrupted
                 parameter.to_sharded()
 
 
-def _reset_by_hand(model: FSDPModule) -> None:
-    """Do what `reset_iter_state` does (torch 2.11 and 2.12). The device finishes its pending work before later work."""
+def _reset_iteration_state(model: FSDPModule) -> None:
+    """Reset FSDP2's state as `reset_iter_state` does (torch 2.11 and 2.12). Later work waits for pending
+    collectives."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     assert isinstance(model, nn.Module)
@@ -337,7 +337,7 @@ def _reset_by_hand(model: FSDPModule) -> None:
 
 
 def drop_unsharded_gradients(model: nn.Module) -> None:
-    """Drop the gradients of whole parameters that wait for the last microbatch, and those that wait for an all-reduce.
+    """Drop accumulated gradients of unsharded parameters, and gradients that wait for an all-reduce.
 
     From torch 2.15 on `reset_iter_state` does this.
     """
@@ -354,11 +354,11 @@ def drop_unsharded_gradients(model: nn.Module) -> None:
 # Meshes and process groups
 
 
-def forget_meshes() -> None:
-    """Empty the caches of DTensor's operations, which keep the mesh of each result and take an equal mesh for the same.
+def clear_mesh_caches() -> None:
+    """Clear DTensor's caches of operations. Their entries contain a mesh, and an equal new mesh matches them.
 
-    After another job in this process, stale entries return that job's process groups, on some ranks only, which
-    deadlocks. PyTorch's function for it (torch.distributed.tensor.debug) is slow to import.
+    After another job in this process, stale entries return that job's process groups on some ranks only, which causes a
+    deadlock. PyTorch's own function (torch.distributed.tensor.debug) is slow to import.
     """
     with suppress(AttributeError):  # an untested release; `launch` trains one job in a process
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
@@ -366,7 +366,7 @@ def forget_meshes() -> None:
 
 
 def process_groups() -> Iterable[dist.ProcessGroup]:
-    """Return every process group that this rank belongs to, those of a DeviceMesh included."""
+    """Return all process groups of this rank, including those of a DeviceMesh."""
     try:
         return list(distributed_c10d._world.pg_map)
     except AttributeError:  # an untested release
@@ -374,8 +374,8 @@ def process_groups() -> Iterable[dist.ProcessGroup]:
 
 
 def default_store() -> dist.Store:
-    """Return the store with which the default process group was made. On an untested release that lacks it: one in
-    memory, which no other rank shares."""
+    """Return the store of the default process group. If an untested release lacks it, return an in-memory store, which
+    other ranks do not share."""
     try:
         store: dist.Store = distributed_c10d._get_default_store()
     except AttributeError:
@@ -401,7 +401,7 @@ def flight_record_entries(backend: str) -> list[dict[str, Any]]:
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set how long a collective of a process group may take from now on.
+    """Set the timeout of later collectives of a process group.
 
     `torch.distributed.set_timeout` is public from torch 2.14 on; the other branch can go with torch 2.13.
     """

@@ -1,4 +1,4 @@
-"""torchrun's agent, which starts the ranks of a host and watches them, with another way to end them."""
+"""torchrun's agent, changed in how it ends and restarts ranks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from titan_launch.core.process import LEFT_BY_ITSELF, claim_announcement, has_left_by_itself
-from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, held_back
+from titan_launch.core.process import EXITED_DIRECTLY, claim_announcement, has_exited_directly
+from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, signals_blocked
 
 _SECONDS_AFTER_A_FAILURE = 30  # as torchrun's own
 
 
 class ElasticAgent(LocalElasticAgent):
-    """torchrun's own agent ends itself when a signal comes, gives its ranks 30 s, and does not tell how they ended.
+    """The agent that starts and monitors the ranks of this host.
 
-    This one leaves signals to `launch.torchrun`, which passes them on to the ranks, and goes on watching: ranks that
-    save and end with status 0 have succeeded. Where nothing is gained by a restart there is none: after a signal,
-    and when a rank has found its input to be wrong.
+    torchrun's own agent ends at a signal, kills its ranks after 30 s, and does not report how they ended. This agent
+    leaves signals to `launch.torchrun`, which forwards them to the ranks, and continues to monitor: ranks that save and
+    end with status 0 have succeeded. There is no restart after a signal, or when the input of a rank is wrong.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class ElasticAgent(LocalElasticAgent):
         final_statuses: Collection[int],
         **kwargs: Any,
     ):
-        """`on_start` is told the processes of every start; `on_failure`, before they are started again, the failures of
-        ranks. `is_stopping`: whether a signal has come; `stop_timeout_s`: how long ranks may take to end when they are
-        asked to; `final_statuses`: those of a rank that would only repeat itself."""
+        """`on_start`: called with the processes of every start. `on_failure`: called with the failures of ranks before
+        a restart. `is_stopping`: returns True after a signal. `stop_timeout_s`: seconds that ranks may take to end
+        after a request. `final_statuses`: exit statuses of ranks after which a restart would fail in the same way."""
         super().__init__(*args, **kwargs)
         self._on_start = on_start
         self._on_failure = on_failure
@@ -49,7 +49,7 @@ class ElasticAgent(LocalElasticAgent):
         self._has_failed = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        with held_back():
+        with signals_blocked():
             ids: dict[int, Any] = super()._start_workers(worker_group)
         context = self._pcontext
         assert isinstance(context, SubprocessContext)
@@ -57,8 +57,10 @@ class ElasticAgent(LocalElasticAgent):
         return ids
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """End the ranks, before a restart or at the end. If a new host joined, they get the time to save. If another
-        rank has failed, they cannot save, and on GPUs may not even notice the signal."""
+        """End the ranks, before a restart or at the end of the run.
+
+        If a new host joined, the ranks get `stop_timeout_s` to save. If a rank has failed, the others cannot save, and
+        on GPUs they may not notice the signal."""
         if self._pcontext is not None:
             self._pcontext.close(RESTART_SIGNAL, _SECONDS_AFTER_A_FAILURE if self._has_failed else self._stop_timeout_s)
         super()._stop_workers(worker_group)
@@ -66,7 +68,7 @@ class ElasticAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         silent = self._silent_failures(worker_group)
         if silent:
-            # `on_failure` will name these ranks. The others need not announce the SIGTERM that they get now.
+            # `on_failure` will report these ranks. The other ranks must not report the SIGTERM that they get now.
             assert self._pcontext is not None
             claim_announcement(self._pcontext.envs[0])
             self._pcontext.close(signal.SIGTERM, _SECONDS_AFTER_A_FAILURE)
@@ -78,8 +80,8 @@ class ElasticAgent(LocalElasticAgent):
             return result
         self._has_failed = True
         statuses = {failure.exitcode for failure in result.failures.values()}
-        if RESTART_STATUS in statuses:  # another agent has seen the new host first; all ranks end together
-            self._remaining_restarts += 1  # which counts a failure, and this is none
+        if RESTART_STATUS in statuses:  # another agent has noticed the new host first
+            self._remaining_restarts += 1  # it is not a failure, but `super` counted one
             self._has_failed = False
             return result
         if self._is_stopping() or statuses & set(self._final_statuses):
@@ -92,17 +94,18 @@ class ElasticAgent(LocalElasticAgent):
         return result
 
     def _silent_failures(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
-        """Return, by rank, the failures of the ranks that have ended and could print no error: a signal killed the
-        rank, or code that the rank ran ended the process, perhaps with status 0."""
+        """Return, by rank, the failures of ranks that ended without printing an error.
+
+        A signal killed such a rank, or its code called `exit` directly, perhaps with status 0."""
         assert isinstance(self._pcontext, SubprocessContext)
         failures = {}
         for local_rank, handler in self._pcontext.subprocess_handlers.items():
             status = handler.proc.poll()
-            if status is not None and (status < 0 or has_left_by_itself(self._pcontext.envs[local_rank])):
+            if status is not None and (status < 0 or has_exited_directly(self._pcontext.envs[local_rank])):
                 rank = worker_group.workers[local_rank].global_rank
                 failures[rank] = ProcessFailure(
                     local_rank, handler.proc.pid, status, self._pcontext.error_files[local_rank]
                 )
                 if status >= 0:
-                    failures[rank].message = LEFT_BY_ITSELF
+                    failures[rank].message = EXITED_DIRECTLY
         return failures

@@ -1,4 +1,4 @@
-"""The options of `launch`: how many processes are started on how many hosts, and what torchrun is told."""
+"""Options of `launch`: numbers of processes and hosts, and arguments for torchrun."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titan_launch.core.errors import UserError
 PROCESSES_WITHOUT_GPU = 2
 
 SHUTDOWN_TIMEOUT_S = 600
-"""How long the workers may take to end after a signal, by default: a step, and a checkpoint."""
+"""Default number of seconds that workers may take to end after a signal, for a step and a checkpoint."""
 
 LAUNCH_OPTIONS = {
     "nproc-per-node": (
@@ -38,24 +38,24 @@ LAUNCH_OPTIONS = {
 
 @dataclass(frozen=True)
 class Processes:
-    """How many processes are started, and what else torchrun is told."""
+    """Numbers of processes and hosts, and other arguments for torchrun."""
 
     per_node: int
     nodes: str
-    """A number, or `min:max`, in which case the world size is not known before the start."""
+    """A number, or `min:max`. With `min:max` the world size is not known before the start."""
 
     torchrun_args: tuple[str, ...]
     shutdown_timeout_s: int = SHUTDOWN_TIMEOUT_S
-    """How long they may take to end after a signal before they are killed."""
+    """Seconds after a signal until workers that still run are killed."""
 
     @property
     def world_size(self) -> int | None:
-        """All processes, where the number of nodes is fixed."""
+        """Total number of processes; None if the number of nodes is not fixed."""
         return self.per_node * int(self.nodes) if self.nodes.isdecimal() else None
 
 
 def plan_processes(options: Mapping[str, str]) -> Processes:
-    """Read torchrun's options. Raises UserError for a number of processes or nodes that is none."""
+    """Parse the options of `launch`. Raises UserError for invalid numbers."""
     options = dict(options)
     per_node = _processes_per_node(options.pop("nproc-per-node", "auto"))
     nodes = options.pop("nnodes", "1")
@@ -67,7 +67,7 @@ def plan_processes(options: Mapping[str, str]) -> Processes:
     shutdown_timeout_s = int(options.pop("shutdown-timeout", SHUTDOWN_TIMEOUT_S))
     args = [f"--nproc-per-node={per_node}", *(f"--{name}={value}" for name, value in options.items())]
     if nodes == "1" and not {"master-addr", "master-port"} & set(options) and not any("rdzv" in o for o in options):
-        args.append("--standalone")  # a free port of this host, so that several jobs do not collide
+        args.append("--standalone")  # uses a free port, so that several jobs do not collide
     else:
         args.append(f"--nnodes={nodes}")
     return Processes(per_node, nodes, tuple(args), shutdown_timeout_s)
@@ -85,7 +85,7 @@ def _processes_per_node(text: str) -> int:
 
 
 def count_gpus() -> int:
-    """GPUs of this host that CUDA will show, without importing torch: `CUDA_VISIBLE_DEVICES`, or `nvidia-smi`."""
+    """Return the number of visible GPUs of this host, from `CUDA_VISIBLE_DEVICES` or `nvidia-smi`, without torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])

@@ -1,10 +1,9 @@
-"""torchrun in this process: the job file is checked once before, a failed worker's own error stays the last word, and
-a signal gives the workers time to save.
+"""torchrun inside this process, with other handling of errors and signals.
 
-Started from the shell, torchrun ends every failure with a 40-line banner and exit status 1. Called from here, the
-status is the failed worker's, and its message stands alone. A signal ends torchrun from the shell in 30 seconds with a
-traceback and status 1, or (SIGUSR1) at once, leaving the workers running. Here it is passed on to the workers, and how
-they end is how the launch ends.
+The torchrun command ends every failure with a 40-line banner and exit status 1. This module prints only the error of
+the worker that failed first, and returns its exit status. After a signal, the torchrun command ends within 30 seconds
+with a traceback and status 1, or (SIGUSR1) at once without ending its workers. This module forwards the signal to the
+workers, waits until they have saved, and returns their exit status.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from typing import TYPE_CHECKING
 
 from titan_launch.core.import_string import without_garbage_collection
 from titan_launch.core.patches import environment, replaced
-from titan_launch.core.process import FAILED, LEFT_BY_ITSELF, remove_folders
-from titan_launch.core.signals import AGENT_PID, heard, signal_name
+from titan_launch.core.process import EXITED_DIRECTLY, FAILED, remove_folders
+from titan_launch.core.signals import AGENT_PID, signal_name, signals_handled
 from titan_launch.launch.options import Processes
 
 if TYPE_CHECKING:
@@ -36,15 +35,15 @@ _AFTER_SECOND_SIGNAL_S = 5
 
 
 def launch(processes: Processes, worker_args: Sequence[str], final_statuses: Collection[int], run_folder: Path) -> int:
-    """Run the training processes and wait for them. Returns the exit status of the first that failed, or 0.
+    """Run the training processes and wait for them. Return the exit status of the first that failed, or 0.
 
-    `final_statuses`: those of a worker that is not worth a restart, since it would only repeat itself. `run_folder`:
-    where the workers write.
+    `final_statuses`: exit statuses of workers after which a restart would fail in the same way. `run_folder`: folder to
+    which the workers write.
     """
     os.environ[AGENT_PID] = str(os.getpid())
     stopping = Stopping(processes.shutdown_timeout_s, tempfile.mkdtemp(prefix="titan-launch-"))
     try:
-        with heard(stopping.on_request):
+        with signals_handled(stopping.on_request):
             return _run_torchrun(processes, worker_args, final_statuses, run_folder, stopping)
     finally:
         remove_folders(stopping.rank_folders)
@@ -59,8 +58,8 @@ def _run_torchrun(
 ) -> int:
     _share_cores(processes.per_node)
     if "--standalone" not in processes.torchrun_args:
-        # Agents keep the address of the store that they share, also when the host that has it is gone. Each start's
-        # rank 0 has one of its own instead.
+        # Agents would reuse the address of their shared store after its host is gone. So rank 0 of each start hosts a
+        # store instead.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with without_garbage_collection():
         _import_torch_quietly()
@@ -72,9 +71,9 @@ def _run_torchrun(
 
         from titan_launch.launch.agent import ElasticAgent
 
-    logging.disable(logging.CRITICAL)  # torchrun's own account of a failure would bury the worker's
-    signals = f"--signals-to-handle={','.join(_torchruns_signals())}"
-    log_dir = f"--log-dir={stopping.rank_folders}"  # torchrun would leave a temporary folder of its own behind
+    logging.disable(logging.CRITICAL)  # torchrun's report of a failure would hide the worker's error
+    signals = f"--signals-to-handle={','.join(_torchrun_signals())}"
+    log_dir = f"--log-dir={stopping.rank_folders}"  # torchrun would not delete its own temporary folder
     args = torchrun.parse_args([signals, log_dir, *processes.torchrun_args, "-m", "titan_launch", *worker_args])
     report_failure = partial(_report_failure, run_folder=run_folder, stopping=stopping)
     agent = partial(
@@ -99,36 +98,37 @@ def _run_torchrun(
 
 
 def _import_torch_quietly() -> None:
-    """The native code of this process, not of the workers, logs errors only: when a host has gone, it would warn of
-    that with twenty lines of addresses, and this module says it in one."""
+    """Import torch with native logging limited to errors, in this process only.
+
+    When a host is gone, the native code would log twenty lines of addresses. This module reports it in one line."""
     with environment(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
         importlib.import_module("torch")
 
 
 class Stopping:
-    """What a signal does to the workers of this host: it is passed on, and after a while they are killed."""
+    """Forwarding of signals to the workers of this host. Workers that do not end in time are killed."""
 
     def __init__(self, timeout_s: float, rank_folders: str):
         self.rank_folders = rank_folders
-        """Temporary folder in which torchrun makes a folder for each rank."""
+        """Temporary folder in which torchrun creates a folder for each rank."""
 
         self.has_killed = False
-        """Whether workers were killed, because they took too long."""
+        """True if workers were killed because they did not end in time."""
 
         self.last_start = 0.0
-        """When workers were last started, in seconds since the epoch."""
+        """Time of the last start of workers, in seconds since the epoch."""
 
         self._timeout_s = timeout_s
         self._number = 0
         self._workers: Sequence[subprocess.Popen[bytes]] = ()
-        self._lock = threading.Lock()  # workers may be started while a signal comes
+        self._lock = threading.Lock()  # a signal may arrive while workers are started
 
     def is_requested(self) -> bool:
-        """Whether a signal has come."""
+        """Return True if a signal has arrived."""
         return self._number != 0
 
     def started(self, workers: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Take these processes for the workers from now on."""
+        """Register the processes of a new start of the workers."""
         with self._lock:
             self.last_start = time.time()
             self._workers = workers
@@ -136,7 +136,7 @@ class Stopping:
                 self._pass_on(self._number)
 
     def on_request(self, number: int, is_repeated: bool) -> None:
-        """Pass a signal on; where there is nobody to pass it to, end this process. Not called in the main thread."""
+        """Forward a signal to the workers; without workers, end this process. Called outside the main thread."""
         with self._lock:
             self._number = number
             if not any(worker.poll() is None for worker in self._workers):
@@ -151,7 +151,7 @@ class Stopping:
 
     def _pass_on(self, number: int) -> None:
         for worker in self._workers:
-            worker.send_signal(number)  # does nothing to one that has ended
+            worker.send_signal(number)  # does nothing if the worker has ended
 
     def _kill(self, number: int, wait_s: float) -> None:
         slow = [worker for worker in self._workers if worker.poll() is None]
@@ -159,30 +159,30 @@ class Stopping:
             return
         self.has_killed = True
         name = signal_name(number)
-        text = f"error: {len(slow)} ranks of this host did not end within {wait_s:g} s of {name}; they are killed"
+        text = f"error: {len(slow)} ranks of this host did not end within {wait_s:g} s after {name} and are killed"
         os.write(2, f"{text} (--shutdown-timeout)\n".encode())
         for worker in slow:
-            os.killpg(worker.pid, signal.SIGKILL)  # torchrun has given each a group of its own
+            os.killpg(worker.pid, signal.SIGKILL)  # torchrun starts each worker in its own process group
 
 
-def _torchruns_signals() -> list[str]:
-    """Those that are left to torchrun. It would install its handler over the SIG_IGN of `nohup`."""
+def _torchrun_signals() -> list[str]:
+    """Return the signals that torchrun handles, except ignored ones: torchrun would override the SIG_IGN of `nohup`."""
     signals = [signal.SIGQUIT, signal.SIGHUP]
     return [number.name for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, stopping: Stopping) -> int:
-    """Return the status of the rank that failed first, and print how it ended if the rank could not.
+    """Return the exit status of the rank that failed first, and report its end if the rank printed no error.
 
-    A rank that a signal killed comes first, then one that ended by `os._exit`: the others have failed in their next
-    collective. (SIGTERM is how torchrun stops the others.)
+    A rank that a signal killed takes precedence, then a rank that called `os._exit`: the other ranks failed in their
+    next collective. SIGTERM does not count, because torchrun stops the other ranks with it.
     """
     exit_codes = {rank: failure.exitcode for rank, failure in failures.items()}
     killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM}
-    left = [rank for rank, failure in failures.items() if failure.message == LEFT_BY_ITSELF]
+    left = [rank for rank, failure in failures.items() if failure.message == EXITED_DIRECTLY]
     if left and not killed:
         status = exit_codes[left[0]]
-        print(f"error: rank {left[0]} ended with status {status}: {LEFT_BY_ITSELF}", file=sys.stderr)
+        print(f"error: rank {left[0]} ended with status {status}: {EXITED_DIRECTLY}", file=sys.stderr)
         return status or FAILED
     if not killed:
         status = next((code for code in exit_codes.values() if code > 0), 0)
@@ -194,13 +194,13 @@ def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, st
     if number == signal.SIGKILL:
         hint = "; the usual cause is that the host ran out of memory"
     elif number == signal.SIGABRT:
-        hint = _why_aborted(run_folder, stopping.last_start)
+        hint = _abort_cause(run_folder, stopping.last_start)
     print(f"error: rank {rank} was killed by {signal_name(number)}{hint}", file=sys.stderr)
     return 128 + number
 
 
-def _why_aborted(run_folder: Path, since: float) -> str:
-    """Return the cause of a SIGABRT as far as the flight records show it. Native code aborts; no Python code runs then.
+def _abort_cause(run_folder: Path, since: float) -> str:
+    """Return the cause of a SIGABRT as far as the flight records show it. A native abort runs no Python code.
 
     `since`: start time of the workers. Older records are ignored.
     """
@@ -220,16 +220,16 @@ def _why_aborted(run_folder: Path, since: float) -> str:
 
 
 def _rendezvous_failure(error: Exception) -> str:
-    """Why this host has no place among the others, in words for who knows only the options of `launch`."""
+    """Return the reason why this host did not join the other hosts."""
     reasons = {
-        "RendezvousClosedError": "the run has ended on another host, and does not take this one in any more",
-        "RendezvousTimeoutError": "too few hosts have come (--nnodes) in the time there is for it (--rdzv-conf)",
-        "RendezvousConnectionError": "the host that keeps the rendezvous (--rdzv-endpoint) is gone, or not reached",
+        "RendezvousClosedError": "the run has ended on another host, so this host cannot join",
+        "RendezvousTimeoutError": "fewer hosts than --nnodes joined before the timeout (--rdzv-conf)",
+        "RendezvousConnectionError": "the host of the rendezvous (--rdzv-endpoint) is gone or cannot be reached",
     }
-    return reasons.get(type(error).__name__, f"the hosts have not come together: {error!r}")
+    return reasons.get(type(error).__name__, f"the rendezvous of the hosts failed: {error!r}")
 
 
 def _share_cores(processes: int) -> None:
-    """Divide the cores among the processes: torchrun would give every one a single thread."""
+    """Divide the CPU cores among the processes. torchrun would give each process one thread."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))

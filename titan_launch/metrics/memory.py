@@ -1,9 +1,8 @@
-"""Live bytes of a training step by what they are held for, counted at every operation.
+"""Live bytes of a training step by category, updated at every operation.
 
-Works on real tensors on a CPU, and on fake ones of any size: what counts is the size of storages, from the operation
-that returns them to the moment when the last reference is gone. Memory that an operation takes and gives back inside of
-its kernel is not seen. While a step is tracked, autograd sums the gradients of a tensor that is used twice out of place
-(as it does under any `TorchDispatchMode`), which can hold one activation more for a moment.
+Tracking works on real CPU tensors and on fake tensors. A storage counts from the operation that returns it until its
+last reference is gone. Temporary memory inside a kernel does not count. As under any `TorchDispatchMode`, autograd sums
+the gradients of a tensor that is used twice out of place, which can briefly add one activation.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from titan_launch.plan.memory.ledger import Category, Ledger
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs backward, recomputation included."""
+    """Return True during a backward of autograd, including the forward that activation checkpointing repeats there."""
     return torch._C._current_graph_task_id() != -1
 
 
-class _Held(weakref.ref[UntypedStorage]):
-    """A storage, and how it is booked."""
+class _TrackedStorage(weakref.ref[UntypedStorage]):
+    """Weak reference to a storage, with its recorded size and category."""
 
     __slots__ = ("category", "key", "num_bytes")
 
@@ -42,52 +41,52 @@ class _Held(weakref.ref[UntypedStorage]):
 
 
 class LiveMemory(TorchDispatchMode):
-    """Sees every operation, and books the storages of its results. To be entered by `metrics.tracking.track`."""
+    """A dispatch mode that records the storages of all results in a ledger. `track` enters it."""
 
     def __init__(self, ledger: Ledger):
         super().__init__()
         self._ledger = ledger
-        self._held: dict[int, _Held] = {}
-        self._scope: Category | None = None
+        self._entries: dict[int, _TrackedStorage] = {}
+        self._current_category: Category | None = None
         self.offloads = Category.GRADIENTS in ledger.on_host
-        """Whether shards of parameters and gradients are in the host's memory, which is not counted."""
+        """True if shards of parameters and gradients are in host memory, which does not count."""
 
         self.is_paused = False
-        """Whether what is allocated now does not count."""
+        """True while new allocations do not count."""
 
     def hold(self, tensors: Iterable[Tensor | None], category: Category) -> None:
-        """From now on these are held for `category`, known or not; sharded ones by their local part."""
-        book = self.within(category, self.book)
+        """Assign the storages of tensors to `category`. Of a DTensor, only the local shard counts."""
+        record = self.allocating_for(category, self.record)
         for tensor in tensors:
             if tensor is not None:
-                self._move(book(local_tensor(tensor).untyped_storage()), category)
+                self._move(record(local_tensor(tensor).untyped_storage()), category)
 
-    def book(self, storage: UntypedStorage) -> _Held:
-        """Take note of a storage, or of its new size."""
-        held = self._held.get(storage._cdata) or self._begin(storage)
-        self._resize(held, storage.nbytes())
-        return held
+    def record(self, storage: UntypedStorage) -> _TrackedStorage:
+        """Record a storage, or its new size."""
+        entry = self._entries.get(storage._cdata) or self._add(storage)
+        self._resize(entry, storage.nbytes())
+        return entry
 
-    def _begin(self, storage: UntypedStorage) -> _Held:
-        held = _Held(storage, self._release)
-        held.key, held.num_bytes, held.category = storage._cdata, 0, self._category()
-        self._held[held.key] = held
-        return held
+    def _add(self, storage: UntypedStorage) -> _TrackedStorage:
+        entry = _TrackedStorage(storage, self._release)
+        entry.key, entry.num_bytes, entry.category = storage._cdata, 0, self._allocation_category()
+        self._entries[entry.key] = entry
+        return entry
 
-    def within(self, category: Category, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, but what it allocates is held for `category`."""
+    def allocating_for(self, category: Category, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function`, wrapped so that its allocations belong to `category`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            before, self._scope = self._scope, category
+            before, self._current_category = self._current_category, category
             try:
                 return function(*args, **kwargs)
             finally:
-                self._scope = before
+                self._current_category = before
 
         return call
 
     def paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, but what it allocates does not count."""
+        """Return `function`, wrapped so that its allocations do not count."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             before, self.is_paused = self.is_paused, True
@@ -99,76 +98,77 @@ class LiveMemory(TorchDispatchMode):
         return call
 
     def scope(self, category: Category | None) -> None:
-        """What is allocated from now on is held for `category`; None: for activations and their gradients."""
-        self._scope = category
+        """Set the category of later allocations. None: activations and their gradients."""
+        self._current_category = category
 
-    def forget(self) -> None:
-        """Book nothing any more, not even what is freed."""
-        self._held.clear()
+    def stop(self) -> None:
+        """Stop recording, including deallocations."""
+        self._entries.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:  # it comes back as operations on local tensors
+        if DTensor in types:  # DTensor dispatches again with local tensors
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if not self.is_paused:
-            self._see(result)
+            self._record_results(result)
         return result
 
-    def _see(self, result: Any) -> None:
+    def _record_results(self, result: Any) -> None:
         if isinstance(result, Tensor):
             if result.device.type != "meta":
-                self.book(result.untyped_storage())
+                self.record(result.untyped_storage())
         elif isinstance(result, (tuple, list)):
             for part in result:
-                self._see(part)
+                self._record_results(part)
 
-    def _category(self) -> Category:
-        """What is allocated now, by who allocates it. Recomputation runs in backward, but with gradients enabled."""
-        if self._scope is not None:
-            return self._scope
+    def _allocation_category(self) -> Category:
+        """Return the category of an allocation now. Activation checkpointing repeats a forward with gradients
+        enabled."""
+        if self._current_category is not None:
+            return self._current_category
         is_backward = is_in_backward() and not torch.is_grad_enabled()
         return Category.BACKWARD if is_backward else Category.ACTIVATIONS
 
-    def _resize(self, held: _Held, num_bytes: int) -> None:
-        if num_bytes > held.num_bytes:
-            self._ledger.allocate(num_bytes - held.num_bytes, held.category)
-        elif num_bytes < held.num_bytes:
-            self._ledger.free(held.num_bytes - num_bytes, held.category)
-        held.num_bytes = num_bytes
+    def _resize(self, entry: _TrackedStorage, num_bytes: int) -> None:
+        if num_bytes > entry.num_bytes:
+            self._ledger.allocate(num_bytes - entry.num_bytes, entry.category)
+        elif num_bytes < entry.num_bytes:
+            self._ledger.free(entry.num_bytes - num_bytes, entry.category)
+        entry.num_bytes = num_bytes
 
-    def _move(self, held: _Held, category: Category) -> None:
-        self._ledger.move(held.num_bytes, held.category, category)
-        held.category = category
+    def _move(self, entry: _TrackedStorage, category: Category) -> None:
+        self._ledger.move(entry.num_bytes, entry.category, category)
+        entry.category = category
 
     def _release(self, storage: Any) -> None:
-        held: _Held = storage
-        if self._held.get(held.key) is held:
-            del self._held[held.key]
-            self._resize(held, 0)
+        entry: _TrackedStorage = storage
+        if self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]
+            self._resize(entry, 0)
 
 
 @contextmanager
 def track(model: nn.Module, ledger: Ledger, optimizer: Optimizer | None = None) -> Iterator[LiveMemory]:
-    """Book what a wrapped model holds, and what is allocated and freed until the end of the block, into `ledger`.
+    """Record the memory of a wrapped model, and all allocations until the end of the block, in `ledger`.
 
-    `model` is on its device and wrapped by FSDP2; `optimizer` is told apart from the rest where it is given. Enter the
-    ledger's first place before, and others inside the block; ask for its footprint there too:
+    `model` is on its device and wrapped by FSDP2. With `optimizer`, its state has a category of its own. Enter the
+    first StepPoint of the ledger before the block, and read the footprint inside the block:
 
         ledger = Ledger()
-        ledger.enter(Place(0, "forward", ""))
+        ledger.enter(StepPoint(0, "forward", ""))
         with track(model, ledger, optimizer) as memory:
             memory.hold(microbatch, Category.INPUTS)
             step(...)
             footprint = ledger.footprint()
 
-    Functions of FSDP2 are replaced meanwhile, so only one step of a process can be tracked at a time.
+    Functions of FSDP2 are replaced during the block, so a process can track one step at a time.
     """
     memory = LiveMemory(ledger)
     memory.hold(model.parameters(), Category.PARAMETERS)
     memory.hold((p.grad for p in model.parameters()), Category.GRADIENTS)
     memory.hold(model.buffers(), Category.BUFFERS)
     with ExitStack() as stack:
-        stack.callback(memory.forget)
+        stack.callback(memory.stop)
         _watch_storage(memory, stack)
         _watch_fsdp(memory, stack)
         if optimizer is not None:
@@ -178,14 +178,14 @@ def track(model: nn.Module, ledger: Ledger, optimizer: Optimizer | None = None) 
 
 
 def _watch_storage(memory: LiveMemory, stack: ExitStack) -> None:
-    """FSDP2 frees and brings back parameters by the size of their storage, and DTensor asks for shapes with tensors
-    of the whole size."""
+    """Record resized storages, by which FSDP2 frees and restores parameters. Ignore DTensor's shape propagation, which
+    allocates unsharded tensors."""
     resize = UntypedStorage.resize_
 
     def resize_(storage: UntypedStorage, num_bytes: int) -> Any:
         result = resize(storage, num_bytes)
         if not memory.is_paused:
-            memory.book(storage)
+            memory.record(storage)
         return result
 
     stack.enter_context(replaced(UntypedStorage, "resize_", resize_))
@@ -193,24 +193,24 @@ def _watch_storage(memory: LiveMemory, stack: ExitStack) -> None:
 
 
 def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
-    """Book what each step of FSDP2 allocates for what the step does."""
-    watched: dict[int, Tensor] = {}  # holds the parameters, so that no id is used twice
+    """Assign the allocations of FSDP2's functions to their categories."""
+    watched: dict[int, Tensor] = {}  # keeps the parameters alive, so that ids stay unique
 
     def reducing(reduce: Callable[..., Any]) -> Callable[..., Any]:
-        booked = memory.within(Category.REDUCE_SCATTER, reduce)
+        recorded = memory.allocating_for(Category.REDUCE_SCATTER, reduce)
 
         def foreach_reduce(fsdp_params: list[Any], *args: Any, **kwargs: Any) -> Any:
-            result = booked(fsdp_params, *args, **kwargs)
+            result = recorded(fsdp_params, *args, **kwargs)
             *_, not_yet_all_reduced = result
             memory.hold([p.sharded_param.grad for p in fsdp_params], Category.GRADIENTS)
-            if not memory.offloads:  # else it waits for the all-reduce on the device
+            if not memory.offloads:  # with offloading it waits for the all-reduce on the device
                 memory.hold([not_yet_all_reduced], Category.GRADIENTS)
             return result
 
         return foreach_reduce
 
     def accumulating(init_unsharded_param: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Autograd makes gradients like any tensor; they become a parameter's when they are accumulated."""
+        """Assign gradients to UNSHARDED_GRADIENTS when autograd accumulates them."""
 
         def init_and_watch(fsdp_param: Any) -> None:
             init_unsharded_param(fsdp_param)
@@ -225,10 +225,10 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
         return init_and_watch
 
     wraps: dict[str, Callable[[Any], Any]] = {
-        "unshard": partial(memory.within, Category.ALL_GATHER),
-        "wait_for_unshard": partial(memory.within, Category.UNSHARDED_PARAMETERS),
-        "post_backward": partial(memory.within, Category.UNSHARDED_GRADIENTS),
-        "all_gather": memory.paused,  # gloo works in copies of its own
+        "unshard": partial(memory.allocating_for, Category.ALL_GATHER),
+        "wait_for_unshard": partial(memory.allocating_for, Category.UNSHARDED_PARAMETERS),
+        "post_backward": partial(memory.allocating_for, Category.UNSHARDED_GRADIENTS),
+        "all_gather": memory.paused,  # gloo allocates its own copies
         "reduce_scatter": memory.paused,
         "foreach_reduce": reducing,
         "init_unsharded_param": accumulating,

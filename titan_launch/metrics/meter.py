@@ -1,4 +1,4 @@
-"""Measures a run while it trains, without holding the device up."""
+"""Measurement of a run without waiting for the device in each step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WINDOW_TARGETS = "targets in the window"
 
 
 class Meter:
-    """Turns what happens between two reports (a window) into the metrics of `titan_launch.metrics.tags`.
+    """Collector of the metrics of `titan_launch.metrics.tags` over a window, which is the time between two reports.
 
         with meter.loading():
             batch = next(batches)
@@ -31,8 +31,7 @@ class Meter:
         with meter.paused():
             ...                                 # validation, checkpoint
 
-    Nothing waits for the device except `report` and the two ends of `paused`. The first window starts when the meter
-    is built.
+    Only `report` and both ends of `paused` wait for the device. The first window starts when the meter is created.
     """
 
     def __init__(
@@ -45,12 +44,12 @@ class Meter:
         peak_flops: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """`world_size`: ranks of the default process group, each with one device; alone, it needs no group.
+        """`world_size`: number of ranks of the default process group; with 1 no group is needed.
 
-        `unit`: what has a target, and so is counted in the throughput.
+        `unit`: unit of the throughput: each has one target.
 
-        `flops_per_step_per_device` counts all positions, ignored ones included; without it no TFLOP/s are reported, and
-        without `peak_flops` (of one device, in FLOP/s) no MFU.
+        `flops_per_step_per_device` includes ignored positions; with None no TFLOP/s are reported. `peak_flops`: peak of
+        one device in FLOP/s; with None no MFU is reported.
         """
         self._device = device
         self._world_size = world_size
@@ -63,17 +62,16 @@ class Meter:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Time spent in here is time spent waiting for data."""
+        """Count the time of the block as waiting for data."""
         start = self._clock()
         yield
         self._loading_s += self._clock() - start
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent in here counts neither as step time nor in the throughput.
+        """Exclude the time of the block from step time and throughput.
 
-        Waits for the device at both ends: work that training has queued up belongs to training, and what is queued in
-        here does not.
+        Both ends wait for the device, so that work queued by training counts and work queued in the block does not.
         """
         self._synchronize()
         start = self._clock()
@@ -82,9 +80,9 @@ class Meter:
         self._paused_s += self._clock() - start
 
     def end_step(self, valid_global: Tensor) -> None:
-        """A step is over, as far as the host is concerned: the device may still work on it.
+        """Count a step that the host has finished. The device may still work on it.
 
-        `valid_global`: the step's targets that are not ignored, over all ranks; a tensor with one element.
+        `valid_global`: number of valid targets of the step over all ranks; a tensor with one element.
         """
         self._targets += valid_global
         self._steps += 1
@@ -98,15 +96,16 @@ class Meter:
         grad_norm: Tensor,
         measured: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
-        """The metrics of the window, by tag; the next window starts.
+        """Return the metrics of the window by tag, and start the next window.
 
-        Every rank must call it at the same step: it waits for the device, reduces over the ranks (one sum, one maximum)
-        and reads the results in one transfer. All ranks get the same losses and maxima; times are this rank's.
+        Every rank must call this method at the same step. It waits for the device, reduces over the ranks (one sum, one
+        maximum) and copies the results in one transfer. Losses and maxima are equal on all ranks; times are this
+        rank's.
 
-        `loss_sum`: this rank's losses of the last step, added up and divided by `valid_global`, so that the sum over
-        the ranks is the mean. `valid_local`, `valid_global`: targets of the last step that are not ignored, on this
-        rank and on all. `grad_norm`: of the whole gradient, the same on all ranks. All have one element.
-        `measured`: what else this rank has to report, by tag; all ranks have the same tags.
+        `loss_sum`: sum of this rank's losses of the last step divided by `valid_global`. The sum over ranks is the mean
+        loss. `valid_local`, `valid_global`: number of valid targets of the last step on this rank and on all ranks.
+        `grad_norm`: norm of the whole gradient, equal on all ranks. All four have one element. `measured`: further
+        metrics of this rank by tag; all ranks pass the same tags.
         """
         if not self._steps:
             raise RuntimeError("report() without a step since the last report")
@@ -123,8 +122,8 @@ class Meter:
         )
         targets = values.pop(_WINDOW_TARGETS)
         if values["train/loss_max"] == -torch.inf:
-            del values["train/loss_max"]  # no rank has had a target
-        # Only now is the device done with the window, so only now is its time known.
+            del values["train/loss_max"]  # no rank had a valid target
+        # The device has finished the window only now, so the time is read here.
         values |= self._rates(targets, self._clock() - self._window_start - self._paused_s)
         self._start_window()
         return values
@@ -185,14 +184,15 @@ class Meter:
 
 
 def _own_mean(loss_sum: Tensor, valid_local: Tensor, valid_global: Tensor) -> Tensor:
-    """This rank's mean loss, -inf without targets, which no maximum picks, and inf for a loss that is not a number,
-    which a maximum could drop (whether it does depends on the backend and on the order of the ranks)."""
+    """Return this rank's mean loss, -inf without valid targets, and inf for NaN.
+
+    A maximum over ranks ignores -inf. Some backends would drop NaN in a maximum."""
     mean = (loss_sum.double() * valid_global / valid_local).nan_to_num(nan=torch.inf, posinf=torch.inf)
     return torch.where(valid_local > 0, mean, -torch.inf)
 
 
 def _memory(device: torch.device) -> dict[str, float]:
-    """What the host knows of this rank's memory; does not wait for the device."""
+    """Return the memory metrics of this rank, without waiting for the device."""
     rss_unit = 1 if sys.platform == "darwin" else 1024
     memory = {"memory/max_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * rss_unit / GIB}
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""FSDP2's collectives, counted where FSDP2 calls them, and communication time that computation does not hide."""
+"""Counts of FSDP2's collectives, and exposed communication time."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ from titan_launch.plan.communication import Collectives, Traffic
 
 
 class TrafficCount:
-    """What has been communicated so far."""
+    """Traffic since the start or the last `take`."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
 
     def take(self) -> Traffic:
-        """What was communicated since the last call."""
-        taken, self.traffic = self.traffic, Traffic()
-        return taken
+        """Return the traffic since the last call, and reset it."""
+        traffic, self.traffic = self.traffic, Traffic()
+        return traffic
 
     def add(self, traffic: Traffic) -> None:
-        """One more collective, or several."""
+        """Add traffic."""
         self.traffic += traffic
 
 
 @contextmanager
 def count_collectives(model: nn.Module) -> Iterator[TrafficCount]:
-    """Count what a wrapped model communicates on this rank until the end of the block; nothing is left on it then.
+    """Count the collectives of a wrapped model on this rank until the end of the block, which removes the hooks.
 
-    Parameters that units gather, gradients that they reduce, and sharded gradients that replicas sum (HSDP) count, with
-    the bytes of the buffers that `titan_launch.plan.communication.Traffic` names. What is exchanged along other axes
-    (activations, keys and values) does not, nor do the target count, clipping, BatchNorm's statistics and metrics.
-    Costs nothing beside the collectives; nothing waits for the device.
+    Counted: all-gathers of parameters, reduce-scatters of gradients, and all-reduces between replicas (HSDP), with the
+    buffer bytes that `titan_launch.plan.communication.Traffic` defines. Not counted: activations, keys and values along
+    other mesh axes, the number of targets, clipping, BatchNorm statistics and metrics. Counting does not wait for the
+    device.
     """
     count = TrafficCount()
 
-    def see(kind: str, output: Tensor, sent: Tensor) -> None:
+    def record(kind: str, output: Tensor, sent: Tensor) -> None:
         count.add(_traffic_of(kind, output, sent))
 
     with ExitStack() as stack:
         for group in parameter_groups(model):
-            stack.enter_context(collectives_watched(group, see))
+            stack.enter_context(collectives_watched(group, record))
         yield count
 
 
 def _traffic_of(kind: str, output: Tensor, sent: Tensor) -> Traffic:
-    """Return one collective with the bytes of the larger of its buffers."""
+    """Return the traffic of one collective, with the bytes of its larger buffer."""
     return {
         ALL_GATHER: Traffic(Collectives(all_gathers=1), all_gather_bytes=output.nbytes),
         REDUCE_SCATTER: Traffic(Collectives(reduce_scatters=1), reduce_scatter_bytes=sent.nbytes),
@@ -68,7 +68,7 @@ def _traffic_of(kind: str, output: Tensor, sent: Tensor) -> Traffic:
 
 
 class Kernel(NamedTuple):
-    """One kernel, from when to when it ran on the device, in nanoseconds."""
+    """One kernel, with its start and end on the device in nanoseconds."""
 
     name: str
     start: int
@@ -76,26 +76,26 @@ class Kernel(NamedTuple):
 
     @property
     def communicates(self) -> bool:
-        """Whether it is one of NCCL's."""
+        """True for a kernel of NCCL."""
         return self.name.startswith(("ncclDevKernel", "ncclKernel"))
 
 
 @dataclass
 class ExposedTime:
-    """What was found."""
+    """Result of `profile_exposed_time`, valid after its block."""
 
     seconds: float = 0.0
 
 
 @contextmanager
 def profile_exposed_time(device: torch.device) -> Iterator[ExposedTime]:
-    """Profile what runs on a CUDA device until the end of the block, and wait for it there."""
+    """Profile the kernels of a CUDA device until the end of the block, which waits for the device."""
     found = ExposedTime()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         yield found
         torch.cuda.synchronize(device)
     results = profiler.profiler
-    assert results is not None and results.kineto_results is not None, "it has run"
+    assert results is not None and results.kineto_results is not None, "the profiler has run"
     found.seconds = exposed_seconds(
         Kernel(event.name(), event.start_ns(), event.end_ns())
         for event in results.kineto_results.events()
@@ -104,16 +104,16 @@ def profile_exposed_time(device: torch.device) -> Iterator[ExposedTime]:
 
 
 def exposed_seconds(kernels: Iterable[Kernel]) -> float:
-    """How long a kernel of NCCL ran and no other one did."""
+    """Return the seconds in which only NCCL kernels ran."""
     every = list(kernels)
     computation = [kernel for kernel in every if not kernel.communicates]
     return (_busy_ns(every) - _busy_ns(computation)) / 1e9
 
 
 def _busy_ns(kernels: Iterable[Kernel]) -> int:
-    """How long at least one of them ran."""
-    busy, reached = 0, 0
+    """Return the nanoseconds in which at least one kernel ran."""
+    busy, last_end = 0, 0
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
-        busy += max(0, kernel.end - max(kernel.start, reached))
-        reached = max(reached, kernel.end)
+        busy += max(0, kernel.end - max(kernel.start, last_end))
+        last_end = max(last_end, kernel.end)
     return busy

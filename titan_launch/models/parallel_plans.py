@@ -15,7 +15,7 @@ from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.precision import BatchNormConfig
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, did_you_mean
 from titan_launch.core.globs import matches
-from titan_launch.core.import_string import user_place
+from titan_launch.core.import_string import user_location
 from titan_launch.models.spec import TensorStyle
 from titan_launch.models.stages import PassThrough
 from titan_launch.plan.types import full_name
@@ -49,7 +49,7 @@ def shapes_explained(model: ModelConfig, degree: int) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         if degree == 1 or ":" not in model.name or not _ABOUT_SHAPES.search(str(error)):
             raise
-        place, text = user_place(error), str(error).partition("\n")[0]
+        place, text = user_location(error), str(error).partition("\n")[0]
         reason = (
             f"fails{f' at {place}' if place else ''} with 1/{degree} of the heads and features on each rank: does its "
             "attribute tensor_parallel divide connected layers alike, do its reshapes take sizes from their input (-1, "

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig
 from titan_launch.core.errors import ConfigError, config_error
-from titan_launch.distributed.collectives import on_all, warn
+from titan_launch.distributed.collectives import on_all_ranks, warn
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.models.loss import Loss
 from titan_launch.plan.compilation import alike
@@ -171,7 +171,7 @@ def cache_folder(config: CompileConfig) -> Iterator[None]:
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
     name = config.cache_folder
-    folder = on_all(lambda: _created_folder(name))[dist.get_rank()]
+    folder = on_all_ranks(lambda: _created_folder(name))[dist.get_rank()]
     triton = os.environ.get(_TRITON)
     # temporary_cache_dir sets inductor's variable, and makes inductor forget its kernels at both ends of the block.
     with _one_warning_of_unreadable_entries(name), temporary_cache_dir(folder):

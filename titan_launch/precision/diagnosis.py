@@ -15,7 +15,7 @@ from torch import nn
 from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
 from titan_launch.core.errors import UNSET, ConfigError, KeyPath, Problem, format_key
 from titan_launch.core.globs import matches
-from titan_launch.core.import_string import user_place
+from titan_launch.core.import_string import user_location
 from titan_launch.distributed.torch_private import was_gathered
 from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit, full_name, is_within, parent
 from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT
@@ -61,7 +61,7 @@ class Failure:
     @property
     def line(self) -> str:
         """The innermost line of the user's code, or else of the launcher's, such as `model.py:42`."""
-        return Path(user_place(self._error, or_own=True) or "").name
+        return Path(user_location(self._error, or_own=True) or "").name
 
     def problem(self, key: KeyPath, reason: str, value: object = UNSET) -> Problem:
         """Return a problem of a key. Its text ends with PyTorch's own words, which can be searched for."""

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError, config_error
-from titan_launch.core.import_string import user_place, user_traceback
+from titan_launch.core.import_string import user_location, user_traceback
 from titan_launch.models.build import build_model
 from titan_launch.models.parallel_plans import shapes_explained
 from titan_launch.plan.communication import on_line
@@ -128,7 +128,7 @@ def failures_explained(config: ModelConfig) -> Iterator[None]:
     except Exception as error:
         operation = _unfit_operation(error)
         if operation is not None:
-            reason = _unfit(operation, user_place(error, or_own=True))
+            reason = _unfit(operation, user_location(error, or_own=True))
             raise config_error(("model", "name"), reason, config.name) from error
         if ":" not in config.name:
             raise

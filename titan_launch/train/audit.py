@@ -1,4 +1,4 @@
-"""The audit of the first step: whether the model computes, stores and communicates in what was planned."""
+"""Precision audit of the first step: comparison of planned and observed dtypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from titan_launch.core.errors import UserError, listed
 from titan_launch.core.torch_release import is_tested_release
-from titan_launch.distributed.collectives import on_all
+from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.parallel.compile import eager
 from titan_launch.parallel.pipeline import parts
 from titan_launch.plan.types import ModelPlan
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def audits(run: Run) -> bool:
-    """Whether `debug.audit_precision` wants the first step of this process watched."""
+    """Return True if `debug.audit_precision` enables the audit. By default it is on for custom and debug models."""
     model = run.config.model
     by_default = ":" in model.name or model.flavor == "debug"
     wanted = run.config.debug.audit_precision
@@ -48,39 +48,40 @@ def audit_of_step(run: Run, step: int) -> Iterator[Callable[[], None] | None]:
             for module, plan in parts(run.model, run.plan)
         ]
         stack.enter_context(eager(run.config.compile))
-        yield lambda: _settle(run, watched)
+        yield lambda: _compare_with_plan(run, watched)
 
 
 class _Watched(NamedTuple):
-    """What runs as a whole (the model, or one of its pipeline stages), what was planned of it, and what was seen."""
+    """The model, or one of its pipeline stages, with its plan and its observed dtypes."""
 
     module: nn.Module
     plan: ModelPlan
     observed: Observations
 
 
-def _settle(run: Run, watched: Sequence[_Watched]) -> None:
+def _compare_with_plan(run: Run, watched: Sequence[_Watched]) -> None:
     for module, _, observed in watched:
         look_at_storage(module, observed)
     audit = merge_audits([compare(plan, run.layout, observed) for _, plan, observed in watched])
     if run.mesh.pipeline_group is not None:
-        audit = merge_audits(on_all(lambda: audit, run.mesh.pipeline_group))
-    differences = _differences_of_all_ranks(audit.differences(run.locate_key))
-    if run.ranks.is_main:
+        audit = merge_audits(on_all_ranks(lambda: audit, run.mesh.pipeline_group))
+    differences = _merge_differences(audit.differences(run.locate_key))
+    if run.ranks.is_rank_0:
         record_audit(run.folder, {"differences": differences, **audit.as_data()})
         for sink in run.sinks:
             sink.text("precision_audit", audit.as_markdown())
-    _name_views(watched)
+    _log_views(watched)
     if differences and is_tested_release():
         raise UserError(_explain(run, differences))
-    if differences:  # on an untested release they do not end the run
+    if differences:  # on an untested release, differences do not end the run
         _log.warning("precision audit: differences on an untested release of PyTorch:\n  %s", "\n  ".join(differences))
     else:
         _log.info("precision audit: %s: as planned", _size(audit))
 
 
-def _name_views(watched: Sequence[_Watched]) -> None:
-    """FSDP2 warns of views that leave a unit, by class; here are their paths. The model's own output harms nobody."""
+def _log_views(watched: Sequence[_Watched]) -> None:
+    """Log the paths of the modules that return views. FSDP2 warns of them by class only. The model itself is
+    excluded."""
     paths = [
         path
         for _, plan, observed in watched
@@ -89,13 +90,13 @@ def _name_views(watched: Sequence[_Watched]) -> None:
         if path and observed.modules[path].returns_view
     ]
     if paths:
-        advice = "views come out of these modules; do not change them in place (x = x + y, not x += y)"
+        advice = "these modules return views; do not change the views in place (write x = x + y, not x += y)"
         _log.info("%s: %s", advice, listed(paths))
 
 
-def _differences_of_all_ranks(own: list[str]) -> list[str]:
-    """Common to all ranks, so that all of them stop."""
-    return list(dict.fromkeys(chain.from_iterable(on_all(lambda: own))))
+def _merge_differences(differences: list[str]) -> list[str]:
+    """Return the differences of all ranks, so that all ranks stop."""
+    return list(dict.fromkeys(chain.from_iterable(on_all_ranks(lambda: differences))))
 
 
 def _size(audit: Audit) -> str:
@@ -103,12 +104,12 @@ def _size(audit: Audit) -> str:
 
 
 def _explain(run: Run, differences: list[str]) -> str:
-    """A user's error, since a repetition would end alike: mostly the model's code, or a hook of it, casts something."""
+    """Return the message of the UserError. It is a UserError because a repetition would fail in the same way."""
     return "\n  ".join(
         [
             "precision audit: the first step was not as planned, and the run ends before its update "
             f"(all dtypes are in {run.folder / AUDIT_FILE}; usual causes are casts in the model's own forward or "
-            "hooks; debug.audit_precision = false trains as it is)",
+            "hooks; debug.audit_precision = false disables the audit)",
             *differences,
         ]
     )

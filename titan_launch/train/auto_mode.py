@@ -16,7 +16,7 @@ from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import ConfigError, RunError, UserError, format_key
 from titan_launch.core.torch_release import is_tested_release
-from titan_launch.distributed.collectives import on_main
+from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.build import BuiltModel
 from titan_launch.models.inventory import take_inventory
@@ -40,7 +40,7 @@ from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.train.forward import check_signature
 from titan_launch.train.run_folder.attempt import Attempt
 from titan_launch.train.run_folder.folder import recorded_modes
-from titan_launch.train.trace_subprocess import Tracing
+from titan_launch.train.trace_subprocess import TraceProcess
 
 
 def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
@@ -100,7 +100,7 @@ def resolve_auto_modes(
     """
     if not is_auto(config):
         return config, None
-    choice, reason = on_main(lambda: _decide(config, layout, built, hardware, folder, attempt))
+    choice, reason = on_rank_0(lambda: _decide(config, layout, built, hardware, folder, attempt))
     _log.info("auto: %s", reason)
     return with_choice(config, choice), reason
 
@@ -165,7 +165,7 @@ def _least_memory(config: JobConfig, layout: Layout, inventory: Inventory) -> De
 def _resolved_by_trace(config: JobConfig, layout: Layout, hardware: Hardware) -> Decision:
     _log.info("auto: the job is traced to find what it needs (%s)", unknown_part(config))
     with ExitStack() as stack:
-        resolved = Tracing(config, layout.world_size, hardware, stack).result()["resolved"]
+        resolved = TraceProcess(config, layout.world_size, hardware, stack).result()["resolved"]
     accumulation = GradientAccumulationConfig.model_validate(resolved["gradient_accumulation"])
     recomputation = ActivationCheckpointConfig.model_validate(resolved["activation_checkpoint"])
     return Choice(accumulation, recomputation), str(resolved["reason"])

@@ -12,7 +12,7 @@ from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import format_key
 from titan_launch.cpu.switch import cpu_speedups
-from titan_launch.distributed.collectives import on_main
+from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.process_group import Ranks, set_timeouts
 from titan_launch.metrics.sinks import ConsoleSink
@@ -26,7 +26,7 @@ from titan_launch.plan.report.unit_table import KeyLocator, describe_units, form
 from titan_launch.train.batches import RunData, build_data, build_train_batches, build_validation_batches
 from titan_launch.train.forward import checked_loss
 from titan_launch.train.health.coordination import StepCoordinator, StopRequest
-from titan_launch.train.health.flight_recorder import make_room_for_nccl
+from titan_launch.train.health.flight_recorder import create_nccl_folder
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.kernel_choice import attention_dtypes, use_kernels
@@ -35,10 +35,10 @@ from titan_launch.train.model import AssembledModel, allocate_model, assemble_mo
 from titan_launch.train.resolve_job import ResolvedJob, resolve_job
 from titan_launch.train.run import Run, build_meter, build_sinks, log_batches
 from titan_launch.train.run_folder.attempt import this_attempt
-from titan_launch.train.run_folder.folder import HeldFolder, effective_load, new_attempt_folder, prepare_run_folder
+from titan_launch.train.run_folder.folder import OpenRunFolder, effective_load, new_attempt_folder, prepare_run_folder
 from titan_launch.train.run_folder.logs import LogFile
 from titan_launch.train.run_folder.records import record_run, record_units
-from titan_launch.train.run_folder.resume import load_run, open_checkpoints, training_state, what_to_do_without_folder
+from titan_launch.train.run_folder.resume import advice_without_folder, load_run, open_checkpoints, training_state
 from titan_launch.train.step import TrainStep
 
 _log = logging.getLogger(__name__)
@@ -84,10 +84,10 @@ def build_run(
     state = training_state(config, model.module, optimizer, progress, guard, step.statistics, mesh, ranks)
     checkpoints = open_checkpoints(job.requested, folder.path, state, progress, data.sources, ranks, stack)
     load_or_begin(job, folder.path, state, progress, data, stack)
-    on_main(lambda: record_units(folder.path, describe_units(job.plan, job.layout, locate_key)))
+    on_rank_0(lambda: record_units(folder.path, describe_units(job.plan, job.layout, locate_key)))
     log_batches(config, job.layout, ranks, data.train, data.validation, folder.path)
     first_step = progress.step + 1
-    console = ConsoleSink(total_steps=config.training.steps) if ranks.is_main else None
+    console = ConsoleSink(total_steps=config.training.steps) if ranks.is_rank_0 else None
     return Run(
         config=config,
         folder=folder.path,
@@ -112,7 +112,7 @@ def build_run(
         measurements=StepMeasurements(
             config.comm, model.module, optimizer, step, ranks.device, first_step, config.compile.enable, stack
         ),
-        memory_check=MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_main else None,
+        memory_check=MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_rank_0 else None,
         sinks=build_sinks(job, folder.path, progress, console, stack),
         console=console,
         watchdog=watchdog,
@@ -122,7 +122,7 @@ def build_run(
 
 def open_run_folder(
     job: ResolvedJob, ranks: Ranks, log_file: LogFile | None, watchdog: Watchdog, stack: ExitStack
-) -> HeldFolder:
+) -> OpenRunFolder:
     """Return the run's folder, held until `stack` is closed, with the logs of this attempt in it; collective. Rank 0
     makes the folder ready before any rank goes on."""
     folder = job.requested.job.run_folder
@@ -131,22 +131,22 @@ def open_run_folder(
         prepare_run_folder(folder, job.requested, job.attempt, stack)
         return new_attempt_folder(folder)
 
-    logs = on_main(prepare)
+    logs = on_rank_0(prepare)
     if log_file is not None:
         log_file.open(logs / f"rank_{ranks.rank}.log")
-    watchdog.write_to(folder)
+    watchdog.set_run_folder(folder)
     if ranks.device.type == "cuda":
-        make_room_for_nccl(folder)
-    return stack.enter_context(HeldFolder(folder, what_to_do_without_folder(job.requested)))
+        create_nccl_folder(folder)
+    return stack.enter_context(OpenRunFolder(folder, advice_without_folder(job.requested)))
 
 
 def load_or_begin(
     job: ResolvedJob, folder: Path, state: TrainingState, progress: Progress, data: RunData, stack: ExitStack
 ) -> None:
     """Load the checkpoint from which the run starts, if any, and record the run in its folder; collective."""
-    load = on_main(lambda: effective_load(folder, job.requested, job.attempt))
+    load = on_rank_0(lambda: effective_load(folder, job.requested, job.attempt))
     load_run(job.requested, folder, load, state, progress, data.sources)
-    on_main(lambda: record_run(folder, job.requested, job.attempt, stack))
+    on_rank_0(lambda: record_run(folder, job.requested, job.attempt, stack))
 
 
 def build_step(

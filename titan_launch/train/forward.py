@@ -1,4 +1,4 @@
-"""The forward of a model: how it is called, what it must return, and the errors of one that expects something else."""
+"""The call of a model's forward, checks of its inputs and outputs, and errors of a forward that does not fit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DATA = {"tokens": "the vocabulary of the data has {} tokens", "images": "the im
 
 
 def check_signature(model: nn.Module, unit: SampleUnit) -> None:
-    """Raise ConfigError for a model whose forward cannot be called with the inputs as its only argument."""
+    """Raise ConfigError for a model whose forward cannot be called with the inputs as the only argument."""
     if not has_forward(model):
         raise _error(f"is missing: {type(model).__name__} defines none", unit)
     try:
@@ -66,11 +66,11 @@ def logits_of(outputs: Any, inputs: Tensor) -> Tensor:
 
 
 def checked_loss(loss_sum: Loss, unit: SampleUnit, num_classes: int) -> Loss:
-    """Return `loss_sum` with a check of the logits' shape before it, which does not wait for the device.
+    """Return `loss_sum` with a preceding check of the logits' shape, which does not wait for the device.
 
-    `num_classes`: number of classes of the data; of tokens, the size of their vocabulary. The check raises ConfigError
-    for logits that are not (*targets.shape, classes), or that have fewer classes: on a GPU the loss of a target beyond
-    them would abort the process.
+    `num_classes`: number of classes of the data; for tokens, the size of the vocabulary. The check raises ConfigError
+    if the logits are not (*targets.shape, classes), or have fewer classes than the data. On a GPU the loss of a target
+    beyond the classes would abort the process.
     """
 
     def checked(logits: Tensor, targets: Tensor) -> Tensor:
@@ -88,24 +88,24 @@ def checked_loss(loss_sum: Loss, unit: SampleUnit, num_classes: int) -> Loss:
 
 
 def check_embeddings(model: nn.Module, vocab_size: int) -> None:
-    """Let the first forward of a model raise ConfigError if it looks up the token ids in an `nn.Embedding` that has
-    fewer than `vocab_size` rows.
+    """Add a check to the first forward of a model: ConfigError if an `nn.Embedding` of the token ids has fewer than
+    `vocab_size` rows.
 
-    The check does not read the ids: it does not wait for the device, and it works on tensors without values.
+    The check does not read the ids, so it does not wait for the device and works on tensors without values.
     """
-    given: list[Any] = []
+    model_inputs: list[Any] = []
     handles: list[RemovableHandle] = []
 
     def note_inputs(module: nn.Module, args: tuple[Any, ...]) -> None:
-        given[:] = args[:1]
+        model_inputs[:] = args[:1]
 
     def compare(path: str, module: nn.Embedding, args: tuple[Any, ...]) -> None:
-        if given and args and args[0] is given[0] and module.num_embeddings < vocab_size:
+        if model_inputs and args and args[0] is model_inputs[0] and module.num_embeddings < vocab_size:
             reason = f"looks up token ids in {path} (Embedding), which has {module.num_embeddings} rows, but "
-            raise _error(f"{reason}{_DATA['tokens'].format(vocab_size)}; give it {vocab_size} rows")
+            raise _error(f"{reason}{_DATA['tokens'].format(vocab_size)}; set its rows to {vocab_size}")
 
     def end(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
-        given.clear()
+        model_inputs.clear()
         for handle in handles:
             handle.remove()
 
@@ -118,10 +118,10 @@ def check_embeddings(model: nn.Module, vocab_size: int) -> None:
 
 
 def _error(reason: str, unit: SampleUnit | None = None) -> ConfigError:
-    """Return the error of a forward. With `unit` it says what a forward of such data is given, and must return."""
+    """Return the error of a forward. With `unit`, the error explains the required arguments and outputs."""
     if unit is not None:
         reason += (
-            f"; forward(inputs) is given one tensor, {_INPUTS[unit]}, and must return the logits, a tensor "
+            f"; forward(inputs) gets one tensor, {_INPUTS[unit]}, and must return the logits, a tensor "
             f"{_LOGITS[unit]}; the launcher computes the loss"
         )
     return config_error(("model", "name"), FORWARD + reason)
@@ -132,27 +132,27 @@ def _unit_of(inputs: Tensor) -> SampleUnit:
 
 
 def _explanation(error: Exception, model: nn.Module, inputs: Tensor) -> ConfigError | None:
-    """Return what to tell of an error in a forward: that the forward takes its arguments for something else, or that an
-    embedding has too few rows. None for any other error."""
+    """Return the ConfigError that replaces an error in a forward: wrong use of its arguments, or an embedding with too
+    few rows. Return None for any other error."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    users = [(frame, line) for frame, line in frames if is_user_file(frame.f_code.co_filename)]
-    if isinstance(error, ConfigError) or not users:
+    user_frames = [(frame, line) for frame, line in frames if is_user_file(frame.f_code.co_filename)]
+    if isinstance(error, ConfigError) or not user_frames:
         return None
-    frame, line = users[-1]
+    frame, line = user_frames[-1]
     place = f"{frame.f_code.co_filename}:{line}"
     if str(error) == "index out of range in self":
         return _missing_row(frames[-2][0], model, place)
     text = linecache.getline(frame.f_code.co_filename, line)
-    if _mistakes_inputs(error, frame, text, inputs) or _misses_arguments(error, frame, text, model):
-        said = str(error).partition("\n")[0]
-        return _error(f"fails at {place} ({type(error).__name__}: {said})", _unit_of(inputs))
+    if _misuses_inputs(error, frame, text, inputs) or _misses_arguments(error, frame, text, model):
+        message = str(error).partition("\n")[0]
+        return _error(f"fails at {place} ({type(error).__name__}: {message})", _unit_of(inputs))
     return None
 
 
-def _mistakes_inputs(error: Exception, frame: FrameType, text: str, inputs: Tensor) -> bool:
-    """Return whether the line that failed, `text`, takes the inputs for a dict, a tuple or an object."""
+def _misuses_inputs(error: Exception, frame: FrameType, text: str, inputs: Tensor) -> bool:
+    """Return True if the line that failed, `text`, uses the inputs as a dict, a tuple or an object."""
 
-    def is_inputs(value: Any) -> bool:  # or a copy of them in another dtype
+    def is_inputs(value: Any) -> bool:  # also a copy of the inputs in another dtype
         is_alike = isinstance(value, Tensor) and value.shape == inputs.shape
         return is_alike and value.is_floating_point() == inputs.is_floating_point()
 
@@ -167,8 +167,9 @@ _UNPACKED = re.compile("must be a mapping|values to unpack|dictionary update seq
 
 
 def _misses_arguments(error: Exception, frame: FrameType, text: str, model: nn.Module) -> bool:
-    """Return whether the line of the model's forward that failed, `text`, uses an argument that is not given: one that
-    the forward declares as optional, or takes from `**kwargs`."""
+    """Return True if the line that failed, `text`, uses an argument of the model's forward that is missing.
+
+    The forward declares such an argument as optional, or reads it from `**kwargs`."""
     code, names = frame.f_code, frame.f_code.co_varnames
     if code.co_name != "forward" or frame.f_locals.get(names[0]) is not model:
         return False
@@ -181,7 +182,7 @@ def _misses_arguments(error: Exception, frame: FrameType, text: str, model: nn.M
 
 
 def _missing_row(frame: FrameType, model: nn.Module, place: str) -> ConfigError | None:
-    """Return the error of an `nn.Embedding` that was given an index beyond its rows. `frame`: of its forward."""
+    """Return the error of an `nn.Embedding` for an index beyond its rows. `frame`: frame of its forward."""
     module, indices = frame.f_locals.get("self"), frame.f_locals.get("input")
     if not isinstance(module, nn.Embedding) or not isinstance(indices, Tensor):
         return None
@@ -191,4 +192,4 @@ def _missing_row(frame: FrameType, model: nn.Module, place: str) -> ConfigError 
     reason = f"looks up the index {index} in {path} (Embedding), which has {module.num_embeddings} rows"
     if index < 0:
         return _error(f"{reason} (at {place}); indices count from 0")
-    return _error(f"{reason} (at {place}); give it more, or lower training.seq_len if the indices are positions")
+    return _error(f"{reason} (at {place}); add rows, or lower training.seq_len if the indices are positions")

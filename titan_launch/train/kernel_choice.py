@@ -21,7 +21,7 @@ from titan_launch.config.rules.compile import missing_on_cpu
 from titan_launch.config.sections.precision import KernelsConfig
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.globs import matches
-from titan_launch.core.import_string import user_place
+from titan_launch.core.import_string import user_location
 from titan_launch.models.build import BuiltModel
 from titan_launch.models.layers.attention import takes_equal_heads_only
 from titan_launch.parallel.float8 import check_units
@@ -98,7 +98,7 @@ def attention_failures_explained(kernels: KernelsConfig) -> Iterator[None]:
         except RuntimeError as error:
             if _NO_KERNEL not in str(error):
                 raise
-            place = user_place(error)
+            place = user_location(error)
             where = f" at {place}" if place else ""
             reason = f'cannot be used{where}: {_listed(reasons)}; set "auto", which finds one, or "math"'
             raise config_error(("kernels", "attention"), reason, kernels.attention) from error

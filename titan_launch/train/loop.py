@@ -12,7 +12,7 @@ from titan_launch.checkpoint.manifest import checkpoint_name
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import Stopped
 from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, signal_name
-from titan_launch.distributed.collectives import on_all
+from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.process_group import set_timeouts
 from titan_launch.metrics.tags import TAGS
 from titan_launch.models.parallel_plans import shapes_explained
@@ -136,7 +136,7 @@ def fit(run: Run) -> None:
             if run.progress.step == last_warm_up_step(run):
                 end_warm_up(run)
             collect_garbage(run.progress.step)
-    run.watchdog.enter("ending", run.progress.step, patient=True)
+    run.watchdog.enter("ending", run.progress.step, is_slow=True)
     if run.checkpoints is not None:
         run.checkpoints.finish()
     clear_progress(run)
@@ -277,7 +277,7 @@ def pool_statistics(run: Run, temporarily: bool) -> dict[str, float]:
     with run.meter.paused():
         divergence = run.step.statistics.pool(run.mesh.data_group, temporarily=temporarily)
         if run.mesh.pipeline_group is not None:
-            divergence = largest_divergence(on_all(lambda: divergence, run.mesh.pipeline_group))
+            divergence = largest_divergence(on_all_ranks(lambda: divergence, run.mesh.pipeline_group))
     if divergence is None:
         return {}
     return {
@@ -290,7 +290,7 @@ def validation_scalars(run: Run) -> dict[str, float]:
     """Validate and return the metrics by tag. Running statistics must be pooled. The time does not count as training
     time."""
     assert run.validation_batches is not None, "config.rules demands validation.data with validation.freq"
-    batches = run.watchdog.entering_each(run.validation_batches, "validating", run.progress.step)
+    batches = run.watchdog.each_batch_as_phase(run.validation_batches, "validating", run.progress.step)
     with run.meter.paused(), failures_explained(run):
         return validate(run.model, batches, run.ranks.device, run.step.loss)
 
@@ -300,7 +300,7 @@ def save(run: Run, validation_loss: float | None = None) -> None:
     pooled. The time for which training waits does not count as training time."""
     assert run.checkpoints is not None
     clear_progress(run)
-    run.watchdog.enter("saving a checkpoint", run.progress.step, patient=True)
+    run.watchdog.enter("saving a checkpoint", run.progress.step, is_slow=True)
     with run.meter.paused():
         run.checkpoints.save(validation_loss)
     run.step.statistics.unpool()

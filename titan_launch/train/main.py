@@ -30,16 +30,16 @@ def train(config: JobConfig, provenance: Provenance, stop: StopRequest) -> None:
         configure_flight_recorder(config.job.run_folder, config.comm.flight_recorder_size)
         timeout = config.comm.init_timeout_seconds
         ranks = stack.enter_context(process_group(config.job.device, timeout, lambda: stop.signal))
-        stack.enter_context(console_log(ranks.is_main))
+        stack.enter_context(console_log(ranks.is_rank_0))
         warn_of_untested_release()
         _ignore_warnings()
         seed_everything(
             config.training.seed + random_stream(ranks.rank, config.parallelism), config.debug.deterministic
         )
         watchdog = stack.enter_context(Watchdog(config.comm, ranks))
-        with watchdog.explaining():
+        with watchdog.errors_explained():
             run = build_run(config, ranks, stack, provenance.place, stop, log_file, watchdog)
-            stop.run_is_built()
+            stop.mark_run_built()
             fit(run)
 
 

@@ -1,4 +1,4 @@
-"""Measurements beside step times: traffic, compile time, and peak memory next to the planner's prediction."""
+"""Measurements of a run: traffic, compile time, and peak memory compared with the planner's prediction."""
 
 from __future__ import annotations
 
@@ -24,74 +24,76 @@ from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic.engine import analytic_engine, unknown_part
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
 from titan_launch.train.step import Microbatch, TrainStep
-from titan_launch.train.trace_subprocess import Tracing
+from titan_launch.train.trace_subprocess import TraceProcess
 
 _log = logging.getLogger(__name__)
 
 PREDICTED, MEASURED = "memory/predicted_active_gib", "memory/max_active_gib"
 TOLERANCE = 0.1
-"""A larger difference, as a share of what was measured, is worth a warning."""
+"""Relative difference from the measurement above which a warning is logged."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The active memory that a step is predicted to take, at its peak."""
+    """The planner's prediction of a step's peak active memory."""
 
     gib: float
     place: str
-    """Where in the step that is, in words."""
+    """Text of the StepPoint of the peak."""
 
 
 class MemoryCheck:
-    """Reports what the planner predicts for a run, and compares it once with what is measured."""
+    """Report of the predicted peak memory, and one comparison with the measured peak."""
 
     def __init__(self, config: JobConfig, layout: Layout, hardware: Hardware, stack: ExitStack):
-        """A job that the analytic engine does not know is traced by another process, while the run goes on; `stack`
-        ends it. Not where it would be the memory of another rank (of a pipeline), or take more than the run (on CPUs,
-        with matrices or sequences divided)."""
+        """Predict with the analytic engine, or start a process that traces the model. `stack` ends the process.
+
+        There is no trace of a pipeline, because the trace shows another rank's memory. There is none of tensor or
+        context parallelism on CPUs, because the trace would take longer than the run."""
         self._prediction: Prediction | None = None
-        self._tracing: Tracing | None = None
+        self._trace: TraceProcess | None = None
         self._measured_gib: float | None = None
         self._is_compared = False
         if not is_tested_release():
             return
         if config.compile.enable:
-            _log.info("memory is not predicted: the compiler decides what is kept; `plan` shows it without one")
+            _log.info("memory is not predicted: it depends on the compiler; `plan` predicts it without the compiler")
             return
         if config.float8.enable:
-            _log.info("memory is not predicted: the planner does not know what torchao keeps; `plan` shows it without")
+            _log.info("memory is not predicted: torchao is unknown to the planner; `plan` predicts it without float8")
             return
         if unknown_part(config) is None:
             footprint = analytic_engine(config, layout, hardware.kernels)(configured_choice(config))
             self._prediction = Prediction(footprint.peak_bytes / GIB, str(footprint.place))
             return
         if layout.pipeline > 1 or (layout.model_parallel > 1 and hardware.kernels == "cpu"):
-            _log.info("memory is not predicted beside a run with %s: see `plan`", unknown_part(config))
+            _log.info("memory is not predicted during a run with %s; use `plan`", unknown_part(config))
             return
         try:
-            self._tracing = Tracing(config, layout.world_size, hardware, stack)
-        except OSError as error:  # no room for files or processes
+            self._trace = TraceProcess(config, layout.world_size, hardware, stack)
+        except OSError as error:  # no space for files, or too many processes
             _log.info("memory is not predicted: %s", error)
 
     def scalars(self, measured_gib: float | None) -> dict[str, float]:
-        """What there is to report by now; never waits. `measured_gib`: the peak of a window, or of a step, in which
-        nothing but training has happened, if there is one."""
-        self._look_at_trace()
+        """Return the predicted memory by tag, if it is known by now. This method never waits.
+
+        `measured_gib`: measured peak of a window or a step of training alone, or None."""
+        self._read_trace()
         if self._measured_gib is None:
             self._measured_gib = measured_gib
         self._compare()
         return {} if self._prediction is None else {PREDICTED: self._prediction.gib}
 
-    def _look_at_trace(self) -> None:
-        if self._tracing is None or self._tracing.is_running:
+    def _read_trace(self) -> None:
+        if self._trace is None or self._trace.is_running:
             return
         try:
-            rows = self._tracing.result()["rows"]
+            rows = self._trace.result()["rows"]
             row = next(row for row in rows if row["is_chosen"])
             self._prediction = Prediction(row["active_bytes"] / GIB, row["peak"]["text"])
         except (UserError, RunError) as error:
             _log.info("memory is not predicted: %s", str(error).splitlines()[-1])
-        self._tracing = None
+        self._trace = None
 
     def _compare(self) -> None:
         if self._is_compared or self._prediction is None or self._measured_gib is None:
@@ -100,28 +102,28 @@ class MemoryCheck:
         predicted, measured = self._prediction, self._measured_gib
         if abs(predicted.gib - measured) > TOLERANCE * measured:
             _log.warning(
-                "memory: the peak is %s in use, and %s were predicted (%s); do not rely on the plan of this job",
-                *(_in_words(measured), _in_words(predicted.gib), predicted.place),
+                "memory: the measured peak is %s, but %s was predicted (%s); do not rely on the plan of this job",
+                *(_format_memory(measured), _format_memory(predicted.gib), predicted.place),
             )
 
 
-def _in_words(gib: float) -> str:
+def _format_memory(gib: float) -> str:
     return f"{gib:.2f} GiB" if gib >= 0.1 else f"{gib * 1024:.2f} MiB"
 
 
 STEADY_STEP = 3
-"""The step of this process whose memory is measured on a CPU: the optimizer's state is there from the second on."""
+"""Step of this process whose memory is measured on a CPU. The optimizer's state exists from the second step on."""
 
 
 def check_profiling(config: CommConfig, device: torch.device) -> None:
-    """Raise ConfigError where kernels are to be profiled and there are none."""
+    """Raise ConfigError if `comm.profile_freq` is set without a CUDA device."""
     if config.profile_freq and device.type != "cuda":
-        reason = f"profiles CUDA kernels, and this run is on a device of type {device.type}; set 0, or job.device"
+        reason = f"profiles CUDA kernels, but the device of this run is {device.type}; set 0, or change job.device"
         raise config_error(("comm", "profile_freq"), reason, config.profile_freq)
 
 
 class StepMeasurements:
-    """Watches steps, and tells at the next report what it saw.
+    """Measurements of steps, collected between two reports.
 
     with measurements.watching(step, microbatches):
         run.step(microbatches)
@@ -139,8 +141,8 @@ class StepMeasurements:
         is_compiled: bool,
         stack: ExitStack,
     ):
-        """`is_compiled`: whether graphs run, whose memory on a CPU no one sees from outside. `stack` takes what is left
-        on the model for the whole run away again."""
+        """`is_compiled`: True with torch.compile, whose memory cannot be measured on a CPU. `stack` removes all
+        hooks."""
         self._profile_freq = config.profile_freq
         self._model = model
         self._optimizer = optimizer
@@ -157,17 +159,17 @@ class StepMeasurements:
 
     @contextmanager
     def watching(self, step: int, microbatches: Sequence[Microbatch]) -> Iterator[None]:
-        """Around a training step, the `step`-th of the run."""
+        """Measure a training step, number `step` of the run, during the block."""
         with ExitStack() as stack:
             if self._tracks_memory and step == self._first_step + STEADY_STEP - 1:
-                stack.enter_context(self._tracked(microbatches))
+                stack.enter_context(self._memory_tracked(microbatches))
             if self._profile_freq and step % self._profile_freq == 0:
                 stack.enter_context(self._profiled())
             yield
         self._steps += 1
 
     def take(self) -> dict[str, float]:
-        """What was seen on this rank since the last call, by tag."""
+        """Return the measurements of this rank since the last call by tag, and reset them."""
         seen, self._seen = self._seen, {}
         if self._compile_time is not None:
             seen["time/compile_s"] = self._compile_time.take()
@@ -183,12 +185,13 @@ class StepMeasurements:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the peak memory of the window that ends now is that of training alone, the first step aside."""
+        """True if the window that ends now contains only training steps, and not the first step of this process."""
         return self._only_training and self._window_start > self._first_step
 
     def end_window(self, step: int, only_training: bool) -> None:
-        """A report is done, after that `step`. `only_training`: whether neither a validation nor a checkpoint comes
-        between it and the next step. What these communicate does not count."""
+        """Start the next window after the report of `step`. Traffic since the report does not count.
+
+        `only_training`: True if neither a validation nor a checkpoint follows before the next step."""
         if self._traffic is not None:
             self._traffic.take()
         self._begin_window(step + 1, only_training)
@@ -199,8 +202,8 @@ class StepMeasurements:
         self._only_training = only_training
 
     @contextmanager
-    def _tracked(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
-        """Measures active memory as the planner counts it: of a step's microbatches one is on the device at a time."""
+    def _memory_tracked(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
+        """Measure active memory as the planner counts it: with one microbatch on the device at a time."""
         ledger = Ledger()
         ledger.enter(StepPoint(0, "step", ""))
         with track(self._model, ledger, self._optimizer) as memory:

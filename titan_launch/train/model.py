@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, config_error, listed
 from titan_launch.data.context_shard import SequencePart
-from titan_launch.distributed.collectives import on_all
+from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.build import BuiltModel, build_model
@@ -40,7 +40,7 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
     """
     if ":" not in config.model.name:
         return build_model(config.model, config.training.seq_len)
-    free_bytes = on_all(lambda: int(free_memory_gib() * GIB))[ranks.rank]  # before any rank takes its part
+    free_bytes = on_all_ranks(lambda: int(free_memory_gib() * GIB))[ranks.rank]  # before any rank takes its part
     host = HostBuild(config.training.seed, free_bytes, ranks.on_host)
     models: list[BuiltModel] = []
 
@@ -48,8 +48,8 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
         models.append(build_model(config.model, config.training.seq_len, host))
         return _digest(_host_digests(models[0]))
 
-    if len(set(on_all(build))) > 1:
-        raise _different_values(config, on_all(lambda: _host_digests(models[0])))
+    if len(set(on_all_ranks(build))) > 1:
+        raise _different_values(config, on_all_ranks(lambda: _host_digests(models[0])))
     (built,) = models
     if isinstance(built.initializer, HostValues):
         size, free = _format_bytes(built.initializer.num_bytes), _format_bytes(free_bytes)

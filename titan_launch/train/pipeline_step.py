@@ -1,6 +1,4 @@
-"""A step's microbatches through the stages of a pipeline, by PyTorch's schedules (torch.distributed.pipelining), which
-are imported where there are stages.
-"""
+"""Forward and backward of a step through pipeline stages, with the schedules of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ from titan_launch.core.patches import loggers_silenced
 from titan_launch.distributed.torch_private import (
     ForwardOrder,
     accumulate_in_reduce_dtype,
-    give_forward_order,
-    take_forward_order,
+    pop_forward_order,
+    restore_forward_order,
 )
 from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.pipeline import LocalStage, Pipeline
@@ -38,9 +36,10 @@ def build_schedule(
     device: torch.device,
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> Any:
-    """PyTorch's schedule of that name for steps of so many microbatches, through this rank's stages; it scales nothing.
+    """Return PyTorch's schedule `name` for this rank's stages. The schedule does not scale gradients.
 
-    `inputs`: of a microbatch. `loss`: (outputs, targets) of one to its part of the step's loss.
+    `inputs`: inputs of one microbatch. `loss`: function of a microbatch's (outputs, targets) that returns its part of
+    the step's loss.
     """
     boundaries = pipeline.boundaries.of(inputs)
     stages = [
@@ -61,7 +60,7 @@ def build_schedule(
 
 
 class ScheduledStage(PipelineStage):
-    """PyTorch's stage, with FSDP2 working as it does without a pipeline."""
+    """A pipeline stage of PyTorch in which FSDP2 works as without a pipeline."""
 
     def __init__(
         self,
@@ -74,12 +73,18 @@ class ScheduledStage(PipelineStage):
         splits_backward: bool,
     ):
         index = local.stage.index
-        taken, given = (_with_gradient(tensor) for tensor in boundaries)
+        stage_inputs, stage_outputs = (_with_gradient(tensor) for tensor in boundaries)
         super().__init__(
-            _Hidden(local.module), index, num_stages, device, input_args=taken, output_args=given, group=pipeline.group
+            _HiddenModule(local.module),
+            index,
+            num_stages,
+            device,
+            input_args=stage_inputs,
+            output_args=stage_outputs,
+            group=pipeline.group,
         )
         self._root = local.module
-        self._fsdp_root = cast(Any, local.module)  # with the methods of the newest release
+        self._fsdp_root = cast(Any, local.module)  # Any, because older releases lack methods
         self._accumulation = accumulation
         self._splits_backward = splits_backward
         self._orders: dict[int, ForwardOrder] = {}
@@ -88,13 +93,13 @@ class ScheduledStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._orders[fwd_chunk_id] = take_forward_order(self._root)
+        self._orders[fwd_chunk_id] = pop_forward_order(self._root)
         return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        give_forward_order(self._root, self._orders.pop(bwd_chunk_id))
+        restore_forward_order(self._root, self._orders.pop(bwd_chunk_id))
         self._accumulation.begin_microbatch(self._root, is_last=last_backward and not self._splits_backward)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
@@ -103,7 +108,7 @@ class ScheduledStage(PipelineStage):
         accumulate_in_reduce_dtype(self._root)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce gradients and free parameters, where weights have a backward of their own.
+        """Reduce gradients and reshard, if the schedule has a separate backward of weights.
 
         `finalize_backward` is public from torch 2.15 on; the other branch can go with torch 2.14.
         """
@@ -121,21 +126,24 @@ class ScheduledStage(PipelineStage):
                 self.submod = hidden
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """First messages, with which torch before 2.13 connects the ranks: not with this one, which holds two stages in
-        a row (ZBV). Gloo has no connection to itself."""
+        """Return the first messages, with which torch before 2.13 connects ranks, without messages to this rank itself.
+
+        With ZBV a rank has two consecutive stages, and gloo has no connection of a rank to itself."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
-class _Hidden(nn.Module):
-    """A wrapped module around which the schedule does not see FSDP2. It would take over what FSDP2 does: gather a
-    whole stage at once, keep it until the step's end, and reduce gradients there, in every mode of accumulation."""
+class _HiddenModule(nn.Module):
+    """A wrapper that hides FSDP2 from the schedule.
+
+    Otherwise the schedule would control FSDP2: all-gather a whole stage at once, reshard it and reduce its gradients
+    only at the end of the step, in every gradient accumulation mode."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
         self.module = module
 
     def forward(self, *args: Any) -> Any:
-        return self.module(*args).contiguous()  # what is sent must be
+        return self.module(*args).contiguous()  # required for sending
 
 
 def _with_gradient(tensor: Tensor) -> Tensor:
@@ -143,16 +151,15 @@ def _with_gradient(tensor: Tensor) -> Tensor:
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""(outputs, targets) of a microbatch to its part of the step's loss."""
+"""Function of a microbatch's (outputs, targets) that returns its part of the step's loss."""
 
 
 class PipelinedStep:
-    """Goes through the microbatches of a step, forward and backward, once for each step.
+    """Forward and backward of all microbatches of a step, through a pipeline.
 
-    The microbatches of the schedule are those of gradient accumulation. Losses are sums that are divided already, so
-    the schedule scales nothing. Gradients are communicated as the accumulation strategy says, by FSDP2's own hooks,
-    which the schedule does not know of; a schedule that computes the gradients of weights apart from the others has
-    them reduced after the last.
+    The microbatches of the schedule are those of gradient accumulation. Each loss is divided already, so the schedule
+    does not scale. FSDP2's hooks reduce gradients as the accumulation strategy says, independent of the schedule. With
+    a separate backward of weights, gradients are reduced after the last one.
     """
 
     def __init__(
@@ -171,14 +178,13 @@ class PipelinedStep:
         self._is_abandoned = False
 
     def __call__(self, microbatches: list[tuple[Tensor, Tensor]], loss: Loss) -> Tensor:
-        """The gradients of all microbatches, complete at the end. Returns this rank's part of the loss: 0, but for the
-        rank with the last stage.
+        """Compute the gradients of all microbatches. Return this rank's part of the loss, 0 without the last stage.
 
-        Raises what a stage raised, as it raised it. After that, messages to other ranks may be under way: RunError, if
-        it is called again.
+        Raises the errors of stages unchanged. After an error, messages to other ranks may be pending, so a further call
+        raises RunError.
         """
         if self._is_abandoned:
-            raise RunError("a pipeline cannot go on after a step that was abandoned: messages may be under way")
+            raise RunError("a pipeline cannot continue after an abandoned step: messages may be pending")
         inputs, targets = (
             torch.cat([tensor.to(self._device, non_blocking=True) for tensor in tensors])
             for tensors in zip(*microbatches, strict=True)
@@ -196,7 +202,7 @@ class PipelinedStep:
 
     @property
     def computes_loss(self) -> bool:
-        """Whether the last stage is on this rank."""
+        """True if the last stage is on this rank."""
         return self._pipeline.has_last
 
     @contextmanager
@@ -205,11 +211,11 @@ class PipelinedStep:
             yield
         except BaseException:
             self._is_abandoned = True
-            self._schedules.clear()  # and what it holds of the step
+            self._schedules.clear()  # frees the tensors of the step
             raise
 
     def _schedule(self, num_microbatches: int, inputs: Tensor) -> Any:
-        """PyTorch's schedule for steps of so many microbatches; it allocates what it receives into."""
+        """Return the schedule for a number of microbatches. A new schedule allocates its receive buffers."""
         key = (num_microbatches, inputs.shape)
         if key not in self._schedules:
             self._schedules[key] = self._build_schedule(num_microbatches, inputs)

@@ -17,7 +17,7 @@ from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
 from titan_launch.data.sources import SampleSource
-from titan_launch.distributed.collectives import on_main
+from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.metrics.meter import Meter
@@ -32,7 +32,7 @@ from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.measure import MemoryCheck, StepMeasurements
 from titan_launch.train.resolve_job import ResolvedJob
-from titan_launch.train.run_folder.folder import HeldFolder
+from titan_launch.train.run_folder.folder import OpenRunFolder
 from titan_launch.train.step import Microbatch, TrainStep
 
 
@@ -42,7 +42,7 @@ class Run:
 
     config: JobConfig
     folder: Path
-    held_folder: HeldFolder
+    held_folder: OpenRunFolder
     ranks: Ranks
     layout: Layout
     mesh: Mesh
@@ -116,7 +116,7 @@ def build_sinks(
         opened = (build(job.config.metrics, folder, progress.step) for build in SINKS)
         sinks.extend(sink for sink in opened if sink is not None)
 
-    on_main(open_files)
+    on_rank_0(open_files)
     for sink in sinks:
         stack.callback(sink.close)
         sink.text("config", f"```json\n{dump_job(job.config)}```")

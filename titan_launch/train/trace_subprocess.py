@@ -1,4 +1,4 @@
-"""The planner as a process of its own, for models that must be traced: a trace needs a process group of its own."""
+"""The planner in a separate process, for models that must be traced. A trace needs its own process group."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from titan_launch.core.signals import AGENT_PID
 from titan_launch.plan.hardware import Hardware
 from titan_launch.train.forward import FORWARD
 
-_OF_THIS_RUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE")
-"""Beginnings of the environment variables with which torchrun tells a rank who it is."""
+_RANK_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE")
+"""Prefixes of torchrun's environment variables of a rank."""
 
 
-class Tracing:
-    """`plan --engine trace` on a job, beside the run: it has no GPU, one thread, and a lower priority."""
+class TraceProcess:
+    """A process that runs `plan --engine trace` during the run, without GPU, with one thread and low priority."""
 
     def __init__(self, config: JobConfig, world_size: int, hardware: Hardware, stack: ExitStack):
-        """Start it. It is ended, and its files are removed, when `stack` is closed."""
+        """Start the process. Closing `stack` ends it and removes its files."""
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="titan-launch-plan-", dir=rank_folder())))
         self._job = folder / "job.json"
         self._job.write_text(dump_job(_with_hardware(config, hardware)))
@@ -40,42 +40,41 @@ class Tracing:
             stdout=self._output,
             stderr=self._errors,
             env=_environment(),
-            start_new_session=True,  # a signal to the run's process group is for the run to answer
+            start_new_session=True,  # signals to the run's process group do not reach it
         )
         stack.callback(self._end)
 
     @property
     def is_running(self) -> bool:
-        """Whether there is no result yet."""
+        """True until the process has ended."""
         return self._process.poll() is None
 
     def result(self) -> dict[str, Any]:
-        """The plan, as `plan --json` prints it; waits for it.
+        """Wait for the process, and return the plan as `plan --json` prints it.
 
-        Raises UserError for what the user can fix, ConfigError for a forward of the wrong kind, and RunError where the
-        trace failed.
+        Raises UserError for bad input, ConfigError for a forward that does not fit, and RunError if the trace failed.
         """
         status = self._process.wait()
         if status == 0:
             self._output.seek(0)
-            return _last_object(self._output.read())
+            return _last_json_object(self._output.read())
         self._errors.seek(0)
-        said = self._errors.read().strip() or f"it was ended with status {status}"
+        message = self._errors.read().strip() or f"it ended with status {status}"
         if status == BAD_INPUT:  # the message is complete
-            said = said.removeprefix("error: ").replace(f"{self._job}: ", "")  # no file of the user's
-            key, _, reason = said.partition(": ")
+            message = message.removeprefix("error: ").replace(f"{self._job}: ", "")  # the user has no such file
+            key, _, reason = message.partition(": ")
             if reason.startswith(FORWARD):
                 raise config_error(tuple(key.split(".")), reason)
-            raise UserError(said)
-        raise RunError(f"the model could not be traced:\n{said}")
+            raise UserError(message)
+        raise RunError(f"the model could not be traced:\n{message}")
 
     def _end(self) -> None:
         self._process.kill()
         self._process.wait()
 
 
-def _last_object(text: str) -> dict[str, Any]:
-    """What `plan --json` printed, behind whatever the user's own modules print when they are imported."""
+def _last_json_object(text: str) -> dict[str, Any]:
+    """Return the output of `plan --json`, which follows any output of the user's modules."""
     lines = text.splitlines()
     start = max(index for index, line in enumerate(lines) if line == "{")
     plan: dict[str, Any] = json.loads("\n".join(lines[start:]))
@@ -83,7 +82,7 @@ def _last_object(text: str) -> dict[str, Any]:
 
 
 def _with_hardware(config: JobConfig, hardware: Hardware) -> JobConfig:
-    """The job, told in full what this run has found out about its devices."""
+    """Return the job with the hardware of this run in its planner section."""
     planner = config.planner.model_copy(
         update={
             "device": None,
@@ -104,6 +103,6 @@ def _with_hardware(config: JobConfig, hardware: Hardware) -> JobConfig:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment without the variables of a rank. The planner ends when this process does."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THIS_RUN)}
+    """Return the environment of this process without the variables of a rank. The planner ends with this process."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_RANK_VARIABLES)}
     return {**own, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", AGENT_PID: str(os.getpid())}

@@ -1,4 +1,4 @@
-"""Loss and accuracy on held-out data."""
+"""Loss and accuracy on validation data."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from titan_launch.train.step import Microbatch
 def validate(
     model: nn.Module, batches: Iterable[Microbatch], device: torch.device, loss_sum: Loss = cross_entropy_sum
 ) -> dict[str, float]:
-    """The `validation/*` metrics over all valid targets of all ranks' batches, in evaluation mode; collective.
+    """Return the `validation/*` metrics over all valid targets of all ranks, in evaluation mode. Collective.
 
-    Every rank must have the same number of batches, since each forward gathers parameters. NaN without a valid target.
-    Of a pipeline's ranks, the one with the last stage counts.
+    Every rank must have the same number of batches, since each forward all-gathers parameters. Without valid targets
+    the metrics are NaN. In a pipeline only the ranks with the last stage contribute.
     """
     totals = torch.zeros(3, dtype=torch.float64, device=device)
     was_training = {  # a frozen BatchNorm stays frozen
@@ -46,7 +46,7 @@ def validate(
         totals[2] += count_valid(targets)
     for module, flag in was_training.items():
         module.training = flag
-    reset_iterations(model)  # else the sharded parameters, by which the optimizer knows its state, are not in the model
+    reset_iterations(model)  # puts the sharded parameters back into the model; the optimizer's state refers to them
     dist.all_reduce(totals)
     loss, correct, count = totals.tolist()
     loss, accuracy = (loss / count, correct / count) if count else (math.nan, math.nan)

@@ -1,4 +1,4 @@
-"""Images with a class each, held in memory as they are stored."""
+"""Images and their classes, held in memory in their stored dtype."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _UINT8_MAXIMUM = 255
 
 
 class ImageSource:
-    """Images `[N, channels, height, width]` and labels `[N]`; pixels are scaled when a sample is asked for."""
+    """Images `[N, channels, height, width]` and labels `[N]`; `__getitem__` scales the pixels."""
 
     def __init__(self, images: Pixels, labels: Labels, num_classes: int, mean: Tensor, std: Tensor):
-        """`num_classes`: above all labels. `mean` and `std`: float32 `[1 or channels, 1, 1]`, of floating pixels, and
-        of uint8 ones as 0 to 1."""
+        """`num_classes` is larger than every label. `mean` and `std`: float32 `[1 or channels, 1, 1]`; for uint8 pixels
+        in units of 255."""
         self.num_classes = num_classes
         unit = _UINT8_MAXIMUM if images.dtype == np.uint8 else 1
         self._images, self._labels = images, labels
@@ -38,17 +38,17 @@ class ImageSource:
         return len(self._images)
 
     def describe(self) -> str:
-        """Return how much data there is, as a part of a log line."""
+        """Return the amount of data as part of a log line."""
         return f"{len(self):,} images {self._images.shape[1:]} of {self.num_classes:,} classes"
 
     def fingerprint(self, seed: int) -> Fingerprint:
-        """Return the fingerprint of the images and labels as they are stored; they count as one file."""
+        """Return the fingerprint of the stored images and labels, which count as one file."""
         images, labels = self._images, self._labels
         files = [(f"{images.dtype} {images.shape[1:]}", images.nbytes + labels.nbytes)]
         return fingerprint_of(files, len(self), lambda index: images[index].tobytes() + labels[index].tobytes(), seed)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """A float32 image `[channels, height, width]` and its class, an int64 scalar."""
+        """Return a float32 image `[channels, height, width]` and its class, an int64 scalar."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         pixels = torch.from_numpy(self._images[index].astype(np.float32))
@@ -75,7 +75,7 @@ def build_images(config: ImageData, context: SourceContext) -> ImageSource:
 
 
 def is_validation_image(index: int, percent: int) -> bool:
-    """Whether image `index` is in the share of `percent` that is set aside. Depends on nothing but the two."""
+    """Return True if image `index` belongs to the `percent` % of validation images. Only the arguments decide."""
     return zlib.crc32(str(index).encode()) % 100 < percent
 
 
@@ -99,55 +99,55 @@ def _read_npz(path: str, path_key: KeyPath) -> tuple[Pixels, Labels]:
 
 
 def _load_arrays(path: str, path_key: KeyPath) -> dict[str, npt.NDArray[Any]]:
-    """Those of the two arrays that the file holds."""
+    """Return the arrays `images` and `labels` of a .npz file, as far as the file has them."""
     try:
         with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
             return {name: np.asarray(file[name]) for name in ("images", "labels") if name in file.files}
     except OSError as error:
         raise config_error(path_key, f"cannot be read: {error.strerror or error}", path) from None
-    except Exception:  # a file of another kind, or a damaged one, can raise about anything in there
-        raise config_error(path_key, "is not a sound .npz file of plain arrays (numpy.savez)", path) from None
+    except Exception:  # numpy raises many types for damaged files and other formats
+        raise config_error(path_key, "is not a valid .npz file of plain arrays (numpy.savez)", path) from None
 
 
 def _problems(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[str]:
-    """What is wrong with the arrays; the later ones rely on the earlier ones being right."""
+    """Yield the problems of the arrays. Only the first is meaningful: later checks assume that earlier ones passed."""
     for name in ("images", "labels"):
         if name not in arrays:
             yield f"holds no array named {name}"
     images, labels = arrays["images"], arrays["labels"]
     if images.ndim not in (3, 4):
-        yield f"images must be (N, height, width) or (N, channels, height, width), and have the shape {images.shape}"
+        yield f"images must be (N, height, width) or (N, channels, height, width), but have the shape {images.shape}"
     if images.dtype != np.uint8 and not np.issubdtype(images.dtype, np.floating):
-        yield f"images must be uint8 or floating, and are {images.dtype}"
+        yield f"images must be uint8 or floating point, but are {images.dtype}"
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-        yield f"labels must be (N) whole numbers, and are {labels.dtype} of the shape {labels.shape}"
+        yield f"labels must be integers of the shape (N), but are {labels.dtype} of the shape {labels.shape}"
     if len(images) != len(labels):
         yield f"holds {len(images)} images, but {len(labels)} labels"
     if not images.size:
         yield "holds no images"
     if labels.min() < 0:
-        yield f"labels must be 0 or more, and the smallest is {labels.min()}"
+        yield f"labels must be 0 or more, but the smallest is {labels.min()}"
     if not np.isfinite(images).all():
-        yield "images must be finite, and some pixels are not"
+        yield "images must be finite, but some pixels are not"
 
 
 def _per_channel(value: float | tuple[float, ...], channels: int, key: KeyPath) -> Tensor:
-    """One number, or one for each channel, as float32 `[1 or channels, 1, 1]`."""
+    """Return one number, or one per channel, as a float32 tensor `[1 or channels, 1, 1]`."""
     if isinstance(value, tuple) and len(value) != channels:
-        reason = f"must be one number, or one for each channel of the images, which have {channels}"
+        reason = f"must be one number, or one number for each of the {channels} channels of the images"
         raise config_error(key, reason, value)
     return torch.tensor(value, dtype=torch.float32).view(-1, 1, 1)
 
 
 def _choose_split(num_images: int, config: ImageData, key: KeyPath) -> npt.NDArray[np.int64]:
-    """The indices of the split's images, in order."""
+    """Return the indices of the images in the split, in order."""
     wanted = config.split == "validation"
     chosen = [i for i in range(num_images) if is_validation_image(i, config.validation_percent) == wanted]
     if not chosen:
         other = "train" if wanted else "validation"
         reason = (
-            f"holds no image: with validation_percent = {config.validation_percent}, all {num_images} fall to "
-            f'"{other}"; give more images, or a path of its own with split = "all"'
+            f"is empty: with validation_percent = {config.validation_percent}, all {num_images} images belong to "
+            f'"{other}"; provide more images, or a separate path with split = "all"'
         )
         raise config_error((*key, "split"), reason, config.split)
     return np.array(chosen)

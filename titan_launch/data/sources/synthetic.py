@@ -1,4 +1,4 @@
-"""Random token sequences that a model can learn."""
+"""Random token sequences with a pattern that a model can learn."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _UINT64 = 2**64
 
 
 class SyntheticSource:
-    """Sequences in which the next token follows from the one before, save for a share of noise.
+    """Sequences in which each token determines the next one, except for random noise.
 
-    The vocabulary stands in a ring, in an order that depends on its size alone: whatever the seed, the same rule is to
-    be learned, so a source with another seed can validate. A token is the next one on the ring, or, with probability
-    `noise`, any token.
+    The vocabulary is arranged in a ring, in an order that depends only on its size. With probability `noise` a token is
+    random, otherwise it is the next token on the ring. All seeds share this rule, so a source with another seed can
+    serve as validation data.
     """
 
     def __init__(self, config: SyntheticData, seq_len: int):
@@ -36,21 +36,21 @@ class SyntheticSource:
         return self._config.vocab_size
 
     def describe(self) -> str:
-        """Return how much data there is, as a part of a log line."""
+        """Return the amount of data as part of a log line."""
         return f"{len(self):,} random sequences of {self._seq_len} tokens, with a vocabulary of {self.num_classes:,}"
 
     def fingerprint(self, seed: int) -> None:
-        """Return None: the sequences follow from the keys of the job alone."""
+        """Return None: the job keys alone determine the sequences."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, both int64 `[seq_len]`; a pure function of the source's seed and `index`."""
+        """Return inputs and targets, both int64 `[seq_len]`, which depend only on the source's seed and `index`."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         length = self._seq_len + 1
         bits = _random_bits(self._config.seed, index, 2 * length)
         is_noise = (bits[:length] >> np.uint64(11)) * 2.0**-53 < self._config.noise
         is_noise[0] = True
-        places = (bits[length:] % np.uint64(self._config.vocab_size)).astype(np.int64)  # on the ring
+        places = (bits[length:] % np.uint64(self._config.vocab_size)).astype(np.int64)  # positions on the ring
         steps = np.arange(length)
         last_noise = np.maximum.accumulate(np.where(is_noise, steps, 0))
         tokens = self._ring[(places[last_noise] + steps - last_noise) % self._config.vocab_size]
@@ -67,9 +67,9 @@ def build_synthetic(config: SyntheticData, context: SourceContext) -> SyntheticS
 
 
 def _random_bits(seed: int, index: int, count: int) -> npt.NDArray[np.uint64]:
-    """`count` random words that depend on `seed` and `index` alone.
+    """Return `count` random words that depend only on `seed` and `index`.
 
-    Philox is a counter-based generator, made to be keyed, and numpy promises that the raw words of its bit generators
-    never change (NEP 19), which it does not promise for what `Generator` makes of them.
+    Philox is a counter-based generator with a key. NumPy guarantees that the raw words of its bit generators never
+    change (NEP 19). NumPy gives no such guarantee for `Generator`.
     """
     return np.random.Philox(key=np.array([seed % _UINT64, index], dtype=np.uint64)).random_raw(count)

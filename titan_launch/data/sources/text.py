@@ -20,10 +20,10 @@ from titan_launch.data.sources.base import SourceContext
 from titan_launch.data.tokenizers import Tokenizer
 
 Files = list[tuple[str, Path]]
-"""(name, path) pairs: the name decides a document's side of the split."""
+"""(name, path) pairs. The name decides to which split a document belongs."""
 
 _CHECKED_BYTES = 1 << 20
-"""Bytes that are decoded at a time to find whether a file is text."""
+"""Bytes per chunk in which `is_text` decodes a file."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,17 @@ class Documents:
     """The text files of a source."""
 
     tokens: npt.NDArray[np.uint16]
-    """The tokens of all files, one file after another."""
+    """Concatenated tokens of all files."""
 
     files: tuple[tuple[str, int], ...]
-    """Name and bytes of each file."""
+    """Name and size in bytes of each file."""
 
     skipped: tuple[str, ...]
     """Names of the files that are not text."""
 
     @property
     def note(self) -> str:
-        """The end of a sentence about the source: how many files were skipped."""
+        """Clause for a log line: how many files were skipped. "" if none were."""
         if not self.skipped:
             return ""
         are = "is" if len(self.skipped) == 1 else "are"
@@ -51,7 +51,7 @@ class Documents:
 class TokenSource:
     """Consecutive windows over one array of tokens.
 
-    The inputs of the samples do not overlap: a token is an input once per epoch and, but for the first, a target once.
+    The inputs of the samples do not overlap. Each token is an input once per epoch and, except for the first, a target.
     """
 
     def __init__(self, documents: Documents, seq_len: int, vocab_size: int):
@@ -64,17 +64,17 @@ class TokenSource:
         return max(0, len(self._tokens) - 1) // self._seq_len
 
     def describe(self) -> str:
-        """Return how much data there is, as a part of a log line."""
+        """Return the amount of data as part of a log line."""
         documents, samples = self._documents, _count(len(self), "sample")
         size = f"{_count(len(documents.files), 'file')}, {_count(len(self._tokens), 'token')}"
         return f"{size}, {samples} of {self._seq_len}{documents.note}"
 
     def fingerprint(self, seed: int) -> Fingerprint:
-        """Return the fingerprint of the tokens and their files. Skipped files do not count."""
+        """Return the fingerprint of the tokens and their files, without skipped files."""
         return fingerprint_of(self._documents.files, len(self), lambda index: self._window(index).tobytes(), seed)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, both int64 `[seq_len]`: the targets are the inputs one position on."""
+        """Return inputs and targets, both int64 `[seq_len]`. The targets are the inputs shifted by one position."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         window = torch.from_numpy(self._window(index).astype(np.int64))
@@ -93,13 +93,13 @@ def build_text(config: TextData, context: SourceContext) -> TokenSource:
     source = TokenSource(documents, seq_len, tokenizer.vocab_size)
     if not len(source):
         found = f"{len(documents.tokens)} tokens in {_count(len(documents.files), 'file')}{documents.note}"
-        reason = f"holds no sample of seq_len + 1 = {seq_len + 1} tokens: {found}"
+        reason = f"has no sample of seq_len + 1 = {seq_len + 1} tokens: {found}"
         raise config_error((*key, "path"), reason, config.path)
     return source
 
 
 def is_validation_document(name: str, percent: int) -> bool:
-    """Return whether the document `name` is in the share of `percent` that is set aside. Nothing else decides."""
+    """Return True if document `name` belongs to the `percent` % of validation documents. Only the arguments decide."""
     return zlib.crc32(os.fsencode(name)) % 100 < percent
 
 
@@ -118,11 +118,11 @@ def _choose_split(files: Files, config: TextData, key: KeyPath) -> Files:
     chosen = [(name, path) for name, path in files if is_validation_document(name, config.validation_percent) == wanted]
     if not chosen:
         other = "train" if wanted else "validation"
-        fall = "the only file falls" if len(files) == 1 else f"all {len(files)} files fall"
+        belongs = "the only file belongs" if len(files) == 1 else f"all {len(files)} files belong"
         raise config_error(
             (*key, "split"),
-            f'holds no document: with validation_percent = {config.validation_percent}, {fall} to "{other}"; give more '
-            'files (each is one document), or a path of its own with split = "all"',
+            f'is empty: with validation_percent = {config.validation_percent}, {belongs} to "{other}"; provide more '
+            'files (each file is one document), or a separate path with split = "all"',
             config.split,
         )
     return chosen
@@ -148,7 +148,7 @@ def _tokenize(files: Files, tokenizer: Tokenizer, config: TextData, path_key: Ke
 
 
 def is_text(data: bytes) -> bool:
-    """Return whether a file is text: valid UTF-8 without NUL bytes. The file is decoded in parts, to save memory."""
+    """Return True if a file is valid UTF-8 without NUL bytes. Decoding in chunks saves memory."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for start in range(0, len(data), _CHECKED_BYTES):

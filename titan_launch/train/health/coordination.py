@@ -1,4 +1,4 @@
-"""What ranks agree on after each step: signals that ask the run to end, and checkpoints that are due by the clock."""
+"""Decisions that all ranks make together after each step: whether to stop, and whether to save a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from titan_launch.core.process import is_announced, leave_at_once
-from titan_launch.core.signals import AGENT_PID, RESTART_SIGNAL, STOP_SIGNALS, heard, is_orphan, signal_name
+from titan_launch.core.process import exit_immediately, is_announced
+from titan_launch.core.signals import AGENT_PID, RESTART_SIGNAL, STOP_SIGNALS, is_orphan, signal_name, signals_handled
 
 _log = logging.getLogger(__name__)
 
@@ -19,29 +19,29 @@ _AGENT_POLL_S = 0.5
 
 
 class StopRequest:
-    """A signal that has arrived on this rank."""
+    """The request to stop that a signal makes on this rank."""
 
     def __init__(self) -> None:
         self.signal = 0
-        """The number of the signal, or 0."""
+        """Number of the first signal, or 0."""
 
         self._is_built = threading.Event()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take signals until the end of the block: the first asks the run to end after its step, and a later one ends
-        this process at once, with 128 + its number.
+        """Handle signals until the end of the block. The first signal ends the run after its current step. A second one
+        ends this process at once with exit status 128 + its number.
 
-        Until the run is built, nothing can be saved, and a rank may wait for ranks that will never come. So this
-        process ends at once when its agent has ended, and when SIGTERM comes after a rank of this host has failed.
+        Before `mark_run_built` nothing can be saved, and this rank may wait for ranks that never start. So the process
+        also ends at once when its agent ends, and at a SIGTERM after a rank of this host has failed.
         """
-        with heard(self._arrived, (*STOP_SIGNALS, RESTART_SIGNAL)):
+        with signals_handled(self._on_signal, (*STOP_SIGNALS, RESTART_SIGNAL)):
             if AGENT_PID in os.environ:
                 threading.Thread(target=self._watch_agent, name="agent-watch", daemon=True).start()
             yield
 
-    def run_is_built(self) -> None:
-        """Have a signal end the run after its step from now on."""
+    def mark_run_built(self) -> None:
+        """Let later signals end the run after its current step."""
         self._is_built.set()
 
     def _watch_agent(self) -> None:
@@ -49,42 +49,41 @@ class StopRequest:
             if is_orphan():
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     os.write(2, b"error: the process that started the ranks has ended before the first step\n")
-                leave_at_once(128 + signal.SIGTERM)
+                exit_immediately(128 + signal.SIGTERM)
 
-    def _arrived(self, number: int, is_repeated: bool) -> None:
+    def _on_signal(self, number: int, is_repeated: bool) -> None:
         name = signal_name(number)
         if not is_repeated:
             self.signal = number
             if number == RESTART_SIGNAL:
-                _log.info("a new host joined: all ranks end after this step and are restarted with it")
-            elif number != signal.SIGTERM or not is_announced():  # the agent's SIGTERM after a failure is not news
+                _log.info("a new host joined: all ranks will restart after this step")
+            elif number != signal.SIGTERM or not is_announced():  # SIGTERM after a failure is not logged
                 _log.info("%s: the run ends after this step; a second signal ends it at once", name)
             elif not self._is_built.is_set():
-                leave_at_once(128 + number)
+                exit_immediately(128 + number)
             return
-        if os.environ.get("RANK", "0") == "0":  # not by print: the main thread may hold the stream's lock for ever
+        if os.environ.get("RANK", "0") == "0":  # not print: the main thread may hold the stream's lock
             os.write(2, f"error: ended at once by a second signal, {name}\n".encode())
-        leave_at_once(128 + number)
+        exit_immediately(128 + number)
 
 
 class StepCoordinator:
-    """Asks, after every step, what no rank may decide alone: whether to save now, and whether to stop.
+    """Common decision of all ranks, after every step, whether to save a checkpoint and whether to stop.
 
-    One all-reduce of two numbers, on the host: it waits for the other hosts, not for the devices. The default group has
-    gloo for tensors on the CPU, beside NCCL.
+    The decision takes one all-reduce of two integers in CPU tensors over gloo, which does not wait for the devices.
     """
 
     def __init__(self, stop: StopRequest, interval_minutes: float | None, clock: Callable[[], float] = time.monotonic):
-        """`interval_minutes`: how often a checkpoint is due by the clock, or None where it is not."""
+        """`interval_minutes`: minutes between two checkpoints; None disables checkpoints by time."""
         self._stop = stop
         self._interval_s = None if interval_minutes is None else interval_minutes * 60
         self._clock = clock
         self._last_save = clock()
         self.stop_signal = 0
-        """The signal that ends the run after this step, or 0."""
+        """Number of the signal that ends the run after this step, or 0."""
 
         self.save_is_due = False
-        """Whether the time between two checkpoints is over on any rank."""
+        """True if the interval between two checkpoints has passed on any rank."""
 
     def agree(self) -> None:
         """Bring `stop_signal` and `save_is_due` up to date, the same on all ranks; collective."""
@@ -99,6 +98,6 @@ class StepCoordinator:
         self.save_is_due = bool(due)
 
     def saved(self) -> None:
-        """A checkpoint was begun: the time to the next one starts."""
+        """Restart the interval, after a checkpoint has been started."""
         self._last_save = self._clock()
         self.save_is_due = False

@@ -1,4 +1,4 @@
-"""PyTorch's flight recorder: the last collectives of every rank, written down when one does not end."""
+"""PyTorch's flight recorder: the last collectives of every rank, written to files when a collective hangs."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from titan_launch.train.health.flight_records import FOLDER, GLOO_FOLDER, record
 
 
 def configure_flight_recorder(run_folder: Path, size: int) -> None:
-    """Remember `size` collectives, and have NCCL write them to the run's folder when one times out; 0: neither.
+    """Record the last `size` collectives, and have NCCL write them to the run folder after a timeout. 0 disables both.
 
-    PyTorch reads these settings when the first process group is made, so this comes before.
+    PyTorch reads these settings when the first process group is created, so call this function before.
     """
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(size)
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(record_path(run_folder, FOLDER, "").absolute())
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1" if size else "0"
 
 
-def make_room_for_nccl(run_folder: Path) -> None:
-    """Make the folder that NCCL writes to, once the run's folder is there."""
+def create_nccl_folder(run_folder: Path) -> None:
+    """Create the folder to which NCCL writes. The run folder must exist."""
     (run_folder / FOLDER).mkdir(exist_ok=True)
 
 
 def dump_flight_recorder(run_folder: Path) -> None:
-    """Write this rank's collectives to `flight_recorder/rank_N`, as `torchfrtrace` reads them; from any thread.
+    """Write this rank's collectives to `flight_recorder/rank_N`, which `torchfrtrace` reads. Any thread may call this.
 
-    With NCCL, those of gloo go to `flight_recorder_gloo/rank_N`. When a collective of NCCL times out, NCCL writes its
-    own to the same file; gloo records, but never writes. Errors are suppressed, because this function runs after
-    another error.
+    In a run with NCCL, the collectives of gloo go to `flight_recorder_gloo/rank_N`. After a timeout NCCL writes its own
+    record to the same file; gloo never writes one. Errors are suppressed, because this function runs after another
+    error.
     """
     folders = {FOLDER: "nccl", GLOO_FOLDER: "gloo"} if _has_nccl() else {FOLDER: "gloo"}
     for folder, backend in folders.items():
@@ -44,13 +44,13 @@ def dump_flight_recorder(run_folder: Path) -> None:
             path.write_bytes(flight_record("nccl") if backend == "nccl" else _gloo_record())
 
 
-def collectives_begun() -> int:
-    """Return how many collectives this rank has begun, without those of `UNWATCHED_GROUPS`; 0 if nothing is recorded.
+def collectives_started() -> int:
+    """Return the number of collectives that this rank has started, without `UNWATCHED_GROUPS`; 0 without a recorder.
 
-    The same on ranks that are at the same place, as long as all belong to the same kinds of groups.
+    Ranks at the same point of a run have equal numbers if all belong to the same kinds of groups.
     """
     last: dict[tuple[str, str], int] = {}
-    for backend in ("gloo", "nccl") if _has_nccl() else ("gloo",):  # a group of both has a count of each
+    for backend in ("gloo", "nccl") if _has_nccl() else ("gloo",):  # a group with both backends counts each
         for entry in flight_record_entries(backend):
             name, description = entry["process_group"]
             if description not in UNWATCHED_GROUPS:
@@ -63,8 +63,8 @@ def _has_nccl() -> bool:
 
 
 def _gloo_record() -> bytes:
-    """Gloo's record, with the ranks of its groups: it lacks them, and without them ranks cannot be compared."""
-    trace = pickle.loads(flight_record("gloo"))  # which this process has just made
+    """Return gloo's record, with the ranks of its groups added: the comparison of ranks needs them."""
+    trace = pickle.loads(flight_record("gloo"))  # this process has just written the record
     trace["pg_config"] = {
         group.group_name: {
             "name": group.group_name,

@@ -1,4 +1,4 @@
-"""Flight records of all ranks, read back: which collectives did not finish, and which ranks did not begin them."""
+"""Reading of the flight records of all ranks: unfinished collectives, and ranks that did not start them."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from titan_launch.core.errors import listed
 from titan_launch.core.files import read_regular
 
 FOLDER = "flight_recorder"
-"""The records of NCCL's collectives; of a run on CPUs, those of gloo's."""
+"""Folder of the records of NCCL; in a CPU run, of gloo."""
 
 GLOO_FOLDER = "flight_recorder_gloo"
-"""The records of gloo's collectives where NCCL is beside it. `torchfrtrace` cannot compare ranks by both at once."""
+"""Folder of the records of gloo in a run with NCCL. `torchfrtrace` cannot compare both backends at once."""
 
 _PREFIX = "rank_"
 
 
 @dataclass(frozen=True)
 class _Collective:
-    """One collective of one group; the same on all ranks of the group."""
+    """One collective of one group, equal on all ranks of the group."""
 
     group: str
     members: tuple[int, ...]
-    """The ranks of the group: those of a mesh may share a name."""
+    """Ranks of the group. Groups of a mesh may share a name."""
 
     description: str
     name: str
-    """Backend and operation: `nccl:all_reduce`."""
+    """Backend and operation, such as `nccl:all_reduce`."""
 
     number: int
-    """Within the group, from 1."""
+    """Sequence number within the group, from 1."""
 
     is_p2p: bool
 
@@ -46,21 +46,22 @@ class _Collective:
 
 @dataclass(frozen=True)
 class _Record:
-    """Collectives that one rank recorded, the oldest first."""
+    """Collectives that one rank recorded, oldest first."""
 
-    begun: list[_Collective]
+    started: list[_Collective]
     unfinished: _Collective | None
-    """The first collective that did not finish."""
+    """First collective that did not finish."""
 
 
 def record_path(run_folder: Path, folder: str, rank: int | str) -> Path:
-    """The file of a rank, as `torchfrtrace` reads it; with an empty rank, the prefix that NCCL appends it to."""
+    """Return the path of a rank's record for `torchfrtrace`. With an empty rank: the prefix to which NCCL appends
+    it."""
     return run_folder / folder / f"{_PREFIX}{rank}"
 
 
 def unfinished_collectives(run_folder: Path, since: float) -> Iterator[str]:
-    """Describe the first collective of every rank that did not finish, each once, with the ranks that began it and
-    those that did not. `since`: records from before this time are of an earlier start."""
+    """Describe the first unfinished collective of every rank, without duplicates: ranks that started it, and ranks that
+    did not. `since`: time of this start; older records belong to earlier starts."""
     for folder in (FOLDER, GLOO_FOLDER):
         records = dict(sorted(_read_records(run_folder / folder, since)))
         for collective in dict.fromkeys(record.unfinished for record in records.values() if record.unfinished):
@@ -68,21 +69,21 @@ def unfinished_collectives(run_folder: Path, since: float) -> Iterator[str]:
 
 
 def ranks_listed(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0, 1, 2`."""
+    """Return `rank 3`, or `ranks 0, 1, 2`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {listed([*map(str, ranks)], most=8)}"
 
 
 def _describe(collective: _Collective, records: Mapping[int, _Record]) -> str:
-    begun = [rank for rank, record in records.items() if collective in record.begun]
-    missing = [rank for rank in collective.members if rank not in begun]
+    started = [rank for rank, record in records.items() if collective in record.started]
+    missing = [rank for rank in collective.members if rank not in started]
     if collective.is_p2p or not missing:
-        return f"{collective}: begun by {ranks_listed(begun)}"
+        return f"{collective}: started by {ranks_listed(started)}"
     last = ", ".join(f"on rank {rank}: {_last(records.get(rank))}" for rank in missing[:3])
-    return f"{collective}: begun by {ranks_listed(begun)}, not by {ranks_listed(missing)} (last begun {last})"
+    return f"{collective}: started by {ranks_listed(started)}, not by {ranks_listed(missing)} (last started {last})"
 
 
 def _last(record: _Record | None) -> str:
-    return str(record.begun[-1]) if record is not None and record.begun else "no record"
+    return str(record.started[-1]) if record is not None and record.started else "no record"
 
 
 def _read_records(folder: Path, since: float) -> Iterator[tuple[int, _Record]]:
@@ -91,13 +92,13 @@ def _read_records(folder: Path, since: float) -> Iterator[tuple[int, _Record]]:
         try:
             if rank.isdecimal() and path.stat().st_mtime >= since:
                 yield int(rank), _parse(_load(read_regular(path)))
-        except Exception:  # an aborted process may leave a damaged record; those of other ranks are still of use
+        except Exception:  # an aborted process may leave a damaged record; other records remain useful
             continue
 
 
 def _parse(trace: dict[str, Any]) -> _Record:
     members = {name: tuple(json.loads(group["ranks"])) for name, group in trace["pg_config"].items()}
-    begun: list[_Collective] = []
+    started: list[_Collective] = []
     unfinished: _Collective | None = None
     for entry in trace["entries"]:
         group, description = entry["process_group"]
@@ -105,10 +106,10 @@ def _parse(trace: dict[str, Any]) -> _Record:
             continue
         number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
         ranks = members.get(group, ())
-        begun.append(_Collective(group, ranks, description, entry["profiling_name"], number, entry["is_p2p"]))
+        started.append(_Collective(group, ranks, description, entry["profiling_name"], number, entry["is_p2p"]))
         if not entry["retired"] and entry["state"] != "completed":
-            unfinished = unfinished or begun[-1]
-    return _Record(begun, unfinished)
+            unfinished = unfinished or started[-1]
+    return _Record(started, unfinished)
 
 
 _PLAIN_OPCODES = {
@@ -118,13 +119,13 @@ _PLAIN_OPCODES = {
     *("EMPTY_DICT", "DICT", "SETITEM", "SETITEMS"),
     *("GET", "BINGET", "LONG_BINGET", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"),
 }
-"""Opcodes of pickles that make numbers, strings and tables, and neither name, call nor set anything."""
+"""Pickle opcodes that create numbers, strings, lists, tuples and dicts, and do not import, call or set anything."""
 
 
 def _load(content: bytes) -> Any:
-    """Unpickle numbers, strings and tables. Raises UnpicklingError for every other opcode.
+    """Unpickle numbers, strings, lists, tuples and dicts. Raises UnpicklingError for every other opcode.
 
-    The index of a memo entry is limited too: the unpickler allocates a table with as many entries.
+    The index of a memo entry is limited, because the unpickler allocates a table of that size.
     """
     for opcode, argument, _ in pickletools.genops(content):
         if opcode.name not in _PLAIN_OPCODES or ("PUT" in opcode.name and int(argument or 0) > len(content)):

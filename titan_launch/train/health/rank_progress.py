@@ -1,4 +1,4 @@
-"""Where each rank of a run is, told through the process group's store, and so which of them are behind."""
+"""Progress of each rank, published in the process group's store, and the ranks that are behind."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from datetime import timedelta
 
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.distributed.torch_private import default_store
-from titan_launch.train.health.flight_recorder import collectives_begun
+from titan_launch.train.health.flight_recorder import collectives_started
 from titan_launch.train.health.flight_records import ranks_listed
 
-SECONDS_TO_ANSWER = 5
-"""How long the store may take."""
+STORE_TIMEOUT_S = 5
+"""Timeout of the store in seconds."""
 
 _FAILED = "titan_launch/failed"
 
 
 @dataclass(frozen=True)
 class ProgressPoint:
-    """Where a rank is."""
+    """The progress of a rank: its phase, step and start time."""
 
     sequence: int
-    """How often it has entered a phase. All ranks go through the same phases, so whoever has the least is behind."""
+    """Number of phases entered. All ranks enter the same phases, so the ranks with the lowest number are behind."""
 
     step: int
     phase: str
     since: float
-    """When it entered it, by this rank's monotonic clock."""
+    """Start of the phase by this rank's monotonic clock, in seconds."""
 
     limit_s: float
-    """How long the phase may last."""
+    """Seconds after which the phase counts as hanging."""
 
     collectives: int = 0
-    """Collectives that it has begun, where it hangs and that is known."""
+    """Number of collectives started, set only for a hanging rank."""
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Grows with everything that all ranks do."""
+        """Sort key: ranks that are behind have a lower value."""
         return self.sequence, self.collectives
 
     def __str__(self) -> str:
@@ -46,22 +46,23 @@ class ProgressPoint:
 
 
 class ProgressBoard:
-    """Where ranks read of each other where they are: the process group's store."""
+    """Progress of all ranks in the process group's store."""
 
     def __init__(self, ranks: Ranks):
         self.rank, self._world_size = ranks.rank, ranks.world_size
-        # A client of its own: one that waits for an answer makes another thread wait.
+        # A client of a store blocks other threads while it waits, so this thread uses its own client.
         self._store = default_store().clone()  # type: ignore[attr-defined]
-        self._store.set_timeout(timedelta(seconds=SECONDS_TO_ANSWER))
+        self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
 
-    def publish(self, moment: ProgressPoint) -> None:
-        """Tell where this rank is. Where the store is gone, the run is about to end for that reason."""
-        place = [moment.sequence, moment.step, moment.phase, moment.collectives]
+    def publish(self, point: ProgressPoint) -> None:
+        """Publish this rank's progress. Without the store this method does nothing; the run then ends for that
+        reason."""
+        fields = [point.sequence, point.step, point.phase, point.collectives]
         with suppress(RuntimeError):
-            self._store.set(self._key(self.rank), json.dumps(place))
+            self._store.set(self._key(self.rank), json.dumps(fields))
 
     def read(self) -> list[ProgressPoint | None] | None:
-        """Where each rank was last; None for one that never told, or for all where the store is gone."""
+        """Return the last progress of each rank, None for a rank that never published; None if the store is gone."""
         try:
             return [self._read(rank) for rank in range(self._world_size)]
         except RuntimeError:
@@ -73,13 +74,13 @@ class ProgressBoard:
         sequence, step, phase, collectives = json.loads(self._store.get(self._key(rank)))
         return ProgressPoint(sequence, step, phase, 0.0, 0.0, collectives)
 
-    def tell_failure(self) -> None:
-        """The run has failed on this rank."""
+    def publish_failure(self) -> None:
+        """Publish that the run has failed on this rank."""
         with suppress(RuntimeError):
             self._store.set(_FAILED, "")
 
     def has_failed(self) -> bool:
-        """Whether it has on any rank, as far as the store can be asked."""
+        """Return True if the run has failed on any rank. Without the store: False."""
         with suppress(RuntimeError):
             return bool(self._store.check([_FAILED]))
         return False
@@ -89,30 +90,30 @@ class ProgressBoard:
 
 
 def ranks_behind(board: ProgressBoard, now: ProgressPoint) -> str:
-    """A sentence that names the ranks that have come least far. `now`: where this one is."""
-    own = counted(now)
+    """Return a sentence that names the ranks that are behind. `now`: progress of this rank."""
+    own = with_collectives(now)
     board.publish(own)
-    seen = board.read()
-    if seen is None:
-        return f"rank {board.rank} is {own}; where the others are cannot be read any more"
-    silent = [rank for rank, place in enumerate(seen) if place is None]
-    if silent:
-        return f"nothing was ever heard of {ranks_listed(silent)}; rank {board.rank} is {own}"
-    places = [place for place in seen if place is not None]
-    least, most = (extreme(places, key=lambda place: place.progress) for extreme in (min, max))
-    behind = [rank for rank, place in enumerate(places) if place.progress == least.progress]
-    if len(behind) == len(places):
-        return f"no rank is behind: all are {least}" if len(places) > 1 else f"the only rank is {least}"
+    points = board.read()
+    if points is None:
+        return f"rank {board.rank} is {own}; the store with the progress of the other ranks is gone"
+    missing = [rank for rank, point in enumerate(points) if point is None]
+    if missing:
+        return f"{ranks_listed(missing)} never reported progress; rank {board.rank} is {own}"
+    known = [point for point in points if point is not None]
+    least, most = (extreme(known, key=lambda point: point.progress) for extreme in (min, max))
+    behind = [rank for rank, point in enumerate(known) if point.progress == least.progress]
+    if len(behind) == len(known):
+        return f"no rank is behind: all are {least}" if len(known) > 1 else f"the only rank is {least}"
     is_are, it_is = ("is", "it is") if len(behind) == 1 else ("are", "they are")
     if least.sequence < most.sequence:
         return f"{ranks_listed(behind)} {is_are} behind: {it_is} {least} while the others are {most}"
-    counts = f"has begun {least.collectives} collectives there, and others {most.collectives}"
+    counts = f"started {least.collectives} collectives there, and others {most.collectives}"
     return f"{ranks_listed(behind)} {is_are} behind: all are {least}, but {ranks_listed(behind)} {counts}"
 
 
-def counted(moment: ProgressPoint) -> ProgressPoint:
-    """With the number of collectives."""
+def with_collectives(point: ProgressPoint) -> ProgressPoint:
+    """Return `point` with the number of started collectives, if it can be read."""
     try:
-        return replace(moment, collectives=collectives_begun())
-    except (RuntimeError, ValueError):  # an account of what has gone wrong, which must not go wrong itself
-        return moment
+        return replace(point, collectives=collectives_started())
+    except (RuntimeError, ValueError):  # the report of a hang must not raise another error
+        return point

@@ -1,4 +1,4 @@
-"""Steps that were left out: recorded with their samples, and acted on when there are too many."""
+"""Skipped steps: records with their samples, and the reaction to too many of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from titan_launch.core.errors import RunError
 from titan_launch.data.loader import samples_of_step
-from titan_launch.distributed.collectives import on_all, on_main
+from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.distributed.process_group import set_timeouts
 from titan_launch.metrics.sinks.jsonl import json_number
 from titan_launch.train.batches import sample_order
@@ -20,45 +20,45 @@ from titan_launch.train.run import Run
 _log = logging.getLogger(__name__)
 
 FOLDER = "faults"
-"""Where a run records the steps that were left out."""
+"""Folder of the records of skipped steps, in the run folder."""
 
 MAX_RECORDS = 100
-"""Steps that are recorded; and, beyond them, the one that ends the run or makes it go back."""
+"""Maximum number of recorded steps. The step that ends the run, or makes it go back, is always recorded."""
 
-_CAUSES = "Usual causes: optimizer.lr too high, training.max_norm = 0, a precision rule that leaves a sum in bfloat16"
+_CAUSES = "Usual causes: optimizer.lr too high, training.max_norm = 0, a precision rule that computes sums in bfloat16"
 
 
 def act_on_skipped_steps(run: Run) -> bool:
-    """Look at what was left out since the last look, record and count it, and act where it was too much.
+    """Record and count the steps skipped since the last call. Stop the run or go back if there were too many.
 
-    Returns whether the run went back to a checkpoint. Raises RunError where it ends. Waits for the device; collective,
-    which costs nothing where no step was left out.
+    Returns True if the run went back to a checkpoint. Raises RunError if the run stops. This function waits for the
+    device, and is collective if a step was skipped.
     """
-    settlement = run.guard.settle(run.progress.step)
-    if not settlement.faults:
+    new_steps = run.guard.pop_skipped_steps(run.progress.step)
+    if not new_steps.steps:
         return False
-    shares = _shares_of_ranks(settlement)
-    run.progress.skipped_steps += len(settlement.faults)
-    for fault, own in zip(settlement.faults, shares, strict=True):
-        is_last = fault is settlement.last
-        recorded = on_main(partial(_record, run, fault, own, in_any_case=is_last))
+    losses_by_rank = _losses_by_rank(new_steps)
+    run.progress.skipped_steps += len(new_steps.steps)
+    for skipped, losses in zip(new_steps.steps, losses_by_rank, strict=True):
+        is_last = skipped is new_steps.last
+        recorded = on_rank_0(partial(_record, run, skipped, losses, even_if_full=is_last))
         if is_last:
-            _settle_last(run, fault, _describe(run, fault, own), recorded)
+            _stop_or_go_back(run, skipped, _describe(run, skipped, losses), recorded)
             return True
-        if run.ranks.is_main:
-            _log.warning("%s; its update was left out. %s", _describe(run, fault, own), recorded)
+        if run.ranks.is_rank_0:
+            _log.warning("%s; the step was skipped. %s", _describe(run, skipped, losses), recorded)
     return False
 
 
-def _settle_last(run: Run, fault: SkippedStep, what: str, recorded: str) -> None:
-    """Act on a fault that was one too many, after which nothing has been updated: go back, or raise RunError."""
+def _stop_or_go_back(run: Run, skipped: SkippedStep, what: str, recorded: str) -> None:
+    """Go back to a checkpoint or raise RunError, after the last allowed skipped step. No update has followed it."""
     debug = run.config.debug
-    if fault.reason == "nonfinite" and debug.on_nonfinite == "stop":
+    if skipped.reason == "nonfinite" and debug.on_nonfinite == "stop":
         raise RunError(
-            f"{what}; its update was left out on all ranks and the run stops "
-            f'(debug.on_nonfinite = "skip" goes on instead). {_CAUSES}. {recorded}'
+            f"{what}; the step was skipped on all ranks and the run stops "
+            f'(debug.on_nonfinite = "skip" continues instead). {_CAUSES}. {recorded}'
         )
-    what = f"{what}; it is the last of {debug.max_skips} steps in a row that were left out (debug.max_skips)"
+    what = f"{what}; it is the last of {debug.max_skips} skipped steps in a row (debug.max_skips)"
     if debug.on_repeated_skips == "stop":
         raise RunError(f"{what}, and the run stops. {_CAUSES}. {recorded}")
     if run.progress.rollbacks >= debug.max_rollbacks:
@@ -70,35 +70,35 @@ def _settle_last(run: Run, fault: SkippedStep, what: str, recorded: str) -> None
     _go_back(run, f"{what}. {recorded}")
 
 
-def _shares_of_ranks(settlement: SkippedSteps) -> list[list[float]]:
-    """Of every fault the parts of the loss, by rank."""
-    by_rank = on_all(lambda: [fault.own_loss for fault in settlement.faults])
-    return [list(shares) for shares in zip(*by_rank, strict=True)]
+def _losses_by_rank(new_steps: SkippedSteps) -> list[list[float]]:
+    """Return, for each skipped step, the parts of the loss by rank."""
+    by_rank = on_all_ranks(lambda: [skipped.own_loss for skipped in new_steps.steps])
+    return [list(losses) for losses in zip(*by_rank, strict=True)]
 
 
 def _go_back(run: Run, reason: str) -> None:
-    """Load the newest checkpoint, and go on from it with the data behind the step just done."""
+    """Load the newest checkpoint and continue from it, with the data that follows the current step."""
     assert run.checkpoints is not None, "config.rules demands checkpoint.enable for debug.on_repeated_skips"
     progress = run.progress
     position, rollbacks = progress.data_position, progress.rollbacks
-    run.watchdog.enter("returning to a checkpoint", progress.step, patient=True)
+    run.watchdog.enter("returning to a checkpoint", progress.step, is_slow=True)
     with run.meter.paused():
         set_timeouts(run.config.comm.init_timeout_seconds)
         checkpoint = run.checkpoints.return_to_last()
         set_timeouts(run.config.comm.timeout_seconds)
         if checkpoint is None:
-            raise RunError(f"{reason}; there is no checkpoint yet to go back to, and the run stops")
+            raise RunError(f"{reason}; there is no checkpoint to go back to, and the run stops")
         progress.samples_skipped = position - progress.samples_seen
         progress.rollbacks = rollbacks + 1
         run.step.parameters_changed()
-        run.guard.start_over()
+        run.guard.reset_skips()
         run.train_batches.move_to(position)
     for sink in run.sinks:
         sink.rewind(progress.step)
     run.measurements.end_window(progress.step, only_training=False)
-    if run.ranks.is_main:
+    if run.ranks.is_rank_0:
         _log.warning(
-            "%s; the run goes back to %s, and on with the samples from position %d on (rollback %d of at most %d)",
+            "%s; the run goes back to %s and continues with the samples from position %d (rollback %d of at most %d)",
             reason,
             checkpoint,
             position,
@@ -107,66 +107,66 @@ def _go_back(run: Run, reason: str) -> None:
         )
 
 
-def _describe(run: Run, fault: SkippedStep, shares: list[float]) -> str:
-    """What was wrong, without its consequences."""
-    if fault.reason == "nonfinite":
-        ranks = [str(rank) for rank, share in enumerate(shares) if not math.isfinite(share)]
+def _describe(run: Run, skipped: SkippedStep, losses: list[float]) -> str:
+    """Return a description of the problem, without its consequences."""
+    if skipped.reason == "nonfinite":
+        ranks = [str(rank) for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         where = f", on rank {', '.join(ranks)}" if ranks else ""
         return (
-            f"step {fault.step}: the loss or the gradient is not finite "
-            f"(loss {fault.loss:g}{where}; gradient norm {fault.grad_norm:g})"
+            f"step {skipped.step}: the loss or the gradient is not finite "
+            f"(loss {skipped.loss:g}{where}; gradient norm {skipped.grad_norm:g})"
         )
     over = [
         f"{name} {value:.4g} is above {limit:.4g}"
         for name, value, limit in (
-            ("the loss", fault.loss, fault.loss_limit),
-            ("the gradient norm", fault.grad_norm, fault.grad_norm_limit),
+            ("the loss", skipped.loss, skipped.loss_limit),
+            ("the gradient norm", skipped.grad_norm, skipped.grad_norm_limit),
         )
         if value > limit
     ]
     debug = run.config.debug
     return (
-        f"step {fault.step} is a spike: {' and '.join(over)}, "
+        f"step {skipped.step} is a spike: {' and '.join(over)}, "
         f"the mean and {debug.spike_sigma:g} standard deviations of the last {debug.spike_window} steps"
     )
 
 
-def _record(run: Run, fault: SkippedStep, shares: list[float], in_any_case: bool) -> str:
-    """Write the step's numbers and samples to the run's folder, on one rank. Returns a sentence that says where.
+def _record(run: Run, skipped: SkippedStep, losses: list[float], even_if_full: bool) -> str:
+    """Write the numbers and samples of a step to the run folder, on one rank. Return a sentence that names the file.
 
-    `in_any_case`: also where there are `MAX_RECORDS` already.
+    `even_if_full`: write also if there are `MAX_RECORDS` files.
     """
     folder = run.folder / FOLDER
-    path = folder / _file_name(fault.step, run.progress.rollbacks)
+    path = folder / _file_name(skipped.step, run.progress.rollbacks)
     try:
         folder.mkdir(exist_ok=True)
-        if not in_any_case and not path.exists() and sum(1 for _ in folder.iterdir()) >= MAX_RECORDS:
+        if not even_if_full and not path.exists() and sum(1 for _ in folder.iterdir()) >= MAX_RECORDS:
             return f"Its samples are not recorded: {folder} has {MAX_RECORDS} files already"
-        path.write_text(json.dumps(_as_data(run, fault, shares), indent=2, allow_nan=False) + "\n")
+        path.write_text(json.dumps(_to_json(run, skipped, losses), indent=2, allow_nan=False) + "\n")
     except OSError as error:
         return f"Its samples could not be written to {path}: {error.strerror}"
     return f"Its samples are in {path}"
 
 
 def _file_name(step: int, rollbacks: int) -> str:
-    """After a return to a checkpoint the same steps have other samples."""
+    """Return the name of a step's record. After a rollback the same step has other samples, and another file."""
     return f"step-{step}.json" if not rollbacks else f"step-{step}.rollback-{rollbacks}.json"
 
 
-def _as_data(run: Run, fault: SkippedStep, shares: list[float]) -> dict[str, Any]:
+def _to_json(run: Run, skipped: SkippedStep, losses: list[float]) -> dict[str, Any]:
     batch = run.layout.global_batch_size
-    position = run.progress.data_position - (run.progress.step - fault.step + 1) * batch
+    position = run.progress.data_position - (run.progress.step - skipped.step + 1) * batch
     samples = samples_of_step(sample_order(run.config, run.epoch_size), run.layout, position)
     return {
-        "step": fault.step,
-        "reason": fault.reason,
-        "loss": json_number(fault.loss),
-        "grad_norm": json_number(fault.grad_norm),
-        "loss_limit": json_number(fault.loss_limit),
-        "grad_norm_limit": json_number(fault.grad_norm_limit),
+        "step": skipped.step,
+        "reason": skipped.reason,
+        "loss": json_number(skipped.loss),
+        "grad_norm": json_number(skipped.grad_norm),
+        "loss_limit": json_number(skipped.loss_limit),
+        "grad_norm_limit": json_number(skipped.grad_norm_limit),
         "data_position": position,
         "ranks": [
-            {"rank": rank, "loss": json_number(share), "samples": samples[run.layout.data_rank(rank)]}
-            for rank, share in enumerate(shares)
+            {"rank": rank, "loss": json_number(loss), "samples": samples[run.layout.data_rank(rank)]}
+            for rank, loss in enumerate(losses)
         ],
     }

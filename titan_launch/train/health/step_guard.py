@@ -1,4 +1,4 @@
-"""Steps whose update is left out: seen on any rank, decided for all on the device, without waiting for it."""
+"""Detection of steps to skip, on the device and for all ranks, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ from torch import Tensor
 from titan_launch.config.sections.run import DebugConfig
 
 Reason = Literal["nonfinite", "spike"]
-"""Why a step is left out: a number that is not finite, or one far above those before."""
+"""Reason for a skipped step: loss or gradient norm is not finite, or far above its recent values."""
 
 MAX_WINDOW = 1024
-"""The largest `debug.spike_window`; so many steps are kept and saved, so that the setting may change at a resume."""
+"""Largest `debug.spike_window`. The history always has this length, so that the setting may change at a resume."""
 
-_TRAINED, _NONFINITE, _SPIKE, _AFTER_STOP = range(4)
+_TRAINED, _NONFINITE, _SPIKE, _STOPPED = range(4)
 _REASONS: dict[int, Reason] = {_NONFINITE: "nonfinite", _SPIKE: "spike"}
 
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """A step whose update was left out; the same on all ranks, but for `own_loss`."""
+    """A skipped step, equal on all ranks except for `own_loss`."""
 
     step: int
     reason: Reason
     loss: float
-    """The step's loss over all ranks."""
+    """Loss of the step over all ranks."""
 
     grad_norm: float
     loss_limit: float
-    """What the loss would have had to exceed to be a spike; inf where nothing was one."""
+    """Largest loss that is not a spike; inf without detection of spikes."""
 
     grad_norm_limit: float
     own_loss: float
-    """This rank's part of the loss; the parts of all ranks add up to it."""
+    """This rank's part of the loss. The parts of all ranks sum to the loss."""
 
 
 @dataclass(frozen=True)
 class SkippedSteps:
-    """What has been left out since the last look."""
+    """Steps skipped since the last call of `StepGuard.pop_skipped_steps`."""
 
-    faults: tuple[SkippedStep, ...]
+    steps: tuple[SkippedStep, ...]
     last: SkippedStep | None
-    """The fault that was one too many, if there was one: nothing has been updated since."""
+    """The skipped step that exceeded a limit, or None. No update has followed it."""
 
 
 class StepGuard:
-    """Decides on the device whether a step's update is left out, and remembers why until the host looks.
+    """Decision on the device whether to skip a step, and records of the skipped steps.
 
-    left_out = guard.check(loss_sum, grad_norm)   # every step; nothing waits
-    settlement = guard.settle(step)               # now and then; waits
+    skip = guard.check(loss_sum, grad_norm)        # every step; does not wait for the device
+    skipped = guard.pop_skipped_steps(step)        # at reports; waits for the device
 
-    The decision must be common: under HSDP the gradient norm is reduced within a replica only, and a rank that steps
-    alone has different parameters ever after. So loss, norm and flag are summed over all ranks, in one collective.
+    All ranks must decide alike, else their parameters would diverge. Under HSDP the gradient norm is reduced within a
+    replica only. So one all-reduce sums loss, norm and flag over all ranks.
     """
 
     def __init__(self, config: DebugConfig, device: torch.device):
@@ -65,29 +65,29 @@ class StepGuard:
         self._sigma = config.spike_sigma
         self._window = config.spike_window
         self._history = torch.zeros(2, MAX_WINDOW, dtype=torch.float64, device=device)
-        """Loss and gradient norm of the last steps that were trained on, the newest at the end."""
+        """Loss and gradient norm of the last steps that were not skipped, newest last."""
 
         self._filled = torch.zeros((), dtype=torch.int64, device=device)
-        """Columns of the history, from the end, that hold a step."""
+        """Number of steps in the history, which fill it from its end."""
 
         self._skips = torch.zeros((), dtype=torch.int64, device=device)
-        """Steps left out in a row."""
+        """Number of skipped steps in a row."""
 
         self._stopped = torch.zeros((), dtype=torch.bool, device=device)
-        """Whether there was a fault too many: then nothing is updated until the host looks."""
+        """True after a skipped step that exceeded a limit. All steps are skipped until the host reacts."""
 
         self._ages = torch.arange(MAX_WINDOW, 0, -1, device=device)
         self._no_limits = torch.full((2,), math.inf, dtype=torch.float64, device=device)
         self._records: list[Tensor] = []
-        """Of every step since the last look: why it was left out, this rank's loss, whether it was one too many, loss
-        and norm, and their limits."""
+        """For every step since the last call of `pop_skipped_steps`: reason, this rank's loss, whether the step
+        exceeded a limit, loss and norm, and their limits."""
 
     @torch.no_grad()
     def check(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """1 where this step's update must be left out on every rank, else 0: a scalar on the device; collective.
+        """Return 1 if all ranks must skip this step, else 0, as a scalar on the device. Collective.
 
-        `loss`: this rank's part, all of which add up to the step's loss. `grad_norm`: of the whole gradient, the same
-        on all ranks that share its shards. Both are scalars.
+        `loss`: this rank's part of the loss. `grad_norm`: norm of the whole gradient, equal on the ranks that share its
+        shards. Both are scalars.
         """
         is_finite = torch.isfinite(loss + grad_norm)
         summed = torch.stack([(~is_finite).double(), loss.double(), grad_norm.double() / dist.get_world_size()])
@@ -101,25 +101,25 @@ class StepGuard:
         if self._stops_on_nonfinite:
             is_last = is_last | (is_bad & nonfinite)
         reason = torch.where(nonfinite, _NONFINITE, torch.where(spike, _SPIKE, _TRAINED))
-        reason = torch.where(self._stopped, _AFTER_STOP, reason)
+        reason = torch.where(self._stopped, _STOPPED, reason)
         self._records.append(
             torch.cat([torch.stack([reason.double(), loss.double(), is_last.double()]), values, limits])
         )
         self._stopped = self._stopped | is_last
-        left_out = is_bad | self._stopped
+        skip = is_bad | self._stopped
         if self._sigma is not None:
-            self._remember(values, ~left_out)
-        return left_out.float()
+            self._remember(values, ~skip)
+        return skip.float()
 
     def _limits(self) -> Tensor:
-        """What makes loss and norm a spike, float64 `[2]`: infinite as long as half of the window is empty."""
+        """Return the limits of loss and norm, float64 `[2]`. They are infinite until half of the window is filled."""
         if self._sigma is None:
             return self._no_limits
         filled = self._filled.clamp(max=self._window)
-        is_there = self._ages <= filled
+        is_filled = self._ages <= filled
         count = filled.clamp(min=1)
-        mean = torch.where(is_there, self._history, 0.0).sum(1, keepdim=True) / count
-        variance = torch.where(is_there, (self._history - mean).square(), 0.0).sum(1, keepdim=True) / count
+        mean = torch.where(is_filled, self._history, 0.0).sum(1, keepdim=True) / count
+        variance = torch.where(is_filled, (self._history - mean).square(), 0.0).sum(1, keepdim=True) / count
         limits = (mean + self._sigma * variance.sqrt()).squeeze(1)
         return torch.where(filled >= (self._window + 1) // 2, limits, self._no_limits)
 
@@ -128,36 +128,38 @@ class StepGuard:
         self._history = torch.where(is_trained, shifted, self._history)
         self._filled = (self._filled + is_trained).clamp(max=MAX_WINDOW)
 
-    def settle(self, step: int) -> SkippedSteps:
-        """What was left out since the last call, of which `step` is the last step done. Waits for the device."""
+    def pop_skipped_steps(self, step: int) -> SkippedSteps:
+        """Return the steps skipped since the last call, up to `step`. Waits for the device."""
         records, self._records = self._records, []
         if not records:
             return SkippedSteps((), None)
         rows = torch.stack(records).tolist()
-        faults, last = [], None
+        steps, last = [], None
         for number, row in enumerate(rows, start=step - len(rows) + 1):
             code, own_loss, is_last, loss, grad_norm, loss_limit, grad_norm_limit = row
             if int(code) not in _REASONS:
                 continue
-            fault = SkippedStep(number, _REASONS[int(code)], loss, grad_norm, loss_limit, grad_norm_limit, own_loss)
-            faults.append(fault)
-            last = fault if is_last else last
-        return SkippedSteps(tuple(faults), last)
+            skipped_step = SkippedStep(
+                number, _REASONS[int(code)], loss, grad_norm, loss_limit, grad_norm_limit, own_loss
+            )
+            steps.append(skipped_step)
+            last = skipped_step if is_last else last
+        return SkippedSteps(tuple(steps), last)
 
-    def start_over(self) -> None:
-        """Forget the steps left out in a row, and go on: after the run has gone back to a checkpoint."""
+    def reset_skips(self) -> None:
+        """Reset the count of skipped steps, after the run has gone back to a checkpoint."""
         self._records.clear()
         self._skips = torch.zeros_like(self._skips)
         self._stopped = torch.zeros_like(self._stopped)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the next decisions depend on, as of a step that is settled; the same on all ranks."""
+        """Return the state on which later decisions depend, equal on all ranks. Call `pop_skipped_steps` before."""
         return {"history": self._history.clone(), "filled": self._filled.clone(), "skips": self._skips.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on with what was saved. A history is dropped where spikes are not looked for, so that it does not age.
+        """Restore a saved state. Without detection of spikes the history is dropped, so that it does not become stale.
 
-        Raises ValueError for counts that cannot be.
+        Raises ValueError for invalid counts.
         """
         if any(int(state[name]) < 0 for name in ("filled", "skips") if name in state):
             raise ValueError("a negative number of steps in the guard's state")

@@ -1,4 +1,4 @@
-"""Notices when a run hangs, and says where: which ranks are behind, and what every thread does."""
+"""Hang detection: reports the ranks that are behind, and the stacks of all threads."""
 
 from __future__ import annotations
 
@@ -15,62 +15,63 @@ from typing import TypeVar
 
 from titan_launch.config.sections.run import CommConfig
 from titan_launch.core.errors import RunError
-from titan_launch.core.process import FAILED, leave_at_once
+from titan_launch.core.process import FAILED, exit_immediately
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.train.health.flight_recorder import dump_flight_recorder
 from titan_launch.train.health.flight_records import FOLDER as FLIGHT_RECORDER
 from titan_launch.train.health.rank_progress import (
-    SECONDS_TO_ANSWER,
+    STORE_TIMEOUT_S,
     ProgressBoard,
     ProgressPoint,
-    counted,
     ranks_behind,
+    with_collectives,
 )
 
 _log = logging.getLogger(__name__)
 
 FOLDER = "hangs"
-"""Where the stacks are written."""
+"""Folder of the stacks, in the run folder."""
 
-_LOOKS_PER_LIMIT = 20
-_SECONDS_BETWEEN_LOOKS = (0.05, 10.0)
+_CHECKS_PER_LIMIT = 20
+_CHECK_INTERVAL_S = (0.05, 10.0)
 
 
 _STDERR = 2
-"""The file itself: what writes stacks wants no object of Python's."""
+"""File descriptor, because faulthandler writes without Python objects."""
 
 _TIMED_OUT = ("Timed out waiting", "wait timeout after", "operation timeout")
 _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer")
-"""Parts of the texts of errors that gloo raises in the training thread: it has no classes for them. NCCL raises none
-there unless TORCH_NCCL_BLOCKING_WAIT=1: by default its own watchdog thread aborts the process, and `launch` says which
-collective did not finish."""
+"""Parts of the messages of gloo's errors, which have no types of their own.
 
-_GUESSES = ". This is typically caused by"
-"""What gloo goes on with."""
+NCCL raises errors in the training thread only with TORCH_NCCL_BLOCKING_WAIT=1. By default its watchdog thread aborts
+the process, and `launch` reports the unfinished collective."""
 
-_PLACE_IN_SOURCE = re.compile(r"^\[[^]]*\] ")
+_GLOO_ADVICE = ". This is typically caused by"
+"""Start of the rest of gloo's messages, which is not reported."""
+
+_SOURCE_LOCATION = re.compile(r"^\[[^]]*\] ")
 
 T = TypeVar("T")
 
 
 class Watchdog:
-    """A thread that looks whether the main thread enters a new phase from time to time.
+    """A thread that checks whether the main thread makes progress.
 
     with Watchdog(config.comm, ranks) as watchdog:
-        with watchdog.explaining():
+        with watchdog.errors_explained():
             watchdog.enter("loading data", step)
             ...
 
-    Every rank publishes where it is to the process group's store, several times within the limit. Entering a phase is
-    progress, and so is every batch of a validation; a phase that may take long says so (`patient`), and until the end
-    of the first step every phase is one. Used without `with`, there is no thread and nobody looks.
+    Progress means that the main thread enters a phase, or starts a batch of a validation. Every rank publishes its
+    progress in the process group's store several times within the limit. Slow phases (`is_slow`), and all phases until
+    the end of the first step, have a longer limit. Without `with` there is no thread and no hang detection.
     """
 
     def __init__(self, config: CommConfig, ranks: Ranks):
-        """Begins with the phase in which a run is built."""
+        """Start in the phase "building the run"."""
         self._ranks = ranks
         self._limit_s = config.timeout_seconds / 2 if config.hang_seconds is None else float(config.hang_seconds)
-        self._patience = max(1.0, config.init_timeout_seconds / config.timeout_seconds)
+        self._slow_factor = max(1.0, config.init_timeout_seconds / config.timeout_seconds)
         self._is_warm = False
         self._folder: Path | None = None
         self._closing = threading.Event()
@@ -83,7 +84,7 @@ class Watchdog:
         if self._limit_s:
             self._board = ProgressBoard(
                 self._ranks
-            )  # now: where a run fails, the store may take no new client any more
+            )  # created now, because the store may refuse new clients after a failure
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
         return self
@@ -93,97 +94,98 @@ class Watchdog:
     ) -> None:
         if self._thread is not None:
             self._closing.set()
-            self._thread.join(SECONDS_TO_ANSWER)
+            self._thread.join(STORE_TIMEOUT_S)
             faulthandler.cancel_dump_traceback_later()
 
-    def enter(self, phase: str, step: int, *, patient: bool = False) -> None:
-        """The main thread begins something else, in that step; costs nothing."""
-        limit = self._limit_s * (self._patience if patient or not self._is_warm else 1.0)
+    def enter(self, phase: str, step: int, *, is_slow: bool = False) -> None:
+        """Record that the main thread enters a phase of a step. `is_slow`: the phase may take longer."""
+        limit = self._limit_s * (self._slow_factor if is_slow or not self._is_warm else 1.0)
         self._now = ProgressPoint(self._now.sequence + 1, step, phase, time.monotonic(), limit)
 
-    def entering_each(self, batches: Iterable[T], phase: str, step: int) -> Iterator[T]:
-        """The batches, each of them a phase of its own."""
+    def each_batch_as_phase(self, batches: Iterable[T], phase: str, step: int) -> Iterator[T]:
+        """Yield the batches, and enter a phase for each."""
         for number, batch in enumerate(batches, start=1):
             self.enter(f"{phase}, batch {number}", step)
             yield batch
 
     def end_warm_up(self) -> None:
-        """The first step is done: from now on phases may last no longer than `comm.hang_seconds`."""
+        """Limit later phases to `comm.hang_seconds`. Call this method after the first step."""
         self._is_warm = True
 
-    def write_to(self, run_folder: Path) -> None:
-        """The run's folder is there; before, stacks go to standard error."""
+    def set_run_folder(self, run_folder: Path) -> None:
+        """Write later stacks to a folder of the run. Before this call they go to standard error."""
         self._folder = run_folder
 
     @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Raise a RunError that says which ranks were behind, instead of the error of a collective of gloo that timed
-        out or lost its connection. After any error, ranks that hang are told to end."""
+    def errors_explained(self) -> Iterator[None]:
+        """Replace errors of gloo collectives (timeout, lost connection) by a RunError that names the ranks behind.
+
+        After any error, tell the other ranks that the run has failed, so that hanging ranks end."""
         try:
             yield
         except BaseException as error:
             explained = self._explained(error)
-            self._closing.set()  # this rank has its own end to come to
+            self._closing.set()  # this rank ends with its own error
             if self._board is not None:
-                self._board.tell_failure()
+                self._board.publish_failure()
             if explained is None:
                 raise
             raise explained from error
 
     def _explained(self, error: BaseException) -> RunError | None:
-        """What to say instead of an error; None where it says all itself."""
-        text = _PLACE_IN_SOURCE.sub("", str(error).partition("\n")[0]).partition(_GUESSES)[0]
+        """Return the RunError that replaces an error; None to keep the error."""
+        text = _SOURCE_LOCATION.sub("", str(error).partition("\n")[0]).partition(_GLOO_ADVICE)[0]
         if not isinstance(error, RuntimeError):
             return None
         if any(words in text for words in _TIMED_OUT):
             key = "timeout_seconds" if self._is_warm else "init_timeout_seconds"
-            return RunError(f"a collective took longer than comm.{key}: {text}\n{self._account()}")
+            return RunError(f"a collective took longer than comm.{key}: {text}\n{self._describe_hang()}")
         if any(words in text for words in _CONNECTION_LOST):
-            reason = f"rank {self._ranks.rank} has lost the connection to another rank, which has ended: {text}"
-            return RunError(f"{reason}\n{self._account()}" if self._is_late(self._now) else reason)
+            reason = f"rank {self._ranks.rank} lost the connection to another rank, which has ended: {text}"
+            return RunError(f"{reason}\n{self._describe_hang()}" if self._is_late(self._now) else reason)
         return None
 
-    def _account(self) -> str:
-        """Who was behind, and where it is written what everybody did; writes the flight recorder."""
+    def _describe_hang(self) -> str:
+        """Return a text that names the ranks behind, and the files with details. Writes the flight record."""
         if self._board is None:
-            return "comm.hang_seconds = 0, so nobody knows which rank is behind"
+            return "comm.hang_seconds = 0 disables hang detection, so the rank behind is unknown"
         behind = ranks_behind(self._board, self._now)
         if self._folder is None:
             return behind
         dump_flight_recorder(self._folder)
-        places = f"{self._folder / FOLDER} (stacks of all threads) and {self._folder / FLIGHT_RECORDER} (collectives)"
-        return f"{behind}. See {places}"
+        records = f"{self._folder / FOLDER} (stacks of all threads) and {self._folder / FLIGHT_RECORDER} (collectives)"
+        return f"{behind}. See {records}"
 
     def _is_late(self, now: ProgressPoint) -> bool:
         return 0 < now.limit_s <= time.monotonic() - now.since
 
     def _watch(self) -> None:
-        """The thread: publishes, and looks."""
-        shortest, longest = _SECONDS_BETWEEN_LOOKS
-        pause = min(max(self._limit_s / _LOOKS_PER_LIMIT, shortest), longest)
+        """Publish this rank's progress and check the limit, in the watchdog thread."""
+        shortest, longest = _CHECK_INTERVAL_S
+        pause = min(max(self._limit_s / _CHECKS_PER_LIMIT, shortest), longest)
         board = ProgressBoard(self._ranks)
         reported: ProgressPoint | None = None
         while not self._closing.wait(pause):
             now = self._now
-            if reported is None or now.sequence != reported.sequence:  # else it is published, with more detail
+            if reported is None or now.sequence != reported.sequence:  # else `_report` has published it
                 board.publish(now)
-            # Should the main thread keep Python's lock, this one cannot run; what this sets going needs no lock.
+            # If the main thread holds the GIL, this thread cannot run. The timer of faulthandler does not need the GIL.
             faulthandler.dump_traceback_later(now.limit_s + 2 * pause, file=_STDERR)
             if reported is not None and now.sequence != reported.sequence:
-                _log.info("going on after %.0f s %s", now.since - reported.since, reported)
+                _log.info("progress after a hang of %.0f s %s", now.since - reported.since, reported)
                 reported = None
             if self._is_late(now) and board.has_failed() and not self._closing.is_set():
-                _log.info("the run has failed on another rank, and this one hangs %s, so it ends", now)
-                leave_at_once(FAILED)  # the main thread may never return, and torchrun would kill it only after 30 s
+                _log.info("the run failed on another rank and this rank hangs %s, so this rank ends", now)
+                exit_immediately(FAILED)  # torchrun would kill this rank only after 30 s
             if self._is_late(now) and reported is None:
                 reported = now
                 self._report(now, board, pause)
 
     def _report(self, now: ProgressPoint, board: ProgressBoard, pause: float) -> None:
-        """On all ranks, since all of them hang; one says it."""
-        board.publish(counted(now))
-        self._closing.wait(2 * pause)  # for the others to do the same
-        level = logging.WARNING if self._ranks.is_main else logging.INFO
+        """Write the stacks and the flight record, and log the ranks behind: as a warning on rank 0 only."""
+        board.publish(with_collectives(now))
+        self._closing.wait(2 * pause)  # until the other ranks have published
+        level = logging.WARNING if self._ranks.is_rank_0 else logging.INFO
         where = "standard error" if self._folder is None else self._folder / FOLDER
         behind = ranks_behind(board, self._now)
         _log.log(level, "no progress for %.0f s: %s; stacks of all threads: %s", now.limit_s, behind, where)

@@ -1,6 +1,6 @@
-"""The folder that holds everything a run writes: whose it is, and what becomes of what an earlier run left there.
+"""The run folder, which holds all files of a run: creation, lock, and handling of an earlier run in the same folder.
 
-Nothing here needs torch: the command line calls `check_earlier_run` before torch is imported.
+This module does not import torch: the command line calls `check_earlier_run` before it imports torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from titan_launch.train.run_folder.records import (
     ROLLED_BACK_FILE,
     UNITS_FILE,
     damage_explained,
-    described,
+    describe_difference,
     recorded_launch,
     recorded_table,
     table_of,
@@ -42,40 +42,39 @@ from titan_launch.train.run_folder.records import (
 _log = logging.getLogger(__name__)
 
 LOCK_FILE = "lock"
-"""Locked as long as a run writes to the folder. Its modification time is the time at which the run started."""
+"""File that is locked while a run writes to the folder. Its modification time is the start time of the run."""
 
 _FOLDERS = ("checkpoints", "logs", "tb", "faults", "hangs", "flight_recorder", "flight_recorder_gloo")
 _FILES = (CONFIG_FILE, LAUNCH_FILE, LOCK_FILE, METRICS_FILE, ROLLED_BACK_FILE, UNITS_FILE, AUDIT_FILE)
-"""All names that a run makes in its folder."""
+"""All files that a run creates in its folder."""
 
 Load = int | str
-"""Where a run starts: `"latest"`, `"none"`, a step of its own folder, or the path of another run's checkpoint."""
+"""The checkpoint to load: `"latest"`, `"none"`, a step in the run folder, or the path of another run's checkpoint."""
 
 
 def prepare_run_folder(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
-    """Make the folder ready, on one rank: keep it when the run will resume, else start with an empty one.
+    """Prepare and lock the run folder, on one rank. A run that resumes keeps the folder; another run gets an empty one.
 
-    An earlier run that is not resumed is moved aside as a whole, to `<name>.<time at which it started>`: nothing is
-    ever lost. A restart of the same launch keeps its folder. The folder is locked until `stack` is closed or the
-    process ends.
+    An earlier run that is not resumed is moved as a whole to `<name>.<its start time>`, so nothing is lost. A restart
+    of the same launch keeps its folder. The folder is locked until `stack` is closed or the process ends.
 
-    Raises ConfigError when the folder cannot be written, belongs to something else than a run, is in use by another
-    launch, has checkpoints of its own although `checkpoint.load` is a path, or for what `check_earlier_run` finds.
+    Raises ConfigError if the folder cannot be written, is not a run folder, is in use by another launch, or has
+    checkpoints although `checkpoint.load` is a path. Raises the errors of `check_earlier_run`.
     """
     try:
         _prepare(folder, config, attempt, stack)
     except OSError as error:
-        reason = f"the run's folder {folder} cannot be written: {error.strerror}"
+        reason = f"the run folder {folder} cannot be written: {error.strerror}"
         raise config_error(("job", "dump_folder"), reason, config.job.dump_folder) from error
 
 
 def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
-    """Raise ConfigError where a run must not start beside the earlier run in its folder: the folder has checkpoints of
-    another experiment that could be resumed, or the checkpoint to load is in a folder that is not resumed.
+    """Raise ConfigError if the earlier run in the folder prevents this run from starting.
 
-    Raises it also where something in the folder is not of the kind that a run makes, a FIFO for example.
+    Three cases: the folder has checkpoints of another experiment, the checkpoint to load is in a folder that will be
+    moved away, or an entry of the folder has the wrong kind, for example a FIFO.
 
-    `config` has its global batch size. Reads files only.
+    `config`: job with its global batch size resolved. This function only reads files.
     """
     _check_kinds(folder, config)
     if not _has_begun(folder):
@@ -86,17 +85,16 @@ def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
         changed = [] if before is None else [d for d in differences(before, table_of(config)) if d.role != "operation"]
         is_complete = bool(complete_steps(checkpoints))
         if changed and not (is_complete and config.checkpoint.accept_changes and not _is_other_model(changed)):
-            raise _another_experiment(folder, config, load, changed, is_complete)
+            raise _other_experiment_error(folder, config, load, changed, is_complete)
     if not _resumes(folder, config, load):
         _check_loads_from_elsewhere(folder, config, load)
 
 
 def effective_load(folder: Path, config: JobConfig, attempt: Attempt) -> Load:
-    """Where this attempt starts: as `checkpoint.load` says, but for a restart of the launch that has done so already,
-    which goes on from its own latest checkpoint.
+    """Return the checkpoint that this attempt loads: `checkpoint.load`, or for a restart of the same launch `"latest"`.
 
-    Asked on one rank, any number of times before `record_run`. (A launch that was told to start from another run's
-    checkpoint and has none of its own yet starts there again.)
+    If `checkpoint.load` is the path of another run's checkpoint, and this run has no checkpoint yet, a restart loads
+    that path again. Call this function on one rank, before `record_run`.
     """
     load = config.checkpoint.load
     if not _is_restart(folder, config, attempt):
@@ -105,20 +103,22 @@ def effective_load(folder: Path, config: JobConfig, attempt: Attempt) -> Load:
 
 
 def recorded_modes(folder: Path, config: JobConfig, attempt: Attempt) -> Choice | None:
-    """Return the modes with which the run in this folder trained so far; None where nothing will be resumed."""
+    """Return the modes of accumulation and activation checkpointing of the run to resume; None without a resume."""
     resumes = _resumes(folder, config, effective_load(folder, config, attempt))
     saved = recorded_table(folder, config) if resumes else None
     if saved is None:
         return None
     with damage_explained(folder / CONFIG_FILE, f"move {folder} away", config):
         accumulation = GradientAccumulationConfig.model_validate(saved.get("gradient_accumulation"))
-        recomputation = ActivationCheckpointConfig.model_validate(saved.get("activation_checkpoint"))
-    return Choice(accumulation, recomputation)
+        activation_checkpoint = ActivationCheckpointConfig.model_validate(saved.get("activation_checkpoint"))
+    return Choice(accumulation, activation_checkpoint)
 
 
 def supersede_later_checkpoints(folder: Path, step: int) -> None:
-    """Move the checkpoints of later steps to `checkpoints/superseded-K/` with a copy of all reports, on one rank, once
-    the run has gone back to `step`. Killed at any point, nothing is lost, and doing it again does the rest."""
+    """Move the checkpoints of later steps, and a copy of all reports, to `checkpoints/superseded-K/`, on one rank.
+
+    Call this function after the run has loaded the checkpoint of `step`. If it is interrupted, a second call completes
+    the move, and nothing is lost."""
     checkpoints = checkpoint_folder(folder)
     later = [other for other in checkpoint_steps(checkpoints) if other > step]
     if not later:
@@ -129,8 +129,8 @@ def supersede_later_checkpoints(folder: Path, step: int) -> None:
         shutil.copy2(folder / METRICS_FILE, aside / METRICS_FILE)
     point(checkpoints, LATEST, step)
     if (checkpoints / BEST).is_symlink() and os.readlink(checkpoints / BEST) in map(checkpoint_name, later):
-        (checkpoints / BEST).unlink()  # the next save points it to the best of those that are left
-    for other in later:  # the newest first: those that are left are always the run's first ones
+        (checkpoints / BEST).unlink()  # the next save links the best remaining checkpoint
+    for other in later:  # newest first, so that the remaining checkpoints are always the first ones
         (checkpoints / checkpoint_name(other)).rename(aside / checkpoint_name(other))
     sync_folder(aside)
     sync_folder(checkpoints)
@@ -138,20 +138,20 @@ def supersede_later_checkpoints(folder: Path, step: int) -> None:
 
 
 def new_attempt_folder(folder: Path) -> Path:
-    """Make the folder for the logs of this start of the ranks: `logs/attempt-K` with the next free K, on one rank."""
+    """Create the log folder of this attempt, `logs/attempt-K` with the next free K, on one rank."""
     logs = folder / "logs"
     attempt = logs / attempt_name(next_attempt(logs))
     attempt.mkdir(parents=True)
     return attempt
 
 
-class HeldFolder:
-    """The run's folder, which somebody may delete or move while the run writes to it.
+class OpenRunFolder:
+    """The run folder during a run, with a check that nobody has deleted or moved it.
 
-    with HeldFolder(folder, advice) as held:
-        held.check()
+    with OpenRunFolder(folder, advice) as run_folder:
+        run_folder.check()
 
-    The end of the block raises RunError instead of an OSError when the folder is gone.
+    If the folder is gone, the end of the block raises RunError instead of an OSError.
     """
 
     def __init__(self, folder: Path, advice: str):
@@ -159,7 +159,7 @@ class HeldFolder:
         self.path = folder
         self._advice = advice
 
-    def __enter__(self) -> HeldFolder:
+    def __enter__(self) -> OpenRunFolder:
         self._descriptor = os.open(self.path, os.O_RDONLY)  # no other folder gets its number while it is open
         return self
 
@@ -171,19 +171,20 @@ class HeldFolder:
             os.close(self._descriptor)
 
     def check(self) -> None:
-        """Raise RunError if the path names the folder no more: checkpoints would be lost, or written into another."""
+        """Raise RunError if the path is not the same folder any more: checkpoints would be lost, or written
+        elsewhere."""
         try:
             if os.path.samestat(os.fstat(self._descriptor), os.stat(self.path)):
                 return
         except FileNotFoundError:
             pass
-        except OSError:  # a file system that does not answer for a moment
+        except OSError:  # a temporary failure of the file system
             return
         raise RunError(f"{self.path} was deleted or moved while the run wrote to it; {self._advice}")
 
 
 def checkpoint_folder(folder: Path) -> Path:
-    """Where a run's checkpoints are."""
+    """Return the folder of a run's checkpoints."""
     return folder / "checkpoints"
 
 
@@ -200,8 +201,8 @@ def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack
         check_earlier_run(folder, config, load)
         _check_path_goes_with_folder(folder, config, load)
         if not _has_begun(folder):
-            os.utime(folder / LOCK_FILE)  # the time at which this run starts: `_move_aside` reads it
-        elif not (_resumes(folder, config, load) or _begins_again(folder, config, attempt)):
+            os.utime(folder / LOCK_FILE)  # start time of this run, which `_move_aside` reads
+        elif not (_resumes(folder, config, load) or _restarts_without_checkpoint(folder, config, attempt)):
             _move_aside(folder)
             folder.mkdir()
             _lock(folder, config, stack)
@@ -210,21 +211,23 @@ def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack
 
 
 def _check_is_a_run(folder: Path, config: JobConfig) -> None:
-    """Raise ConfigError for a folder that holds something else. What is left of a run's folder that was deleted while
-    the run wrote to it has a run's names only."""
+    """Raise ConfigError if a folder is not a run folder.
+
+    A run folder that was deleted during the run may have neither config.json nor lock, but only names of a run."""
     has_others = any(entry.name.removesuffix(".tmp") not in (*_FOLDERS, *_FILES) for entry in folder.iterdir())
     if has_others and not any((folder / name).exists() for name in (CONFIG_FILE, LOCK_FILE)):
-        reason = f"{folder} exists and is not a run's (it has no {CONFIG_FILE}); choose another name"
+        reason = f"{folder} exists and is not a run folder (it has no {CONFIG_FILE}); choose another name"
         raise config_error(("job", "name"), reason, config.job.name)
 
 
 def _check_kinds(folder: Path, config: JobConfig) -> None:
-    """Raise ConfigError where something has the name of a run's file or folder and is none. A link in the place of a
-    file counts: the run would write to what it points to."""
+    """Raise ConfigError if an entry with the name of a run's file or folder has another kind.
+
+    A symbolic link in place of a file is an error, because the run would write to its target."""
     for path in (folder / name for name in (*_FOLDERS, *_FILES)):
         is_folder = path.name in _FOLDERS
-        is_right = path.is_dir() if is_folder else path.is_file() and not path.is_symlink()
-        if os.path.lexists(path) and not is_right:
+        has_right_kind = path.is_dir() if is_folder else path.is_file() and not path.is_symlink()
+        if os.path.lexists(path) and not has_right_kind:
             reason = (
                 f"{path} is not a {'folder' if is_folder else 'regular file'}; move it away, or choose another name"
             )
@@ -232,26 +235,28 @@ def _check_kinds(folder: Path, config: JobConfig) -> None:
 
 
 def _has_begun(folder: Path) -> bool:
-    """Whether there is anything to lose: a run that ended before its first step has left no more than messages."""
+    """Return True if the folder holds a configuration or checkpoints. A run that ended before its first step has
+    none."""
     return (folder / CONFIG_FILE).exists() or bool(checkpoint_steps(checkpoint_folder(folder)))
 
 
 def _is_restart(folder: Path, config: JobConfig, attempt: Attempt) -> bool:
-    """Return True if the launch that wrote to the folder last has started its ranks again."""
+    """Return True if this attempt is a restart of the last launch that wrote to the folder."""
     launch = recorded_launch(folder, config)
     return launch is not None and attempt.continues(launch)
 
 
-def _begins_again(folder: Path, config: JobConfig, attempt: Attempt) -> bool:
-    """Return True for a restart before the first checkpoint. With a checkpoint that is not resumed, the run before the
-    restart had ended, and its result is kept apart from the next one."""
+def _restarts_without_checkpoint(folder: Path, config: JobConfig, attempt: Attempt) -> bool:
+    """Return True for a restart before the first checkpoint.
+
+    If there is a checkpoint that is not resumed, the earlier run had ended, and its folder is moved away."""
     return _is_restart(folder, config, attempt) and not checkpoint_steps(checkpoint_folder(folder))
 
 
 def _resumes(folder: Path, config: JobConfig, load: Load) -> bool:
-    """Return True if a run goes on with what is in its folder."""
+    """Return True if a run resumes from its folder."""
     possible = config.checkpoint.enable and load != "none" and not _is_path(load)
-    return possible and bool(checkpoint_steps(checkpoint_folder(folder)))  # damaged ones are not begun anew over
+    return possible and bool(checkpoint_steps(checkpoint_folder(folder)))  # also if they are damaged
 
 
 def _is_path(load: Load) -> bool:
@@ -261,63 +266,63 @@ def _is_path(load: Load) -> bool:
 def _check_step_is_there(folder: Path, load: Load) -> None:
     steps = complete_steps(checkpoint_folder(folder))
     if isinstance(load, int) and load not in steps:
-        there = f"complete are those of steps {', '.join(map(str, sorted(steps)))}" if steps else "it has no checkpoint"
-        raise config_error(("checkpoint", "load"), f"no such step in {checkpoint_folder(folder)}; {there}", load)
+        available = f"complete steps: {', '.join(map(str, sorted(steps)))}" if steps else "it has no checkpoint"
+        raise config_error(("checkpoint", "load"), f"no such step in {checkpoint_folder(folder)}; {available}", load)
 
 
 def _check_loads_from_elsewhere(folder: Path, config: JobConfig, load: Load) -> None:
-    """Raise ConfigError where a run that begins anew would load a checkpoint from the folder that it moves aside."""
+    """Raise ConfigError if a run that starts anew would load a checkpoint from the folder that it moves away."""
     paths = {"load": str(load) if _is_path(load) else None, "initial_load_path": config.checkpoint.initial_load_path}
     for key, path in paths.items():
         if path is not None and Path(path).resolve().is_relative_to(folder.resolve()):
             reason = (
-                f"is in {folder}, where this run would begin anew; resume that run with --checkpoint.enable=true "
+                f"is in {folder}, where this run would start anew; resume that run with --checkpoint.enable=true "
                 "--checkpoint.load=latest, or choose another folder with --job.name"
             )
             raise config_error(("checkpoint", key), reason, path)
 
 
 def _check_path_goes_with_folder(folder: Path, config: JobConfig, load: Load) -> None:
-    """Raise ConfigError where a run would load another run's checkpoint beside checkpoints of its own."""
+    """Raise ConfigError if a run with checkpoints would load another run's checkpoint."""
     steps = complete_steps(checkpoint_folder(folder)) if config.checkpoint.enable else []
     if _is_path(load) and steps:
         reason = (
-            f"{folder} holds a run with checkpoints of its own, up to step {max(steps)}; go on with that run with "
+            f"{folder} holds a run with checkpoints of its own, up to step {max(steps)}; resume that run with "
             '--checkpoint.load="latest", or choose another folder with --job.name'
         )
         raise config_error(("checkpoint", "load"), reason, load)
 
 
-def _another_experiment(
+def _other_experiment_error(
     folder: Path, config: JobConfig, load: Load, changed: Sequence[Difference], has_checkpoints: bool
 ) -> ConfigError:
-    """What is different, and the ways out that there are."""
+    """Return the error for an earlier run with another configuration: the differences, and what the user can do."""
     ways = []
     if has_checkpoints and not _is_path(load) and not _is_other_model(changed):
-        ways.append("--checkpoint.accept_changes=true resumes it all the same")
+        ways.append("--checkpoint.accept_changes=true resumes it nevertheless")
     if not _is_path(load):
-        ways.append("--checkpoint.load=none starts anew, and moves it aside")
-    ways.append("--job.name=... takes another folder")
+        ways.append("--checkpoint.load=none starts anew and moves it away")
+    ways.append("--job.name=... uses another folder")
     kind = "model, which cannot be resumed" if _is_other_model(changed) else "experiment"
     lines = [
         f"{folder} holds a run of another {kind}; {folder / CONFIG_FILE} records",
-        *(f"    {described(difference)}" for difference in changed),
+        *(f"    {describe_difference(difference)}" for difference in changed),
         *(f"  {way}" for way in ways),
     ]
     return config_error(("job", "name"), "\n".join(lines), config.job.name)
 
 
 def _is_other_model(changed: Sequence[Difference]) -> bool:
-    """A checkpoint of another model would load in part, or fail half-way."""
+    """Return True if the model differs, so that its checkpoint cannot be loaded as a whole."""
     return any(difference.role == "model" for difference in changed)
 
 
 def _check_no_launch_is_between_attempts(folder: Path, config: JobConfig, attempt: Attempt) -> None:
-    """Raise ConfigError where another launch, whose ranks have failed, will start them again. It holds no lock then."""
+    """Raise ConfigError if another launch is between two attempts. Such a launch holds no lock."""
     launch = recorded_launch(folder, config)
     agent = None if launch is None or attempt.continues(launch) else launch.agent_alive_here()
     if agent is not None:
-        reason = f"another launch (process {agent.pid}) is about to start its ranks in {folder} again; " + _WAIT
+        reason = f"another launch (process {agent.pid}) is about to restart its ranks in {folder}; " + _WAIT
         raise config_error(("job", "name"), reason, config.job.name)
 
 
@@ -325,23 +330,23 @@ _WAIT = "wait for it, or choose another name"
 
 
 def _lock(folder: Path, config: JobConfig, stack: ExitStack) -> None:
-    """Hold the folder for this process; the operating system lets go of it when the process ends, however it ends."""
+    """Lock the folder for this process. The operating system releases the lock when the process ends."""
     descriptor = os.open(folder / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
     stack.callback(os.close, descriptor)
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not inherited by data workers
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, data workers do not inherit it
     except (BlockingIOError, PermissionError):
-        raise _in_use(folder, config) from None
+        raise _in_use_error(folder, config) from None
     if not os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK_FILE)):
-        raise _in_use(folder, config)  # it has been moved aside meanwhile, for a run that has begun in its place
+        raise _in_use_error(folder, config)  # another run has moved the folder away meanwhile
 
 
-def _in_use(folder: Path, config: JobConfig) -> ConfigError:
+def _in_use_error(folder: Path, config: JobConfig) -> ConfigError:
     return config_error(("job", "name"), f"another run is writing to {folder}; {_WAIT}", config.job.name)
 
 
 def _move_aside(folder: Path) -> None:
-    """Rename the folder of an earlier run, whose lock file is as old as the run."""
+    """Append the start time of an earlier run to the name of its folder."""
     started = datetime.fromtimestamp((folder / LOCK_FILE).stat().st_mtime)
     aside = folder.with_name(f"{folder.name}.{started:%Y-%m-%d_%H-%M-%S}")
     if aside.exists():

@@ -1,4 +1,4 @@
-"""Where the messages of a rank go: the console, and a file of its own in the run's folder."""
+"""Log handlers of a rank: the console, and a file per rank in the run folder."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ _PACKAGE = logging.getLogger("titan_launch")
 
 
 class _Lines(logging.Formatter):
-    """A formatter whose lines can be encoded. It shows a file name that is not UTF-8 with escapes, as Python does on
-    standard error."""
+    """A formatter that escapes file names that are not UTF-8, as Python does on standard error."""
 
     def format(self, record: logging.LogRecord) -> str:
         return super().format(record).encode(errors="backslashreplace").decode()
 
 
 class LogFile(logging.Handler):
-    """A rank's log: every message of the launcher and every warning of Python, with time and level.
+    """Log file of a rank: all messages of the launcher and all warnings of Python, with time and level.
 
-    The run's folder is known only when much has been said already, so messages are kept until `open` and written then.
-    A line is in the file when the call that logs it returns: a process that is killed loses none. Where the disk is
-    full, lines are missing here, and are on the console.
+    Messages before `open` are stored, and `open` writes them. Every line is flushed, so a killed process loses none. If
+    the disk is full, lines are missing in the file but appear on the console.
     """
 
     def __init__(self) -> None:
@@ -38,7 +36,7 @@ class LogFile(logging.Handler):
         self._file: TextIO | None = None
 
     def open(self, path: Path) -> None:
-        """Write to a new file from now on, and what was said before first. Raises OSError."""
+        """Create the file and write the stored messages. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.acquire()
         try:
@@ -50,7 +48,7 @@ class LogFile(logging.Handler):
             self.release()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a message, or keep it."""
+        """Write a message, or store it before `open`."""
         try:
             line = self.format(record) + "\n"
             if self._file is None:
@@ -71,21 +69,21 @@ class LogFile(logging.Handler):
 
 @contextmanager
 def rank_log() -> Iterator[LogFile]:
-    """A log file that takes all messages of this process; on the way out also the error that ends the rank.
+    """Send all messages of this process to a log file until the end of the block, and the error that leaves it.
 
-    That error goes only there: `titan_launch.core.process` prints it, once for all ranks.
+    The error does not go to the console: `titan_launch.core.process` prints it once for all ranks.
     """
     file = LogFile()
     level, propagate, raising = _PACKAGE.level, _PACKAGE.propagate, logging.raiseExceptions
     _PACKAGE.setLevel(logging.INFO)
     _PACKAGE.propagate = False
-    logging.raiseExceptions = False  # a closed pipe is reported once, by the console's next line
+    logging.raiseExceptions = False  # a closed pipe is reported once, by the next line on the console
     _PACKAGE.addHandler(file)
     try:
         with _warnings_logged_to(file):
             yield file
     except BaseException as error:
-        file.handle(_end_of(error))
+        file.handle(_error_record(error))
         raise
     finally:
         _PACKAGE.removeHandler(file)
@@ -95,11 +93,11 @@ def rank_log() -> Iterator[LogFile]:
 
 
 @contextmanager
-def console_log(is_main: bool) -> Iterator[None]:
-    """The launcher's messages go to standard output, from one rank; warnings from all."""
+def console_log(is_rank_0: bool) -> Iterator[None]:
+    """Send messages of rank 0, and warnings of all ranks, to standard output until the end of the block."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Lines("%(message)s"))
-    handler.setLevel(logging.INFO if is_main else logging.WARNING)
+    handler.setLevel(logging.INFO if is_rank_0 else logging.WARNING)
     _PACKAGE.addHandler(handler)
     try:
         yield
@@ -109,7 +107,7 @@ def console_log(is_main: bool) -> Iterator[None]:
 
 @contextmanager
 def _warnings_logged_to(log: LogFile) -> Iterator[None]:
-    """Python's warnings are shown as before, and logged."""
+    """Send Python's warnings also to `log` until the end of the block."""
     show = warnings.showwarning
 
     def show_and_log(
@@ -131,8 +129,8 @@ def _warnings_logged_to(log: LogFile) -> Iterator[None]:
         warnings.showwarning = show
 
 
-def _end_of(error: BaseException) -> logging.LogRecord:
-    """What ends the rank; with a traceback, unless the message says all."""
+def _error_record(error: BaseException) -> logging.LogRecord:
+    """Return the log record of the error that ends the rank, with a traceback unless it is a UserError or RunError."""
     if isinstance(error, UserError | RunError):
         return _record(logging.ERROR, str(error))
     record = _record(logging.ERROR, f"the rank ends: {type(error).__name__}")
@@ -141,5 +139,5 @@ def _end_of(error: BaseException) -> logging.LogRecord:
 
 
 def _record(level: int, text: str) -> logging.LogRecord:
-    """A record that goes to the file alone."""
+    """Return a record for the log file alone."""
     return logging.LogRecord("titan_launch", level, "", 0, text, None, None)

@@ -1,4 +1,4 @@
-"""What a run records of itself in its folder, and reads there when it goes on."""
+"""Records in the run folder: configuration, launch, unit table and precision audit. A resume reads the first two."""
 
 from __future__ import annotations
 
@@ -23,70 +23,71 @@ from titan_launch.train.run_folder.attempt import Attempt, Launch, launch_of, pa
 _log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
-"""The complete configuration of the run, and the mark of a folder in which one has begun."""
+"""Complete configuration of the run. A folder with this file is a run folder."""
 
 LAUNCH_FILE = "launch.json"
-"""The launch that wrote to the folder last."""
+"""Last launch that wrote to the folder."""
 
 ROLLED_BACK_FILE = "metrics.rolled_back.jsonl"
-"""Reports of steps before which the run went back to a checkpoint."""
+"""Metrics of reports that a return to a checkpoint has undone."""
 
 AUDIT_FILE = "precision_audit.json"
 """Planned and observed dtypes of the first step."""
 
 UNITS_FILE = "units.json"
-"""The unit table."""
+"""Unit table."""
 
 _SECTIONS = TypeAdapter(dict[str, dict[str, Any]])
-"""What every version of the launcher records as a configuration."""
+"""Form of a recorded configuration in every version of the launcher."""
 
 
 def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
-    """Write who runs here, and the resolved configuration, which can itself be passed as `--config`; once nothing else
-    can go wrong: from now on a restart of this launch does not apply `checkpoint.load` again.
+    """Write the launch and the resolved configuration, which can be passed as `--config`. Log changes of the
+    configuration.
 
-    Where the run goes on with another configuration than it had, the differences are logged. When `stack` is closed
-    without an error, the launch is recorded as ended.
+    Call this function after everything that can fail: later restarts of this launch do not apply `checkpoint.load`
+    again. When `stack` is closed without an error, the launch is recorded as ended.
     """
     before = recorded_table(folder, config)
     replace_text(folder / LAUNCH_FILE, launch_of(attempt, has_ended=False).to_json())
     for difference in [] if before is None else differences(before, table_of(config)):
-        _log.info("changed since the run began: %s", described(difference))
+        _log.info("changed since the run began: %s", describe_difference(difference))
     replace_text(folder / CONFIG_FILE, dump_job(config))
 
     def end(kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
         if kind is None:
-            with suppress(OSError):  # a full disk, at the very end: that the launch has ended shows without it
+            with suppress(OSError):  # a full disk must not fail a finished run
                 replace_text(folder / LAUNCH_FILE, launch_of(attempt, has_ended=True).to_json())
 
     stack.push(end)
 
 
 def record_units(folder: Path, units: list[dict[str, Any]]) -> None:
-    """Write the unit table, as `titan_launch.plan.report.unit_table.describe_units` makes it."""
+    """Write the unit table of `titan_launch.plan.report.unit_table.describe_units`."""
     replace_text(folder / UNITS_FILE, json.dumps(units, indent=2) + "\n")
 
 
 def record_audit(folder: Path, audit: dict[str, Any]) -> None:
-    """Write the dtypes that were planned and observed, as `titan_launch.precision.audit` describes them."""
+    """Write the planned and observed dtypes of `titan_launch.precision.audit`."""
     replace_text(folder / AUDIT_FILE, json.dumps(audit, indent=2) + "\n")
 
 
-def described(difference: Difference) -> str:
-    """A key that has another value than when the run began, in words."""
+def describe_difference(difference: Difference) -> str:
+    """Return `key was a, is b` for a key whose value has changed."""
     was, now = ("unset" if v is None else toml_value(v) for v in (difference.was, difference.now))
     return f"{format_key(difference.key)} was {was}, is {now}"
 
 
 def table_of(config: JobConfig) -> dict[str, Any]:
-    """A configuration as it is recorded."""
+    """Return a configuration in the form of its record."""
     table: dict[str, Any] = json.loads(dump_job(config))
     return table
 
 
 def recorded_table(folder: Path, config: JobConfig) -> dict[str, Any] | None:
-    """Return the configuration of the run in a folder, or None where there is none; keys that are newer than the run
-    have their defaults. Raises ConfigError where it is not a configuration at all."""
+    """Return the recorded configuration of the run in a folder, or None. Keys newer than the run have their defaults.
+
+    Raises ConfigError if the record is not a configuration."""
     path = folder / CONFIG_FILE
     with damage_explained(path, f"move {folder} away", config):
         try:
@@ -95,13 +96,12 @@ def recorded_table(folder: Path, config: JobConfig) -> dict[str, Any] | None:
             return None
     try:
         return table_of(JobConfig.model_validate(saved))
-    except ValidationError:  # it has keys that there are no more
+    except ValidationError:  # it has keys that do not exist any more
         return saved
 
 
 def recorded_launch(folder: Path, config: JobConfig) -> Launch | None:
-    """Return the launch that wrote to a folder last, or None where there is none. Raises ConfigError where the record
-    cannot be read."""
+    """Return the last launch that wrote to a folder, or None. Raises ConfigError if the record cannot be read."""
     path = folder / LAUNCH_FILE
     with damage_explained(path, "delete it", config):
         try:
@@ -112,7 +112,7 @@ def recorded_launch(folder: Path, config: JobConfig) -> Launch | None:
 
 @contextmanager
 def damage_explained(path: Path, remedy: str, config: JobConfig) -> Iterator[None]:
-    """Raise ConfigError where a file of the run's folder cannot be read, or holds something else than a run writes."""
+    """Raise ConfigError for a file in the run folder that cannot be read or parsed."""
     try:
         yield
     except (OSError, ValidationError) as error:

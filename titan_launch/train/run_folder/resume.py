@@ -1,4 +1,4 @@
-"""Where a run starts: at its own checkpoint, at another run's, or anew."""
+"""Start of a run from its own checkpoint, from another run's checkpoint, or anew."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
 from titan_launch.core.errors import config_error
 from titan_launch.data.sources import SampleSource
-from titan_launch.distributed.collectives import on_all, on_main, warn
+from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, warn
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.distributed.random_state import random_stream
@@ -29,35 +29,35 @@ from titan_launch.train.run_folder.folder import Load, checkpoint_folder, supers
 _log = logging.getLogger(__name__)
 
 NOTHING_SAVED = "nothing was saved (checkpoint.enable and checkpoint.save_last are false)"
-"""The end of a run without any checkpoint."""
+"""Clause of messages about a run without checkpoints."""
 
 SAME_COMMAND = "run the same command again"
-"""The way to continue a run that needs no other option."""
+"""Advice for a run that resumes without further options."""
 
 Sources = Mapping[str, SampleSource]
-"""The data of a run by the section that describes it: `data`, and `validation.data` where the run validates."""
+"""Data sources by section of the job file: `data`, and `validation.data` if the run validates."""
 
 
 def load_run(
     config: JobConfig, folder: Path, load: Load, state: TrainingState, progress: Progress, sources: Sources
 ) -> None:
-    """Bring a run's state to where it starts; collective.
+    """Load the checkpoint with which a run starts, if any, into `state`. Collective.
 
-    `load`: what `checkpoint.load` stands for in this attempt. `progress` is one of the parts of `state`. Raises
-    ConfigError or UserError, on all ranks, where there is no such checkpoint, it is damaged, or of another model, and
-    where the training data has changed since this run saved the checkpoint.
+    `load`: result of `effective_load`. `progress`: one of the parts of `state`. Raises ConfigError or UserError, on all
+    ranks, if the checkpoint is missing, damaged or of another model, or if the training data has changed since this run
+    saved the checkpoint.
     """
     found = _own_checkpoint(folder, load) if config.checkpoint.enable else None
     if found is not None:
         selection = EVERYTHING if load == "latest" else _selected(config)
         _resume(config, found, selection, state, progress, sources)
         if isinstance(load, int):
-            on_main(lambda: supersede_later_checkpoints(folder, load))
+            on_rank_0(lambda: supersede_later_checkpoints(folder, load))
     elif isinstance(load, str) and load not in ("latest", "none"):
-        _take(find_checkpoint(Path(load), ("checkpoint", "load")), state, _selected(config))
+        _load(find_checkpoint(Path(load), ("checkpoint", "load")), state, _selected(config))
     elif config.checkpoint.initial_load_path is not None:
         path = find_checkpoint(Path(config.checkpoint.initial_load_path), ("checkpoint", "initial_load_path"))
-        _take(path, state, Selection(config.checkpoint.exclude_from_loading, only_weights=True))
+        _load(path, state, Selection(config.checkpoint.exclude_from_loading, only_weights=True))
 
 
 def open_checkpoints(
@@ -69,8 +69,9 @@ def open_checkpoints(
     ranks: Ranks,
     stack: ExitStack,
 ) -> CheckpointManager | None:
-    """Return what writes the run's checkpoints, closed with `stack`; for a run that saves nothing log that, and return
-    None. Collective."""
+    """Return the manager that writes the run's checkpoints, closed with `stack`. Collective.
+
+    For a run that saves no checkpoints, log that and return None."""
     if not config.checkpoint.enable and not config.checkpoint.save_last:
         _log.info("checkpoints: none will be saved (checkpoint.enable and checkpoint.save_last are false)")
         return None
@@ -101,7 +102,7 @@ def training_state(
     mesh: Mesh,
     ranks: Ranks,
 ) -> TrainingState:
-    """All that the run goes on with, by the names that a checkpoint has for it."""
+    """Return the state of a run that checkpoints save."""
     parts: dict[str, Part] = {"progress": progress, "guard": guard}
     stream = random_stream(ranks.rank, config.parallelism)
     seed, pipeline = config.training.seed, mesh.pipeline_group
@@ -109,21 +110,21 @@ def training_state(
 
 
 def how_to_resume(config: JobConfig) -> str:
-    """Return what somebody has to do for the run to resume from its newest checkpoint."""
+    """Return the advice how to resume the run from its newest checkpoint."""
     options = [] if config.checkpoint.enable else ["--checkpoint.enable=true"]
     options += [] if config.checkpoint.load == "latest" else ["--checkpoint.load=latest"]
     return f"{SAME_COMMAND} with {' '.join(options)}" if options else SAME_COMMAND
 
 
-def what_to_do_without_folder(config: JobConfig) -> str:
-    """Return what somebody can do after the run's folder was deleted or moved."""
+def advice_without_folder(config: JobConfig) -> str:
+    """Return the advice for a run folder that was deleted or moved."""
     if not config.checkpoint.enable:
-        return "the same command begins anew"
-    return f"to resume, move it back and {how_to_resume(config)}; without it, the same command begins anew"
+        return "the same command starts anew"
+    return f"to resume, move it back and {how_to_resume(config)}; without it, the same command starts anew"
 
 
 def _own_checkpoint(folder: Path, load: Load) -> Path | None:
-    """The checkpoint in the run's own folder, or None where there is none to look for."""
+    """Return the checkpoint to load from the run folder, or None."""
     checkpoints = checkpoint_folder(folder)
     if load == "latest":
         return newest_valid(checkpoints, set_damaged_aside=True)
@@ -144,8 +145,9 @@ def _resume(
     progress: Progress,
     sources: Sources,
 ) -> None:
-    """Go on from a checkpoint of this run. Raises ConfigError where the training data has changed and the change is not
-    accepted. Changed validation data is a warning."""
+    """Resume from a checkpoint of this run. Log a warning if the validation data has changed.
+
+    Raises ConfigError if the training data has changed and `checkpoint.accept_changes` is false."""
     change = _data_change(checkpoint, "data", sources) if selection.takes("data") else ""
     if change and not config.checkpoint.accept_changes:
         name = "path" if "path" in type(config.data).model_fields else "kind"
@@ -155,18 +157,18 @@ def _resume(
             "start anew by --checkpoint.load=none",
             getattr(config.data, name),
         )
-    _take(checkpoint, state, selection)
+    _load(checkpoint, state, selection)
     if change:
         epoch = progress.data_position / len(sources["data"])
-        warn(_log, "the data has %s; training goes on at epoch %.2f of the new data", change, epoch)
+        warn(_log, "the data has %s; training continues at epoch %.2f of the new data", change, epoch)
     if change := _data_change(checkpoint, "validation.data", sources):
         warn(_log, "the validation data has %s; validation/loss before and after are not comparable", change)
 
 
 def _data_change(checkpoint: Path, section: str, sources: Sources) -> str:
-    """Describe how the data of a section differs from the data with which a checkpoint was saved; collective.
+    """Return a clause that describes how the data of a section has changed since a checkpoint was saved. Collective.
 
-    Returns "" where all ranks have the same data as before, and where one of the two runs reads none.
+    Return "" if the data is the same on all ranks, or if one of the two runs reads no data for this section.
     """
     before = read_manifest(checkpoint).data.get(section)
     if before is None or section not in sources:
@@ -176,7 +178,7 @@ def _data_change(checkpoint: Path, section: str, sources: Sources) -> str:
         now = sources[section].fingerprint(before.seed)
         return "" if now is None else before.changed_to(now)
 
-    change = next(filter(None, on_all(compare)), "")
+    change = next(filter(None, on_all_ranks(compare)), "")
     return change and f"changed since {checkpoint} was saved: {change}"
 
 
@@ -184,7 +186,7 @@ def _selected(config: JobConfig) -> Selection:
     return Selection(config.checkpoint.exclude_from_loading)
 
 
-def _take(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
+def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     load_state(checkpoint, state, selection)
-    what = "began with the parameters and buffers of" if selection.only_weights else "resumed from"
+    what = "started with the parameters and buffers of" if selection.only_weights else "resumed from"
     _log.info("%s %s", what, checkpoint)
