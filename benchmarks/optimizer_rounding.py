@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSettings, GroupSizes, ShardSize
+from titan_launch.core.process import exit_process
 from titan_launch.distributed.process_group import Ranks, process_group
 from titan_launch.distributed.random_state import seed_everything
 from titan_launch.plan.memory.optimizer import state_bytes
