@@ -49,7 +49,7 @@ def truncated_normal(std: float) -> Fill:
     return lambda tensor, module: nn.init.trunc_normal_(tensor, std=std, a=-3 * std, b=3 * std)
 
 
-def recomputed(tensor: Tensor, module: nn.Module) -> None:
+def from_reset_parameters(tensor: Tensor, module: nn.Module) -> None:
     """Call the module's own `reset_parameters`, which fills all its tensors."""
     reset = module.reset_parameters
     assert callable(reset)

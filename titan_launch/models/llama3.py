@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from titan_launch.config.architectures.llama3 import Llama3Args
-from titan_launch.models.initializers import InitTable, constant, normal, recomputed, truncated_normal
+from titan_launch.models.initializers import InitTable, constant, from_reset_parameters, normal, truncated_normal
 from titan_launch.models.layers.attention import Attention, RotaryEmbedding
 from titan_launch.models.layers.feed_forward import FeedForward
 from titan_launch.models.layers.norms import build_norm
@@ -72,7 +72,7 @@ def initial_values(args: Llama3Args) -> InitTable:
     into_stream = ("attention.wo", "feed_forward.w2")
     return InitTable(
         [
-            ("rope.*", recomputed),
+            ("rope.*", from_reset_parameters),
             ("tok_embeddings.weight", output if args.tie_embeddings else normal(1.0)),
             ("output.weight", output),
             ("layers.*.attention.w[qkv].weight", linear),

@@ -38,7 +38,7 @@ function, and all compiled modules of a class share their function."""
 
 
 def compile_pieces(
-    model: nn.Module, plan: ModelPlan, config: CompileConfig, recomputation: ActivationCheckpointConfig
+    model: nn.Module, plan: ModelPlan, config: CompileConfig, activation_checkpoint: ActivationCheckpointConfig
 ) -> None:
     """Compile the forward of every module of `plan.compiled` at its first call, in place.
 
@@ -46,7 +46,7 @@ def compile_pieces(
     """
     if not plan.compiled:
         return
-    _prepare(len(plan.compiled), recomputation)
+    _prepare(len(plan.compiled), activation_checkpoint)
     for path in plan.compiled:
         module = model.get_submodule(path)
         module.forward = _compiled(module.forward, config, path)
@@ -74,7 +74,7 @@ def describe_pieces(plan: ModelPlan, config: CompileConfig) -> str:
     return f"compiled by {config.backend}, in one graph each: {pieces}{excluded}"
 
 
-def _prepare(num_pieces: int, recomputation: ActivationCheckpointConfig) -> None:
+def _prepare(num_pieces: int, activation_checkpoint: ActivationCheckpointConfig) -> None:
     """Set the compiler's options, which hold for the process."""
     import torch._dynamo.config
     import torch._functorch.config
@@ -83,7 +83,7 @@ def _prepare(num_pieces: int, recomputation: ActivationCheckpointConfig) -> None
     torch._dynamo.config.accumulated_recompile_limit = 2 * _GRAPHS_PER_MODULE * num_pieces
     # Modules that tensor parallelism does not divide replace their DTensors by local parameters during forward.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    budget = recomputation.memory_budget if recomputation.mode == "memory_budget" else 1.0
+    budget = activation_checkpoint.memory_budget if activation_checkpoint.mode == "memory_budget" else 1.0
     torch._functorch.config.activation_memory_budget = budget
 
 
@@ -140,8 +140,8 @@ def _compile_error(error: Exception, config: CompileConfig, name: str) -> Config
     where = f" ({Path(lines[-1][0]).name}:{lines[-1][1]})" if lines else ""
     what = f"{name}{where}: {': '.join(part.rstrip('.') for part in said)[:_MAX_LENGTH]}"
     if isinstance(error, BackendCompilerFailed):
-        kept = config.cache_folder is not None
-        damaged = "; delete compile.cache_folder if a file there is damaged, or" if kept else ";"
+        is_cached = config.cache_folder is not None
+        damaged = "; delete compile.cache_folder if a file there is damaged, or" if is_cached else ";"
         reason = f'failed on {what}{damaged} set another one ("aot_eager" makes no kernels), or compile.enable = false'
         return config_error(("compile", "backend"), reason, config.backend)
     if isinstance(error, FailOnRecompileLimitHit):

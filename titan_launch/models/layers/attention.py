@@ -80,9 +80,9 @@ def rotary_frequencies(
     if scaling is None:
         return frequencies
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    unscaled = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    unscaled = unscaled.clamp(0.0, 1.0)
+    return frequencies * (unscaled + (1 - unscaled) / scaling.factor)
 
 
 class Attention(nn.Module):
