@@ -141,8 +141,8 @@ def _cells(model: str, ranks: int, name: str, row: Row, is_best: bool) -> list[s
         f"{row.footprint.peak_bytes / GIB:.1f}",
         f"~{row.reserved_bytes / GIB:.1f}",
         str(row.verdict),
-        f"~{row.wire.within / GIB:.1f}",
-        f"~{row.wire.across / GIB:.1f}",
+        f"~{row.link_traffic.within / GIB:.1f}",
+        f"~{row.link_traffic.across / GIB:.1f}",
         f"~{bubble:.2g}" if bubble else "",
         f"~{_plain(interval[0])} .. {_plain(interval[1])}",
     ]

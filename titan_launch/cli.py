@@ -28,22 +28,24 @@ usage: titan-launch --version
        titan-launch launch  --config JOB.toml [--nproc-per-node N] [torchrun options] [--section.key=value ...]
 
   train   train in this process: as one rank of the group that torchrun describes, or alone (the default command);
+          with --verbose also print the table of FSDP2 units, which the log file of rank 0 always has (launch too);
           with --fake-world-size instead build what rank R (0) of N ranks would: mesh, units, optimizer and a step, on
           the CPU and without values; say what the rank holds, and write nothing (launch takes it too)
   check   parse the job file and check it, without torch or a GPU; with --world-size also how ranks and batch divide.
           Where the run's folder is on this host, also check that the run may start in it. What needs the model (a
           factory of your own, a rule that matches nothing) is left to `plan`, and to a run
-  plan    show what a run would do, without a GPU or memory: what every module is stored, computed and reduced in, and
-          for every mode of accumulation and recomputation the memory it takes, whether that fits, what it communicates
-          and how long a step takes; and which mode "auto" stands for
+  plan    show what a run would do, without a GPU or memory: whether the job fits, which modes are recommended, and for
+          every mode of gradient accumulation and activation checkpointing the predicted memory, traffic and time of a
+          step; with --verbose also the table of FSDP2 units
   launch  check the job file, then run torchrun with one process per GPU (2 where there is no GPU). It takes torchrun's
           options for --nnodes, the rendezvous, --max-restarts and logs; --shutdown-timeout SECONDS: how long ranks may
           take to save and end after a signal (600)
 
 plan options: --device NAME, --memory-gib, --intra-bandwidth, --inter-bandwidth (GB/s for each GPU, one direction),
-  --gpus-per-node, --mfu: what to assume of the machines, as the keys of [planner] do; --json; --verbose: memory by what
-  it is held for; --plot FILE.png; --engine analytic|trace: replay the schedule of a known model without torch (the
-  default where possible), or trace any model; --rows all|own: every mode, or those that the job asks for or leaves open
+  --gpus-per-node, --mfu: what to assume of the machines, as the keys of [planner] do; --json; --verbose: more columns,
+  the table of units, and memory by category; --plot FILE.png; --engine analytic|trace: replay the schedule of a known
+  model without torch (the default where possible), or trace any model; --rows all|own: every mode, or those that the
+  job sets or `auto` may take
 
 JOB.toml is a job file, or the config.json of an earlier run. --section.key=value overrides any key of it; values are
 TOML, and lists are counted from 0 (--precision.rules.0.param_dtype=float32). All keys: docs/config.md.
@@ -81,19 +83,26 @@ def _train(args: list[str]) -> int:
     arguments = parse_arguments(args, FAKE_OPTIONS)
     if arguments.options:
         return _dry_run(arguments)
+    arguments, verbose = _without_verbose(arguments)
     from titan_launch.train.health.coordination import StopRequest
 
     stop = StopRequest()
     with stop.listening():  # before torch is imported, so that a signal of these seconds is not lost
         loaded = _load_to_train(arguments, _positive("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-        run_and_leave(lambda: _import_and_train(loaded, stop), loaded.provenance.describe)
+        run_and_leave(lambda: _import_and_train(loaded, stop, bool(verbose)), loaded.provenance.describe)
 
 
-def _import_and_train(loaded: LoadedJob, stop: StopRequest) -> None:
+def _without_verbose(arguments: _Arguments) -> tuple[_Arguments, list[str]]:
+    """Return the arguments without `--verbose`, and the list of it."""
+    found = [arg for arg in arguments.overrides if arg == "--verbose"]
+    return replace(arguments, overrides=[arg for arg in arguments.overrides if arg != "--verbose"]), found
+
+
+def _import_and_train(loaded: LoadedJob, stop: StopRequest, verbose: bool) -> None:
     with without_garbage_collection():
         from titan_launch.train.main import train
 
-    train(loaded.config, loaded.provenance, stop)
+    train(loaded.config, loaded.provenance, stop, verbose)
 
 
 FAKE_OPTIONS = ("fake-world-size", "fake-rank")
@@ -179,8 +188,9 @@ def _launch(args: list[str]) -> int:
             reason = f"there are {processes.world_size} processes by --nnodes and --nproc-per-node"
             raise UserError(f"error: --fake-world-size {fake.get('fake-world-size')}: {reason}; drop these, or it")
         return _dry_run(replace(arguments, options=fake))
+    arguments, verbose = _without_verbose(arguments)
     loaded = _load_to_train(arguments, processes.world_size, is_elastic=processes.world_size is None)
-    worker_args = ["--config", arguments.config, *arguments.overrides]
+    worker_args = ["--config", arguments.config, *arguments.overrides, *verbose]
     return launch(processes, worker_args, final_statuses=(BAD_INPUT,), run_folder=loaded.config.job.run_folder)
 
 

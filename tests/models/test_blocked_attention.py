@@ -223,6 +223,6 @@ def test_a_run_attends_by_blocks_unless_asked_otherwise(
         use_kernels(config, built, plan_precision(config, built), layout, torch.device("cpu"), stack)
         attend()
     assert len(calls) == 2 * expected
-    said = "attention: flash" if backend == "flash" else "attention in float32: PyTorch's choice"
-    expected_log = ["attention in float32: blocks of tokens" if expected else said]
+    said = "attention: flash" if backend == "flash" else "attention (float32): PyTorch's choice"
+    expected_log = ["attention (float32): blocked CPU kernel" if expected else said]
     assert [record.getMessage() for record in caplog.records if record.name == kernels.__name__] == expected_log

@@ -199,8 +199,8 @@ def layout(config: JobConfig) -> Any:
 
 def test_the_plan_says_what_is_where() -> None:
     text = format_plan(job(), plan(job()), layout(job()), str)
-    assert "pipeline: 1F1B, 2 stages on 2 x 2 ranks" in text
-    assert "stage 1 (ranks 2 to 3): layers.3 .. output, " in text
+    assert "pipeline: schedule 1F1B, 2 stages on 2 x 2 ranks" in text
+    assert "pipeline stage 1 (ranks 2 to 3): layers.3 .. output, " in text
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def _settle(run: Run, watched: Sequence[_Watched]) -> None:
 
 
 def _name_views(watched: Sequence[_Watched]) -> None:
-    """FSDP2 warns of views that leave a unit, by class; here are their paths. The model's own output harms nobody."""
+    """Log the paths of units that return views. FSDP2 warns of them by class. The model's own output may be a view."""
     paths = [
         path
         for _, plan, observed in watched
@@ -90,8 +90,8 @@ def _name_views(watched: Sequence[_Watched]) -> None:
         if path and observed.modules[path].returns_view
     ]
     if paths:
-        advice = "views come out of these modules; do not change them in place (x = x + y, not x += y)"
-        _log.info("%s: %s", advice, listed(paths))
+        advice = "nothing to do unless the model changes these in place: write x = x + y, not x += y"
+        _log.info("outputs that are views: %s (%s)", listed(paths), advice)
 
 
 def _differences_of_all_ranks(own: list[str]) -> list[str]:

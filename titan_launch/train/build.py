@@ -25,7 +25,7 @@ from titan_launch.parallel.compile import cache_folder, compile_loss
 from titan_launch.parallel.context_parallel import ring_attention, sequence_part
 from titan_launch.parallel.float8 import scale_update
 from titan_launch.parallel.pipeline import pipeline_of
-from titan_launch.plan.report.unit_table import KeyLocator, describe_units, format_plan
+from titan_launch.plan.report.unit_table import KeyLocator, describe_units
 from titan_launch.train.batches import (
     build_train_batches,
     build_train_source,
@@ -42,7 +42,7 @@ from titan_launch.train.measure import MemoryCheck, StepMeasurements
 from titan_launch.train.model import check_stages, fill_model, shard_model
 from titan_launch.train.pipeline_step import PipelinedStep
 from titan_launch.train.resolve_job import resolve_job
-from titan_launch.train.run import Run, build_meter, build_sinks, log_batches
+from titan_launch.train.run import Run, build_meter, build_sinks, log_summary
 from titan_launch.train.run_folder.attempt import Attempt, this_attempt
 from titan_launch.train.run_folder.folder import HeldFolder, effective_load, new_attempt_folder, prepare_run_folder
 from titan_launch.train.run_folder.logs import LogFile
@@ -74,7 +74,6 @@ def build_run(
     attempt = this_attempt()
     settled = resolve_job(config, ranks, config.job.run_folder, attempt)
     config, recorded, layout, built = settled.config, settled.recorded, settled.layout, settled.built
-    _log.info("%s", format_plan(config, settled.plan, layout, locate_key))
     use_kernels(config, built, settled.plan, layout, ranks.device, stack)
     stack.enter_context(cache_folder(config.compile))
     mesh = build_mesh(layout, ranks.device.type)
@@ -102,7 +101,8 @@ def build_run(
     load_run(recorded, folder, load, state, progress, sources)
     on_main(lambda: record_run(folder, recorded, attempt, stack))
     on_main(lambda: record_units(folder, describe_units(settled.plan, layout, locate_key)))
-    log_batches(config, layout, ranks, source, held_out, folder)
+    memory_check = MemoryCheck(config, layout, settled.hardware, stack) if ranks.is_main else None
+    log_summary(settled, ranks, memory_check, source, held_out, folder, locate_key)
     step = build_step(config, model, optimizer, guard, mesh, ranks, num_classes)
     first_step = progress.step + 1
     console = ConsoleSink(total_steps=config.training.steps) if ranks.is_main else None
@@ -130,7 +130,7 @@ def build_run(
         measurements=StepMeasurements(
             config.comm, model, optimizer, step, ranks.device, first_step, config.compile.enable, stack
         ),
-        memory_check=MemoryCheck(config, layout, settled.hardware, stack) if ranks.is_main else None,
+        memory_check=memory_check,
         sinks=build_sinks(config, settled.reason, folder, progress, console, stack),
         console=console,
         watchdog=watchdog,

@@ -70,7 +70,7 @@ def use_kernels(
     for dtype in attention_dtypes(built, plan):
         check = _check_on(device, built, layout, dtype, config.training.seq_len)
         name, *reasons = choose(kernels.attention, order, check)
-        _log.info("attention in %s: %s", dtype, "; ".join([name, *reasons]))
+        _log.info("attention (%s): %s", dtype, "; ".join([name, *reasons]))
         chosen.append(name)
     if kernels.attention != "auto":
         stack.enter_context(sdpa_kernel(BACKENDS[kernels.attention]))
@@ -94,7 +94,7 @@ def _use_on_cpu(config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: L
         stack.enter_context(blocked_attention())
     for dtype in dtypes:
         _log.info(
-            "attention in %s: %s", dtype, "blocks of tokens" if torch_dtype(dtype) in blocked else "PyTorch's choice"
+            "attention (%s): %s", dtype, "blocked CPU kernel" if torch_dtype(dtype) in blocked else "PyTorch's choice"
         )
 
 

@@ -68,21 +68,23 @@ _STREAM_OF = tuple(_STREAMS.get(category, 0) for category in Category)
 
 
 class StepPoint(NamedTuple):
-    """Where in a step something happens."""
+    """A point of a step: microbatch, phase and module."""
 
     microbatch: int
-    """From 0. For the optimizer's update: the last one's."""
+    """Index from 0. The optimizer's update has the index of the last microbatch."""
 
     phase: str
     """`forward`, `loss`, `backward` or `optimizer`."""
 
     unit: str
-    """What runs: the path of a block, `head`, `embedding`, or whatever a model has beside its blocks; empty for the
+    """The module that runs: the path of a block, `head`, `embedding`, or another module beside the blocks. Empty: the
     whole model."""
 
     def __str__(self) -> str:
-        where = f"{self.phase} of {self.unit}" if self.unit else self.phase
-        return where if self.phase == "optimizer" else f"{where}, microbatch {self.microbatch + 1}"
+        if self.phase == "optimizer":
+            return "optimizer update"
+        module = f" of {self.unit}" if self.unit else ""
+        return f"{self.phase}{module} in microbatch {self.microbatch + 1}"
 
 
 class Peak(NamedTuple):

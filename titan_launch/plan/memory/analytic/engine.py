@@ -11,7 +11,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.globs import matches
 from titan_launch.plan.activation_checkpoint import checkpointed_modules
 from titan_launch.plan.hardware import Kernels
-from titan_launch.plan.job import Choice, plan_kept, with_choice
+from titan_launch.plan.job import Choice, plan_units, with_choice
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic.llama3 import llama3_inventory
 from titan_launch.plan.memory.analytic.replay import Replay
@@ -56,7 +56,7 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
 
     @cache
     def plan(kept: bool, removed: tuple[str, ...] = ()) -> ModelPlan:
-        return without_blocks(plan(kept), removed) if removed else plan_kept(config, inventory, kept)
+        return without_blocks(plan(kept), removed) if removed else plan_units(config, inventory, kept)
 
     @cache
     def signatures(kept: bool) -> list[Hashable]:
@@ -64,7 +64,7 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
 
     def footprint(choice: Choice) -> Footprint:
         kept = bool(choice.accumulation.keep_params_unsharded)
-        again = checkpointed_modules(inventory, choice.recomputation)
+        again = checkpointed_modules(inventory, choice.activation_checkpoint)
 
         def replay(removed: tuple[str, ...] = ()) -> Footprint:
             return Replay(with_choice(config, choice), args, plan(kept, removed), layout, kernels, again).step()
