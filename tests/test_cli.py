@@ -395,11 +395,24 @@ def test_a_rank_that_ends_without_a_word_is_named(job: Path, action: str, status
     assert "SIGTERM" not in result.stdout + result.stderr
 
 
+def assert_header(printed: str, ranks: int) -> None:
+    """A run begins with about ten aligned lines `name: value`."""
+    lines = dict(re.findall(r"^(\S[^:\n]*): +(\S.*)$", printed.partition("\nstep ")[0], flags=re.MULTILINE))
+    names = ["model", "ranks", "global batch", "precision", "gradient accumulation", "activation checkpointing"]
+    names += ["optimizer", "steps", "device", "data", "folder"]
+    assert [name for name in lines if name in names] == names
+    assert lines["ranks"] == ("1" if ranks == 1 else "2 = 2 shards")
+    division = "1 rank x 2 samples x 4 microbatches" if ranks == 1 else "2 ranks x 2 samples x 2 microbatches"
+    assert lines["global batch"] == f"8 samples = {division}"
+    assert re.fullmatch(r"cpu, [\d.]+ GiB per rank, predicted peak memory [\d.e-]+ GiB", lines["device"])
+    assert lines["precision"] == "compute float32, storage float32, gradient reduction float32"
+
+
 def test_launch_python_and_torchrun_train_the_same(job: Path) -> None:
     seen = []
     for command in (
-        ("titan_launch", "--config", job),
-        ("titan_launch", "launch", "--nproc-per-node", "2", "--config", job),
+        ("titan_launch", "--config", job, "--verbose"),
+        ("titan_launch", "launch", "--nproc-per-node", "2", "--config", job, "--verbose"),
         ("torch.distributed.run", "--nproc-per-node", "2", "-m", "titan_launch", "--config", job),
     ):
         result = run(*command)
@@ -407,6 +420,9 @@ def test_launch_python_and_torchrun_train_the_same(job: Path) -> None:
         assert result.stdout.count("checkpoints: none will be saved") == 1
         assert result.stdout.splitlines()[-1].startswith("done: 3 steps; nothing was saved (")
         seen.append(losses(job.parent))
+        assert_header(result.stdout, ranks=1 if "--nproc-per-node" not in command else 2)
+        assert ("\nFSDP2 units\nunit " in result.stdout) is ("--verbose" in command)
+        assert "FSDP2 units\nunit " in (job.parent / "tiny" / "logs" / "attempt-1" / "rank_0.log").read_text()
     assert seen[1] == pytest.approx(seen[0], rel=1e-6) and seen[2] == pytest.approx(seen[0], rel=1e-6)
 
 
