@@ -190,12 +190,15 @@ def format_categories(comparison: Comparison) -> str:
 
 def format_assumptions(hardware: Hardware, flops: ModelFlops, engine: str, config: JobConfig) -> str:
     """Return every number that a prediction rests on, and which numbers are exact, predicted or estimated."""
-    needed = "peaks of the CUDA streams" if hardware.kernels == "cuda" else "active memory"
+    needed = "sum of the CUDA streams' peaks" if hardware.kernels == "cuda" else "active memory"
     peak = f"{hardware.peak_tflops:g} TFLOP/s peak x {hardware.mfu:g} (mfu)" if hardware.peak_tflops else "unknown peak"
     lines = [
         ("device", hardware.device or ("cpu" if hardware.kernels == "cpu" else "none")),
         ("memory limit", format_limit(hardware) if hardware.memory_gib else "none"),
-        ("reserved memory", f"{needed} x {1 + hardware.fragmentation:g} + {hardware.overhead_gib:g} GiB overhead"),
+        (
+            "reserved memory",
+            f"{needed} x {1 + hardware.fragmentation:g} (fragmentation) + {hardware.overhead_gib:g} GiB (overhead)",
+        ),
         ("computation", peak),
         ("links", _links(hardware)),
         ("memory engine", f"{engine}, {hardware.kernels} kernels of torch {planned_release()}"),
