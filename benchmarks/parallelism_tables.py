@@ -125,7 +125,8 @@ def table(models: Sequence[str], ranks: Sequence[int], names: Sequence[str] | No
         f"{SAMPLES} sequences of 8,192 tokens a step ({tokens} Mi tokens), one in a microbatch; fp32 parameters "
         f"and AdamW, bf16 compute, fp32 reduction; activation checkpointing: {recomputed}; 8 loss chunks; pipelines by "
         "1F1B. Memory is that of the rank that needs most. In bold: of those that fit, the one with the lowest lower "
-        "bound of the step's time, then the lowest upper one (see [planning.md](planning.md) for what the bounds rest on)."
+        "bound of the step's time, then the lowest upper one (see [planning.md](planning.md) for what the bounds rest "
+        "on)."
     )
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", notes])
 
