@@ -50,8 +50,8 @@ MODES = {
     "`immediate`": GradientAccumulationConfig(mode="immediate"),
     "`deferred_all_reduce`": GradientAccumulationConfig(mode="deferred_all_reduce"),
     "`deferred`": GradientAccumulationConfig(mode="deferred"),
-    "`immediate`, parameters kept": GradientAccumulationConfig(mode="immediate", keep_params_unsharded=True),
-    "`deferred`, parameters kept": GradientAccumulationConfig(mode="deferred", keep_params_unsharded=True),
+    "`immediate`, unsharded parameters": GradientAccumulationConfig(mode="immediate", keep_params_unsharded=True),
+    "`deferred`, unsharded parameters": GradientAccumulationConfig(mode="deferred", keep_params_unsharded=True),
 }
 
 

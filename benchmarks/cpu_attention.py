@@ -1,4 +1,4 @@
-"""Causal attention on a CPU: the launcher's blocks of tokens against PyTorch's kernel, by length, width and dtype.
+"""Causal attention on a CPU: the launcher's blocked kernel against PyTorch's kernel, by length, width and dtype.
 
     python benchmarks/cpu_attention.py [--threads 1] [--write docs/performance.md]
 
@@ -32,7 +32,7 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description="Attention by blocks of tokens against PyTorch's kernel for CPUs.")
+    parser = argparse.ArgumentParser(description="The blocked attention kernel against PyTorch's kernel for CPUs.")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--write", type=Path, help="Markdown file to put the table into, between its markers")

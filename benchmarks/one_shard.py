@@ -1,4 +1,4 @@
-"""What FSDP2 costs where every rank has the whole parameters: freed after forward, kept, and by its `replicate`.
+"""Cost of FSDP2 with one shard: parameters resharded after forward, unsharded, and by FSDP2's `replicate`.
 
     torchrun --nproc-per-node 2 benchmarks/one_shard.py --write docs/performance.md
 
@@ -25,13 +25,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from titan_launch.config.architectures.llama3 import Llama3Args
 from titan_launch.models.llama3 import Llama3
 
-WAYS = ("plain module", "freed after forward", "kept", "`replicate`")
+WAYS = ("plain module", "resharded after forward", "unsharded", "`replicate`")
 SEQUENCE, BATCH, VOCABULARY = 128, 1, 320
 
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description="FSDP2 with one shard: parameters freed, kept, or replicated.")
+    parser = argparse.ArgumentParser(
+        description="FSDP2 with one shard: parameters resharded after forward, unsharded, or replicated."
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--write", type=Path, help="Markdown file to put the table into, between its markers")
     options = parser.parse_args()
@@ -84,7 +86,7 @@ def build(way: str, ranks: int) -> Llama3:
             module,
             mesh=mesh if ranks > 1 else mesh["shard"],
             mp_policy=policy,
-            reshard_after_forward=way != "kept",
+            reshard_after_forward=way != "unsharded",
         )
     return model
 

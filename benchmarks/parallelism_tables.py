@@ -122,10 +122,11 @@ def table(models: Sequence[str], ranks: Sequence[int], names: Sequence[str] | No
     recomputed = ", ".join(f"{mode} for {model}" for model, mode in _RECOMPUTATION.items() if model in models)
     tokens = SAMPLES * 8192 // 2**20
     notes = (
-        f"{SAMPLES} sequences of 8,192 tokens a step ({tokens} Mi tokens), one in a microbatch; fp32 parameters and "
-        f"AdamW, bf16 compute, fp32 reduction; recomputation: {recomputed}; 8 loss chunks; pipelines by 1F1B. Memory "
-        "is that of the rank that needs most. In bold: of those that fit, the one with the lowest lower bound of the "
-        "step's time, then the lowest upper one (see [planning.md](planning.md) for what the bounds rest on)."
+        f"{SAMPLES} sequences of 8,192 tokens a step ({tokens} Mi tokens), one in a microbatch; fp32 parameters "
+        f"and AdamW, bf16 compute, fp32 reduction; activation checkpointing: {recomputed}; 8 loss chunks; pipelines by "
+        "1F1B. Memory is that of the rank that needs most. In bold: of those that fit, the one with the lowest lower "
+        "bound of the step's time, then the lowest upper one (see [planning.md](planning.md) for what the bounds rest "
+        "on)."
     )
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", notes])
 
@@ -141,8 +142,8 @@ def _cells(model: str, ranks: int, name: str, row: Row, is_best: bool) -> list[s
         f"{row.footprint.peak_bytes / GIB:.1f}",
         f"~{row.reserved_bytes / GIB:.1f}",
         str(row.verdict),
-        f"~{row.wire.within / GIB:.1f}",
-        f"~{row.wire.across / GIB:.1f}",
+        f"~{row.link_traffic.within / GIB:.1f}",
+        f"~{row.link_traffic.across / GIB:.1f}",
         f"~{bubble:.2g}" if bubble else "",
         f"~{_plain(interval[0])} .. {_plain(interval[1])}",
     ]

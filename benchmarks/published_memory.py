@@ -76,7 +76,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--write", type=Path, help="Markdown file with the markers")
     options = parser.parse_args()
-    columns = ["run", "recomputation", "predicted active", "estimated reserved", "published", "active / published", ""]
+    columns = [
+        "run",
+        "activation checkpointing",
+        "predicted active",
+        "estimated reserved",
+        "published",
+        "active / published",
+        "",
+    ]
     rows, is_right = [columns, ["---"] * len(columns)], True
     for report in REPORTS:
         active, reserved = predict(report)

@@ -111,7 +111,7 @@ status=(0 0)
 wait "${pids[0]}" || status[0]=$?
 wait "${pids[1]}" || status[1]=$?
 say "both have ended, with status ${status[0]} and ${status[1]}; node0 has said:"
-said='^(error|starting|resumed|ranks:|batch:|saved .*step-(10|20|80) |a host|stopped|ended|done)'
+said='^(error|starting|resumed|ranks:|global batch:|saved .*step-(10|20|80) |a new host|stopped|ended|done)'
 grep -E "$said" "$folder/host0.log" | sed "s|$folder|FOLDER|; s/^/  /"
 [[ "${status[*]}" == "0 0" ]]
 

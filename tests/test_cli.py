@@ -103,11 +103,11 @@ def test_check_lists_every_mistake_with_file_line_and_remedy(job: Path) -> None:
 def test_plan_shows_what_every_module_becomes_and_which_line_says_so(job: Path, tmp_path: Path) -> None:
     job.write_text(job.read_text() + '\n[[precision.rules]]\ntype = "RMSNorm"\nparam_dtype = "float32"\n')
     override = "--precision.param_dtype=bfloat16"
-    text = run("titan_launch", "plan", "--config", job, "--world-size", "4", override)
+    text = run("titan_launch", "plan", "--config", job, "--world-size", "4", "--verbose", override)
     assert text.returncode == 0, text.stderr
     (line,) = [number for number, text in enumerate(job.read_text().splitlines(), 1) if "precision.rules" in text]
     assert f"precision.rules.0 ({job}:{line})" in text.stdout
-    assert "ranks: 4 (1 replicas x 4 shards)" in text.stdout and "AG + " in text.stdout
+    assert re.search(r"^ranks: +4 = 4 shards$", text.stdout, flags=re.MULTILINE) and "all-gathers + " in text.stdout
     plan = json.loads(run("titan_launch", "plan", "--config", job, "--world-size", "4", "--json", override).stdout)
     unit, *others = [unit for unit in plan["units"] if unit["reason"] == "precision.rules.0"]
     assert bool(others) is not CAN_SHARE_UNITS
@@ -154,9 +154,13 @@ def test_plan_of_a_llama_never_imports_torch(config: str, ranks: str) -> None:
     command = ("plan", "--config", f"configs/{config}.toml", "--world-size", ranks, "--device", "h100-80gb")
     result = run_without_torch(*command, *overrides)
     assert result.returncode == 0, result.stderr
-    assert "assumed: h100-80gb; 79.1 GiB" in result.stdout and 'mode = "auto" would be' in result.stdout
     lines = result.stdout.splitlines()
-    verdicts = sum(any(f" {verdict} " in line for verdict in ("fits", "tight", "does not fit")) for line in lines)
+    assert re.match(
+        r"(Fits|Tight|Does not fit): about [\d.]+ of 79\.1 GiB per rank \(\d+ %; margin 3\.96 GiB\)", lines[0]
+    )
+    assert lines[1].startswith("Recommended: gradient accumulation ") and ", because it has " in lines[1]
+    assert any(line.split() == ["device:", "h100-80gb"] for line in lines)
+    verdicts = sum(any(f"  {verdict}  " in line for verdict in ("fits", "tight", "does not fit")) for line in lines)
     assert verdicts == (12 if ranks == "8" else 18)
 
 
@@ -177,12 +181,12 @@ def test_plan_resolves_auto_and_says_why(job: Path) -> None:
     auto = "--gradient_accumulation.mode=auto"
     plan = plan_json(job, auto, "--memory-gib", "1")
     assert plan["resolved"]["gradient_accumulation"] == {"mode": "deferred", "keep_params_unsharded": True}
-    assert "the least traffic of the 4 of 4 that fit into 1 GiB" in plan["resolved"]["reason"]
+    assert "the least link traffic of the 4 of 4 choices that fit into 1 GiB" in plan["resolved"]["reason"]
     (chosen,) = [row for row in plan["rows"] if row["is_chosen"]]
     assert chosen["verdict"] == "fits" and chosen["traffic_per_step"]["collectives"] == plan["collectives_per_step"]
     fixed = plan_json(job, "--rows", "own")
-    assert (len(fixed["rows"]), fixed["auto_would_be"]) == (1, None)
-    assert fixed["resolved"]["reason"] == "as the job says"
+    assert (len(fixed["rows"]), fixed["recommended"]) == (1, None)
+    assert fixed["resolved"]["reason"] == "set by the job"
 
 
 def test_plan_fails_with_the_table_where_nothing_fits(job: Path) -> None:
@@ -198,7 +202,7 @@ def test_plan_fails_with_the_table_where_nothing_fits(job: Path) -> None:
     )
     result = run_without_torch(*command)
     assert result.returncode == 2 and result.stderr.count("does not fit") == 12
-    assert "none of 4 choices fits into 1e-06 GiB" in result.stderr and "remedies: " in result.stderr
+    assert "none of 4 choices fits into 1e-06 GiB" in result.stderr and "; try a smaller " in result.stderr
 
 
 def test_plan_writes_a_picture_beside_text_or_json(job: Path, tmp_path: Path) -> None:
@@ -215,8 +219,9 @@ def test_plan_traces_what_it_does_not_know_and_says_so(job: Path) -> None:
     env = {"PYTHONPATH": str(job.parent), "RANK": "0"}
     result = run("titan_launch", "plan", "--config", job, "--world-size", "2", "--verbose", **env)
     assert result.returncode == 0, result.stderr
-    assert "my_model:build is not known to the analytic engine: tracing the job" in result.stderr
-    assert "memory by the trace engine" in result.stdout and "recomputation is left out" in result.stdout
+    assert "my_model:build is not known to the analytic engine; the job is traced" in result.stderr
+    assert re.search(r"memory engine: +trace,", result.stdout)
+    assert "activation checkpointing is not compared: the model's blocks are unknown" in result.stdout
     result = run("titan_launch", "plan", "--config", job, "--engine", "analytic", **env)
     assert (result.returncode, result.stderr) == (
         2,
@@ -242,7 +247,7 @@ def test_plan_traces_what_it_does_not_know_and_says_so(job: Path) -> None:
         (("--world-size", "3"), "training.global_batch_size = 8: not a multiple of 6"),
         (
             ("--world-size", "2", "--gradient_accumulation.mode=auto", "--job.device=cuda"),
-            "no limit is known; set planner",
+            "none is known; set planner",
         ),
     ],
 )
@@ -305,13 +310,13 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 OPTIONS = {
-    "train": ("config", "fake-world-size", "fake-rank"),
+    "train": ("config", "verbose", "fake-world-size", "fake-rank"),
     "check": ("config", "world-size"),
     "plan": (
         *("config", "world-size", "engine", "rows", "verbose", "json", "plot"),
         *("device", "memory-gib", "intra-bandwidth", "inter-bandwidth", "gpus-per-node", "mfu"),
     ),
-    "launch": ("config", *LAUNCH_OPTIONS, "fake-world-size", "fake-rank"),
+    "launch": ("config", *LAUNCH_OPTIONS, "verbose", "fake-world-size", "fake-rank"),
 }
 
 
@@ -456,11 +461,24 @@ def test_a_rank_that_ends_without_a_word_is_named(job: Path, action: str, status
     assert "SIGTERM" not in result.stdout + result.stderr
 
 
+def assert_header(printed: str, ranks: int) -> None:
+    """A run begins with about ten aligned lines `name: value`."""
+    lines = dict(re.findall(r"^(\S[^:\n]*): +(\S.*)$", printed.partition("\nstep ")[0], flags=re.MULTILINE))
+    names = ["model", "ranks", "global batch", "precision", "gradient accumulation", "activation checkpointing"]
+    names += ["optimizer", "steps", "device", "data", "folder"]
+    assert [name for name in lines if name in names] == names
+    assert lines["ranks"] == ("1" if ranks == 1 else "2 = 2 shards")
+    division = "1 rank x 2 samples x 4 microbatches" if ranks == 1 else "2 ranks x 2 samples x 2 microbatches"
+    assert lines["global batch"] == f"8 samples = {division}"
+    assert re.fullmatch(r"cpu, [\d.]+ GiB per rank, predicted peak memory [\d.e-]+ GiB", lines["device"])
+    assert lines["precision"] == "compute float32, storage float32, gradient reduction float32"
+
+
 def test_launch_python_and_torchrun_train_the_same(job: Path) -> None:
     seen = []
     for command in (
-        ("titan_launch", "--config", job),
-        ("titan_launch", "launch", "--nproc-per-node", "2", "--config", job),
+        ("titan_launch", "--config", job, "--verbose"),
+        ("titan_launch", "launch", "--nproc-per-node", "2", "--config", job, "--verbose"),
         ("torch.distributed.run", "--nproc-per-node", "2", "-m", "titan_launch", "--config", job),
     ):
         result = run(*command)
@@ -468,6 +486,9 @@ def test_launch_python_and_torchrun_train_the_same(job: Path) -> None:
         assert result.stdout.count("checkpoints: none will be saved") == 1
         assert result.stdout.splitlines()[-1].startswith("done: 3 steps; nothing was saved (")
         seen.append(losses(job.parent))
+        assert_header(result.stdout, ranks=1 if "--nproc-per-node" not in command else 2)
+        assert ("\nFSDP2 units\nunit " in result.stdout) is ("--verbose" in command)
+        assert "FSDP2 units\nunit " in (job.parent / "tiny" / "logs" / "attempt-1" / "rank_0.log").read_text()
     assert seen[1] == pytest.approx(seen[0], rel=1e-6) and seen[2] == pytest.approx(seen[0], rel=1e-6)
 
 

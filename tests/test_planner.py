@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.parallel.fsdp import fsdp_modules
 
-JSON, TEXT = PlanOptions(as_json=True), PlanOptions()
+JSON, TEXT, VERBOSE = PlanOptions(as_json=True), PlanOptions(), PlanOptions(verbose=True)
 
 RULES: list[dict[str, Any]] = [
     {"type": "RMSNorm", "param_dtype": "float32", "storage_dtype": "float32"},
@@ -50,22 +51,26 @@ def test_the_text_shows_layout_and_microbatches(tmp_path: Path, capsys: pytest.C
     job = tiny_job(tmp_path, parallelism={"data_parallel_replicate_degree": 2}, training={"global_batch_size": 16})
     print_plan(JobConfig.model_validate(job), 4, str, TEXT)
     text = capsys.readouterr().out
-    assert "ranks: 4 (2 replicas x 2 shards)" in text and "x 4 microbatches" in text
-    assert "AG + " in text and " AR = " in text
+    assert text.startswith("Fits: about ")
+    assert "4 = 2 replicas x 2 shards" in text and "16 samples = 4 ranks x 1 sample x 4 microbatches" in text
+    assert "FSDP2 units" not in text
+    print_plan(JobConfig.model_validate(job), 4, str, VERBOSE)
+    text = capsys.readouterr().out
+    assert re.search(r"^collectives: \d+ all-gathers .* all-reduces per step of 4 microbatches$", text, flags=re.M)
 
 
 def test_other_kernels_than_the_usual_have_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = tiny_job(tmp_path, precision={"param_dtype": "bfloat16"}, job={"device": "auto"})
     print_plan(JobConfig.model_validate(job), 1, str, TEXT)
-    assert not any(line.startswith(("kernels:", "float8 (")) for line in capsys.readouterr().out.splitlines())
+    assert not any(line.startswith(("kernels:", "float8:")) for line in capsys.readouterr().out.splitlines())
     job["kernels"] = {"attention": "cudnn", "float32_precision": "tf32", "bf16_reduced_precision_reduction": False}
     job["float8"] = {"enable": True, "recipe": "tensorwise", "all_gather": True, "modules": ["layers.*.attention.w?"]}
     print_plan(JobConfig.model_validate(job), 1, str, TEXT)
-    wanted = 'kernels: attention = "cudnn", float32_precision = "tf32", bf16_reduced_precision_reduction = false'
+    wanted = 'attention = "cudnn", float32_precision = "tf32", bf16_reduced_precision_reduction = false'
     layers = ", ".join(f"2 x layers.*.attention.{name}" for name in ("wq", "wk", "wv", "wo"))
-    lines = capsys.readouterr().out.splitlines()
-    assert f"float8 (tensorwise, gathered in 8 bits): {layers}" in lines
-    assert wanted in lines
+    lines = [line.partition(":") for line in capsys.readouterr().out.splitlines()]
+    values = {name: value.strip() for name, _, value in lines}
+    assert values["float8"] == f"tensorwise, all-gathers in 8 bits: {layers}" and values["kernels"] == wanted
 
 
 class Whitened(nn.BatchNorm1d):
@@ -101,9 +106,9 @@ def test_plan_finds_what_the_model_does_not_go_with(tmp_path: Path) -> None:
 def test_synchronized_statistics_have_their_own_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     batchnorm = {"statistics": "synchronized"}
     job = tiny_job(tmp_path, model={"args": {"norm": "batchnorm"}}, batchnorm=batchnorm)
-    print_plan(JobConfig.model_validate(job), 4, str, TEXT)
-    assert "synchronized BatchNorm: 5 AG + 5 AR more in a microbatch" in capsys.readouterr().out
-    print_plan(JobConfig.model_validate(job), 1, str, TEXT)
+    print_plan(JobConfig.model_validate(job), 4, str, VERBOSE)
+    assert "synchronized BatchNorm: 5 all-gathers + 5 all-reduces more per microbatch" in capsys.readouterr().out
+    print_plan(JobConfig.model_validate(job), 1, str, VERBOSE)
     assert "synchronized" not in capsys.readouterr().out
 
 
@@ -118,7 +123,7 @@ def test_traffic_of_a_traced_model_is_what_the_trace_has_counted(
         print_plan(JobConfig.model_validate(job), 4, str, JSON)
         table = json.loads(capsys.readouterr().out)
         calls[twice] = table["collectives_per_step"]
-        assert any("counted" in note for note in table["left_out"]) == twice
+        assert any("counted" in note for note in table["notes"]) == twice
     # The first layer once more in forward and in backward; the last, kept after forward, only in backward.
     assert calls[True]["all_gathers"] == calls[False]["all_gathers"] + 2 + 1
 
@@ -130,10 +135,11 @@ def test_what_the_analytic_engine_does_not_know_is_traced(tmp_path: Path, capsys
     config = JobConfig.model_validate(tiny_job(tmp_path, **TENSOR))
     with pytest.raises(UserError, match=r"does not know parallelism\.tensor_parallel_degree = 2; use --engine trace"):
         print_plan(config, 4, str, PlanOptions(engine="analytic"))
-    print_plan(config, 4, str, PlanOptions(only_own=True))
+    print_plan(config, 4, str, PlanOptions(only_own=True, verbose=True))
     shown = capsys.readouterr()
     assert "parallelism.tensor_parallel_degree = 2 is not known" in shown.err
-    assert "TP (GiB)" in shown.out and "PP (GiB)" not in shown.out and "memory by the trace engine" in shown.out
+    assert "  tensor parallel (GiB)" in shown.out and "  pipeline (GiB)" not in shown.out
+    assert re.search(r"memory engine: +trace,", shown.out)
 
 
 def test_auto_is_resolved_for_a_rank_of_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

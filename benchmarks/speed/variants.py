@@ -20,8 +20,8 @@ _MODES: dict[str, Mapping[str, Any]] = {
     "`immediate`": {"mode": "immediate"},
     "`deferred_all_reduce`": {"mode": "deferred_all_reduce"},
     "`deferred`": {"mode": "deferred"},
-    "`immediate`, parameters kept": {"mode": "immediate", "keep_params_unsharded": True},
-    "`deferred`, parameters kept": {"mode": "deferred", "keep_params_unsharded": True},
+    "`immediate`, unsharded parameters": {"mode": "immediate", "keep_params_unsharded": True},
+    "`deferred`, unsharded parameters": {"mode": "deferred", "keep_params_unsharded": True},
 }
 _RULES: dict[str, list[dict[str, Any]]] = {
     "no rules": [],

@@ -50,8 +50,8 @@ def printed(*reports: dict[str, float], total_steps: int = 1000) -> list[str]:
 
 def test_a_line() -> None:
     assert printed(REPORT) == [
-        "step    1/1000  loss   5.4321  grad    1.500  lr 3.000e-04       12,346 tok/s  MFU  41.2 %     0.123 s/step"
-        "  mem   60.50 GiB"
+        "step    1/1000  loss   5.4321  grad norm    1.500  lr 3.000e-04       12,346 tok/s  MFU  41.2 %     0.123"
+        " s/step  reserved memory  60.50 GiB"
     ]
 
 
@@ -70,7 +70,7 @@ def test_lines_are_aligned() -> None:
 def test_fields_that_are_missing_are_left_out() -> None:
     cpu = {tag: REPORT[tag] for tag in ("train/loss", "memory/max_rss_gib")}
     assert printed(cpu, {"validation/loss": 2.0}, {"train/epoch": 1.0}) == [
-        "step    1/1000  loss   5.4321  mem    3.00 GiB",
+        "step    1/1000  loss   5.4321  host memory   3.00 GiB",
         "step   10/1000  validation loss   2.0000",
     ]
 

@@ -1,4 +1,4 @@
-"""Which modes a job is compared in, what is said of them, and which one `auto` takes."""
+"""The choices of modes that a plan compares, and their table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.analytic.engine import model_inventory
 from titan_launch.plan.memory.ledger import Category, Footprint, Ledger, StepPoint
 from titan_launch.plan.report.comparison import Comparison, compare, estimate_reserved, judge
-from titan_launch.plan.report.table import describe_comparison, format_categories, format_comparison
+from titan_launch.plan.report.table import describe_comparison, format_categories, format_comparison, format_legend
 from titan_launch.plan.step_time import flops_of_model
 
 ARGS = {"dim": 32, "n_layers": 6, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
@@ -47,9 +47,11 @@ RECOMPUTATION = {"none": 6, "selective": 3, "full": 1}
 
 
 def predict(choice: Choice) -> Footprint:
-    """In GiB: 1 or 3 for gradients, 2 for kept parameters, 6, 3 or 1 for activations."""
-    kept = 2 if choice.accumulation.keep_params_unsharded else 0
-    return footprint(ACCUMULATION[choice.accumulation.mode] + kept + RECOMPUTATION[choice.recomputation.mode])
+    """In GiB: 1 or 3 for gradients, 2 for unsharded parameters, 6, 3 or 1 for activations."""
+    unsharded = 2 if choice.accumulation.keep_params_unsharded else 0
+    return footprint(
+        ACCUMULATION[choice.accumulation.mode] + unsharded + RECOMPUTATION[choice.activation_checkpoint.mode]
+    )
 
 
 def compared(config: JobConfig, ranks: int = 2, only_own: bool = False) -> tuple[Comparison, Hardware]:
@@ -63,48 +65,55 @@ def auto(**planner: float) -> dict[str, dict[str, Any]]:
     return {"gradient_accumulation": {"mode": "auto"}, "planner": planner}
 
 
+def choice_label(accumulation: str, checkpointing: str) -> str:
+    return f"gradient accumulation {accumulation}, activation checkpointing {checkpointing}"
+
+
 def labels(comparison: Comparison) -> list[str]:
     """Of the rows without recomputation."""
-    rows = [row for row in comparison.rows if row.choice.recomputation.mode == "none"]
+    rows = [row for row in comparison.rows if row.choice.activation_checkpoint.mode == "none"]
     return [row.choice.accumulation_label for row in rows]
 
 
-FOUR = ["immediate", "deferred", "immediate, kept", "deferred, kept"]
+UNSHARDED = " with unsharded parameters"
+FOUR = ["immediate", "deferred", f"immediate{UNSHARDED}", f"deferred{UNSHARDED}"]
 
 
 def test_every_mode_is_compared_under_every_recomputation() -> None:
     comparison, _ = compared(make_job())
     assert labels(comparison) == FOUR and len(comparison.rows) == 12
-    assert [row.choice.label for row in comparison.rows if row.is_own] == ["immediate / none"]
+    assert [row.choice.label for row in comparison.rows if row.is_own] == [choice_label("immediate", "none")]
 
 
 def test_replicas_add_deferred_all_reduce() -> None:
     comparison, _ = compared(make_job(parallelism={"data_parallel_replicate_degree": 2}), 4)
-    assert "deferred_all_reduce" in labels(comparison) and "deferred_all_reduce, kept" in labels(comparison)
+    assert "deferred_all_reduce" in labels(comparison) and f"deferred_all_reduce{UNSHARDED}" in labels(comparison)
 
 
 def test_modes_that_do_the_same_share_a_row_under_the_jobs_name() -> None:
     one_microbatch = {"seq_len": 16, "local_batch_size": 4}
     comparison, _ = compared(make_job(training=one_microbatch, gradient_accumulation={"mode": "deferred"}))
-    assert labels(comparison) == ["deferred", "immediate, kept"]
-    assert labels(compared(make_job(training=one_microbatch))[0]) == ["immediate", "immediate, kept"]
+    assert labels(comparison) == ["deferred", f"immediate{UNSHARDED}"]
+    assert labels(compared(make_job(training=one_microbatch))[0]) == ["immediate", f"immediate{UNSHARDED}"]
     assert labels(compared(make_job(), ranks=1)[0]) == ["immediate"]
 
 
 def test_a_recomputation_of_ones_own_has_its_row() -> None:
     own = {"mode": "selective", "selective_ac_option": 2}
     comparison, _ = compared(make_job(activation_checkpoint=own))
-    assert [row.choice.label for row in comparison.rows if row.is_own] == ["immediate / selective 2"]
+    assert [row.choice.label for row in comparison.rows if row.is_own] == [
+        choice_label("immediate", "selective (1 of 2 blocks)")
+    ]
     assert len(comparison.rows) == 16
     assert len(compared(make_job(activation_checkpoint=own), only_own=True)[0].rows) == 1
 
 
 def test_modes_that_a_job_file_could_not_ask_for_are_left_out_with_the_reason() -> None:
-    comparison, hardware = compared(make_job(precision={"reduce_dtype": "bfloat16"}))
-    assert labels(comparison) == ["immediate", "immediate, kept"]
+    comparison, _ = compared(make_job(precision={"reduce_dtype": "bfloat16"}))
+    assert labels(comparison) == ["immediate", f"immediate{UNSHARDED}"]
     (note,) = comparison.notes
-    assert note.startswith("deferred is left out: precision.reduce_dtype = bfloat16")
-    assert note in format_comparison(comparison, hardware)
+    assert note.startswith("deferred is not compared: precision.reduce_dtype = bfloat16")
+    assert note in format_comparison(comparison)
     freed = {"rules": [{"type": "RMSNorm", "reshard_after_forward": True}]}
     assert labels(compared(make_job(precision=freed))[0]) == ["immediate", "deferred"]
 
@@ -113,29 +122,49 @@ def test_a_schedule_that_splits_backward_leaves_out_what_it_does_not_go_with() -
     split = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble"}
     job = make_job(parallelism=split, **auto(memory_gib=10))
     comparison, hardware = compared(job, ranks=4)
-    assert [row.choice.label for row in comparison.rows] == ["deferred, kept / none", "deferred, kept / full"]
-    assert any(note.startswith("selective op is left out: it keeps results for one") for note in comparison.notes)
+    assert [row.choice.label for row in comparison.rows] == [
+        choice_label(f"deferred{UNSHARDED}", "none"),
+        choice_label(f"deferred{UNSHARDED}", "full"),
+    ]
+    assert any("selective (per operation) is not compared: keeps results for one" in note for note in comparison.notes)
     coarse = make_job(parallelism=split, precision={"reduce_dtype": "bfloat16"}, **auto(memory_gib=10))
-    with pytest.raises(ConfigError, match=r"has nothing to choose from: immediate is left out.*; deferred is left out"):
+    with pytest.raises(
+        ConfigError, match=r"has no mode to choose from: immediate is not compared.*; deferred is not compared"
+    ):
         resolve(compared(coarse, ranks=4)[0], hardware)
 
 
-def test_three_verdicts() -> None:
-    gpu = {"planner": {"memory_gib": 10, "overhead_gib": 1, "fragmentation": 0.2}, "job": {"device": "cuda"}}
-    hardware = hardware_of(make_job(**gpu), 8)
-    verdicts = {gib: judge(footprint(gib), gib * 1.2 * GIB + GIB, hardware) for gib in (7.4, 7.6, 8.9, 9.1)}
-    assert verdicts == {7.4: "fits", 7.6: "tight", 8.9: "tight", 9.1: "does not fit"}
+@pytest.mark.parametrize(
+    ("planner", "last_that_fits"), [({}, 7.0), ({"margin_gib": 0}, 7.4), ({"margin_gib": 1.2}, 6.4)]
+)
+def test_three_verdicts(planner: dict[str, float], last_that_fits: float) -> None:
+    """Reserved memory of 9.4 GiB (7 active) leaves the default margin of a GPU, 0.5 GiB here, free below 10 GiB."""
+    assumed = {"memory_gib": 10, "overhead_gib": 1, "fragmentation": 0.2, **planner}
+    hardware = hardware_of(make_job(planner=assumed, job={"device": "cuda"}), 8)
+    sizes = (last_that_fits, last_that_fits + 0.2, 8.9, 9.1)
+    verdicts = [judge(footprint(gib), gib * 1.2 * GIB + GIB, hardware) for gib in sizes]
+    assert verdicts == ["fits", "tight", "tight", "does not fit"]
+
+
+def test_the_default_margin_is_a_share_of_the_limit() -> None:
+    assert hardware_of(make_job(planner={"device": "h100-80gb"}), 8).margin_gib == pytest.approx(0.05 * 79.1)
+    assert hardware_of(make_job(planner={"memory_gib": 0.1}), 8).margin_gib == pytest.approx(0.005)
 
 
 def test_the_table_marks_the_jobs_rows_and_the_chosen_one() -> None:
     config = make_job(**auto(memory_gib=12))
     comparison, hardware = compared(config)
     resolution = resolve(comparison, hardware)
-    header, *lines = format_comparison(comparison, hardware, resolution.row).splitlines()
-    marks = [line[0] for line in lines]
-    assert marks == [*">>>*", *" " * 8]
-    assert header.split()[:2] == ["recompute", "accumulation"]
-    assert "backward of layers.1, microbatch 1" in lines[0] and " fits " in lines[0]
+    header, *lines = format_comparison(comparison, verbose=True, best=resolution.row).splitlines()
+    marks = [line[:2] for line in lines]
+    assert marks == ["> ", "> ", "> ", ">*", *["  "] * 8]
+    assert header.split("  ")[2].strip() == "activation checkpointing"
+    assert "backward of layers.1 in microbatch 1" in lines[0] and " fits " in lines[0]
+    legend = format_legend(comparison, verbose=True, best="chosen")
+    titles = [title for title in header.split("  ") if title.strip()]
+    assert len(titles) > 8 and all(f"\n{title.strip()}: " in legend for title in titles)
+    shorter = format_comparison(comparison).splitlines()[0]
+    assert "peak at" in header and "peak at" not in shorter and "peak at" not in format_legend(comparison)
     assert "11.00 activations" in format_categories(comparison)
 
 
@@ -147,7 +176,7 @@ def test_rows_as_data_hold_everything() -> None:
     assert row["traffic_per_step"]["collectives"] == {"all_gathers": 52, "reduce_scatters": 8, "all_reduces": 0}
     low, high = row["step_seconds_estimated"]
     assert low == max(row["compute_seconds_estimated"], row["communication_seconds_estimated"]) < high
-    assert sum(row["wire_bytes_per_rank"].values()) > 0 and row["flops_per_rank"] > 0
+    assert sum(row["link_traffic_bytes_per_rank"].values()) > 0 and row["flops_per_rank"] > 0
 
 
 def test_streams_of_a_gpu_do_not_share_memory() -> None:

@@ -82,6 +82,6 @@ def test_places_in_the_middle_are_left_out() -> None:
 
 
 def test_places_read_like_sentences() -> None:
-    assert str(StepPoint(1, "backward", "layers.3")) == "backward of layers.3, microbatch 2"
-    assert str(StepPoint(0, "loss", "")) == "loss, microbatch 1"
-    assert str(StepPoint(3, "optimizer", "")) == "optimizer"
+    assert str(StepPoint(1, "backward", "layers.3")) == "backward of layers.3 in microbatch 2"
+    assert str(StepPoint(0, "loss", "")) == "loss in microbatch 1"
+    assert str(StepPoint(3, "optimizer", "")) == "optimizer update"

@@ -114,7 +114,7 @@ def test_stages_go_round_or_there_and_back(schedule: str, ranks: list[int]) -> N
         (
             llama(3),
             {"pipeline_parallel_degree": 2, "pipeline_parallel_split_points": ["tok_embeddings"]},
-            "split_points.0: is where the first stage begins anyway",
+            "split_points.0: is the first module of the first stage",
         ),
         (
             llama(3, tie_embeddings=True),
@@ -124,12 +124,12 @@ def test_stages_go_round_or_there_and_back(schedule: str, ranks: list[int]) -> N
         (
             replace(llama(3), pipeline_order=()),
             {"pipeline_parallel_degree": 2},
-            "the model does not say which of its modules",
+            "the order of the model's modules is unknown",
         ),
         (
             replace(llama(3), pipeline_order=llama(3).pipeline_order[:-1]),
             {"pipeline_parallel_degree": 2},
-            "would leave out output.weight, in no module of the model's pipeline_order",
+            "would drop output.weight, in no module of the model's pipeline_order",
         ),
     ],
 )
@@ -199,8 +199,8 @@ def layout(config: JobConfig) -> Any:
 
 def test_the_plan_says_what_is_where() -> None:
     text = format_plan(job(), plan(job()), layout(job()), str)
-    assert "pipeline: 1F1B, 2 stages on 2 x 2 ranks" in text
-    assert "stage 1 (ranks 2 to 3): layers.3 .. output, " in text
+    assert "pipeline: schedule 1F1B, 2 stages on 2 x 2 ranks" in text
+    assert "pipeline stage 1 (ranks 2 to 3): layers.3 .. output, " in text
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ def test_a_picture_has_a_bar_for_every_choice(tmp_path: Path, suffix: str) -> No
     assert path.stat().st_size > 10_000
     if suffix == ".svg":
         text = path.read_text()
-        assert all(f"<!-- {row.choice.label}" in text for row in comparison.rows)
+        labels = [f"{r.choice.accumulation_label} / {r.choice.activation_checkpoint_label}" for r in comparison.rows]
+        assert all(f"<!-- {label}" in text for label in labels)
         assert "limit 10 GiB" in text and "activations" in text and "far to the right" not in text
 
 

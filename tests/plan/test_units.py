@@ -387,7 +387,7 @@ ALONE = Layout(replicate=1, shard=1, local_batch_size=1, num_microbatches=1)
 
 def test_the_table_shows_every_unit_and_where_its_rule_stands() -> None:
     table = format_units(plan_model(inventory_of(norm=nn.BatchNorm1d), PrecisionConfig(), RESHARDING), ALONE)
-    assert "2 x 1" in table and "BatchNorm default" in table and "float32 (inputs as they come)" in table
+    assert "2 x 1" in table and "BatchNorm default" in table and "float32 (inputs not cast)" in table
     config = PrecisionConfig.model_validate({"rules": [{"type": "LayerNorm"}]})
     table = format_units(plan_model(inventory_of(), config, RESHARDING), ALONE, lambda key: f"job.toml:{key[-1]}")
     assert "precision.rules.0 (job.toml:0)" in table

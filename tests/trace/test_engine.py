@@ -115,7 +115,7 @@ def test_a_choice_stands_over_the_job(traced_blocks: list[int]) -> None:
     config, layout, choice = a_job(2)
     _, _, other = a_job(2, activation_checkpoint={"mode": "full"}, gradient_accumulation={"mode": "deferred"})
     traced = trace_engine(config, layout, "cpu")
-    chosen = Choice(other.accumulation, choice.recomputation)
+    chosen = Choice(other.accumulation, choice.activation_checkpoint)
     footprints = [traced(each) for each in (choice, chosen, choice)]
     assert footprints[0] is footprints[2] and len(traced_blocks) == 2
     assert footprints[1].peak_bytes > footprints[0].peak_bytes

@@ -14,10 +14,11 @@ from titan_launch.train.run_folder.logs import console_log, rank_log
 LOG = logging.getLogger("titan_launch.somewhere")
 
 
-def run(path: Path, error: Exception | None, is_rank_0: bool = True) -> None:
+def run(path: Path, error: Exception | None, is_rank_0: bool = True, verbose: bool = False) -> None:
     """Say something before the file is known and after, and end."""
-    with rank_log() as file, console_log(is_rank_0):
+    with rank_log() as file, console_log(is_rank_0, verbose):
         LOG.info("early")
+        LOG.debug("detail")
         file.open(path)
         LOG.info("later")
         warnings.warn("python warns", UserWarning, stacklevel=1)
@@ -25,16 +26,19 @@ def run(path: Path, error: Exception | None, is_rank_0: bool = True) -> None:
             raise error
 
 
-@pytest.mark.parametrize("is_rank_0", [True, False])
+@pytest.mark.parametrize(
+    ("is_main", "verbose", "printed"),
+    [(True, False, "early\nlater\n"), (True, True, "early\ndetail\nlater\n"), (False, True, "")],
+)
 def test_a_ranks_file_holds_everything_and_its_console_what_it_should(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_rank_0: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_rank_0: bool, verbose: bool, printed: str
 ) -> None:
     with pytest.warns(UserWarning, match="python warns"):
-        run(tmp_path / "logs" / "rank_1.log", None, is_rank_0)
-    first, second, third, *_ = (tmp_path / "logs" / "rank_1.log").read_text().splitlines()
-    assert first.endswith(" INFO titan_launch.somewhere: early") and second.endswith(": later")
+        run(tmp_path / "logs" / "rank_1.log", None, is_rank_0, verbose)
+    first, detail, second, third, *_ = (tmp_path / "logs" / "rank_1.log").read_text().splitlines()
+    assert first.endswith(" INFO titan_launch.somewhere: early") and " DEBUG " in detail and second.endswith(": later")
     assert " WARNING " in third and "UserWarning: python warns" in third
-    assert capsys.readouterr().out == ("early\nlater\n" if is_rank_0 else "")
+    assert capsys.readouterr().out == printed
 
 
 @pytest.mark.filterwarnings("ignore")

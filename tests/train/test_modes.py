@@ -51,6 +51,10 @@ def recorded(folder: Path) -> Modes:
     return accumulation["mode"], accumulation["keep_params_unsharded"], saved["activation_checkpoint"]["mode"]
 
 
+def label(accumulation: str) -> str:
+    return f"gradient accumulation {accumulation}, activation checkpointing none"
+
+
 def run_and_log(job: dict[str, Any], until: int | None = None) -> tuple[dict[str, Tensor], list[str]]:
     messages: list[str] = []
     handler = logging.Handler()
@@ -71,8 +75,8 @@ def test_deferred_where_it_fits_and_immediate_where_not_with_equal_results(tmp_p
     for name, tensor in plenty[0][0].items():
         torch.testing.assert_close(scarce[0][0][name], tensor, rtol=1e-5, atol=1e-6, msg=name)
     ((said,), (nothing,)) = ([log[1] for log in logs][:1] for logs in (plenty, scarce))
-    assert said[0].startswith("auto: deferred / none: the least traffic of the 2 of 2 that fit into")
-    assert nothing[0].startswith("auto: immediate / none: the least traffic of the 1 of 2 that fit into")
+    assert said[0].startswith(f"auto: {label('deferred')}, because it has the least link traffic of the 2 of 2 choices")
+    assert nothing[0].startswith(f"auto: {label('immediate')}, because it has the least link traffic of the 1 of 2")
 
 
 def test_a_resumed_run_keeps_the_mode_it_began_with(tmp_path: Path) -> None:
@@ -81,7 +85,7 @@ def test_a_resumed_run_keeps_the_mode_it_began_with(tmp_path: Path) -> None:
     assert recorded(tmp_path) == ("immediate", False, "none")
     _, said = run_ranks(run_and_log, 2, job(tmp_path, 10 * limit))[0]
     assert recorded(tmp_path) == ("immediate", False, "none")
-    assert said == ["auto: immediate / none: kept from when the run began"]
+    assert said == [f"auto: {label('immediate')}, because the run began with it"]
     assert [report["step"] for report in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 
@@ -91,7 +95,10 @@ def test_a_mode_that_the_job_does_not_admit_any_more_is_decided_anew(tmp_path: P
     kept = job(tmp_path, 10 * limit, accumulation={"keep_params_unsharded": True})
     _, said = run_ranks(run_and_log, 2, kept)[0]
     assert recorded(tmp_path) == ("deferred", True, "none")
-    assert "immediate / none cannot be kept (gradient_accumulation.keep_params_unsharded is another now)" in said[0]
+    assert (
+        f"{label('immediate')} is not possible any more (gradient_accumulation.keep_params_unsharded has changed)"
+        in said[0]
+    )
 
 
 def test_recomputation_is_chosen_too(tmp_path: Path) -> None:

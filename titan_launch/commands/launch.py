@@ -6,7 +6,7 @@ from argparse import SUPPRESS, Namespace
 
 from titan_launch.commands.checked_job import load_to_train
 from titan_launch.commands.parser import Parser
-from titan_launch.commands.train import add_dry_run, dry_run, is_dry_run
+from titan_launch.commands.train import add_dry_run, add_verbose, dry_run, is_dry_run
 from titan_launch.core.errors import UserError
 from titan_launch.core.process import BAD_INPUT
 from titan_launch.launch.options import LAUNCH_OPTIONS, plan_processes
@@ -18,6 +18,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_job("titan-launch launch --nproc-per-node 2 --config configs/llama_bn.toml --training.steps=20")
     for name, (metavar, text) in LAUNCH_OPTIONS.items():
         parser.add_argument(f"--{name}", dest=name, metavar=metavar, default=SUPPRESS, help=text)
+    add_verbose(parser)
     add_dry_run(parser)
 
 
@@ -33,5 +34,5 @@ def run(arguments: Namespace) -> int:
             raise UserError(f"error: --fake-world-size {fake}: {reason}")
         dry_run(arguments)
     loaded = load_to_train(arguments, world_size, is_elastic=world_size is None)
-    worker_args = ["--config", arguments.config, *arguments.overrides]
+    worker_args = ["--config", arguments.config, *["--verbose"] * arguments.verbose, *arguments.overrides]
     return launch(processes, worker_args, final_statuses=(BAD_INPUT,), run_folder=loaded.config.job.run_folder)

@@ -1,6 +1,6 @@
-"""The command `plan`, and dry runs: what a job would do on so many ranks, found without a GPU.
+"""The command `plan`, and dry runs: predictions of a job on any number of ranks, without a GPU.
 
-Where the analytic engine knows the model, torch is not imported: the answer is there in a fraction of a second.
+If the analytic engine knows the model, torch is not imported, and the answer takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from titan_launch.config.sections.run import PlannerConfig
 from titan_launch.core.errors import UserError
 from titan_launch.core.process import run_and_exit
 from titan_launch.core.torch_release import planned_release
-from titan_launch.plan.auto_mode import AS_GIVEN, Resolution, resolve, suggest
+from titan_launch.plan.auto_mode import Resolution, recommend, remedies, resolve
 from titan_launch.plan.communication import Traffic
-from titan_launch.plan.hardware import Hardware, hardware_of
+from titan_launch.plan.hardware import GIB, Hardware, hardware_of
 from titan_launch.plan.job import Choice, is_auto, plan_job, with_whole_parameters
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.report.comparison import Comparison, Engine, compare
+from titan_launch.plan.report.job_summary import format_lines, model_name, summary_of_job
 from titan_launch.plan.report.plot import check_plot, plot_comparison
 from titan_launch.plan.report.table import (
+    accuracy,
     describe_comparison,
     format_assumptions,
     format_categories,
     format_comparison,
-    honesty,
+    format_gib,
+    format_legend,
 )
-from titan_launch.plan.report.unit_table import KeyLocator, describe_units, format_batches, format_kernels, format_plan
+from titan_launch.plan.report.unit_table import KeyLocator, describe_units, format_plan
 from titan_launch.plan.step_time import ModelFlops, flops_of_model
 from titan_launch.plan.types import Inventory, ModelPlan
 
@@ -63,7 +66,9 @@ def add_arguments(parser: Parser) -> None:
     )
     text = "rows to compare: all, or own: those that the job asks for or leaves open by auto (default: all)"
     parser.add_argument("--rows", choices=("all", "own"), default="all", help=text)
-    parser.add_argument("--verbose", action="store_true", help="also print each row's memory by category")
+    parser.add_argument(
+        "--verbose", action="store_true", help="also print more columns, the FSDP2 units, memory by category"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--plot", metavar="FILE", help="also write a picture: .png, .pdf or .svg (needs matplotlib)")
     parser.add_key_options("hardware", KEY_OPTIONS)
@@ -88,17 +93,17 @@ def run(arguments: Namespace) -> NoReturn:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command line asks of `plan`."""
+    """Options of the command `plan`."""
 
     engine: EngineName | None = None
-    """None: the analytic one where it knows the model, else the trace."""
+    """None: the analytic engine if it knows the model, else the trace."""
 
     only_own: bool = False
-    """Only the rows that the job asks for, or leaves open by `auto`."""
+    """Show only the choices that the job sets or `auto` may take."""
 
     as_json: bool = False
     verbose: bool = False
-    """Memory by category for every row."""
+    """Show the unit table, more columns, and the memory of every choice by category."""
 
     plot: str | None = None
     """Path of a picture."""
@@ -106,19 +111,19 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class _Subject:
-    """A job's model, and what predicts its memory."""
+    """A job's model, and the engine that predicts its memory."""
 
     inventory: Inventory
     flops: ModelFlops
     engine: Engine
     engine_name: EngineName
     counted: Callable[[Choice], Traffic] | None = None
-    """The traffic that a trace has seen."""
+    """Returns the traffic that a trace has counted. None: nothing was traced."""
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """Everything there is to show."""
+    """All results of a plan."""
 
     layout: Layout
     hardware: Hardware
@@ -128,18 +133,18 @@ class _Planned:
     plan: ModelPlan
     """The units of the job as resolved."""
 
-    suggestion: str | None
-    """What `auto` would be, where all rows are there to choose from and the job leaves nothing open."""
+    recommendation: Resolution | None
+    """The best choice: for `auto`, the resolution. None: no choice fits, no limit is known, or not all are compared."""
 
 
 def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, options: PlanOptions) -> None:
-    """Show what a job would do on `world_size` ranks, as text or as JSON, and as a picture if one is wanted.
+    """Print the plan of a job on `world_size` ranks, as text or as JSON, and write a picture if `options` asks for it.
 
-    Raises ConfigError as a run would at its start, and where `auto` finds nothing that fits.
+    Raises ConfigError as a run does at its start, and if no choice of `auto` fits.
     """
     planned = _plan(config, world_size, options)
     if options.plot is not None:
-        title = f"{config.job.name}: {_model_name(config)} on {world_size} ranks"
+        title = f"{config.job.name}: {model_name(config)} on {world_size} ranks"
         chosen = planned.resolution.row
         plot_comparison(planned.comparison, planned.hardware, title, options.plot, chosen)
         print(f"picture: {options.plot}", file=sys.stderr)
@@ -150,9 +155,9 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
 
 
 def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
-    """Say what a rank of so many would build, having built it without values.
+    """Print what one of `world_size` ranks builds, after building it without values.
 
-    Raises ConfigError as a run would at its start, and where `auto` finds nothing that fits.
+    Raises ConfigError as a run does at its start, and if no choice of `auto` fits.
     """
     layout, hardware = _divide(config, world_size)
     config = with_whole_parameters(config, layout)
@@ -178,8 +183,8 @@ def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
     comparison = compare(config, layout, *model, hardware, subject.engine, options.only_own, subject.counted)
     resolution = resolve(comparison, hardware)
     plan = plan_job(resolution.config, subject.inventory)
-    suggestion = None if options.only_own else suggest(comparison, hardware)
-    return _Planned(layout, hardware, subject, comparison, resolution, plan, suggestion)
+    best = resolution if is_auto(config) else None if options.only_own else recommend(comparison, hardware)
+    return _Planned(layout, hardware, subject, comparison, resolution, plan, best)
 
 
 def _subject(config: JobConfig, layout: Layout, hardware: Hardware, wanted: EngineName | None) -> _Subject:
@@ -190,7 +195,7 @@ def _subject(config: JobConfig, layout: Layout, hardware: Hardware, wanted: Engi
         raise UserError(f"--engine analytic: does not know {unknown}; use --engine trace")
     if wanted == "trace" or unknown is not None:
         if wanted is None:
-            print(f"{unknown} is not known to the analytic engine: tracing the job", file=sys.stderr, flush=True)
+            print(f"{unknown} is not known to the analytic engine; the job is traced", file=sys.stderr, flush=True)
         return _traced(config, layout, hardware)
     inventory = model_inventory(config)
     flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks)
@@ -205,7 +210,7 @@ def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise UserError(f"{config.model.name} must be traced, which needs torch: pip install torch") from None
+        raise UserError(f"model {config.model.name} must be traced, which needs torch: pip install torch") from None
 
     built = build_model(config.model, config.training.seq_len)
     inventory = inspect_model(config, built)
@@ -215,43 +220,54 @@ def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
 
 
 def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:
-    config, hardware, row = planned.resolution.config, planned.hardware, planned.resolution.row
-    kernels = format_kernels(config, planned.plan)
+    config, comparison, best = planned.resolution.config, planned.comparison, planned.recommendation
+    meaning = None if best is None else "chosen by `auto`" if is_auto(comparison.config) else "recommended"
     parts = [
-        format_batches(config, planned.layout),
-        "\n".join(filter(None, (format_plan(config, planned.plan, planned.layout, locate_key), kernels))),
-        format_assumptions(hardware, planned.subject.flops, planned.subject.engine_name),
-        format_comparison(planned.comparison, hardware, row),
+        _answer(planned),
+        format_comparison(comparison, verbose, None if best is None else best.row),
+        format_legend(comparison, verbose, meaning),
+        format_lines(summary_of_job(config, planned.plan, planned.layout)),
+        format_assumptions(planned.hardware, planned.subject.flops, planned.subject.engine_name, config),
     ]
     if verbose:
-        parts.append(format_categories(planned.comparison))
-    parts.append(f"chosen: {_chosen(planned)}")
-    if planned.suggestion is not None:
-        parts[-1] += f'\ngradient_accumulation.mode = "auto" would be {planned.suggestion}'
-    parts.append(honesty(planned.subject.flops, config))
+        parts += [format_plan(config, planned.plan, planned.layout, locate_key), format_categories(comparison)]
     return "\n\n".join(parts)
 
 
-_VERDICTS = {
-    "fits": "fits",
-    "tight": "may fit or not: train three steps to see",
-    "does not fit": "does not fit",
-}
-
-
-def _chosen(planned: _Planned) -> str:
-    verdict = planned.resolution.row.verdict
-    own = planned.resolution.row.choice.label
-    if planned.resolution.reason != AS_GIVEN:
-        return planned.resolution.reason
-    return f"{own}, {AS_GIVEN}" + ("" if verdict is None else f"; it {_VERDICTS[verdict]}")
+def _answer(planned: _Planned) -> str:
+    """Return two sentences: whether the job fits, and which modes to use."""
+    row, hardware, best = planned.resolution.row, planned.hardware, planned.recommendation
+    needed = f"about {format_gib(row.reserved_bytes)}"
+    if hardware.memory_gib is None:
+        return (
+            f"The job needs {needed} GiB per rank.\n"
+            "No memory limit is known: set --device or --memory-gib to see whether the job fits."
+        )
+    percent = 100 * row.reserved_bytes / GIB / hardware.memory_gib
+    limit, margin = f"{hardware.memory_gib:.4g}", f"{hardware.margin_gib:.3g}"
+    memory = f"{needed} of {limit} GiB per rank ({percent:.0f} %; margin {margin} GiB)"
+    verdict = {
+        "fits": f"Fits: {memory}.",
+        "tight": f"Tight: {memory}; train three steps to see whether it fits.",
+        "does not fit": f"Does not fit: {memory}.",
+        None: "",
+    }[row.verdict]
+    if best is not None and is_auto(planned.comparison.config):
+        return f"{verdict}\nChosen by `auto`: {best.reason}."
+    if best is not None:
+        change = " (the modes of the job)" if best.row is row else ""
+        return f"{verdict}\nRecommended{change}: {best.reason}."
+    if row.verdict == "fits":
+        return verdict
+    advice = "; ".join(remedies(planned.comparison, planned.comparison.rows))
+    return f"{verdict}\n{advice[0].upper()}{advice[1:]}."
 
 
 def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
-    """All of it as plain data."""
-    config = planned.resolution.config
+    """Return the plan as plain data."""
+    config, best = planned.resolution.config, planned.recommendation
     return {
-        "model": _model_name(config),
+        "model": model_name(config),
         "parameters": planned.plan.inventory.num_parameters,
         "layout": asdict(planned.layout),
         "kernels": config.kernels.model_dump(),
@@ -263,16 +279,15 @@ def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
         "assumptions": asdict(planned.hardware),
         "flops_are_exact": planned.subject.flops.is_exact,
         "rows": describe_comparison(planned.comparison, planned.resolution.row),
-        "left_out": list(planned.comparison.notes),
-        "resolved": {
-            "gradient_accumulation": config.gradient_accumulation.model_dump(),
-            "activation_checkpoint": config.activation_checkpoint.model_dump(),
-            "reason": planned.resolution.reason,
-        },
-        "auto_would_be": planned.suggestion,
-        "note": honesty(planned.subject.flops, config),
+        "notes": list(planned.comparison.notes),
+        "resolved": {**_modes(config), "reason": planned.resolution.reason},
+        "recommended": None if best is None else {**_modes(best.config), "reason": best.reason},
+        "accuracy": accuracy(planned.subject.flops, config),
     }
 
 
-def _model_name(config: JobConfig) -> str:
-    return config.model.name if ":" in config.model.name else f"{config.model.name} {config.model.flavor}"
+def _modes(config: JobConfig) -> dict[str, Any]:
+    return {
+        "gradient_accumulation": config.gradient_accumulation.model_dump(),
+        "activation_checkpoint": config.activation_checkpoint.model_dump(),
+    }

@@ -21,7 +21,15 @@ MOST_FAKE_RANKS = 16384
 def add_arguments(parser: Parser) -> None:
     """Add the options of `train`."""
     parser.add_job("python -m titan_launch --config configs/llama_bn.toml --training.steps=20")
+    add_verbose(parser)
     add_dry_run(parser)
+
+
+def add_verbose(parser: Parser) -> None:
+    """Add the option `--verbose` of a run."""
+    parser.add_argument(
+        "--verbose", action="store_true", help="also print the table of FSDP2 units (always in the logs)"
+    )
 
 
 def add_dry_run(parser: Parser) -> None:
@@ -42,7 +50,7 @@ def run(arguments: Namespace) -> NoReturn:
     stop = StopRequest()
     with stop.listening():  # before torch is imported, so that a signal of these seconds is not lost
         loaded = load_to_train(arguments, _world_size())
-        run_and_exit(lambda: _import_and_train(loaded, stop), loaded.provenance.describe)
+        run_and_exit(lambda: _import_and_train(loaded, stop, arguments.verbose), loaded.provenance.describe)
 
 
 def is_dry_run(arguments: Namespace) -> bool:
@@ -70,11 +78,11 @@ def _world_size() -> int:
         raise UserError(f"error: environment variable WORLD_SIZE: {error}") from None
 
 
-def _import_and_train(loaded: LoadedJob, stop: StopRequest) -> None:
+def _import_and_train(loaded: LoadedJob, stop: StopRequest, verbose: bool) -> None:
     with without_garbage_collection():
         from titan_launch.train.main import train
 
-    train(loaded.config, loaded.provenance, stop)
+    train(loaded.config, loaded.provenance, stop, verbose)
 
 
 def _import_and_build(loaded: LoadedJob, world_size: int, rank: int) -> None:

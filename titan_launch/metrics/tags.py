@@ -49,7 +49,7 @@ TAGS = [
         "same",
         "Norm of the whole gradient before clipping.",
         chart=("loss", "gradient norm"),
-        console="grad {:8.3f}",
+        console="grad norm {:8.3f}",
     ),
     Tag(
         "train/lr",
@@ -200,14 +200,14 @@ TAGS = [
         "max",
         "Largest amount of CUDA memory held by the allocator since the last report, in GiB.",
         chart=("memory", "GiB"),
-        console="mem {:7.2f} GiB",
+        console="reserved memory {:6.2f} GiB",
     ),
     Tag(
         "memory/max_rss_gib",
         "max",
         "Largest resident memory of the process so far, in GiB, without the data workers.",
         chart=("memory", "GiB"),
-        console="mem {:7.2f} GiB",
+        console="host memory {:6.2f} GiB",
         console_fallback_for="memory/max_reserved_gib",
     ),
     Tag(

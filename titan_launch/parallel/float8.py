@@ -38,7 +38,7 @@ def convert_to_float8(model: nn.Module, plan: ModelPlan, config: Float8Config) -
         recipe = replace(recipe, enable_fsdp_float8_all_gather=config.all_gather)
     chosen = set(plan.float8)
     convert_to_float8_training(model, module_filter_fn=lambda _, path: path in chosen, config=recipe)
-    _log.info("%s", describe_float8(config, plan))
+    _log.info("float8: %s", describe_float8(config, plan))
 
 
 def scale_update(model: nn.Module, config: Float8Config) -> Callable[[], None] | None:

@@ -1,4 +1,4 @@
-"""Which modules are computed again in backward. No torch."""
+"""The modules that activation checkpointing recomputes in backward. No torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _MODULES: KeyPath = ("activation_checkpoint", "modules")
 
 
 def checkpointed_modules(inventory: Inventory, config: ActivationCheckpointConfig) -> tuple[str, ...]:
-    """Paths of the modules that `[activation_checkpoint]` has computed again; of modules within modules the outer ones.
+    """Return the paths of the checkpointed modules; of nested modules, only the outer ones.
 
-    Raises ConfigError where there are none although the mode wants some, and for every glob that matches nothing.
+    Raises ConfigError if the mode needs modules and there are none, and for every glob that matches nothing.
     """
     if not checkpoints_modules(config):
         return ()
@@ -30,27 +30,27 @@ def checkpointed_modules(inventory: Inventory, config: ActivationCheckpointConfi
     if every > len(candidates):
         what = "the model has" if not config.modules else "activation_checkpoint.modules matches"
         them = "blocks" if not config.modules else "modules"
-        reason = f"{what} {len(candidates)} {them}, so this would compute none of them again; set at most that"
+        reason = f"{what} {len(candidates)} {them}, so this would checkpoint none of them; set at most that number"
         raise config_error(("activation_checkpoint", "selective_ac_option"), reason, every)
     return candidates[every - 1 :: every]
 
 
 def checkpoints_modules(config: ActivationCheckpointConfig) -> bool:
-    """Whether modules are computed again. (Under a memory budget the compiler chooses operations.)"""
+    """Return whether modules are checkpointed. (With a memory budget, the compiler chooses operations.)"""
     if config.mode == "auto":
-        raise ValueError("the mode is not decided yet: resolve `auto` first (plan.resolution)")
+        raise ValueError("activation_checkpoint.mode is still `auto`: resolve `auto` first (plan.auto_mode)")
     return config.mode not in ("none", "memory_budget")
 
 
 def selection(config: ActivationCheckpointConfig) -> Literal["op"] | int | None:
-    """What `mode = "selective"` selects by; None in the other modes."""
+    """Return the option of `mode = "selective"`; None in the other modes."""
     return config.selective_ac_option if config.mode == "selective" else None
 
 
 def _blocks(inventory: Inventory, config: ActivationCheckpointConfig) -> tuple[str, ...]:
     if not inventory.blocks:
         reason = (
-            "works on blocks, and none of the model's are known; name them in model.blocks, or others in "
+            "works on blocks, and the model's blocks are unknown; name them in model.blocks, or name modules in "
             "activation_checkpoint.modules"
         )
         raise config_error(_MODE, reason, config.mode, also=(("model", "blocks"), _MODULES))

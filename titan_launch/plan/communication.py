@@ -4,8 +4,8 @@ FSDP2's collectives follow from the units and are computed here. Collectives of 
 are counted in a trace.
 
 The numbers are exact if every unit runs in every forward, as in the models of this package, and if every trained
-parameter gets a gradient. Only the collectives of units count. BatchNorm's statistics, the target count, clipping and
-metrics have collectives of their own, of a few numbers each.
+parameter gets a gradient. Only collectives of units count. BatchNorm's statistics, the target count, clipping and
+metrics have small collectives of their own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from titan_launch.plan.types import ModelPlan, TensorInfo, Unit, parameters_by_u
 
 @dataclass(frozen=True)
 class Collectives:
-    """How many calls of each kind."""
+    """Number of calls of each kind."""
 
     all_gathers: int = 0
     reduce_scatters: int = 0
@@ -31,7 +31,7 @@ class Collectives:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Number of all calls."""
         return self.all_gathers + self.reduce_scatters + self.all_reduces
 
     def __add__(self, other: Collectives) -> Collectives:
@@ -42,18 +42,23 @@ class Collectives:
         )
 
     def __str__(self) -> str:
-        counts = {"AG": self.all_gathers, "RS": self.reduce_scatters, "AR": self.all_reduces}
-        return " + ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
+        counts = {
+            "all-gather": self.all_gathers,
+            "reduce-scatter": self.reduce_scatters,
+            "all-reduce": self.all_reduces,
+        }
+        named = (f"{count} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
+        return " + ".join(named) or "none"
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the ranks along an axis exchange that share the work on the same samples, as one of them sends it."""
+    """Communication along an axis whose ranks work on the same samples, as one rank sees it."""
 
     calls: int = 0
 
     sent_bytes: int = 0
-    """What the rank sends, if collectives go round in rings."""
+    """Bytes that the rank sends, if collectives use rings."""
 
     def __add__(self, other: Exchange) -> Exchange:
         return Exchange(self.calls + other.calls, self.sent_bytes + other.sent_bytes)
@@ -61,27 +66,27 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Calls, and the bytes of their buffers as one rank sees them."""
+    """Calls of a rank, and the bytes of their buffers on that rank."""
 
     collectives: Collectives = field(default_factory=Collectives)
 
     all_gather_bytes: int = 0
-    """Of what is received: whole parameters in the compute dtype, padded."""
+    """Bytes received: unsharded parameters in the compute dtype, padded."""
 
     reduce_scatter_bytes: int = 0
-    """Of what is sent: whole gradients in the reduce dtype, padded."""
+    """Bytes of the input buffers: unsharded gradients in the reduce dtype, padded."""
 
     all_reduce_bytes: int = 0
-    """Of what is reduced in place: sharded gradients in the reduce dtype, padded (HSDP)."""
+    """Bytes reduced in place: sharded gradients in the reduce dtype, padded (HSDP)."""
 
     tensor: Exchange = field(default_factory=Exchange)
-    """Along the tensor axis: activations that are gathered, summed and scattered."""
+    """Tensor parallelism: all-gathers, all-reduces and reduce-scatters of activations."""
 
     context: Exchange = field(default_factory=Exchange)
-    """Along the context axis: keys and values, and their gradients."""
+    """Context parallelism: keys and values, and their gradients."""
 
     pipeline: Exchange = field(default_factory=Exchange)
-    """Along the pipeline axis: activations to the next stage, gradients to the one before."""
+    """Pipeline parallelism: activations to the next stage, gradients to the previous stage."""
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
@@ -96,7 +101,7 @@ class Traffic:
 
 
 def on_line(a: Traffic, b: Traffic, factor: float) -> Traffic:
-    """`a + factor * (b - a)`, in whole calls and bytes."""
+    """Return `a + factor * (b - a)`, rounded to whole calls and bytes."""
     return Traffic(*(_on_line(getattr(a, f.name), getattr(b, f.name), factor) for f in fields(Traffic)))
 
 
@@ -107,11 +112,11 @@ def _on_line(a: Any, b: Any, factor: float) -> Any:
 
 
 def collectives_of_unit(unit: Unit, layout: Layout) -> Collectives:
-    """What a unit communicates in one forward and backward, its gradients included.
+    """Return the collectives of an FSDP2 unit in one forward and backward.
 
-    An all-gather before forward, another before backward if the parameters are freed in between and backward reads
-    them; a reduce-scatter of the gradients, and an all-reduce of the shards between replicas (HSDP). Nothing among one
-    rank.
+    FSDP2 all-gathers the parameters before forward. It all-gathers them again before backward if they were freed after
+    forward and backward reads them. It reduce-scatters the gradients, and all-reduces the shards between replicas
+    (HSDP). A single rank has no collectives.
     """
     if not unit.num_parameters:
         return Collectives()
@@ -124,17 +129,17 @@ def collectives_of_unit(unit: Unit, layout: Layout) -> Collectives:
 
 
 def collectives_of_microbatch(units: Iterable[Unit], layout: Layout) -> Collectives:
-    """The same of all units together."""
+    """Return the collectives of all units in one forward and backward."""
     return sum((collectives_of_unit(unit, layout) for unit in units), start=Collectives())
 
 
 def collectives_of_step(units: Iterable[Unit], layout: Layout, accumulation: GradientAccumulationConfig) -> Collectives:
-    """What all units communicate in a step of `layout.num_microbatches`, under an accumulation strategy."""
+    """Return the collectives of all units in a step of `layout.num_microbatches`, in a gradient accumulation mode."""
     return _times(collectives_of_microbatch(units, layout), layout, accumulation)
 
 
 def traffic_of_step(plan: ModelPlan, layout: Layout, accumulation: GradientAccumulationConfig) -> Traffic:
-    """The same with bytes. The plan's units must be those for `accumulation`, which decides about their resharding."""
+    """Return calls and bytes of a step. `plan` must be made for `accumulation`, which decides whether units reshard."""
     return sum(
         (
             _traffic_of_unit(unit, parameters, layout, accumulation)
@@ -145,7 +150,7 @@ def traffic_of_step(plan: ModelPlan, layout: Layout, accumulation: GradientAccum
 
 
 def padded_numel(parameter: TensorInfo, shard: int) -> int:
-    """Elements of a parameter whose first axis is filled up to a multiple of the shard degree, as FSDP2 does it."""
+    """Return the elements of a parameter after FSDP2 has padded its first dim to a multiple of the shard degree."""
     rows = parameter.shape[0]
     return parameter.numel // rows * (-(-rows // shard) * shard) if parameter.numel else 0
 
@@ -166,9 +171,9 @@ def _traffic_of_unit(
 
 
 def _times(microbatch: Collectives, layout: Layout, accumulation: GradientAccumulationConfig) -> Collectives:
-    """The collectives of a step, from those of a microbatch alone."""
+    """Return the collectives of a step, given those of one microbatch."""
     if accumulation.mode == "auto":
-        raise ValueError("the mode is not decided yet: resolve `auto` first (plan.resolution)")
+        raise ValueError("gradient_accumulation.mode is still `auto`: resolve `auto` first (plan.auto_mode)")
     microbatches = layout.num_microbatches
     gathers = 1 if accumulation.keep_params_unsharded else microbatches
     scatters = 1 if accumulation.mode == "deferred" else microbatches
@@ -180,29 +185,29 @@ def _times(microbatch: Collectives, layout: Layout, accumulation: GradientAccumu
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """Bytes that one rank sends (and receives as many)."""
+    """Bytes that one rank sends in a step, by kind of link. The rank receives as many."""
 
     within: float
-    """To ranks on its own node."""
+    """Bytes to ranks on its own node."""
 
     across: float
-    """To ranks on other nodes."""
+    """Bytes to ranks on other nodes."""
 
     @property
     def total(self) -> float:
-        """Both."""
+        """Bytes over both kinds of links."""
         return self.within + self.across
 
 
-def wire_bytes(traffic: Traffic, layout: Layout, gpus_per_node: int) -> LinkTraffic:
-    """What one rank sends in a step, if collectives go round in rings.
+def link_traffic_of_step(traffic: Traffic, layout: Layout, gpus_per_node: int) -> LinkTraffic:
+    """Return the bytes that one rank sends in a step, if collectives use rings.
 
-    In a ring of n ranks each sends B (n-1)/n of an all-gather's or reduce-scatter's buffer of B bytes, and twice that
-    of an all-reduce's. The ring follows the order of ranks (see `titan_launch.plan.layout.Layout`), with
-    `gpus_per_node` neighbours on a node. Of the n hops k lead to another node, and every rank's share of the bytes is
-    taken as k/n: there are as many rings as ranks on a node, and each leaves it through another's link, as NCCL lays
-    them. Where groups lie differently on nodes, the one with the most such hops counts. What goes from stage to stage
-    of a pipeline counts by the same share.
+    In a ring of n ranks, each rank sends B (n-1)/n for an all-gather or a reduce-scatter of a buffer of B bytes, and
+    twice that for an all-reduce. The ring follows the order of ranks (see `titan_launch.plan.layout.Layout`), with
+    `gpus_per_node` neighbours on a node. If k of the n hops lead to another node, k/n of the bytes of each rank count
+    as sent to other nodes: NCCL lays one ring per rank of a node, and each ring leaves the node through another link.
+    If groups lie differently on nodes, the group with the most such hops counts. Traffic between pipeline stages is
+    divided in the same way.
     """
     shard_stride = layout.tensor
     replica_stride = layout.tensor * layout.parameter_shards
@@ -231,22 +236,22 @@ class _Ring:
 
     @property
     def sent(self) -> Fraction:
-        """The share of a buffer that a rank sends."""
+        """Fraction of a buffer that a rank sends."""
         return Fraction(self.size - 1, self.size)
 
     @property
     def across(self) -> Fraction:
-        """The share of what is sent that goes to other nodes."""
+        """Fraction of the sent bytes that goes to other nodes."""
         return Fraction(self.crossings, self.size)
 
 
 def _most_crossings(world_size: int, stride: int, size: int, gpus_per_node: int) -> int:
-    """Of the groups of `size` ranks that lie `stride` apart, that of the one with the most hops to another node."""
+    """Return the most hops to another node in any group of `size` ranks that are `stride` apart."""
     starts = (rank for rank in range(world_size) if rank // stride % size == 0)
     groups = (range(start, start + stride * size, stride) for start in starts)
     return max(_crossings([rank // gpus_per_node for rank in group]) for group in groups)
 
 
 def _crossings(nodes: Sequence[int]) -> int:
-    """Hops of a ring, the one that closes it included, that lead to another node."""
+    """Return the number of hops of a ring that lead to another node, with the hop from the last rank to the first."""
     return sum(here != there for here, there in zip(nodes, [*nodes[1:], nodes[0]], strict=True))

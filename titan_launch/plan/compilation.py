@@ -1,8 +1,8 @@
-"""Which modules torch.compile makes a graph of. No torch.
+"""The modules that torch.compile compiles into graphs. No torch.
 
-A hook of FSDP2 cannot be in a graph: it runs collectives and changes parameters. So the largest modules are compiled
-that have no unit inside of them, the blocks themselves where no rule reaches into them. A unit's own hooks run around
-its forward, which is what is compiled.
+A hook of FSDP2 cannot be part of a graph, because it runs collectives and changes parameters. So the largest modules
+without an FSDP2 unit inside are compiled: the blocks, unless a precision rule makes a unit inside a block. The hooks of
+a unit run around its forward, and only the forward is compiled.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _MODULES: KeyPath = ("activation_checkpoint", "modules")
 def compiled_modules(
     config: JobConfig, inventory: Inventory, units: Sequence[Unit], recomputed: Collection[str]
 ) -> tuple[str, ...]:
-    """Paths of the modules that are compiled, each once.
+    """Return the paths of the compiled modules, each once.
 
-    Raises ConfigError where the model has no blocks, or one of which nothing can be compiled.
+    Raises ConfigError if the model has no blocks, or a block without anything to compile.
     """
     if not config.compile.enable or "model" not in config.compile.components:
         return ()
@@ -48,40 +48,40 @@ def compiled_modules(
 
 
 def alike(paths: Sequence[str]) -> dict[str, int]:
-    """The paths with `*` for the numbers in them, and how many each stands for."""
+    """Return the paths with `*` instead of numbers, and how many paths each of them stands for."""
     return Counter(re.sub(r"\b\d+\b", "*", path) for path in paths)
 
 
 def _check_seen_by_selection(compiled: Sequence[str], recomputed: Collection[str]) -> None:
-    """What keeps the results of some operations must be a part of the graph, or see all of them."""
+    """Raise ConfigError if a checkpoint per operation contains a whole graph, whose operations it cannot see."""
     hidden = [path for path in compiled if enclosing(parent(path), recomputed)]
     if hidden:
         globs = ", ".join(f'"{pattern}"' for pattern in alike(hidden))
         reason = (
-            f'"op" keeps the results of operations, and of {hidden[0]}, which is a graph of its own, it sees none; '
-            f"name what is compiled (activation_checkpoint.modules = [{globs}]), or take another mode"
+            f'"op" saves the results of single operations and cannot see those of {hidden[0]}, which is compiled into '
+            f"a graph; name the compiled modules (activation_checkpoint.modules = [{globs}]), or set another mode"
         )
         raise config_error(("activation_checkpoint", "selective_ac_option"), reason, "op", also=(_ENABLE, _MODULES))
 
 
 def checkpoints_compiled(recomputation: ActivationCheckpointConfig, tensor_degree: int) -> bool:
-    """Whether recomputation runs a module's graphs again, instead of being a part of them.
+    """Return whether activation checkpointing runs whole graphs again, instead of being part of the graphs.
 
-    With tensor parallelism it must: a graph with a checkpoint in it would have to save a DeviceMesh. What keeps the
-    results of some operations has to see them, and can be a part of the graph there too.
+    With tensor parallelism it runs whole graphs again, because a graph with a checkpoint inside would have to save a
+    DeviceMesh. `selective_ac_option = "op"` needs the operations, so it is always part of the graph.
     """
     return tensor_degree > 1 and selection(recomputation) != "op"
 
 
 class _Pieces:
-    """The tree of a model's modules, with what cannot be inside of a graph."""
+    """The tree of a model's modules, and the modules that cannot be inside of a graph."""
 
     def __init__(self, inventory: Inventory, units: Sequence[Unit], outside: Collection[str]):
         self._inventory = inventory
         self._boundaries = {path for unit in units for path in unit.modules if path} | set(outside)
 
     def of_block(self, path: str) -> Iterator[str]:
-        """The block, or the largest modules in it, that have no boundary inside. A single layer is not worth one."""
+        """Yield the block, or the largest modules in it without a boundary inside. Single layers are not compiled."""
         if self._is_whole(path):
             yield path
         else:
@@ -118,20 +118,21 @@ def _no_blocks(config: JobConfig) -> str:
     remedy = "name them in model.blocks"
     if "loss" in config.compile.components:
         remedy += ', or leave "model" out of compile.components'
-    return f"compiles the model's blocks, and none are known; {remedy}"
+    return f"compiles the model's blocks, and they are unknown; {remedy}"
 
 
 def _nothing_left(blocks: Sequence[str], units: Sequence[Unit], outside: Collection[str]) -> Problem:
-    """Rules, or recomputation, that leave only single layers of a block."""
+    """Return the problem of blocks in which rules or activation checkpointing leave only single layers to compile."""
     inside = [u for u in units if any(p != blocks[0] and is_within(p, blocks[0]) for p in u.modules)]
     reasons = list(dict.fromkeys(unit.reason for unit in inside))
     keys = [unit.key for unit in inside if unit.key is not None]
     remedy = 'precision.param_dtype = "float32"' if BATCH_NORM_DEFAULT in reasons else "drop those rules"
-    what = f"the units of {', '.join(reasons)}, whose hooks cannot be in a graph,"
+    what = f"the units of {', '.join(reasons)}, whose hooks cannot be part of a graph"
     if not inside:
-        what, remedy, keys = f"modules that are recomputed ({listed(sorted(outside))})", "leave them out", [_MODULES]
+        what, remedy = f"checkpointed modules ({listed(sorted(outside))})", "do not checkpoint them"
+        keys = [_MODULES]
     reason = (
-        f"nothing of {listed(blocks)} can be compiled: what lies between {what} are single layers; {remedy}, or set "
+        f"nothing of {listed(blocks)} can be compiled: only single layers are outside of {what}; {remedy}, or set "
         "compile.enable = false"
     )
     return Problem(_ENABLE, reason, True, also=tuple(dict.fromkeys(keys)))

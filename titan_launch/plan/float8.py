@@ -14,14 +14,14 @@ from titan_launch.plan.units.rule_assignment import matched_modules
 _MODULES: KeyPath = ("float8", "modules")
 _LINEAR = "torch.nn.modules.linear.Linear"
 _MULTIPLE = 16
-"""What the kernels want both sides of a matrix to be a multiple of: 16 bytes of 8-bit numbers."""
+"""The kernels take matrices whose numbers of rows and columns are multiples of this: 16 bytes of 8-bit numbers."""
 
 
 def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
-    """Paths of the linear layers that `[float8]` converts.
+    """Return the paths of the linear layers that `[float8]` converts.
 
-    Raises ConfigError for globs that match nothing, or no linear layer; for layers that a rule computes in another
-    dtype than bfloat16, where a glob names them; and for matrices that the kernels do not take.
+    Raises ConfigError for globs that match no linear layer, for matched layers that a precision rule computes in
+    another dtype than bfloat16, and for matrices that the kernels do not support.
     """
     if not config.enable:
         return ()
@@ -33,23 +33,25 @@ def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
     if problems:
         raise ConfigError(problems)
     if not reduced:
-        reason = "there is no linear layer in bfloat16 in what it names; name others, or set float8.enable = false"
+        reason = "matches no linear layer that computes in bfloat16; name others, or set float8.enable = false"
         raise config_error(_MODULES, reason, list(config.modules))
     return tuple(module.path for module in reduced)
 
 
 def describe_float8(config: Float8Config, plan: ModelPlan) -> str:
-    """Which linear layers are converted, and how: one line."""
+    """Return the recipe and the converted linear layers in one line."""
     layers = ", ".join(f"{count} x {pattern}" for pattern, count in alike(plan.float8).items())
     options: list[str] = [config.recipe]
-    options += ["gathered in 8 bits"] if config.all_gather else []
+    options += ["all-gathers in 8 bits"] if config.all_gather else []
     options += ["emulated"] if config.emulate else []
-    return f"float8 ({', '.join(options)}): {layers}"
+    return f"{', '.join(options)}: {layers}"
 
 
 def check_shards(config: Float8Config, plan: ModelPlan, layout: Layout) -> None:
-    """Raise ConfigError for a converted layer that the ranks cannot share evenly, where its shards are gathered in 8
-    bits: FSDP2 pads a shard that is too short, but not what torchao makes of it."""
+    """Raise ConfigError if `float8.all_gather` is set and a converted layer cannot be sharded evenly.
+
+    FSDP2 pads a short shard, but it does not pad torchao's 8-bit copy.
+    """
     shards = layout.parameter_shards
     if not config.all_gather:
         return
@@ -57,15 +59,15 @@ def check_shards(config: Float8Config, plan: ModelPlan, layout: Layout) -> None:
         rows = next(p.shape[0] for p in plan.inventory.by_path[path].parameters if p.name == "weight")
         if rows % shards:
             reason = (
-                f"{path} has {rows} outputs, which {shards} ranks (parallelism.data_parallel_shard_degree) cannot "
-                "share evenly; shard over a number of ranks that divides them, name other float8.modules, or set false"
+                f"{path} has {rows} outputs, which {shards} shards (parallelism.data_parallel_shard_degree) do not "
+                "divide; shard over a number of ranks that divides them, name other float8.modules, or set false"
             )
             also = (_MODULES, ("parallelism", "data_parallel_shard_degree"))
             raise config_error(("float8", "all_gather"), reason, True, also=also)
 
 
 def _is_linear(module: ModuleInfo) -> bool:
-    """A plain one: what a subclass computes is its own."""
+    """Return whether a module is a plain Linear: a subclass may compute something else."""
     return module.classes[0] == _LINEAR and module.same_as is None
 
 
@@ -76,7 +78,7 @@ def _in_other_dtypes(layers: list[ModuleInfo], plan: ModelPlan, config: Float8Co
             by_unit.setdefault(plan.unit_of[module.path].reason, []).append(module.path)
     for reason, paths in by_unit.items():
         dtype = plan.unit_of[paths[0]].compute_dtype
-        text = f"names {listed(paths)}, which {reason} computes in {dtype}; leave them out here, or drop that rule"
+        text = f"names {listed(paths)}, which {reason} computes in {dtype}; do not name them, or drop that rule"
         yield Problem(_MODULES, text, list(config.modules), also=(("precision",),))
 
 
@@ -85,8 +87,8 @@ def _misshapen(layers: list[ModuleInfo], config: Float8Config) -> Iterator[Probl
         rows, columns = next(p.shape for p in module.parameters if p.name == "weight")
         if rows % _MULTIPLE or columns % _MULTIPLE:
             text = (
-                f"{module.path} has {columns} inputs and {rows} outputs, and the kernels take multiples of {_MULTIPLE} "
-                "only; name the other modules"
+                f"{module.path} has {columns} inputs and {rows} outputs, and the kernels support only multiples of "
+                f"{_MULTIPLE}; name the other modules"
             )
             yield Problem(_MODULES, text, list(config.modules))
-            return  # one stands for all of its like
+            return  # one problem is enough

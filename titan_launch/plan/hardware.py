@@ -16,40 +16,46 @@ from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, Problem, did_you_mean
 
 Kernels = Literal["cuda", "cpu"]
-"""Whose kernels save what for backward."""
+"""The device family. It decides which tensors each operation saves for backward."""
 
 GIB = 2**30
 
 _OVERHEAD_GIB, _FRAGMENTATION = 2.0, 0.15
-"""On a GPU. The first is a guess; the second was fitted to TorchTitan's published figures for Llama 3 8B."""
+"""Defaults on a GPU. The first is a guess. The second was fitted to TorchTitan's published figures for Llama 3 8B."""
 
 _PROCESS_GIB = 0.5
-"""On a CPU, where a rank shares the machine's memory: the interpreter, torch and its threads."""
+"""Default overhead on a CPU, where ranks share the machine's memory: the interpreter, torch and its threads."""
+
+_MARGIN, _MARGIN_GIB = 0.05, 0.5
+"""Default margin below the memory limit: a fraction of the limit, and its minimum on a GPU in GiB."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The assumptions of a plan, all of which it prints."""
+    """The assumptions of a plan. A plan prints all of them."""
 
     kernels: Kernels
     device: str | None
-    """Name in the device table, or what the driver calls it; None where nothing is assumed."""
+    """Name in the device table, or the name that the driver reports. None: no device is assumed."""
 
     memory_gib: float | None
-    """Of one device; None where unknown, and nothing can be said to fit."""
+    """Memory limit of one device in GiB. None: unknown, and no choice gets a verdict."""
 
     memory_source: str
-    """Where that number is from, in words."""
+    """Source of the memory limit, in words."""
 
     overhead_gib: float
-    """Memory that is not torch's."""
+    """Memory outside of tensors, in GiB: the CUDA context, NCCL, cuBLAS, or the process."""
 
     fragmentation: float
-    """By how much more is reserved than is in use, as a share."""
+    """Memory that the allocator reserves beyond the memory in use, as a fraction of the memory in use."""
+
+    margin_gib: float
+    """Memory below the limit that a choice must leave free to count as fitting, in GiB."""
 
     peak_tflops: float | None
     mfu: float
-    """The share of the peak at which a step is computed."""
+    """Fraction of the peak at which a step is computed."""
 
     intra_node_gb_per_s: float | None
     inter_node_gb_per_s: float | None
@@ -63,10 +69,11 @@ def hardware_of(
     device_name: str | None = None,
     device_memory_gib: float | None = None,
 ) -> Hardware:
-    """What `[planner]` and `[metrics]` say, completed from the device table.
+    """Return the assumptions of `[planner]` and `[metrics]`, completed from the device table.
 
-    `kernels`, `device_name` (as the driver reports it) and `device_memory_gib`: what a run found; `plan`, which may run
-    elsewhere, knows none of them and goes by `job.device`. Raises ConfigError for a device that is not in the table.
+    A run passes `kernels`, `device_name` (as the driver reports it) and `device_memory_gib`. `plan`, which may run on
+    another machine, passes none of them: `job.device` decides. Raises ConfigError for a device that is not in the
+    table.
     """
     planner = config.planner
     if problems := [*planned_device_exists(config)]:
@@ -85,6 +92,7 @@ def hardware_of(
         memory_source=source,
         overhead_gib=_first(planner.overhead_gib, overhead),
         fragmentation=_first(planner.fragmentation, _FRAGMENTATION if is_gpu else 0.0),
+        margin_gib=_first(planner.margin_gib, max(_MARGIN * (memory or 0.0), _MARGIN_GIB if is_gpu else 0.0)),
         peak_tflops=config.metrics.peak_tflops_per_device or (known.peak_bf16_tflops if known else None),
         mfu=planner.mfu,
         intra_node_gb_per_s=planner.intra_node_gb_per_s or (known.intra_node_gb_per_s if known else None),
@@ -94,7 +102,7 @@ def hardware_of(
 
 
 def planned_device_exists(config: JobConfig) -> Iterator[Problem]:
-    """`planner.device` is in the device table: a rule of the job file, though not one of the config layer's."""
+    """Yield a problem if `planner.device` is not in the device table."""
     name, names = config.planner.device, [device.name for device in DEVICES]
     if name is not None and name not in names:
         remedy = "for another set memory_gib and the bandwidths instead, and metrics.peak_tflops_per_device"
@@ -103,7 +111,7 @@ def planned_device_exists(config: JobConfig) -> Iterator[Problem]:
 
 
 def _variants(name: str, names: Sequence[str]) -> str:
-    """`h100` is three devices; otherwise the nearest name."""
+    """Return a hint: all devices that the name is a prefix of (`h100` is three devices), or the nearest name."""
     variants = [f'"{known}"' for known in names if known.startswith(f"{name.lower()}-")]
     if len(variants) < 2:
         return did_you_mean(name, names)
@@ -116,12 +124,12 @@ def _memory(
     if config.planner.memory_gib is not None:
         return config.planner.memory_gib, "planner.memory_gib"
     if config.planner.device is not None and known is not None:
-        return known.memory_gib, f"of {known.name}"
+        return known.memory_gib, known.name
     if found_gib is not None:
-        return found_gib, "of the smallest device of this run"
+        return found_gib, "the smallest device of this run"
     if kernels == "cpu":
         machine = machine_memory_gib()
-        return machine / ranks_on_machine, f"{machine:.1f} of this machine / {ranks_on_machine} ranks"
+        return machine / ranks_on_machine, f"this machine: {machine:.1f} GiB / {ranks_on_machine} ranks"
     return None, "unknown"
 
 
@@ -133,15 +141,15 @@ _CGROUPS = (
 
 
 def machine_memory_gib() -> float:
-    """Memory of this machine, or what a container is allowed of it."""
+    """Return the memory of this machine in GiB, or the limit of this container if that is lower."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([memory, *(limit for limit, _ in _container_limits())]) / GIB
 
 
 def free_memory_gib() -> float:
-    """Memory of this machine that processes can still take, or what a container may still take of it, in GiB.
+    """Return the memory that processes on this machine, or in this container, can still take, in GiB.
 
-    Page cache counts as free. Without /proc/meminfo all memory of the machine does.
+    Page cache counts as free. Without /proc/meminfo all memory of the machine counts as free.
     """
     free = [machine_memory_gib() * GIB]
     with suppress(OSError):
@@ -154,7 +162,7 @@ def free_memory_gib() -> float:
 
 
 def _container_limits() -> Iterator[tuple[int, Path]]:
-    """Limits of this container in bytes, each with the file that has the usage."""
+    """Yield the memory limits of this container in bytes, each with the file that has the usage."""
     for limit, usage in _CGROUPS:
         with suppress(OSError):
             text = Path(limit).read_text().strip()
@@ -163,7 +171,7 @@ def _container_limits() -> Iterator[tuple[int, Path]]:
 
 
 def _table(file: Path, names: Sequence[str]) -> list[int]:
-    """The numbers that a file of lines `name number ...` has for some names."""
+    """Return the numbers of some names in a file of lines `name number ...`."""
     rows = (line.split() for line in file.read_text().splitlines())
     return [int(row[1]) for row in rows if len(row) > 1 and row[0] in names]
 
@@ -177,24 +185,24 @@ class Device:
     """A kind of accelerator, as one rank sees it."""
 
     name: str
-    """What the command line calls it."""
+    """Name in `planner.device`."""
 
     match: tuple[str, ...]
-    """The lower-case words of the name that the driver reports, save for neutral ones."""
+    """Lower-case words of the name that the driver reports, without neutral words."""
 
     memory_gib: float
-    """Memory that torch reports as the device's total, which is less than the data sheet says; rounded down."""
+    """Total memory that torch reports, rounded down. It is less than the data sheet says."""
 
     peak_bf16_tflops: float
-    """Peak of the matrix units in bfloat16 with float32 accumulation, in TFLOP/s: dense, without sparsity, at the boost
-    clock of the data sheet."""
+    """Dense peak of the matrix units in bfloat16 with float32 accumulation, in TFLOP/s, at the boost clock of the data
+    sheet."""
 
     intra_node_gb_per_s: float
-    """What it sends to others on its node, in GB/s, one direction: all its links together where a switch or a full mesh
-    connects them, the slower ones where pairs are connected better than others."""
+    """Bandwidth to other devices on its node, in GB/s, one direction: all links together with a switch or a full mesh,
+    the slower links if some pairs are connected better than others."""
 
     inter_node_gb_per_s: float
-    """What it sends to other nodes, in GB/s, one direction: its share of the adapters of the usual server."""
+    """Bandwidth to other nodes, in GB/s, one direction: its part of the adapters of the usual server."""
 
 
 # Peaks are from the makers' data sheets; NVIDIA prints most with 2:4 sparsity, which is twice the dense figure.
@@ -236,15 +244,15 @@ DEVICES = (
     Device("mi325x", ("mi325x",), 255.9, 1307, 448, 50),
 )
 
-# Words that say nothing about the speed. Any other word in a name may mean another product: a MIG slice, a laptop part.
+# Words that do not change the speed. Any other word in a name may mean another product: a MIG slice, a laptop part.
 _NEUTRAL_WORDS = {"nvidia", "geforce", "amd", "instinct", "oam", "sxm4", "pcie"}
 
 
 def find_device(name: str) -> Device | None:
-    """The device behind a name: `NVIDIA H100 80GB HBM3`, as the driver reports it, or `h100-80gb`, as `DEVICES` does.
+    """Return the device of a name: `NVIDIA H100 80GB HBM3`, as the driver reports it, or `h100-80gb`, as in `DEVICES`.
 
-    None for a device that is not in the table, since a wrong peak is worse than none: an A10G is not an A10, nor an
-    RTX 3090 Ti an RTX 3090.
+    Return None for a device that is not in the table, because a wrong peak is worse than none: an A10G is not an A10,
+    and an RTX 3090 Ti is not an RTX 3090.
     """
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     for device in DEVICES:

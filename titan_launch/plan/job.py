@@ -1,4 +1,4 @@
-"""From a job and a table of the modules of its model to FSDP2 units, for each alternative that a plan compares. No
+"""The FSDP2 units of a job, from the table of its model's modules, and the choices of modes that a plan compares. No
 torch.
 """
 
@@ -27,139 +27,159 @@ from titan_launch.plan.units.order import plan_resharding
 
 @dataclass(frozen=True)
 class Choice:
-    """One row of the plan's table: a mode of accumulation and one of recomputation, neither of them `auto`."""
+    """A gradient accumulation mode and an activation checkpointing mode, neither of them `auto`."""
 
     accumulation: GradientAccumulationConfig
-    recomputation: ActivationCheckpointConfig
+    activation_checkpoint: ActivationCheckpointConfig
 
     def __post_init__(self) -> None:
-        """Nothing that reads a choice need think of `auto`."""
-        if "auto" in (self.accumulation.mode, self.recomputation.mode):
-            raise ValueError("a choice is what `auto` becomes: resolve it first (plan.resolution)")
+        """Raise ValueError for `auto`."""
+        if "auto" in (self.accumulation.mode, self.activation_checkpoint.mode):
+            raise ValueError("a choice cannot be `auto`: resolve it first (plan.auto_mode)")
 
     @property
     def label(self) -> str:
-        """For tables: `deferred, kept / selective op`."""
-        return f"{self.accumulation_label} / {self.recomputation_label}"
+        """Both modes in words: `gradient accumulation deferred, activation checkpointing none`."""
+        accumulation, checkpointing = self.accumulation_label, self.activation_checkpoint_label
+        return f"gradient accumulation {accumulation}, activation checkpointing {checkpointing}"
 
     @property
     def accumulation_label(self) -> str:
-        """For tables: `deferred, kept`, where parameters stay unsharded."""
-        kept = ", kept" if self.accumulation.keep_params_unsharded else ""
-        return f"{self.accumulation.mode}{kept}"
+        """The gradient accumulation mode in words: `deferred`, `deferred with unsharded parameters`."""
+        return accumulation_label(self.accumulation)
 
     @property
-    def recomputation_label(self) -> str:
-        """For tables: `none`, `full`, `selective op`, `selective 2`, `full of modules`, `memory_budget 0.5`."""
-        chosen = self.recomputation
-        if chosen.mode == "memory_budget":
-            return f"memory_budget {chosen.memory_budget:g}"
-        option = f" {chosen.selective_ac_option}" if chosen.mode == "selective" else ""
-        return f"{chosen.mode}{option}{' of modules' if chosen.modules else ''}"
+    def activation_checkpoint_label(self) -> str:
+        """The activation checkpointing mode in words (see `activation_checkpoint_label`)."""
+        return activation_checkpoint_label(self.activation_checkpoint)
+
+
+def accumulation_label(config: GradientAccumulationConfig) -> str:
+    """Return a gradient accumulation mode in words: `deferred`, `deferred with unsharded parameters`."""
+    return f"{config.mode}{' with unsharded parameters' if config.keep_params_unsharded else ''}"
+
+
+def activation_checkpoint_label(config: ActivationCheckpointConfig) -> str:
+    """Return an activation checkpointing mode in words: `selective (1 of 2 blocks)`, `full (listed modules)`."""
+    details = []
+    if config.mode == "selective":
+        option = config.selective_ac_option
+        details.append("per operation" if option == "op" else f"1 of {option} blocks")
+    if config.mode == "memory_budget":
+        details.append(f"{config.memory_budget:g}")
+    if config.modules:
+        details.append("listed modules")
+    return f"{config.mode} ({', '.join(details)})" if details else config.mode
 
 
 def configured_choice(config: JobConfig) -> Choice:
-    """What a job whose modes are not `auto` says itself. (`keep_params_unsharded` unset means not kept.)"""
-    accumulation, recomputation = config.gradient_accumulation, config.activation_checkpoint
-    kept = bool(accumulation.keep_params_unsharded)
-    return Choice(accumulation.model_copy(update={"keep_params_unsharded": kept}), recomputation)
+    """Return the choice of a job whose modes are not `auto`. An unset `keep_params_unsharded` becomes False."""
+    accumulation, checkpointing = config.gradient_accumulation, config.activation_checkpoint
+    unsharded = bool(accumulation.keep_params_unsharded)
+    return Choice(accumulation.model_copy(update={"keep_params_unsharded": unsharded}), checkpointing)
 
 
 def with_choice(config: JobConfig, choice: Choice) -> JobConfig:
-    """A job in which a choice is made."""
-    made = {"gradient_accumulation": choice.accumulation, "activation_checkpoint": choice.recomputation}
+    """Return the job with the modes of a choice."""
+    made = {"gradient_accumulation": choice.accumulation, "activation_checkpoint": choice.activation_checkpoint}
     return config.model_copy(update=made)
 
 
 def is_auto(config: JobConfig) -> bool:
-    """Whether a job leaves one of its modes to the planner."""
+    """Return True if a mode of the job is `auto`."""
     return "auto" in (config.gradient_accumulation.mode, config.activation_checkpoint.mode)
 
 
 def with_whole_parameters(config: JobConfig, layout: Layout) -> JobConfig:
-    """The job, with parameters that stay where they are on ranks that share them with no other, if it leaves that open.
+    """Return the job with `parallelism.fsdp_reshard_after_forward = "never"` if one rank holds whole parameters and the
+    job does not set the key.
 
-    FSDP2 gathers nothing there, with its `replicate` as little as with one shard; what it frees after forward it copies
-    once more for backward. Not under `auto`, which asks for memory first and has kept parameters among its choices, nor
-    with offloaded parameters, which would all come to the GPU.
+    With one shard, FSDP2 all-gathers nothing: parameters that it frees after forward are only copied again for
+    backward. The job stays as it is under `auto`, which puts memory first and has unsharded parameters among its
+    choices, and with CPU offload, because all parameters would stay on the GPU.
     """
     parallelism = config.parallelism
     is_open = parallelism.fsdp_reshard_after_forward == "default" and not is_auto(config)
     if layout.parameter_shards > 1 or not is_open or config.training.enable_cpu_offload:
         return config
-    kept = parallelism.model_copy(update={"fsdp_reshard_after_forward": "never"})
-    return config.model_copy(update={"parallelism": kept})
+    never = parallelism.model_copy(update={"fsdp_reshard_after_forward": "never"})
+    return config.model_copy(update={"parallelism": never})
 
 
-def plan_kept(config: JobConfig, inventory: Inventory, kept: bool) -> ModelPlan:
-    """The units of a job under any choice of modes: only whether parameters are kept decides about them.
+def plan_units(config: JobConfig, inventory: Inventory, keep_params_unsharded: bool) -> ModelPlan:
+    """Return the units of a job. Of a choice of modes, they depend on `keep_params_unsharded` only.
 
-    Raises ConfigError for precision rules that the model does not go with.
+    Raises ConfigError for precision rules that the model does not support.
     """
-    accumulation = GradientAccumulationConfig(keep_params_unsharded=kept)
+    accumulation = GradientAccumulationConfig(keep_params_unsharded=keep_params_unsharded)
     return plan_job(with_choice(config, Choice(accumulation, ActivationCheckpointConfig())), inventory)
 
 
 def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
-    """The units and dtypes of a job's model, what of it is computed again and compiled, and its stages; neither of its
-    modes is `auto` any more.
+    """Return units, dtypes, checkpointed modules, compiled modules and pipeline stages of a job without `auto`.
 
-    Raises ConfigError for precision rules, recomputation, compilation or stages that the model does not go with.
+    Raises ConfigError for precision rules, activation checkpointing, compilation or stages that the model does not
+    support.
     """
-    recomputed = checkpointed_modules(inventory, config.activation_checkpoint)
+    checkpointed = checkpointed_modules(inventory, config.activation_checkpoint)
     resharding = plan_resharding(config.parallelism, config.gradient_accumulation)
     plan = plan_model(inventory, config.precision, resharding, CAN_SHARE_UNITS)
     return replace(
         plan,
-        recomputed=recomputed,
-        compiled=compiled_modules(config, inventory, plan.units, recomputed),
+        recomputed=checkpointed,
+        compiled=compiled_modules(config, inventory, plan.units, checkpointed),
         float8=float8_modules(config.float8, plan),
         stages=plan_stages(inventory, config.parallelism),
     )
 
 
 def possible_choices(config: JobConfig, layout: Layout, inventory: Inventory) -> tuple[list[Choice], list[str]]:
-    """Every mode of accumulation that is allowed and differs from the others here, with every recomputation."""
+    """Return all choices that the job allows and that differ in effect, with notes about the others.
+
+    Raises ConfigError if the model does not support the job's activation checkpointing.
+    """
     accumulations, notes = _accumulations(config, layout)
-    recomputations = [r for r in _activation_checkpoints(config) if _suits_the_schedule(config, r, notes)]
+    checkpointings = [c for c in _activation_checkpoints(config) if _is_allowed_by_schedule(config, c, notes)]
     own = config.activation_checkpoint
     if not inventory.blocks and not own.modules:
         if own.mode not in ("none", "auto"):
-            checkpointed_modules(inventory, own)  # for its error
-        notes.append("recomputation is left out: it works on blocks, and none of the model's are known (model.blocks)")
-        recomputations = [ActivationCheckpointConfig()]
+            checkpointed_modules(inventory, own)  # raises
+        notes.append("activation checkpointing is not compared: the model's blocks are unknown (set model.blocks)")
+        checkpointings = [ActivationCheckpointConfig()]
     else:
-        for recomputation in recomputations:
-            if is_configured_activation_checkpoint(config, recomputation):
-                checkpointed_modules(inventory, recomputation)  # for its error
-        recomputations = [r for r in recomputations if _can_be_compiled(config, inventory, r, notes)]
-    return [Choice(a, r) for r in recomputations for a in accumulations], notes
+        for checkpointing in checkpointings:
+            if is_configured_activation_checkpoint(config, checkpointing):
+                checkpointed_modules(inventory, checkpointing)  # raises for modules that match nothing
+        checkpointings = [c for c in checkpointings if _can_be_compiled(config, inventory, c, notes)]
+    return [Choice(a, c) for c in checkpointings for a in accumulations], notes
 
 
-def _suits_the_schedule(config: JobConfig, recomputation: ActivationCheckpointConfig, notes: list[str]) -> bool:
-    """Whether a recomputation goes with the pipeline's schedule; why not is noted."""
-    asking = config.model_copy(update={"activation_checkpoint": recomputation})
-    problem = next(split_backward_recomputes_whole_modules(asking), None)
+def _is_allowed_by_schedule(config: JobConfig, checkpointing: ActivationCheckpointConfig, notes: list[str]) -> bool:
+    """Return whether the pipeline schedule supports an activation checkpointing mode; else add a note."""
+    problem = next(
+        split_backward_recomputes_whole_modules(config.model_copy(update={"activation_checkpoint": checkpointing})),
+        None,
+    )
     if problem is not None:
-        label = Choice(GradientAccumulationConfig(), recomputation).recomputation_label
-        notes.append(f"{label} is left out: it {problem.reason.partition(';')[0]}")
+        reason = problem.reason.partition(";")[0]
+        notes.append(f"activation checkpointing {activation_checkpoint_label(checkpointing)} is not compared: {reason}")
     return problem is None
 
 
 def _can_be_compiled(
-    config: JobConfig, inventory: Inventory, recomputation: ActivationCheckpointConfig, notes: list[str]
+    config: JobConfig, inventory: Inventory, checkpointing: ActivationCheckpointConfig, notes: list[str]
 ) -> bool:
-    """Whether a recomputation goes with `[compile]`; why not is noted, or raised where the job asks for it."""
+    """Return whether `[compile]` supports an activation checkpointing mode; else add a note, or raise if the job sets
+    the mode."""
     if not config.compile.enable:
         return True
-    choice = Choice(GradientAccumulationConfig(), recomputation)
     try:
-        plan_job(with_choice(config, choice), inventory)
+        plan_job(with_choice(config, Choice(GradientAccumulationConfig(), checkpointing)), inventory)
     except ConfigError as error:
-        if config.activation_checkpoint == recomputation:
+        if config.activation_checkpoint == checkpointing:
             raise
-        reason = error.problems[0].reason.partition(";")[0]
-        notes.append(f"{choice.recomputation_label} is left out, since the job is compiled: {reason}")
+        label, reason = activation_checkpoint_label(checkpointing), error.problems[0].reason.partition(";")[0]
+        notes.append(f"activation checkpointing {label} is not compared because the job is compiled: {reason}")
         return False
     return True
 
@@ -169,11 +189,12 @@ def _accumulations(config: JobConfig, layout: Layout) -> tuple[list[GradientAccu
     found: dict[tuple[bool, bool, bool], GradientAccumulationConfig] = {}
     notes = []
     for candidate in sorted(_candidates(layout), key=lambda it: not _is_configured_accumulation(config, it)):
-        problem = _refusal(config, candidate)
+        problem = _problem_of(config, candidate)
         if problem is None:
             found.setdefault(_effect(candidate, layout), candidate)
         elif not candidate.keep_params_unsharded or own.keep_params_unsharded:
-            notes.append(_left_out(candidate, problem))
+            key, reason = format_key(problem.key), problem.reason.partition(";")[0]
+            notes.append(f"{accumulation_label(candidate)} is not compared: {key} = {problem.value}: {reason}")
     order = [_effect(candidate, layout) for candidate in _candidates(layout)]
     return sorted(found.values(), key=lambda it: order.index(_effect(it, layout))), list(dict.fromkeys(notes))
 
@@ -182,13 +203,16 @@ def _candidates(layout: Layout) -> Iterator[GradientAccumulationConfig]:
     modes: list[Literal["immediate", "deferred_all_reduce", "deferred"]] = ["immediate", "deferred"]
     if layout.replicate > 1:
         modes.insert(1, "deferred_all_reduce")
-    for kept in (False, True):
+    for unsharded in (False, True):
         for mode in modes:
-            yield GradientAccumulationConfig(mode=mode, keep_params_unsharded=kept)
+            yield GradientAccumulationConfig(mode=mode, keep_params_unsharded=unsharded)
 
 
 def _effect(accumulation: GradientAccumulationConfig, layout: Layout) -> tuple[bool, bool, bool]:
-    """What a mode does here: with one microbatch nothing is deferred, and where nothing is sharded nothing is kept."""
+    """Return whether a mode defers reduce-scatters, defers all-reduces, and keeps parameters unsharded in this layout.
+
+    With one microbatch, no mode defers. With one shard, no mode keeps parameters unsharded.
+    """
     defers = layout.num_microbatches > 1 and layout.world_size > 1
     mode = accumulation.mode
     return (
@@ -207,21 +231,16 @@ def _activation_checkpoints(config: JobConfig) -> Iterator[ActivationCheckpointC
     yield ActivationCheckpointConfig(mode="full", modules=own.modules)
 
 
-def _refusal(config: JobConfig, accumulation: GradientAccumulationConfig) -> Problem | None:
-    """Why the job file could not ask for it, if so."""
-    asking = config.model_copy(update={"gradient_accumulation": accumulation})
-    return next((problem for rule in ACCUMULATION_RULES for problem in rule(asking)), None)
-
-
-def _left_out(accumulation: GradientAccumulationConfig, problem: Problem) -> str:
-    label = Choice(accumulation, ActivationCheckpointConfig()).accumulation_label
-    return f"{label} is left out: {format_key(problem.key)} = {problem.value}: {problem.reason.partition(';')[0]}"
+def _problem_of(config: JobConfig, accumulation: GradientAccumulationConfig) -> Problem | None:
+    """Return the problem of the job file with a gradient accumulation mode, if there is one."""
+    changed = config.model_copy(update={"gradient_accumulation": accumulation})
+    return next((problem for rule in ACCUMULATION_RULES for problem in rule(changed)), None)
 
 
 def is_configured_choice(config: JobConfig, choice: Choice) -> bool:
-    """Whether a job asks for a choice, or leaves it open by `auto`."""
+    """Return whether the job sets the choice, or `auto` may take it."""
     return _is_configured_accumulation(config, choice.accumulation) and is_configured_activation_checkpoint(
-        config, choice.recomputation
+        config, choice.activation_checkpoint
     )
 
 
@@ -232,6 +251,6 @@ def _is_configured_accumulation(config: JobConfig, accumulation: GradientAccumul
     return (own.mode, bool(own.keep_params_unsharded)) == (accumulation.mode, accumulation.keep_params_unsharded)
 
 
-def is_configured_activation_checkpoint(config: JobConfig, recomputation: ActivationCheckpointConfig) -> bool:
-    """Whether a job asks for a recomputation, or leaves it open by `auto`."""
-    return config.activation_checkpoint.mode == "auto" or config.activation_checkpoint == recomputation
+def is_configured_activation_checkpoint(config: JobConfig, checkpointing: ActivationCheckpointConfig) -> bool:
+    """Return whether the job sets the activation checkpointing, or `auto` may take it."""
+    return config.activation_checkpoint.mode == "auto" or config.activation_checkpoint == checkpointing

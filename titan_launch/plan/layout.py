@@ -1,4 +1,4 @@
-"""How ranks and batches divide: decided once, read by everything else."""
+"""The division of ranks and batches. Every other part of a run reads it. No torch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ _DEGREES = (
 class Layout:
     """The division of ranks and of the batch.
 
-    The ranks form a grid (pipeline, replicate, shard, context, tensor), the tensor axis innermost: neighbours, which
-    share a node, exchange most. A step's `global_batch_size` samples are `num_microbatches` rounds of
-    `local_batch_size` on every data-parallel rank; the ranks along the other axes work on the same samples together.
+    The ranks form a grid (pipeline, replicate, shard, context, tensor). The tensor axis is innermost, because ranks on
+    one node are neighbours and tensor parallelism communicates most. A step has `global_batch_size` samples:
+    `num_microbatches` microbatches of `local_batch_size` samples on every data-parallel rank. Ranks along the other
+    axes work on the same samples together.
     """
 
     replicate: int
@@ -79,7 +80,7 @@ class Layout:
 
     @property
     def ranks_per_stage(self) -> int:
-        """Ranks with the same layers. They are neighbours."""
+        """Ranks of one pipeline stage. They are neighbours."""
         return self.world_size // self.pipeline
 
     @property
@@ -93,16 +94,16 @@ class Layout:
         return self.samples_per_rank * self.data_parallel
 
     def data_rank(self, rank: int) -> int:
-        """Which data-parallel rank a rank is, or works with: it has that one's samples."""
+        """Return the data-parallel rank whose samples a rank has."""
         return rank // (self.context * self.tensor) % self.data_parallel
 
     def pipeline_rank(self, rank: int) -> int:
-        """The place of a rank along the pipeline."""
+        """Return the index of a rank along the pipeline axis."""
         return rank // self.ranks_per_stage
 
 
 def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_size: int) -> Layout:
-    """Divide `world_size` ranks and the global batch. Raises ConfigError where a division leaves a rest."""
+    """Divide `world_size` ranks and the global batch. Raises ConfigError if a division has a remainder."""
     shard = _shard_degree(parallelism, world_size)
     ranks = parallelism.data_parallel_replicate_degree * shard
     per_round = training.local_batch_size * ranks
@@ -130,7 +131,7 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
 
 
 def _shard_degree(parallelism: ParallelismConfig, world_size: int) -> int:
-    """The data-parallel ranks of one replica: what is asked for, or the rest."""
+    """Return the data-parallel ranks of one replica: the given degree, or for -1 the remaining ranks."""
     others = {name: getattr(parallelism, name) for name in _DEGREES if name != _SHARD}
     product, shard = prod(others.values()), parallelism.data_parallel_shard_degree
     if shard != -1 and shard * product == world_size:
@@ -155,7 +156,7 @@ def _shard_degree(parallelism: ParallelismConfig, world_size: int) -> int:
 
 
 def _does_not_divide(degrees: dict[str, int]) -> str:
-    """What the product of several degrees does, in words."""
+    """Return the reason for degrees whose product does not divide the number of ranks."""
     above_one = [degree for degree in degrees.values() if degree > 1]
     if len(above_one) == 1:
         return "does not divide"
@@ -171,7 +172,9 @@ def _key(name: str) -> KeyPath:
 
 
 def with_global_batch_size(config: JobConfig, layout: Layout) -> JobConfig:
-    """Return the job with its global batch size, which follows from the number of ranks where the job leaves it unset.
-    On another number of ranks it would be another size, and the run another experiment."""
+    """Return the job with its global batch size, which follows from the number of ranks if the job does not set it.
+
+    Another number of ranks would give another batch size, and so another experiment.
+    """
     training = config.training.model_copy(update={"global_batch_size": layout.global_batch_size})
     return config.model_copy(update={"training": training})

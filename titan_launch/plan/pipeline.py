@@ -34,11 +34,11 @@ _PER_RANK: KeyPath = ("parallelism", "pipeline_parallel_stages_per_rank")
 
 
 def plan_stages(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[Stage, ...]:
-    """The stages of a model, in order; none without pipeline parallelism.
+    """Return the stages of a model, in order; none without pipeline parallelism.
 
-    They begin where `pipeline_parallel_split_points` says. Else the largest stage is as small as whole layers allow,
-    counted in elements of matrices, which stand for the time that a layer takes; those of embeddings are only looked up
-    and do not count. Raises ConfigError for a model that cannot be divided, or not so.
+    `pipeline_parallel_split_points` gives the first modules of the stages. Without it, the largest stage is as small as
+    whole layers allow, counted in elements of matrices, as a measure of time. Embeddings do not count. Raises
+    ConfigError for a model that cannot be divided, or not at these points.
     """
     if parallelism.pipeline_parallel_degree == 1:
         return ()
@@ -61,8 +61,8 @@ def plan_stages(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[S
 
 
 def place(stage: int, parallelism: ParallelismConfig) -> int:
-    """Which rank along the pipeline holds a stage: in turns, or for ZBV there and back, so that the first rank has the
-    last stage too."""
+    """Return the pipeline rank of a stage. Ranks take stages in turn; for ZBV in a V, so that the first rank also has
+    the last stage."""
     degree = parallelism.pipeline_parallel_degree
     if parallelism.pipeline_parallel_schedule == "ZBVZeroBubble":
         return stage if stage < degree else 2 * degree - 1 - stage
@@ -72,8 +72,8 @@ def place(stage: int, parallelism: ParallelismConfig) -> int:
 def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
     if not inventory.pipeline_order:
         reason = (
-            "the model does not say which of its modules run one after another (an attribute pipeline_order of the "
-            "module: globs of them, in order; see docs/parallelism.md); declare it, or set 1"
+            "the order of the model's modules is unknown; declare an attribute pipeline_order of the model (globs, in "
+            "order; see docs/parallelism.md), or set 1"
         )
         raise config_error(_DEGREE, reason, degree)
     outside = [
@@ -83,16 +83,18 @@ def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
         if module.same_as is None and not enclosing(module.path, inventory.pipeline_order)
     ]
     if outside:
-        reason = f"would leave out {listed(outside)}, in no module of the model's pipeline_order; add these, or set 1"
+        reason = f"would drop {listed(outside)}, in no module of the model's pipeline_order; add these, or set 1"
         raise config_error(_DEGREE, reason, degree)
 
 
 def _given_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[int, ...]:
-    """Where in the chain the stages from the second on begin, as the job says."""
+    """Return the indices in the pipeline order at which the second and later stages begin, as the job sets them."""
     points, pipeline_order = parallelism.pipeline_parallel_split_points, inventory.pipeline_order
     unknown = [
         Problem(
-            (*_SPLIT, index), f"is no module of the model's pipeline_order{did_you_mean(point, pipeline_order)}", point
+            (*_SPLIT, index),
+            f"is not a module of the model's pipeline_order{did_you_mean(point, pipeline_order)}",
+            point,
         )
         for index, point in enumerate(points)
         if point not in pipeline_order
@@ -102,16 +104,18 @@ def _given_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tuple
     starts = tuple(map(pipeline_order.index, points))
     for index, (before, start) in enumerate(pairwise((0, *starts))):
         if start <= before:
-            reason = f"does not come after {points[index - 1]}" if index else "is where the first stage begins anyway"
+            reason = f"does not come after {points[index - 1]}" if index else "is the first module of the first stage"
             advice = f"name modules in the order of pipeline_order, each once ({listed(pipeline_order, most=8)})"
             raise config_error((*_SPLIT, index), f"{reason}; {advice}", points[index])
     return starts
 
 
 def _balanced_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[int, ...]:
-    """Where the stages begin that are as equal as can be, each with at least one layer: a block, or without blocks a
-    module with parameters. What lies between layers goes with the one before it, and what is before the first with
-    that one."""
+    """Return the indices at which the second and later stages begin, for stages that are as equal as possible.
+
+    Each stage has at least one layer: a block, or in a model without blocks a module with parameters. A module between
+    layers belongs to the stage of the layer before it; modules before the first layer belong to the first stage.
+    """
     wanted = num_stages(parallelism)
     layers = _layers(inventory)
     if len(layers) < wanted:
@@ -132,7 +136,7 @@ def _balanced_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tu
 
 
 def _layers(inventory: Inventory) -> list[int]:
-    """The places in the chain of what no stage may be without."""
+    """Return the indices of the layers in the pipeline order. Every stage needs at least one layer."""
     blocks = [index for index, path in enumerate(inventory.pipeline_order) if _holds_block(inventory, path)]
     return blocks or [i for i, path in enumerate(inventory.pipeline_order) if _elements(inventory, path, min_axes=0)]
 
@@ -146,7 +150,7 @@ def _cost(inventory: Inventory, path: str) -> int:
 
 
 def _elements(inventory: Inventory, path: str, min_axes: int) -> int:
-    """Elements of the parameters in a module, of those with at least so many axes."""
+    """Return the elements of a module's parameters that have at least `min_axes` dims."""
     return sum(
         parameter.numel
         for module in inventory.modules
@@ -156,7 +160,7 @@ def _elements(inventory: Inventory, path: str, min_axes: int) -> int:
 
 
 def _check_parameters(inventory: Inventory, stages: Sequence[Stage], degree: int) -> None:
-    """Raise ConfigError for stages with nothing to train, and for parameters that two stages share."""
+    """Raise ConfigError for stages without trained parameters, and for parameters that two stages share."""
     stage_of = {path: stage.index for stage in stages for path in stage.modules}
     trained = {
         stage_of[enclosing(module.path, stage_of)]
@@ -183,8 +187,10 @@ def _check_parameters(inventory: Inventory, stages: Sequence[Stage], degree: int
 
 
 def balance(costs: Sequence[int], num_parts: int) -> tuple[int, ...]:
-    """Where the second and later of so many parts of a sequence begin, none of them empty, so that the largest sum of
-    costs is as small as it can be, and then the sum of their squares."""
+    """Return the indices at which the second and later of `num_parts` non-empty parts of a sequence begin.
+
+    The parts minimize the largest sum of costs, and then the sum of the squares of the sums.
+    """
     ends, count = (0, *accumulate(costs)), len(costs)
 
     def next_starts(start: int, parts: int) -> range:
@@ -213,10 +219,10 @@ def balance(costs: Sequence[int], num_parts: int) -> tuple[int, ...]:
 
 
 def stage_part(plan: ModelPlan, stage: Stage) -> ModelPlan:
-    """What of a whole model's plan is for one of its stages: the modules, units and buffers that are there.
+    """Return the part of a model's plan for one stage: its modules, units and buffers.
 
-    A unit of modules on several stages has a part on each. The inputs of the root are what the stage before hands on:
-    in the whole model nobody casts there.
+    A unit with modules of several stages has a part on each. The root of a later stage does not cast its inputs: they
+    are the outputs of the previous stage, which the whole model does not cast there.
     """
     foreign = {path for other in plan.stages if other.index != stage.index for path in other.modules}
     inventory, first = _without(plan.inventory, foreign)
@@ -245,16 +251,16 @@ def stage_part(plan: ModelPlan, stage: Stage) -> ModelPlan:
 
 
 def parts_on_rank(plan: ModelPlan, rank: int) -> tuple[ModelPlan, ...]:
-    """The plans of the stages that a rank along the pipeline holds, in order; the plan itself without stages."""
+    """Return the plans of the stages of a pipeline rank, in order; the whole plan without stages."""
     if not plan.stages:
         return (plan,)
     return tuple(stage_part(plan, stage) for stage in plan.stages if stage.rank == rank)
 
 
 def _without(inventory: Inventory, foreign: Collection[str]) -> tuple[Inventory, dict[str, str]]:
-    """The table without some modules; and for each path that is left, the first one of the same module before.
+    """Return the table without some modules, and for each remaining path the first path of the same module before.
 
-    A module with several parents may have been met first in one that is gone: the next path is the first then.
+    The first path of a module with several parents may be removed. The next path is then the first.
     """
     modules: list[ModuleInfo] = []
     first: dict[str, str] = {}
@@ -288,14 +294,14 @@ def _is_foreign(path: str, foreign: Collection[str]) -> bool:
 
 
 _HOLDS_ALL = ("GPipe", "LoopedBFS")
-"""Schedules that do all forwards before the first backward."""
+"""Schedules that run all forwards before the first backward."""
 
 
 def sufficient_microbatches(parallelism: ParallelismConfig, layout: Layout) -> int:
-    """How many microbatches fill a pipeline: with more, none of its ranks holds more at once. At most those there are.
+    """Return the number of microbatches after which the peak memory of a pipeline no longer grows; at most all of them.
 
-    In 1F1B the first rank has begun one for each rank before its first backward; where ranks hold several stages, at
-    most three rounds of one for each rank.
+    In 1F1B the first rank starts one microbatch per rank before its first backward. With several stages per rank, a
+    rank starts at most three times as many.
     """
     schedule = parallelism.pipeline_parallel_schedule
     if schedule in _HOLDS_ALL:
@@ -306,8 +312,10 @@ def sufficient_microbatches(parallelism: ParallelismConfig, layout: Layout) -> i
 
 
 def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: GradientAccumulationConfig) -> Traffic:
-    """The traffic of a step of all microbatches, from that of one of `num_seen`: what is done for each of them is done
-    more often, what is done once a step is not."""
+    """Return the traffic of a step with all microbatches, from the traffic of a step with `num_seen`.
+
+    Traffic per microbatch is scaled. Traffic per step is not.
+    """
     every = Fraction(layout.num_microbatches, num_seen)
     once = Fraction(1)
     gathers = once if accumulation.keep_params_unsharded else every

@@ -1,4 +1,4 @@
-"""The tables that planner and trainer share: what a model is made of, and how FSDP2 will wrap it. No torch."""
+"""The tables that planner and trainer share: the modules of a model, and its FSDP2 units. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TensorInfo:
     is_floating: bool
     requires_grad: bool = False
     tied_to: str | None = None
-    """Full path of the same tensor where it was met first, for a shared (tied) parameter."""
+    """For a shared (tied) parameter: the full path under which the same tensor comes first."""
 
     @property
     def numel(self) -> int:
@@ -40,7 +40,7 @@ class ModuleInfo:
     """Dotted path from the root; the root's is empty."""
 
     classes: tuple[str, ...]
-    """Full names of its class and of that class's bases, nearest first, up to `torch.nn.Module` exclusively."""
+    """Full names of its class and base classes, nearest first, without `torch.nn.Module`."""
 
     has_forward: bool
     """False for containers (`nn.ModuleList`), which FSDP2 cannot wrap."""
@@ -49,7 +49,7 @@ class ModuleInfo:
     buffers: tuple[TensorInfo, ...] = ()
 
     same_as: str | None = None
-    """The path under which the same module was met first, for a module with several parents."""
+    """For a module with several parents: the path under which the same module comes first."""
 
     @property
     def class_name(self) -> str:
@@ -59,11 +59,11 @@ class ModuleInfo:
 
 @dataclass(frozen=True)
 class Inventory:
-    """A model as a table: every module, and which of them the model calls its blocks and its head."""
+    """A model as a table: all modules, and the paths of its blocks and its head."""
 
     modules: tuple[ModuleInfo, ...]
-    """In the order of `named_modules`: parents before children, the root first. A module with several parents is there
-    under each of its paths."""
+    """Modules in the order of `named_modules`: the root first, parents before children. A module with several parents
+    has an entry for each of its paths."""
 
     blocks: tuple[str, ...]
     """Paths of the repeated blocks, each a unit of its own."""
@@ -72,11 +72,11 @@ class Inventory:
     """Paths of the modules that run last, in order; the last one's output is the model's."""
 
     embeddings: tuple[str, ...] = ()
-    """Paths of the modules that run first and whose weights only their own forward reads: not even backward does."""
+    """Paths of the modules that run first and whose weights only their own forward reads, not backward."""
 
     pipeline_order: tuple[str, ...] = ()
-    """Paths of the modules that run one after another, in order, each on what the one before it returns; all parameters
-    are in them. Empty where nothing is known about that."""
+    """Paths of the modules that run in sequence, each on the output of the module before it. They have all parameters.
+    Empty: the order is unknown."""
 
     @cached_property
     def by_path(self) -> dict[str, ModuleInfo]:
@@ -85,154 +85,156 @@ class Inventory:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Elements of all parameters, tied ones once."""
+        """Elements of all parameters; tied parameters count once."""
         return sum(p.numel for m in self.modules for p in m.parameters if p.tied_to is None)
 
 
 def is_within(path: str, ancestor: str) -> bool:
-    """Whether `path` is the module `ancestor` or lies in it."""
+    """Return whether `path` is the module `ancestor` or lies in it."""
     return not ancestor or path == ancestor or path.startswith(ancestor + ".")
 
 
 def parent(path: str) -> str:
-    """The path of the module around a module; empty for the root."""
+    """Return the path of the enclosing module; empty for the root."""
     return path.rpartition(".")[0]
 
 
 def enclosing(path: str, modules: Collection[str]) -> str:
-    """Which of `modules` a module is or lies in, the innermost; empty for none."""
+    """Return the innermost of `modules` that a module is or lies in; empty if there is none."""
     while path and path not in modules:
         path = parent(path)
     return path
 
 
 def outermost(paths: Sequence[str]) -> tuple[str, ...]:
-    """Those of the modules that do not lie in another one of them, in order."""
+    """Return the modules that do not lie in another one of them, in order."""
     among = set(paths)
     return tuple(path for path in paths if not enclosing(parent(path), among))
 
 
 def full_name(path: str, name: str) -> str:
-    """The path of what a module holds (a parameter, a buffer, a child), from the module's path and the name there."""
+    """Return the path of a parameter, buffer or child of a module."""
     return f"{path}.{name}" if path else name
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What one FSDP2 unit does with dtypes: the arguments of `MixedPrecisionPolicy`, by name. None is FSDP2's None."""
+    """The dtypes of one FSDP2 unit: the arguments of `MixedPrecisionPolicy`, by name. None means the same as there."""
 
     param_dtype: str | None
-    """All-gather and compute. None: as stored, inputs are not cast."""
+    """Dtype of all-gathers and computation. None: the storage dtype, and inputs are not cast."""
 
     reduce_dtype: str | None
     output_dtype: str | None = None
-    """None: outputs stay as they are."""
+    """Dtype of the outputs. None: unchanged."""
 
     cast_forward_inputs: bool = True
 
     @property
     def input_dtype(self) -> str | None:
-        """What floating inputs are cast to. None: they are taken as they come."""
+        """Dtype that floating inputs are cast to. None: inputs are not cast."""
         return self.param_dtype if self.cast_forward_inputs else None
 
 
 @dataclass(frozen=True)
 class Unit:
-    """The modules of one `fully_shard` call: their parameters are gathered, freed and reduced together."""
+    """An FSDP2 unit: the modules of one `fully_shard` call. Their parameters are all-gathered, resharded and reduced
+    together."""
 
     name: str
-    """What the table calls it: the path of a block, or why it exists."""
+    """Name in the unit table: the path of a block, or the reason."""
 
     modules: tuple[str, ...]
     policy: Policy
     reshard_after_forward: bool | None
-    """None leaves the choice to FSDP2, which keeps the root's parameters (they are needed first in backward)."""
+    """None leaves the choice to FSDP2, which does not reshard the root, because backward needs it first."""
 
     storage_dtype: str
     reason: str
-    """`precision.rules.0`, `block`, `head`, `embedding`, `root`, or the default that made it."""
+    """Reason for the unit: `precision.rules.0`, `block`, `head`, `embedding`, `root`, or the name of a default."""
 
     key: KeyPath | None = None
-    """The rule that made it, as a path into the job file."""
+    """Key of the precision rule that made the unit."""
 
     num_parameters: int = 0
-    """Elements of the parameters it holds, over all ranks."""
+    """Elements of its parameters, over all ranks."""
 
     is_trained: bool = True
-    """Whether any of them takes a gradient."""
+    """Whether any of its parameters takes a gradient."""
 
     unshard_in_backward: bool = True
-    """Whether backward gathers the parameters again if they were freed; not where it does not read them."""
+    """Whether backward all-gathers the parameters again after a reshard. False: backward does not read them."""
 
     @property
     def num_gathers(self) -> int:
-        """How often its parameters are gathered in one forward and backward, among several ranks."""
+        """All-gathers of its parameters in one forward and backward, on several ranks."""
         return 2 if self.reshard_after_forward and self.unshard_in_backward else 1
 
     @property
     def compute_dtype(self) -> str:
-        """What its parameters are gathered in, and their gradients are made in."""
+        """Dtype of its unsharded parameters and their gradients."""
         return self.policy.param_dtype or self.storage_dtype
 
     @property
     def reduce_dtype(self) -> str:
-        """What its gradients are reduced in."""
+        """Dtype in which its gradients are reduced."""
         return self.policy.reduce_dtype or self.compute_dtype
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the model that pipeline parallelism runs as a whole."""
+    """A pipeline stage."""
 
     index: int
-    """Its place among the stages, in the order in which they run."""
+    """Index in the order in which stages run."""
 
     rank: int
-    """Which of the ranks along the pipeline holds it."""
+    """Pipeline rank that has the stage."""
 
     modules: tuple[str, ...]
-    """Paths of the modules of the model's chain that it has, in order."""
+    """Paths of its modules of the pipeline order, in order."""
 
     num_parameters: int
     """Elements of their parameters."""
 
     @property
     def extent(self) -> str:
-        """Its first and last module, in words."""
+        """Its first and last module: `layers.3 .. output`."""
         return " .. ".join(dict.fromkeys((self.modules[0], self.modules[-1])))
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What becomes of a model's modules, parameters and buffers: what wrapping, audit and planner all read."""
+    """The plan of a model's modules, parameters and buffers. Wrapping, audit and planner all read it."""
 
     inventory: Inventory
     units: tuple[Unit, ...]
-    """In the order in which they are wrapped: inner before outer, the root last."""
+    """Units in wrapping order: inner units before outer ones, the root last."""
 
     buffer_dtypes: Mapping[str, str]
-    """Dtypes of all floating buffers, by full name: those the model gave them, or those that `[precision]` asks for."""
+    """Dtypes of all floating buffers by full name: from the model, or from `[precision]`."""
 
     recomputed: tuple[str, ...] = ()
-    """Paths of the modules whose activations are computed again in backward."""
+    """Paths of the modules with activation checkpointing."""
 
     compiled: tuple[str, ...] = ()
-    """Paths of the modules that are compiled, each into a graph of its own."""
+    """Paths of the compiled modules. Each becomes one graph."""
 
     float8: tuple[str, ...] = ()
-    """Paths of the linear layers whose products are in 8-bit floating point."""
+    """Paths of the linear layers that compute in 8-bit floating point."""
 
     stages: tuple[Stage, ...] = ()
-    """The parts that pipeline parallelism divides the model into, in order; empty without it."""
+    """Pipeline stages in order; empty without pipeline parallelism."""
 
     @cached_property
     def unit_of(self) -> dict[str, Unit]:
-        """By module path: the unit that holds the parameters which the module owns."""
+        """The unit of the parameters that a module owns, by module path."""
         return {path: self.units[index] for path, index in unit_by_module(self.inventory, self.units).items()}
 
 
 def unit_by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, int]:
-    """The index of the unit that holds the parameters each module owns: that of the nearest module around it."""
+    """Return, by module path, the index of the unit of the parameters that the module owns: the unit of the nearest
+    enclosing module."""
     members = {path: index for index, unit in enumerate(units) for path in unit.modules}
     owners: dict[str, int] = {}
     for module in inventory.modules:  # parents come first
@@ -242,7 +244,7 @@ def unit_by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, int
 
 
 def parameters_by_unit(inventory: Inventory, units: Sequence[Unit]) -> list[list[TensorInfo]]:
-    """The parameters that each unit holds, tied ones once, in the order of the units."""
+    """Return the parameters of each unit, in the order of the units. Tied parameters count once."""
     owners = unit_by_module(inventory, units)
     parameters: list[list[TensorInfo]] = [[] for _ in units]
     for module in inventory.modules:

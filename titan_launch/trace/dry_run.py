@@ -18,12 +18,12 @@ from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.groups import check_param_groups
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.pipeline import parts
-from titan_launch.plan.communication import wire_bytes
+from titan_launch.plan.communication import link_traffic_of_step
 from titan_launch.plan.hardware import Hardware
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.comparison import estimate_reserved, judge
-from titan_launch.plan.report.table import format_gib
-from titan_launch.plan.report.unit_table import format_batches
+from titan_launch.plan.report.job_summary import summary_of_batch
+from titan_launch.plan.report.table import format_gib, format_limit
 from titan_launch.trace.depth import trace_rank
 from titan_launch.trace.step import TracedStep, assemble_without_values
 from titan_launch.train.auto_mode import plan_precision
@@ -47,7 +47,8 @@ def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) ->
         held = list(_what_it_holds(model, optimizer))
     eager = config.model_copy(update={"compile": CompileConfig()})  # compilation is slow and does not change the text
     traced = trace_rank(eager, replace(plan, compiled=()), layout, hardware.kernels, rank)
-    lines = [format_batches(config, layout), *held, *_what_a_step_takes(traced, layout, hardware)]
+    batch = [f"{name}: {value}" for name, value in summary_of_batch(layout)]
+    lines = [*batch, *held, *_what_a_step_takes(traced, layout, hardware)]
     return "\n".join([*lines, "nothing was trained, read or written"])
 
 
@@ -81,14 +82,14 @@ def _what_it_holds(model: AssembledModel, optimizer: Optimizer) -> Iterator[str]
 
 
 def _what_a_step_takes(traced: TracedStep, layout: Layout, hardware: Hardware) -> Iterator[str]:
-    footprint, wire = traced.footprint, wire_bytes(traced.traffic, layout, hardware.gpus_per_node)
-    yield f"a step: {format_gib(footprint.peak_bytes)} GiB in use at its peak ({footprint.place})"
+    footprint, sent = traced.footprint, link_traffic_of_step(traced.traffic, layout, hardware.gpus_per_node)
+    yield f"peak memory of a step: {format_gib(footprint.peak_bytes)} GiB active ({footprint.place})"
     reserved = estimate_reserved(footprint, hardware)
     verdict = judge(footprint, reserved, hardware)
     if verdict is not None:
-        limit = f"{hardware.memory_gib:.4g} GiB ({hardware.memory_source})"
-        yield f"memory: about {format_gib(reserved)} GiB of {limit}: {verdict}"
-    yield f"sends: about {format_gib(wire.within)} GiB within a node and {format_gib(wire.across)} GiB across nodes"
+        yield f"memory: about {format_gib(reserved)} GiB of {format_limit(hardware)}: {verdict}"
+    traffic = f"about {format_gib(sent.within)} GiB within a node and {format_gib(sent.across)} GiB across nodes"
+    yield f"link traffic of a step: {traffic}"
 
 
 def _gib(tensors: Iterable[Tensor]) -> str:

@@ -90,8 +90,8 @@ def _log_views(watched: Sequence[_Watched]) -> None:
         if path and observed.modules[path].returns_view
     ]
     if paths:
-        advice = "these modules return views; do not change the views in place (write x = x + y, not x += y)"
-        _log.info("%s: %s", advice, listed(paths))
+        advice = "nothing to do unless the model changes these in place: write x = x + y, not x += y"
+        _log.info("outputs that are views: %s (%s)", listed(paths), advice)
 
 
 def _merge_differences(differences: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`mode = "auto"` in a run: decided before anything is allocated, the same on all ranks, and kept on resume."""
+"""`mode = "auto"` in a run: resolved before anything is allocated, the same on all ranks, and unchanged by a resume."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ from titan_launch.train.trace_subprocess import TraceProcess
 def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
     """Return the table of a model's modules.
 
-    Raises ConfigError for a forward that takes other arguments than the inputs, and for BatchNorm statistics, tensor
-    parallelism or context parallelism that the model does not go with: only its classes can tell.
+    Raises ConfigError for a forward with the wrong arguments, and for BatchNorm statistics, tensor parallelism or
+    context parallelism that the classes of the model do not support.
     """
     check_signature(built.module, config.data.unit)
     check_batch_norms(built.module, config.batchnorm)
@@ -58,9 +58,10 @@ def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
 
 
 def plan_precision(config: JobConfig, built: BuiltModel) -> ModelPlan:
-    """The units and dtypes of a model on the meta device.
+    """Return the units and dtypes of a model on the meta device.
 
-    Raises ConfigError for precision rules, BatchNorm statistics or recomputation that the model does not go with.
+    Raises ConfigError for precision rules, BatchNorm statistics or activation checkpointing that the model does not
+    support.
     """
     return plan_job(config, inspect_model(config, built))
 
@@ -68,13 +69,13 @@ def plan_precision(config: JobConfig, built: BuiltModel) -> ModelPlan:
 _log = logging.getLogger(__name__)
 
 Decision = tuple[Choice, str]
-"""What `auto` stands for, and why."""
+"""The choice that `auto` stands for, and the choice and its reason in words."""
 
 
 def hardware_of_run(config: JobConfig, ranks: Ranks) -> Hardware:
-    """What the planner assumes of the devices of this run, the same on all ranks; collective.
+    """Return the planner's assumptions about the devices of this run, the same on all ranks; collective.
 
-    The memory is that of the smallest device, unless `[planner]` says otherwise.
+    The memory limit is the memory of the smallest device, unless `[planner]` sets another.
     """
     if ranks.device.type != "cuda":
         return hardware_of(config, ranks.on_host, kernels="cpu")
@@ -93,10 +94,10 @@ def resolve_auto_modes(
     attempt: Attempt,
     ranks: Ranks,
 ) -> tuple[JobConfig, str | None]:
-    """The job with its modes decided, and why; as it is, and None, where it leaves nothing to decide. Collective.
+    """Return the job without `auto`, and the reason for its modes; the same job and None if no mode is `auto`.
 
-    A run that goes on keeps the modes it had. Otherwise the main rank decides for all. Raises ConfigError (UserError,
-    for a model that is traced) on all ranks alike where nothing fits; nothing is written or allocated then.
+    Collective. A resumed run keeps the modes that it began with. Otherwise rank 0 chooses for all ranks. Raises
+    ConfigError (UserError for a traced model) on all ranks if nothing fits, before anything is written or allocated.
     """
     if not is_auto(config):
         return config, None
@@ -109,34 +110,36 @@ def _decide(
     config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware, folder: Path, attempt: Attempt
 ) -> Decision:
     try:
-        return _kept(config, folder, attempt) or _resolved(config, layout, built, hardware)
+        return _recorded(config, folder, attempt) or _resolved(config, layout, built, hardware)
     except ConfigError:
         raise
     except (UserError, RunError) as error:
-        raise UserError(f'{error}\nor name a mode in place of "auto"') from error
+        raise UserError(f'{error}\nor set a mode instead of "auto"') from error
 
 
-def _kept(config: JobConfig, folder: Path, attempt: Attempt) -> Decision | None:
-    """What the run had before, if it goes on and the job still admits it: modes add up in different orders, so a change
-    would change the results."""
+def _recorded(config: JobConfig, folder: Path, attempt: Attempt) -> Decision | None:
+    """Return the modes that a resumed run began with, if the job still allows them.
+
+    Modes sum gradients in different orders, so a change of modes would change the results.
+    """
     recorded = recorded_modes(folder, config, attempt)
     if recorded is None:
         return None
     own_accumulation, own_recomputation = config.gradient_accumulation, config.activation_checkpoint
     accumulation = recorded.accumulation if own_accumulation.mode == "auto" else own_accumulation
-    recomputation = recorded.recomputation if own_recomputation.mode == "auto" else own_recomputation
+    recomputation = recorded.activation_checkpoint if own_recomputation.mode == "auto" else own_recomputation
     choice = configured_choice(with_choice(config, Choice(accumulation, recomputation)))
     obstacle = next(_obstacles(config, choice), None)
     if obstacle is not None:
-        _log.info("auto: %s cannot be kept (%s), so it is decided anew", choice.label, obstacle)
+        _log.info("auto: %s is not possible any more (%s); `auto` is resolved again", choice.label, obstacle)
         return None
-    return choice, f"{choice.label}: kept from when the run began"
+    return choice, f"{choice.label}, because the run began with it"
 
 
 def _obstacles(config: JobConfig, choice: Choice) -> Iterator[str]:
     wanted, kept = config.gradient_accumulation.keep_params_unsharded, choice.accumulation.keep_params_unsharded
     if wanted is not None and wanted != kept:
-        yield "gradient_accumulation.keep_params_unsharded is another now"
+        yield "gradient_accumulation.keep_params_unsharded has changed"
     for rule in ACCUMULATION_RULES:
         for problem in rule(with_choice(config, choice)):
             yield f"{format_key(problem.key)}: {problem.reason}"
@@ -156,14 +159,15 @@ def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Ha
 
 
 def _least_memory(config: JobConfig, layout: Layout, inventory: Inventory) -> Decision:
-    """Return the choice that holds the least memory: the most recomputation, with the first mode of accumulation."""
+    """Return the choice with the least memory: the most activation checkpointing, the first accumulation mode."""
     own = [choice for choice in possible_choices(config, layout, inventory)[0] if is_configured_choice(config, choice)]
-    choice = next(choice for choice in own if choice.recomputation == own[-1].recomputation)
-    return choice, f"{choice.label}: the least memory, since jobs are not traced on an untested release of PyTorch"
+    choice = next(choice for choice in own if choice.activation_checkpoint == own[-1].activation_checkpoint)
+    reason = "because it takes the least memory: jobs are not traced on an untested release of PyTorch"
+    return choice, f"{choice.label}, {reason}"
 
 
 def _resolved_by_trace(config: JobConfig, layout: Layout, hardware: Hardware) -> Decision:
-    _log.info("auto: the job is traced to find what it needs (%s)", unknown_part(config))
+    _log.info("auto: the job is traced to predict its memory (%s)", unknown_part(config))
     with ExitStack() as stack:
         resolved = TraceProcess(config, layout.world_size, hardware, stack).result()["resolved"]
     accumulation = GradientAccumulationConfig.model_validate(resolved["gradient_accumulation"])

@@ -22,7 +22,7 @@ from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.compile import cache_folder, compile_loss
 from titan_launch.parallel.float8 import scale_update
 from titan_launch.parallel.pipeline import pipeline_of
-from titan_launch.plan.report.unit_table import KeyLocator, describe_units, format_plan
+from titan_launch.plan.report.unit_table import KeyLocator, describe_units
 from titan_launch.train.batches import RunData, build_data, build_train_batches, build_validation_batches
 from titan_launch.train.forward import checked_loss
 from titan_launch.train.health.coordination import StepCoordinator, StopRequest
@@ -33,7 +33,7 @@ from titan_launch.train.kernel_choice import attention_dtypes, use_kernels
 from titan_launch.train.measure import MemoryCheck, StepMeasurements
 from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
 from titan_launch.train.resolve_job import ResolvedJob, resolve_job
-from titan_launch.train.run import Run, build_meter, build_sinks, log_batches
+from titan_launch.train.run import Run, build_meter, build_sinks, log_summary
 from titan_launch.train.run_folder.attempt import this_attempt
 from titan_launch.train.run_folder.folder import OpenRunFolder, effective_load, new_attempt_folder, prepare_run_folder
 from titan_launch.train.run_folder.logs import LogFile
@@ -64,7 +64,6 @@ def build_run(
     watchdog = watchdog or Watchdog(config.comm, ranks)
     job = resolve_job(config, ranks, this_attempt())
     config = job.config
-    _log.info("%s", format_plan(config, job.plan, job.layout, locate_key))
     use_kernels(config, job.built, job.plan, job.layout, ranks.device, stack)
     stack.enter_context(cache_folder(config.compile))
 
@@ -85,7 +84,8 @@ def build_run(
     checkpoints = open_checkpoints(job.requested, folder.path, state, progress, data.sources, ranks, stack)
     load_or_begin(job, folder.path, state, progress, data, stack)
     on_rank_0(lambda: record_units(folder.path, describe_units(job.plan, job.layout, locate_key)))
-    log_batches(config, job.layout, ranks, data.train, data.validation, folder.path)
+    memory_check = MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_rank_0 else None
+    log_summary(job, ranks, memory_check, data.train, data.validation, folder.path, locate_key)
     first_step = progress.step + 1
     console = ConsoleSink(total_steps=config.training.steps) if ranks.is_rank_0 else None
     return Run(
@@ -112,7 +112,7 @@ def build_run(
         measurements=StepMeasurements(
             config.comm, model.module, optimizer, step, ranks.device, first_step, config.compile.enable, stack
         ),
-        memory_check=MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_rank_0 else None,
+        memory_check=memory_check,
         sinks=build_sinks(job, folder.path, progress, console, stack),
         console=console,
         watchdog=watchdog,

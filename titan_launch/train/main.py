@@ -23,14 +23,17 @@ from titan_launch.train.run_folder.logs import console_log, rank_log
 from titan_launch.train.run_folder.resume import how_to_resume
 
 
-def train(config: JobConfig, provenance: Provenance, stop: StopRequest) -> None:
-    """Train as one rank, to the last step or until `stop`. All writers are closed on every path."""
+def train(config: JobConfig, provenance: Provenance, stop: StopRequest, verbose: bool = False) -> None:
+    """Train as one rank, to the last step or until `stop`. All writers are closed on every path.
+
+    `verbose`: print messages of level DEBUG too, such as the table of FSDP2 units. The log files always have them.
+    """
     with full_disk_explained(config), ExitStack() as stack:
         log_file = stack.enter_context(rank_log())
         configure_flight_recorder(config.job.run_folder, config.comm.flight_recorder_size)
         timeout = config.comm.init_timeout_seconds
         ranks = stack.enter_context(process_group(config.job.device, timeout, lambda: stop.signal))
-        stack.enter_context(console_log(ranks.is_rank_0))
+        stack.enter_context(console_log(ranks.is_rank_0, verbose))
         warn_of_untested_release()
         _ignore_warnings()
         seed_everything(

@@ -22,17 +22,20 @@ from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.sinks import SINKS, ConsoleSink, Sink
-from titan_launch.plan.hardware import find_device
+from titan_launch.plan.hardware import GIB, Hardware, find_device
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.report.unit_table import KeyLocator, format_batches
+from titan_launch.plan.report.job_summary import format_lines, summary_of_job
+from titan_launch.plan.report.table import format_gib
+from titan_launch.plan.report.unit_table import KeyLocator, format_plan
 from titan_launch.plan.types import ModelPlan
 from titan_launch.train.batches import TrainBatches
 from titan_launch.train.health.coordination import StepCoordinator
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.health.watchdog import Watchdog
-from titan_launch.train.measure import MemoryCheck, StepMeasurements
+from titan_launch.train.measure import PREDICTED, MemoryCheck, StepMeasurements
 from titan_launch.train.resolve_job import ResolvedJob
 from titan_launch.train.run_folder.folder import OpenRunFolder
+from titan_launch.train.run_folder.records import UNITS_FILE
 from titan_launch.train.step import Microbatch, TrainStep
 
 
@@ -70,11 +73,11 @@ class Run:
     meter: Meter
     measurements: StepMeasurements
     memory_check: MemoryCheck | None
-    """On rank 0; None on the others."""
+    """None on other ranks than rank 0."""
 
     sinks: tuple[Sink, ...]
     console: ConsoleSink | None
-    """The terminal, which is also one of the sinks; on rank 0, None on the others."""
+    """The terminal, one of the sinks; None on other ranks than rank 0."""
 
     watchdog: Watchdog
     """Records the current activity of this rank, for hang detection."""
@@ -125,15 +128,36 @@ def build_sinks(
     return tuple(sinks)
 
 
-def log_batches(
-    config: JobConfig, layout: Layout, ranks: Ranks, source: SampleSource, held_out: SampleSource | None, folder: Path
+def log_summary(
+    resolved: ResolvedJob,
+    ranks: Ranks,
+    memory_check: MemoryCheck | None,
+    source: SampleSource,
+    held_out: SampleSource | None,
+    folder: Path,
+    locate_key: KeyLocator,
 ) -> None:
-    """Log how the run divides its batch, what data it has, and where it writes. `held_out`: the validation source."""
-    _log.info("%s", format_batches(config, layout))
-    _log.info("data: %s", source.describe())
+    """Log the job in about twelve lines, and at level DEBUG the table of units. `held_out`: the validation source."""
+    config, plan = resolved.config, resolved.plan
+    data = [("data", source.describe())]
     if held_out is not None:
         most = config.validation.max_samples
         used = f"; the first {most:,} samples are used" if most is not None and most < len(held_out) else ""
-        _log.info("validation data: %s%s", held_out.describe(), used)
-    _log.info("device: %s", ranks.device.type)
-    _log.info("folder: %s", folder)
+        data.append(("validation data", f"{held_out.describe()}{used}"))
+    lines = [
+        *summary_of_job(config, plan, resolved.layout),
+        ("device", f"{ranks.device.type}{_memory(resolved.hardware, memory_check)}"),
+        *data,
+        ("folder", f"{folder} ({UNITS_FILE} has the table of the {len(plan.units)} FSDP2 units)"),
+    ]
+    _log.info("%s", format_lines(lines))
+    if ranks.is_rank_0:
+        _log.debug("%s", format_plan(config, plan, resolved.layout, locate_key))
+
+
+def _memory(hardware: Hardware, memory_check: MemoryCheck | None) -> str:
+    """Return the memory of a rank and its predicted peak, as far as they are known."""
+    predicted = None if memory_check is None else memory_check.scalars(None).get(PREDICTED)
+    peak = "" if predicted is None else f", predicted peak memory {format_gib(predicted * GIB)} GiB"
+    limit = "" if hardware.memory_gib is None else f", {hardware.memory_gib:.4g} GiB per rank"
+    return limit + peak

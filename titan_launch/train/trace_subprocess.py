@@ -91,6 +91,7 @@ def _with_hardware(config: JobConfig, hardware: Hardware) -> JobConfig:
             "inter_node_gb_per_s": hardware.inter_node_gb_per_s,
             "overhead_gib": hardware.overhead_gib,
             "fragmentation": hardware.fragmentation,
+            "margin_gib": hardware.margin_gib,
         }
     )
     return config.model_copy(

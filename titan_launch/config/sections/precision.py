@@ -119,10 +119,10 @@ class KernelsConfig(Section):
     rule says float32."""
 
     attention: Literal["auto", AttentionBackend] = "auto"
-    """What `F.scaled_dot_product_attention` runs. `auto`: on a GPU the first that can be used of `cudnn`, `flash`,
-    `efficient` and `math` (before Hopper, `flash` comes first), which the log names with the reasons against those
-    before it; on a CPU PyTorch's own choice, or this launcher's blocks of tokens for causal attention in short
-    sequences, where these are faster. One of them: PyTorch's, or an error. `math` stores all scores."""
+    """Kernel of `F.scaled_dot_product_attention`. `auto` on a GPU: the first usable of `cudnn`, `flash`, `efficient`
+    and `math` (before Hopper, `flash` comes first); the log names the kernel, with the reasons against those before it.
+    `auto` on a CPU: PyTorch's choice, or this launcher's blocked kernel for causal attention in short sequences, if it
+    is faster. Another value: that kernel of PyTorch, or an error. `math` stores all scores."""
 
     float32_precision: Literal["ieee", "tf32"] = "ieee"
     """Matrix products and convolutions of float32 tensors on a GPU. `tf32`: their factors are rounded to 10 bits of

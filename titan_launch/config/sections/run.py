@@ -132,37 +132,42 @@ _Positive = Annotated[float, Field(gt=0)]
 
 
 class PlannerConfig(Section):
-    """What is assumed about the machines when memory and time are predicted: by `plan`, by `mode = "auto"`, and where
-    a run reports predicted memory beside measured memory. All of it is printed with the predictions."""
+    """Assumptions about the machines, for predictions of memory and time. `plan`, `mode = "auto"` and the predicted
+    memory of a run use them. `plan` prints all of them."""
 
     device: str | None = None
-    """The accelerator to plan for, by its name in the device table: `h100-80gb`, `a100-40gb`, ... (an unknown name
-    lists all). It gives memory, peak and bandwidths, each of which a key of its own overrides. Default: in a run, the
-    GPU there is; in `plan`, none, and the table then has no verdicts unless `memory_gib` is set."""
+    """Accelerator to plan for, by its name in the device table: `h100-80gb`, `a100-40gb`, ... (an unknown name lists
+    all). The device sets memory, peak and bandwidths; the keys below override them. Default: in a run, the GPU of the
+    machine; in `plan`, none. Without a device, `plan` gives no verdicts unless `memory_gib` is set."""
 
     memory_gib: _Positive | None = None
-    """Memory of one device, in GiB, as torch reports it. Default: the device's. On a CPU (`job.device = "cpu"`, no
-    `device` here): the machine's memory divided by the ranks on it."""
+    """Memory limit of one device, in GiB, as torch reports it. Default: the memory of the device. On a CPU
+    (`job.device = "cpu"`, no `planner.device`): the machine's memory divided by the ranks on the machine."""
+
+    margin_gib: Annotated[float, Field(ge=0)] | None = None
+    """Memory, in GiB, that must stay free below the limit for the verdict `fits`; `auto` chooses no mode that leaves
+    less free. Default: 5 % of the limit, and on a GPU at least 0.5."""
 
     intra_node_gb_per_s: _Positive | None = None
-    """What one GPU sends to others on its node, in GB/s (1e9 bytes, one direction). Default: the device's."""
+    """Bandwidth of one GPU to other GPUs on its node, in GB/s (1e9 bytes, one direction). Default: that of the
+    device."""
 
     inter_node_gb_per_s: _Positive | None = None
-    """What one GPU sends to other nodes, in GB/s (1e9 bytes, one direction): a 400 Gb/s adapter for each GPU is 50.
-    Default: what is usual for the device."""
+    """Bandwidth of one GPU to other nodes, in GB/s (1e9 bytes, one direction): a 400 Gb/s adapter for each GPU is 50.
+    Default: the usual bandwidth for the device."""
 
     gpus_per_node: Annotated[int, Field(ge=1)] = 8
-    """GPUs, or on CPUs ranks, of one node; ranks are numbered node by node."""
+    """GPUs of one node, or ranks of one node on CPUs. Ranks are numbered node by node."""
 
     mfu: Annotated[float, Field(gt=0, le=1)] = 0.38
-    """The share of the peak (`metrics.peak_tflops_per_device`, else the device's) at which a step is computed,
-    recomputation included (so what is also called HFU; `throughput/mfu_percent` leaves recomputation out). TorchTitan's
-    published runs of Llama 3 8B on H100 come to 0.37 and, compiled, 0.42."""
+    """Fraction of the peak FLOP/s (`metrics.peak_tflops_per_device`, else the device's) at which a step is computed.
+    FLOPs of activation checkpointing count, as in HFU; `throughput/mfu_percent` does not count them. TorchTitan's
+    published runs of Llama 3 8B on H100 reach 0.37, and 0.42 compiled."""
 
     overhead_gib: Annotated[float, Field(ge=0)] | None = None
-    """Memory that is not in tensors: the CUDA context, NCCL, cuBLAS. Default: 2 on a GPU; on a CPU 0.5 for the process,
-    but none where `memory_gib` says what tensors may take."""
+    """Memory outside of tensors, in GiB: the CUDA context, NCCL, cuBLAS. Default: 2 on a GPU; on a CPU 0.5 for the
+    process, or 0 if `memory_gib` is set."""
 
     fragmentation: Annotated[float, Field(ge=0)] | None = None
-    """By how much the allocator reserves more than is in use, as a share. Default: 0.15 on a GPU (fitted to published
-    figures), 0 on a CPU, whose allocator gives memory back."""
+    """Memory that the allocator reserves beyond the memory in use, as a fraction of the memory in use. Default: 0.15 on
+    a GPU (fitted to published figures); 0 on a CPU, whose allocator returns freed memory."""

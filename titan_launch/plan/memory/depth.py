@@ -1,7 +1,7 @@
-"""Fewer blocks in place of many equal ones: which may go, and the plan without them. No torch.
+"""Shallower models for the prediction of deep ones: the blocks to remove, and the plan without them. No torch.
 
-The plan is made for the whole model and then cut, not made anew: a rule for one block's path finds that block, and
-what is decided by size is decided by the whole model's.
+Blocks are removed from the plan of the whole model. A plan of the shallow model would differ: rules may name the path
+of one block, and some decisions depend on the size of the model.
 """
 
 from __future__ import annotations
@@ -12,28 +12,27 @@ from dataclasses import dataclass, replace
 from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit, enclosing, is_within, outermost, parent
 
 _DEPTHS = (4, 5, 6)
-"""To how many repetitions a stretch of equal blocks is cut: half of them at the front, half at the back, so that what
-FSDP2 gathers ahead, and holds behind, is there at both ends."""
+"""Numbers of equal blocks that remain: half of them at the front, half at the back, so that prefetched parameters and
+late gradients exist at both ends."""
 
 
 @dataclass(frozen=True)
 class Shortcut:
-    """Two shallower models, between which memory and traffic are on one line with the whole model's."""
+    """Two shallower models. Memory and traffic of the whole model are extrapolated linearly from theirs."""
 
     removed_from_shorter: tuple[str, ...]
     removed_from_longer: tuple[str, ...]
     factor: float
-    """The whole model is at `shorter + factor * (longer - shorter)`."""
+    """The prediction for the whole model is `shorter + factor * (longer - shorter)`."""
 
     removed_for_check: tuple[str, ...]
-    """A third model, which must be on that line as well, at a factor of 2."""
+    """A third model to check the extrapolation, at a factor of 2."""
 
 
 def find_shortcut(signatures: Sequence[Hashable], blocks: Sequence[str], again: Collection[str]) -> Shortcut | None:
-    """A shortcut through equal blocks; None where none repeats often enough.
+    """Return a shortcut through equal blocks; None if no block repeats often enough.
 
-    `signatures`: of each of `blocks`, as `block_signatures` makes them. `again`: the modules that backward computes
-    again.
+    `signatures`: the signature of each of `blocks` (see `block_signatures`). `again`: the checkpointed modules.
     """
     repeat = longest_repeat([(_inside(block, again), s) for block, s in zip(blocks, signatures, strict=True)])
     if repeat.times <= _DEPTHS[1]:
@@ -44,12 +43,12 @@ def find_shortcut(signatures: Sequence[Hashable], blocks: Sequence[str], again: 
 
 
 def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:
-    """Those of the modules that are the block or lie in it, relative to it."""
+    """Return the paths of the modules that are the block or lie in it, relative to the block."""
     return tuple(path.removeprefix(block) for path in paths if is_within(path, block))
 
 
 def block_signatures(plan: ModelPlan) -> list[Hashable]:
-    """For each outer block, what tells it from another: its modules, their tensors and units."""
+    """Return a signature of each outer block: its modules with their tensors and units."""
     inside: dict[str, list[ModuleInfo]] = {path: [] for path in outermost(plan.inventory.blocks)}
     for module in plan.inventory.modules:
         if block := enclosing(module.path, inside):
@@ -64,7 +63,7 @@ def _signature(plan: ModelPlan, module: ModuleInfo, block: str) -> Hashable:
 
 
 def _relative(module: ModuleInfo, block: str) -> Hashable:
-    """The entry of the inventory as if the block were the model; what it shares with others stays as it is."""
+    """Return the inventory entry with paths relative to the block. Paths of modules shared with others stay."""
     own, same_as = module.path.removeprefix(block), _within(module.same_as, block)
     ties = tuple(_within(parameter.tied_to, block) for parameter in module.parameters)
     parameters = tuple((p.name, p.shape, p.dtype, p.requires_grad) for p in module.parameters)
@@ -76,7 +75,7 @@ def _within(path: str | None, block: str) -> str | None:
 
 
 def _unit_signature(unit: Unit, block: str) -> Hashable:
-    """A unit that lies in the block, relative to it; one that reaches further, by what it is."""
+    """Return the signature of a unit: relative to the block if the unit lies in the block."""
     inside = tuple(path.removeprefix(block) for path in unit.modules if is_within(path, block))
     if len(inside) < len(unit.modules):
         return unit.name, inside
@@ -84,9 +83,9 @@ def _unit_signature(unit: Unit, block: str) -> Hashable:
 
 
 def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
-    """The plan without what lies in `removed` blocks.
+    """Return the plan without the `removed` blocks.
 
-    Raises ValueError where something that stays is shared with one of them.
+    Raises ValueError if a remaining module is shared with a removed block.
     """
     gone = frozenset(removed)
 
@@ -117,7 +116,7 @@ def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
 
 @dataclass(frozen=True)
 class Repeat:
-    """A stretch of a sequence in which the same `period` entries come again and again."""
+    """A part of a sequence in which the same `period` entries repeat."""
 
     start: int
     period: int
@@ -125,14 +124,15 @@ class Repeat:
 
     @property
     def end(self) -> int:
-        """The first index behind the stretch."""
+        """The first index after the repeated part."""
         return self.start + self.period * self.times
 
 
 def longest_repeat(sequence: Sequence[Hashable]) -> Repeat:
-    """The longest stretch with the shortest period: of `a b b b c` the three `b`, of `a b a b a b` the three `a b`.
+    """Return the longest repeated part with the shortest period: in `a b b b c` the three `b`, in `a b a b a b` the
+    three `a b`.
 
-    An empty sequence has none: `Repeat(0, 1, 0)`.
+    Return `Repeat(0, 1, 0)` for an empty sequence.
     """
     numbers: dict[Hashable, int] = {}
     sequence = [numbers.setdefault(entry, len(numbers)) for entry in sequence]  # entries may be slow to compare
@@ -151,10 +151,10 @@ def longest_repeat(sequence: Sequence[Hashable]) -> Repeat:
 
 
 def shorten(length: int, repeat: Repeat, times: int) -> list[int]:
-    """The indices that are left of a sequence of `length` when its repeated stretch is cut to so many periods.
+    """Return the remaining indices of a sequence of `length` whose repeated part is cut to `times` periods.
 
-    Half of those left are the first ones and half the last, so that entries have the same index at every depth: of 80
-    blocks, 0, 1, 78, 79 are left of four and 0, 1, 77, 78, 79 of five.
+    Half of the remaining periods are the first ones and half the last: of 80 blocks, four remain as 0, 1, 78, 79 and
+    five as 0, 1, 77, 78, 79.
     """
     if times >= repeat.times:
         return list(range(length))

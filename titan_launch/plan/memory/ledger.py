@@ -1,4 +1,4 @@
-"""Active memory of one rank over an optimizer step, counted while the step is replayed or traced. No torch."""
+"""Active memory of one rank in an optimizer step, counted while the step is replayed or traced. No torch."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from titan_launch.plan.hardware import Kernels
 
 
 class Category(IntEnum):
-    """What memory is held for."""
+    """The use of memory."""
 
     PARAMETERS = 0
-    """Sharded, in the storage dtype."""
+    """Sharded parameters in the storage dtype."""
 
     OPTIMIZER = 1
-    """The optimizer's state."""
+    """Optimizer state."""
 
     GRADIENTS = 2
-    """Sharded gradients, summed over ranks; also those that a later all-reduce will complete (HSDP)."""
+    """Sharded gradients after reduce-scatter, also those before the all-reduce between replicas (HSDP)."""
 
     UNSHARDED_GRADIENTS = 3
-    """Whole gradients of units: those of this microbatch, or accumulated ones that wait for the last (deferred)."""
+    """Unsharded gradients: of this microbatch, or accumulated until the last microbatch (deferred)."""
 
     UNSHARDED_PARAMETERS = 4
-    """All-gathered parameters in the compute dtype."""
+    """Unsharded parameters in the compute dtype."""
 
     ALL_GATHER = 5
-    """Buffers of all-gathers: what is sent and received, before it is copied out."""
+    """Input and output buffers of all-gathers, before the parameters are copied out."""
 
     REDUCE_SCATTER = 6
-    """Buffers of reduce-scatters, and of all-reduces whose result is not a gradient's yet."""
+    """Buffers of reduce-scatters and all-reduces."""
 
     ACTIVATIONS = 7
-    """What forward, and recomputation in backward, makes: temporaries, and what is kept for backward."""
+    """Tensors that forward and activation checkpointing make: temporaries, and tensors saved for backward."""
 
     BACKWARD = 8
     """Gradients of activations."""
@@ -48,67 +48,69 @@ class Category(IntEnum):
     """The model's buffers."""
 
     OPTIMIZER_TEMPORARIES = 11
-    """What the optimizer's update makes and frees."""
+    """Temporary tensors of the optimizer's update."""
 
     @property
     def label(self) -> str:
-        """For tables: `unsharded gradients`."""
+        """Name in tables: `unsharded gradients`."""
         return self.name.lower().replace("_", " ")
 
 
 MICROBATCHES = 4
-"""How many of a step's microbatches are gone through, at most: memory does not change from the third to the one before
-the last."""
+"""Number of microbatches that are replayed at most: memory does not change between the third and the one before the
+last."""
 
 _STREAMS = {Category.ALL_GATHER: 1, Category.GRADIENTS: 2}
-"""FSDP2 allocates these in streams of their own, whose blocks CUDA's caching allocator does not give to others. (0 is
-the compute stream, in which what a reduce-scatter sends is allocated too.)"""
+"""Stream of each category that is not in stream 0, the compute stream. CUDA's caching allocator does not share memory
+between streams. (The input of a reduce-scatter is allocated in the compute stream.)"""
 
 _STREAM_OF = tuple(_STREAMS.get(category, 0) for category in Category)
 
 
 class StepPoint(NamedTuple):
-    """Where in a step something happens."""
+    """A point of a step: microbatch, phase and module."""
 
     microbatch: int
-    """From 0. For the optimizer's update: the last one's."""
+    """Index from 0. The optimizer's update has the index of the last microbatch."""
 
     phase: str
     """`forward`, `loss`, `backward` or `optimizer`."""
 
     unit: str
-    """What runs: the path of a block, `head`, `embedding`, or whatever a model has beside its blocks; empty for the
+    """The module that runs: the path of a block, `head`, `embedding`, or another module beside the blocks. Empty: the
     whole model."""
 
     def __str__(self) -> str:
-        where = f"{self.phase} of {self.unit}" if self.unit else self.phase
-        return where if self.phase == "optimizer" else f"{where}, microbatch {self.microbatch + 1}"
+        if self.phase == "optimizer":
+            return "optimizer update"
+        module = f" of {self.unit}" if self.unit else ""
+        return f"{self.phase}{module} in microbatch {self.microbatch + 1}"
 
 
 class Peak(NamedTuple):
-    """The most memory that was held at one place."""
+    """Peak memory at one point of a step."""
 
     total: float
-    """In bytes."""
+    """Bytes of all categories."""
 
     by_category: tuple[float, ...]
-    """Bytes of each `Category` at that moment; they add up to the total."""
+    """Bytes of each `Category` at the peak. Their sum is `total`."""
 
     by_stream: tuple[float, ...]
-    """The most bytes of each stream at that place, each at its own moment."""
+    """Peak bytes of each stream at that point, each at its own time."""
 
 
 class Ledger:
-    """Live bytes by category, with the peak at every place.
+    """Live bytes by category, with the peak at every point of a step.
 
-    ledger.enter(Place(0, "forward", "layers.0"))
+    ledger.enter(StepPoint(0, "forward", "layers.0"))
     ledger.allocate(4096, Category.ACTIVATIONS)
     ledger.free(4096, Category.ACTIVATIONS)
     footprint = ledger.footprint()
     """
 
     def __init__(self, on_host: Collection[Category] = ()) -> None:
-        """`on_host`: what is not in the memory that is counted (see `titan_launch.plan.memory.ledger`)."""
+        """`on_host`: categories that are not in the counted memory (see the function `on_host`)."""
         self.on_host = frozenset(on_host)
         self.live = [0] * len(Category)
         self.total = 0
@@ -120,7 +122,7 @@ class Ledger:
         self._peaks: dict[StepPoint, Peak] = {}
 
     def allocate(self, num_bytes: int, category: Category) -> None:
-        """So many bytes are there from now on."""
+        """Count allocated bytes."""
         if category in self.on_host:
             return
         self.live[category] += num_bytes
@@ -133,7 +135,7 @@ class Ledger:
         self._is_rising = True
 
     def free(self, num_bytes: int, category: Category) -> None:
-        """So many bytes are gone from now on."""
+        """Count freed bytes."""
         if category in self.on_host:
             return
         if self._is_rising:
@@ -143,8 +145,8 @@ class Ledger:
         self._streams[_STREAM_OF[category]] -= num_bytes
 
     def move(self, num_bytes: int, old: Category, new: Category) -> None:
-        """So many bytes are held for something else from now on. (They stay in the memory of their first stream, which
-        only the categories tell apart here.)"""
+        """Count bytes under another category. (In PyTorch they stay in the memory of their first stream; here the
+        category gives the stream.)"""
         if new in self.on_host:
             self.free(num_bytes, old)
         elif old in self.on_host:
@@ -156,7 +158,7 @@ class Ledger:
             self.allocate(num_bytes, new)
 
     def enter(self, place: StepPoint) -> None:
-        """What happens from now on happens there."""
+        """Begin a point of the step. Peaks count there from now on."""
         self._leave()
         self._place = place
         known = self._peaks.get(place)
@@ -166,7 +168,7 @@ class Ledger:
         self._is_rising = True
 
     def footprint(self) -> Footprint:
-        """What has been seen so far."""
+        """Return the peaks of all points so far."""
         self._leave()
         return Footprint(dict(self._peaks))
 
@@ -176,7 +178,7 @@ class Ledger:
             self._peaks[self._place] = self._peak._replace(by_stream=tuple(self._stream_peaks))
 
     def _look(self) -> None:
-        """Memory only rises until something is freed, so only then the peak needs a look."""
+        """Update the peak. This is needed only before memory is freed, because memory rises until then."""
         self._is_rising = False
         if self.total > self._peak.total:
             self._peak = Peak(self.total, tuple(self.live), ())
@@ -184,35 +186,35 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Active memory of one rank over a step: its peak at every place. Reserved memory is more (see the plan)."""
+    """Active memory of one rank in a step: the peak at every point. Reserved memory is more (see the plan)."""
 
     peaks: Mapping[StepPoint, Peak]
     pipeline_rank: int | None = None
-    """The rank's place along the pipeline; None without one."""
+    """Pipeline rank; None without pipeline parallelism."""
 
     @property
     def place(self) -> StepPoint:
-        """Where the most memory is held."""
+        """Point of the step with the peak memory."""
         return max(self.peaks, key=lambda place: self.peaks[place].total)
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that is held."""
+        """Peak memory of the step in bytes."""
         return round(self.peaks[self.place].total)
 
     @property
     def by_category(self) -> dict[Category, int]:
-        """Bytes of each category at the peak, those there are."""
+        """Bytes of each category at the peak, without empty categories."""
         at_peak = zip(Category, self.peaks[self.place].by_category, strict=True)
         return {category: round(held) for category, held in at_peak if round(held)}
 
     @property
     def stream_bytes(self) -> int:
-        """The streams' own peaks, added up: what CUDA's allocator must reserve at least."""
+        """Sum of the peaks of all streams: the least memory that CUDA's allocator must reserve."""
         return round(sum(max(peak.by_stream[stream] for peak in self.peaks.values()) for stream in range(3)))
 
     def by_phase(self) -> dict[str, int]:
-        """The peak of each phase: forward, loss, backward, optimizer."""
+        """Return the peak of each phase: forward, loss, backward, optimizer."""
         phases: dict[str, int] = {}
         for place, peak in self.peaks.items():
             phases[place.phase] = max(phases.get(place.phase, 0), round(peak.total))
@@ -220,25 +222,25 @@ class Footprint:
 
 
 def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footprint:
-    """The footprint at another depth, from those of two depths: `shorter + factor * (longer - shorter)`.
+    """Return the footprint at another depth: `shorter + factor * (longer - shorter)`.
 
-    At each place memory is an affine function of the number of repeated blocks, if blocks are named alike at all
-    depths, from the first or from the last. Places that only one of the two has (in the middle) are left out: memory
-    there is between that at its neighbours.
+    At each point of a step, memory is an affine function of the number of repeated blocks, if blocks have the same
+    names at all depths, counted from the first or from the last block. Points that only one of the two has (in the
+    middle) are skipped: memory there is between that of the neighbouring points.
     """
     return Footprint({place: _along(peak, longer.peaks[place], factor) for place, peak in _shared(shorter, longer)})
 
 
 def with_growth(footprint: Footprint, longer: Footprint, factor: float) -> Footprint:
-    """Return the footprint of a longer step, whose places are those of `footprint`: every peak with `factor` times what
-    the peak of its phase has grown by in `longer`."""
+    """Return the footprint of a longer step at the points of `footprint`: every peak plus `factor` times the growth of
+    the peak of its phase in `longer`."""
     before, after = footprint.by_phase(), longer.by_phase()
     growth = {phase: factor * (after[phase] - peak) for phase, peak in before.items()}
     return Footprint({place: _grown(peak, growth[place.phase]) for place, peak in footprint.peaks.items()})
 
 
 def _grown(peak: Peak, num_bytes: float) -> Peak:
-    """Return a peak with `num_bytes` more of activations."""
+    """Return a peak with `num_bytes` more activations."""
     held, streams = list(peak.by_category), list(peak.by_stream)
     held[Category.ACTIVATIONS] += num_bytes
     streams[_STREAM_OF[Category.ACTIVATIONS]] += num_bytes
@@ -266,5 +268,5 @@ _OFFLOADED = frozenset(
 
 
 def on_host(training: TrainingConfig, kernels: Kernels) -> frozenset[Category]:
-    """What is not in the device's memory. On a CPU that memory is the host's, and all of it counts."""
+    """Return the categories in host memory instead of device memory. On a CPU all categories count."""
     return _OFFLOADED if training.enable_cpu_offload and kernels == "cuda" else frozenset()

@@ -1,4 +1,6 @@
-"""What a job would hold, communicate and take in every mode of accumulation and recomputation. No torch."""
+"""Predicted memory, traffic and time of a job in every mode of gradient accumulation and activation checkpointing. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,9 @@ from functools import cache
 from typing import Literal
 
 from titan_launch.config.job import JobConfig
-from titan_launch.plan.communication import LinkTraffic, Traffic, traffic_of_step, wire_bytes
+from titan_launch.plan.communication import LinkTraffic, Traffic, link_traffic_of_step, traffic_of_step
 from titan_launch.plan.hardware import GIB, Hardware
-from titan_launch.plan.job import Choice, is_configured_choice, plan_kept, possible_choices
+from titan_launch.plan.job import Choice, is_configured_choice, plan_units, possible_choices
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import Footprint
 from titan_launch.plan.step_time import ModelFlops, StepTime, bubble_share, estimate_step_time
@@ -24,36 +26,37 @@ Verdict = Literal["fits", "tight", "does not fit"]
 
 @dataclass(frozen=True)
 class Row:
-    """One choice, and what is predicted of it."""
+    """A choice of modes and its predictions."""
 
     choice: Choice
     footprint: Footprint
     traffic: Traffic
-    wire: LinkTraffic
+    link_traffic: LinkTraffic
     flops_per_rank: int | None
-    """Of a step, recomputation included; the mean of the ranks that work on the same samples."""
+    """FLOPs of a step with those of activation checkpointing: the mean of the ranks that work on the same samples."""
 
     time: StepTime
 
     reserved_bytes: float
-    """Estimate of what the process takes of the device: what the allocator reserves, and the overhead."""
+    """Estimate of the memory that the process takes from the device: memory that the allocator reserves, and the
+    overhead."""
 
     verdict: Verdict | None
-    """`does not fit` where even active memory and overhead exceed the limit, `fits` where the estimate is within it,
-    `tight` between the two; None without a limit."""
+    """`does not fit`: active memory and overhead exceed the limit. `fits`: `reserved_bytes` leaves the margin below the
+    limit free. `tight`: any other. None: there is no limit."""
 
     is_own: bool
-    """Whether the job asks for it, or leaves it open by `auto`."""
+    """Whether the job sets the choice, or `auto` may take it."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All the choices a job has."""
+    """All choices of a job."""
 
     config: JobConfig
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
-    """Which choices were left out, and why."""
+    """Choices that are not in the table, with the reason, and remarks about the columns."""
 
 
 def compare(
@@ -66,26 +69,25 @@ def compare(
     only_own: bool = False,
     counted: Callable[[Choice], Traffic] | None = None,
 ) -> Comparison:
-    """Predict all choices; with `only_own` those that the job asks for or leaves open.
+    """Predict all choices; with `only_own`, those that the job sets or `auto` may take.
 
-    `counted` gives the traffic that a trace has seen. Without it, every unit is taken to run once in a forward, and
-    every parameter to have a gradient.
+    `counted` returns the traffic that a trace has counted. Without `counted`, every unit is assumed to run once in a
+    forward, and every parameter to have a gradient.
 
-    Raises ConfigError where the precision rules, compilation, or a recomputation that the job asks for do not go with
-    the model.
+    Raises ConfigError if the model does not support the job's precision rules, compilation or activation checkpointing.
     """
 
     @cache
-    def plan(kept: bool) -> ModelPlan:
-        return plan_kept(config, inventory, kept)
+    def plan(keep_params_unsharded: bool) -> ModelPlan:
+        return plan_units(config, inventory, keep_params_unsharded)
 
-    plan(False)  # for its errors
+    plan(False)  # raises for wrong precision rules
     choices, notes = possible_choices(config, layout, inventory)
     bubble = bubble_share(config.parallelism, layout)
     if layout.model_parallel > 1:
-        notes.append(_SHARED)
+        notes.append(_MODEL_PARALLEL)
     if layout.pipeline > 1:
-        notes.append(_OF_ONE_STAGE)
+        notes.append(_PIPELINE)
     rows = []
     for choice in choices:
         is_own = is_configured_choice(config, choice)
@@ -94,8 +96,8 @@ def compare(
         footprint = engine(choice)
         traffic = counted(choice) if counted is not None else None
         if traffic is None or not layout.divides_model:
-            kept = bool(choice.accumulation.keep_params_unsharded)
-            planned = traffic_of_step(plan(kept), layout, choice.accumulation)
+            keep_params_unsharded = bool(choice.accumulation.keep_params_unsharded)
+            planned = traffic_of_step(plan(keep_params_unsharded), layout, choice.accumulation)
             traffic = traffic or planned
             if replace(traffic, context=planned.context) != planned and _COUNTED not in notes:
                 notes.append(_COUNTED)
@@ -104,18 +106,18 @@ def compare(
 
 
 _COUNTED = (
-    "collectives are those that the trace has counted: some units run more than once in a forward, or not at all, or "
-    "have parameters without a gradient, which the table of units does not know"
+    "collectives were counted in the trace: some units run more than once in a forward, or not at all, or have "
+    "parameters without a gradient"
 )
 
 
-_SHARED = (
-    "TP, CP, PP: what a rank exchanges with those that work on the same samples (calls, and GiB that it sends), "
-    "counted in a trace; FLOPs and compute seconds are the mean of these ranks"
+_MODEL_PARALLEL = (
+    "traffic of tensor, context and pipeline parallelism was counted in a trace; FLOPs and compute seconds are the "
+    "mean of the ranks that work on the same samples"
 )
-_OF_ONE_STAGE = (
-    "memory and traffic are those of the rank along the pipeline (pp rank) that holds the most, of the first, the last "
-    "and the one with the most parameters; compute seconds have the bubble in them, all stages taken as equal"
+_PIPELINE = (
+    "memory and traffic are those of the pipeline rank with the highest peak memory, of the first, the last and the "
+    "one with the most parameters; compute seconds include the pipeline bubble, with all stages assumed equal"
 )
 
 
@@ -129,17 +131,17 @@ def _predict(
     hardware: Hardware,
     bubble: float,
 ) -> Row:
-    wire = wire_bytes(traffic, layout, hardware.gpus_per_node)
-    per_sample = flops.total_per_sample(choice.recomputation)
+    link_traffic = link_traffic_of_step(traffic, layout, hardware.gpus_per_node)
+    per_sample = flops.total_per_sample(choice.activation_checkpoint)
     per_rank = None if per_sample is None else per_sample * layout.samples_per_rank // layout.model_parallel
     reserved = estimate_reserved(footprint, hardware)
     return Row(
         choice=choice,
         footprint=footprint,
         traffic=traffic,
-        wire=wire,
+        link_traffic=link_traffic,
         flops_per_rank=per_rank,
-        time=estimate_step_time(per_rank, wire, hardware, bubble),
+        time=estimate_step_time(per_rank, link_traffic, hardware, bubble),
         reserved_bytes=reserved,
         verdict=judge(footprint, reserved, hardware),
         is_own=is_own,
@@ -147,15 +149,18 @@ def _predict(
 
 
 def estimate_reserved(footprint: Footprint, hardware: Hardware) -> float:
-    """Bytes that the process will take: on a GPU every stream has memory of its own, which the others cannot use."""
+    """Return the memory in bytes that the process takes from the device.
+
+    On a GPU, each CUDA stream has memory of its own, which other streams cannot use.
+    """
     needed = footprint.stream_bytes if hardware.kernels == "cuda" else footprint.peak_bytes
     return needed * (1 + hardware.fragmentation) + hardware.overhead_gib * GIB
 
 
 def judge(footprint: Footprint, reserved_bytes: float, hardware: Hardware) -> Verdict | None:
-    """Whether a step fits into the device's memory."""
+    """Return whether a step fits into the memory of the device; None without a limit."""
     if hardware.memory_gib is None:
         return None
     if footprint.peak_bytes + hardware.overhead_gib * GIB > hardware.memory_gib * GIB:
         return "does not fit"
-    return "fits" if reserved_bytes <= hardware.memory_gib * GIB else "tight"
+    return "fits" if reserved_bytes <= (hardware.memory_gib - hardware.margin_gib) * GIB else "tight"

@@ -1,4 +1,4 @@
-"""The comparison of modes as a picture: stacked bars of memory against the device's limit. No torch."""
+"""The comparison of modes as a picture: stacked bars of memory, with the memory limit. No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from titan_launch.plan.report.comparison import Comparison, Row
 FORMATS = (".png", ".pdf", ".svg")
 
 _FAR = 4
-"""A limit that exceeds everything so many times is not drawn: the bars would vanish."""
+"""A limit that exceeds every bar by this factor is not drawn, because the bars would be too short to read."""
 
 
 def check_plot(path: str) -> None:
-    """Raise UserError for a picture that could not be written, before anything is computed for it."""
+    """Raise UserError if the picture cannot be written, before anything is computed."""
     if Path(path).suffix not in FORMATS:
         raise UserError(f"error: --plot {path}: the name must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     if not Path(path).parent.is_dir():
@@ -29,16 +29,16 @@ def check_plot(path: str) -> None:
 
 
 def plot_comparison(comparison: Comparison, hardware: Hardware, title: str, path: str, chosen: Row) -> None:
-    """Write a picture of the memory of all choices, by category, with the limit where there is one.
+    """Write a picture of the memory of all choices by category, with the memory limit if there is one.
 
-    Raises UserError where the file cannot be written.
+    `chosen` is marked with `*`. Raises UserError if the file cannot be written.
     """
-    from matplotlib.figure import Figure  # without pyplot nothing looks for a display
+    from matplotlib.figure import Figure  # pyplot would look for a display
 
     rows = comparison.rows[::-1]  # the first at the top
     figure = Figure(figsize=(11, 1.8 + 0.42 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
-    labels = [row.choice.label + (" *" if row is chosen else "") for row in rows]
+    labels = [_label(row) + (" *" if row is chosen else "") for row in rows]
     left = [0.0] * len(rows)
     for color, category in enumerate(Category):
         sizes = [row.footprint.by_category.get(category, 0) / GIB for row in rows]
@@ -50,7 +50,7 @@ def plot_comparison(comparison: Comparison, hardware: Hardware, title: str, path
         axes.barh(labels, overhead, left=left, label="overhead", color="0.6")
     reserved = [row.reserved_bytes / GIB for row in rows]
     axes.plot(reserved, labels, "k|", markersize=14, label="reserved (estimate)")
-    axes.set_xlabel(f"GiB per rank at the peak (* {chosen.choice.label})")
+    axes.set_xlabel(f"GiB per rank at the peak (* {_label(chosen)})")
     if hardware.memory_gib is not None:
         limit = f"limit {hardware.memory_gib:.4g} GiB"
         if hardware.memory_gib > _FAR * max(reserved):
@@ -63,6 +63,10 @@ def plot_comparison(comparison: Comparison, hardware: Hardware, title: str, path
         figure.savefig(path, dpi=150)
     except OSError as error:
         raise UserError(f"--plot {path}: cannot be written ({error.strerror})") from None
+
+
+def _label(row: Row) -> str:
+    return f"{row.choice.accumulation_label} / {row.choice.activation_checkpoint_label}"
 
 
 _COLORS = (
@@ -79,4 +83,4 @@ _COLORS = (
     "#c49c94",
     "#e377c2",
 )
-"""One for each category."""
+"""A color for each category."""

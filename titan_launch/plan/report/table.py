@@ -2,99 +2,171 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.torch_release import planned_release
 from titan_launch.plan.hardware import GIB, Hardware
-from titan_launch.plan.job import is_auto
 from titan_launch.plan.report.comparison import Comparison, Row
 from titan_launch.plan.step_time import ModelFlops
 
 
-def honesty(flops: ModelFlops, config: JobConfig) -> str:
-    """What of a plan is exact, what is predicted, what is estimated, and what is none of these."""
-    exact = "collectives, the bytes of their buffers and FLOPs" if flops.is_exact else "collectives and their buffers"
-    return (
-        f"{exact} are exact; active memory is a prediction, and a lower bound; what has a ~, reserved memory, wire and "
-        f"seconds, is an estimate that rests on the assumptions above{_of_compiled(config)}{_of_float8(config)}"
-    )
+@dataclass(frozen=True)
+class _Column:
+    """A column of the comparison. A column without any value is not shown."""
+
+    title: str
+    meaning: str
+    """Text of the legend."""
+
+    cell: Callable[[Row], str]
+    is_detail: bool = False
+    """Whether only the verbose table has the column."""
 
 
-def _of_compiled(config: JobConfig) -> str:
-    if not config.compile.enable:
-        return ""
-    of_budget = "; the row of memory_budget has the memory of none, which it is to stay below, and no FLOPs"
-    return (
-        "\nthe job is compiled: memory and seconds are those without that, since what a compiler fuses and keeps is "
-        f"its own choice{of_budget if config.activation_checkpoint.mode == 'memory_budget' else ''}"
-    )
+_COLUMNS = (
+    _Column(
+        "activation checkpointing",
+        "modules whose activations are recomputed in backward instead of saved (activation_checkpoint.mode)",
+        lambda row: row.choice.activation_checkpoint_label,
+    ),
+    _Column(
+        "gradient accumulation",
+        "when gradients are reduced (gradient_accumulation.mode); with unsharded parameters: keep_params_unsharded",
+        lambda row: row.choice.accumulation_label,
+    ),
+    _Column(
+        "active GiB",
+        "peak memory of the tensors of one rank in a step; a lower bound",
+        lambda row: format_gib(row.footprint.peak_bytes),
+    ),
+    _Column(
+        "reserved GiB",
+        "estimated memory that the process of one rank takes from the device",
+        lambda row: f"~{format_gib(row.reserved_bytes)}",
+    ),
+    _Column(
+        "verdict",
+        "fits: reserved memory leaves the margin free; does not fit: active memory and overhead exceed the limit; "
+        "tight: neither, so run three steps to see",
+        lambda row: row.verdict or "",
+    ),
+    _Column("peak at", "point of the step with the peak memory", lambda row: str(row.footprint.place), True),
+    _Column(
+        "pipeline rank",
+        "pipeline rank that the row describes: the one with the highest peak memory",
+        lambda row: "" if row.footprint.pipeline_rank is None else str(row.footprint.pipeline_rank),
+    ),
+    _Column(
+        "all-gathers (GiB)",
+        "calls per step, and the size of their buffers",
+        lambda row: _calls(row.traffic.collectives.all_gathers, row.traffic.all_gather_bytes),
+        True,
+    ),
+    _Column(
+        "reduce-scatters (GiB)",
+        "calls per step, and the size of their buffers",
+        lambda row: _calls(row.traffic.collectives.reduce_scatters, row.traffic.reduce_scatter_bytes),
+        True,
+    ),
+    _Column(
+        "all-reduces (GiB)",
+        "calls per step, and the size of their buffers",
+        lambda row: _calls(row.traffic.collectives.all_reduces, row.traffic.all_reduce_bytes),
+        True,
+    ),
+    _Column(
+        "tensor parallel (GiB)",
+        "calls per step for tensor parallelism, and GiB that one rank sends in them",
+        lambda row: _calls(row.traffic.tensor.calls, row.traffic.tensor.sent_bytes),
+        True,
+    ),
+    _Column(
+        "context parallel (GiB)",
+        "calls per step for context parallelism, and GiB that one rank sends in them",
+        lambda row: _calls(row.traffic.context.calls, row.traffic.context.sent_bytes),
+        True,
+    ),
+    _Column(
+        "pipeline (GiB)",
+        "calls per step between pipeline stages, and GiB that one rank sends in them",
+        lambda row: _calls(row.traffic.pipeline.calls, row.traffic.pipeline.sent_bytes),
+        True,
+    ),
+    _Column(
+        "GiB sent in node",
+        "link traffic: what one rank sends to ranks on its node per step",
+        lambda row: f"~{format_gib(row.link_traffic.within)}" if row.link_traffic.within else "",
+    ),
+    _Column(
+        "GiB sent across nodes",
+        "link traffic: what one rank sends to other nodes per step",
+        lambda row: f"~{format_gib(row.link_traffic.across)}" if row.link_traffic.across else "",
+    ),
+    _Column(
+        "compute s",
+        "seconds of computation per step, with the bubble",
+        lambda row: _seconds(row.time.compute),
+        True,
+    ),
+    _Column(
+        "bubble s",
+        "part of compute s in which a rank waits for other pipeline stages",
+        lambda row: _seconds(row.time.bubble or None),
+        True,
+    ),
+    _Column(
+        "communication s",
+        "seconds of communication per step",
+        lambda row: _seconds(row.time.communication) if row.link_traffic.total else "",
+        True,
+    ),
+    _Column(
+        "step s",
+        "shortest and longest time of a step: all communication overlaps with computation, or none",
+        lambda row: _interval(row.time.interval),
+    ),
+)
 
 
-def _of_float8(config: JobConfig) -> str:
-    if not config.float8.enable:
-        return ""
-    gathered = "less is gathered than it says" if config.float8.all_gather else "what is communicated is the same"
-    return (
-        "\nfloat8 is not known to the planner: memory is that of bfloat16, without the copies in 8 bits, and seconds "
-        f"rest on the peak for bfloat16; {gathered}"
-    )
+def _shown(rows: Sequence[Row], verbose: bool) -> list[_Column]:
+    return [column for column in _COLUMNS if (verbose or not column.is_detail) and any(map(column.cell, rows))]
 
 
-def format_comparison(comparison: Comparison, hardware: Hardware, chosen: Row | None = None) -> str:
-    """An aligned table, one line per choice, and below it what was left out. `>` marks the job's own row, or those that
-    it leaves open; `*` the chosen one."""
+def format_comparison(comparison: Comparison, verbose: bool = False, best: Row | None = None) -> str:
+    """Return an aligned table with one line per choice, and the notes below it.
+
+    `>` marks the choices that the job sets or `auto` may take; `*` marks `best`. `verbose` adds columns.
+    """
     rows = comparison.rows
-    columns = [column for column in _columns(rows, hardware) if any(column[1:])]
-    lines = list(zip(*columns, strict=True))
-    marks = [" ", *("*" if row is chosen and is_auto(comparison.config) else " >"[row.is_own] for row in rows)]
-    widths = [max(map(len, column)) for column in columns]
-    table = [
-        "  ".join([mark, *(cell.ljust(width) for cell, width in zip(line, widths, strict=True))]).rstrip()
-        for mark, line in zip(marks, lines, strict=True)
-    ]
-    return "\n".join([*table, *comparison.notes])
+    columns = [[column.title, *map(column.cell, rows)] for column in _shown(rows, verbose)]
+    marks = ["  ", *(" >"[row.is_own] + " *"[row is best] for row in rows)]
+    return "\n".join([*aligned(list(zip(marks, *columns, strict=True))), *comparison.notes])
 
 
-def _columns(rows: Sequence[Row], hardware: Hardware) -> list[list[str]]:
-    """The columns with their titles; one whose cells are all empty is left out."""
-    return [
-        ["recompute", *(row.choice.recomputation_label for row in rows)],
-        ["accumulation", *(row.choice.accumulation_label for row in rows)],
-        ["active GiB", *(format_gib(row.footprint.peak_bytes) for row in rows)],
-        ["reserved GiB", *(f"~{format_gib(row.reserved_bytes)}" for row in rows)],
-        ["verdict", *(row.verdict or "" for row in rows)],
-        ["peak at", *(str(row.footprint.place) for row in rows)],
-        ["pp rank", *(_number(row.footprint.pipeline_rank) for row in rows)],
-        ["AG (GiB)", *(_calls(r.traffic.collectives.all_gathers, r.traffic.all_gather_bytes) for r in rows)],
-        ["RS (GiB)", *(_calls(r.traffic.collectives.reduce_scatters, r.traffic.reduce_scatter_bytes) for r in rows)],
-        ["AR (GiB)", *(_calls(r.traffic.collectives.all_reduces, r.traffic.all_reduce_bytes) for r in rows)],
-        ["TP (GiB)", *(_calls(r.traffic.tensor.calls, r.traffic.tensor.sent_bytes) for r in rows)],
-        ["CP (GiB)", *(_calls(r.traffic.context.calls, r.traffic.context.sent_bytes) for r in rows)],
-        ["PP (GiB)", *(_calls(r.traffic.pipeline.calls, r.traffic.pipeline.sent_bytes) for r in rows)],
-        ["wire GiB within", *(f"~{format_gib(row.wire.within)}" if row.wire.within else "" for row in rows)],
-        ["across nodes", *(f"~{format_gib(row.wire.across)}" if row.wire.across else "" for row in rows)],
-        ["compute s", *(_seconds(row.time.compute) for row in rows)],
-        ["bubble s", *(_seconds(row.time.bubble or None) for row in rows)],
-        ["comm s", *(_seconds(row.time.communication) if row.wire.total else "" for row in rows)],
-        ["step s", *(_interval(row.time.interval) for row in rows)],
-    ]
+def format_legend(comparison: Comparison, verbose: bool = False, best: str | None = None) -> str:
+    """Return the meaning of the marks and of every column. `best`: the meaning of the mark `*`, if it is used."""
+    marks = [(">", "set by the job, or open to `auto`"), *([("*", best)] if best else [])]
+    lines = [*marks, *((column.title, column.meaning) for column in _shown(comparison.rows, verbose))]
+    return "\n".join(aligned([(f"{name}:", meaning) for name, meaning in lines]))
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines of cells as text, with every column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def format_gib(num_bytes: float) -> str:
-    """`68.83`, and below 1 three digits: `0.0621`."""
+    """Return bytes in GiB: `68.83`, and below 1 GiB three digits: `0.0621`."""
     gib = num_bytes / GIB
     return f"{gib:.1f}" if gib >= 1000 else f"{gib:.2f}" if gib >= 1 else f"{gib:.3g}"
 
 
 def _calls(count: int, num_bytes: int) -> str:
     return f"{count} ({format_gib(num_bytes)})" if count else ""
-
-
-def _number(number: int | None) -> str:
-    return "" if number is None else str(number)
 
 
 def _seconds(seconds: float | None) -> str:
@@ -106,30 +178,39 @@ def _interval(interval: tuple[float, float] | None) -> str:
 
 
 def format_categories(comparison: Comparison) -> str:
-    """Active memory at the peak of each choice, by what it is held for; in GiB."""
+    """Return the active memory in GiB of each choice at its peak, by category, and the peak of each phase."""
     lines = []
     for row in comparison.rows:
         held = ", ".join(f"{format_gib(size)} {category.label}" for category, size in row.footprint.by_category.items())
         phases = ", ".join(f"{phase} {format_gib(size)}" for phase, size in row.footprint.by_phase().items())
-        lines.append(f"{row.choice.recomputation_label} / {row.choice.accumulation_label}: {held}")
-        lines.append(f"  at {row.footprint.place}; peaks by phase: {phases}")
+        lines.append(f"{row.choice.label}: {held}")
+        lines.append(f"  peak at: {row.footprint.place}; peaks by phase: {phases}")
     return "\n".join(lines)
 
 
-def format_assumptions(hardware: Hardware, flops: ModelFlops, engine: str) -> str:
-    """Every number that a prediction rests on."""
-    memory = "no memory limit" if hardware.memory_gib is None else f"{hardware.memory_gib:.4g} GiB"
-    source = "" if hardware.memory_gib is None else f" ({hardware.memory_source})"
-    peak = f"{hardware.peak_tflops:g} TFLOP/s peak at {hardware.mfu:g} (mfu)" if hardware.peak_tflops else "no peak"
-    device = hardware.device or ("cpu" if hardware.kernels == "cpu" else "no device")
+def format_assumptions(hardware: Hardware, flops: ModelFlops, engine: str, config: JobConfig) -> str:
+    """Return every number that a prediction rests on, and which numbers are exact, predicted or estimated."""
+    needed = "sum of the CUDA streams' peaks" if hardware.kernels == "cuda" else "active memory"
+    peak = f"{hardware.peak_tflops:g} TFLOP/s peak x {hardware.mfu:g} (mfu)" if hardware.peak_tflops else "unknown peak"
     lines = [
-        f"assumed: {device}; {memory}{source}; {hardware.kernels} kernels, memory by the "
-        f"{engine} engine for torch {planned_release()}; "
-        f"reserved = {'streams' if hardware.kernels == 'cuda' else 'active'} x {1 + hardware.fragmentation:g} + "
-        f"{hardware.overhead_gib:g} GiB; {peak}; {_links(hardware)}"
+        ("device", hardware.device or ("cpu" if hardware.kernels == "cpu" else "none")),
+        ("memory limit", format_limit(hardware) if hardware.memory_gib else "none"),
+        (
+            "reserved memory",
+            f"{needed} x {1 + hardware.fragmentation:g} (fragmentation) + {hardware.overhead_gib:g} GiB (overhead)",
+        ),
+        ("computation", peak),
+        ("links", _links(hardware)),
+        ("memory engine", f"{engine}, {hardware.kernels} kernels of torch {planned_release()}"),
+        *accuracy(flops, config),
+        *(("unknown", text) for text in _unknowns(hardware, flops)),
     ]
-    lines += _unknowns(hardware, flops)
-    return "\n".join(lines)
+    return "\n".join(["assumptions", *(f"  {line}" for line in aligned([(f"{name}:", text) for name, text in lines]))])
+
+
+def format_limit(hardware: Hardware) -> str:
+    """Return the memory limit with its source and margin: `79.1 GiB (h100-80gb), margin 3.96 GiB`."""
+    return f"{hardware.memory_gib:.4g} GiB ({hardware.memory_source}), margin {hardware.margin_gib:.3g} GiB"
 
 
 def _links(hardware: Hardware) -> str:
@@ -141,31 +222,48 @@ def _links(hardware: Hardware) -> str:
 
 
 def _unknowns(hardware: Hardware, flops: ModelFlops) -> list[str]:
-    """What is not known, and what to set."""
+    """Return the predictions that are missing, with the key to set."""
     found = []
     if hardware.memory_gib is None:
         found.append("no verdicts: set a limit with --device (or planner.device) or --memory-gib (planner.memory_gib)")
     if hardware.peak_tflops is None:
         found.append("no compute seconds: set --device, or metrics.peak_tflops_per_device")
     elif flops.per_sample is None:
-        found.append("no compute seconds: the model does not say its FLOPs (a method flops_per_sample(seq_len))")
+        found.append("no compute seconds: the model has no method flops_per_sample(seq_len)")
     elif not flops.is_exact:
         found.append(
-            "recomputation's FLOPs are estimates for this model: full is taken for one more forward of its blocks, "
-            "a third of the FLOPs; selective op is not known"
+            "FLOPs of activation checkpointing are estimated for this model: full adds one forward of its blocks, a "
+            "third of the FLOPs; selective (per operation) is unknown"
         )
     return found
 
 
+def accuracy(flops: ModelFlops, config: JobConfig) -> list[tuple[str, str]]:
+    """Return which numbers are exact, predicted or estimated, and which features the predictions ignore."""
+    lines = [
+        ("exact", f"collectives and the bytes of their buffers{', FLOPs' if flops.is_exact else ''}"),
+        ("predicted", "active memory, a lower bound"),
+        ("estimated", "every number with ~: reserved memory, link traffic and seconds"),
+    ]
+    if config.compile.enable:
+        lines.append(("ignored", "torch.compile: memory and seconds are those of the job without it"))
+        if config.activation_checkpoint.mode == "memory_budget":
+            lines.append(("ignored", "memory_budget: its row has the memory of none, an upper bound, and no FLOPs"))
+    if config.float8.enable:
+        gathered = "all-gathers are smaller than shown" if config.float8.all_gather else "traffic is the same"
+        lines.append(("ignored", f"float8: memory and seconds are those of bfloat16; {gathered}"))
+    return lines
+
+
 def describe_comparison(comparison: Comparison, chosen: Row | None) -> list[dict[str, Any]]:
-    """The rows as plain data, for JSON; sizes in bytes."""
+    """Return the rows as plain data, for JSON; sizes in bytes."""
     return [_describe(row, row is chosen) for row in comparison.rows]
 
 
 def _describe(row: Row, is_chosen: bool) -> dict[str, Any]:
     return {
         "gradient_accumulation": row.choice.accumulation.model_dump(),
-        "activation_checkpoint": row.choice.recomputation.model_dump(),
+        "activation_checkpoint": row.choice.activation_checkpoint.model_dump(),
         "is_own": row.is_own,
         "is_chosen": is_chosen,
         "active_bytes": row.footprint.peak_bytes,
@@ -176,7 +274,10 @@ def _describe(row: Row, is_chosen: bool) -> dict[str, Any]:
         "active_bytes_by_category": {category.label: size for category, size in row.footprint.by_category.items()},
         "active_bytes_by_phase": row.footprint.by_phase(),
         "traffic_per_step": asdict(row.traffic),
-        "wire_bytes_per_rank": {"within_node": round(row.wire.within), "across_nodes": round(row.wire.across)},
+        "link_traffic_bytes_per_rank": {
+            "within_node": round(row.link_traffic.within),
+            "across_nodes": round(row.link_traffic.across),
+        },
         "flops_per_rank": row.flops_per_rank,
         "compute_seconds_estimated": row.time.compute,
         "bubble_seconds_estimated": row.time.bubble,

@@ -1,4 +1,4 @@
-"""The unit table, as text and as data; and what a plan says beside it."""
+"""The table of FSDP2 units, as text and as data. No torch."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ from itertools import groupby
 from typing import Any
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import KeyPath, format_key
 from titan_launch.plan.communication import (
     Collectives,
-    collectives_of_microbatch,
     collectives_of_step,
     collectives_of_unit,
 )
-from titan_launch.plan.float8 import describe_float8
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.pipeline import stage_part
+from titan_launch.plan.report.table import aligned
 from titan_launch.plan.types import ModelPlan, Unit, enclosing, full_name
 from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT, is_batch_norm
 
 KeyLocator = Callable[[KeyPath], str]
-"""Where a key of the job file was given: `configs/job.toml:33`."""
+"""Returns the file and line of a key of the job: `configs/job.toml:33`."""
 
 
 def describe_units(plan: ModelPlan, layout: Layout, locate_key: KeyLocator = format_key) -> list[dict[str, Any]]:
-    """One row per unit in wrapping order, as plain data: what `units.json` holds."""
+    """Return one row per unit in wrapping order, as plain data. `units.json` holds it."""
     return [_describe(unit, plan, layout, locate_key) for unit in plan.units]
 
 
@@ -54,14 +52,14 @@ def _describe(unit: Unit, plan: ModelPlan, layout: Layout, locate_key: KeyLocato
 
 
 def _stages_of(unit: Unit, plan: ModelPlan) -> list[int]:
-    """The pipeline stages that have parameters of a unit."""
+    """Return the pipeline stages that have parameters of a unit."""
     stage_of = {path: stage.index for stage in plan.stages for path in stage.modules}
     owned = [m.path for m in plan.inventory.modules if m.parameters and plan.unit_of[m.path] is unit]
     return sorted({stage_of[enclosing(path, stage_of)] for path in owned})
 
 
 def _buffer_dtypes(unit: Unit, plan: ModelPlan) -> list[str]:
-    """The dtypes of the floating buffers in the modules whose parameters the unit holds."""
+    """Return the dtypes of the floating buffers in the modules whose parameters the unit holds."""
     return sorted(
         {
             plan.buffer_dtypes[full_name(module.path, buffer.name)]
@@ -72,116 +70,83 @@ def _buffer_dtypes(unit: Unit, plan: ModelPlan) -> list[str]:
     )
 
 
-_DTYPE_COLUMNS = ("storage", "compute", "reduce", "output", "buffers")
-_COLUMNS = ("unit", "modules", "class", "parameters", *_DTYPE_COLUMNS, "reshard", "collectives", "from")
+_COLUMNS = (
+    ("unit", lambda row: row["name"]),
+    ("modules", lambda row: str(len(row["modules"]))),
+    ("class", lambda row: ", ".join(row["classes"])),
+    ("parameters", lambda row: f"{row['parameters']:,}"),
+    ("storage dtype", lambda row: row["storage_dtype"]),
+    ("compute dtype", lambda row: row["compute_dtype"] + ("" if row["casts_inputs"] else " (inputs not cast)")),
+    ("reduce dtype", lambda row: row["reduce_dtype"]),
+    ("output dtype", lambda row: row["output_dtype"] or "unchanged"),
+    ("buffer dtype", lambda row: ", ".join(row["buffer_dtypes"]) or "no buffers"),
+    ("reshard after forward", lambda row: _resharding(row)),
+    ("collectives per microbatch", lambda row: str(Collectives(**row["collectives_per_microbatch"]))),
+    ("made by", lambda row: row["reason"] + (f" ({row['place']})" if row["place"] else "")),
+)  # fmt: skip
+"""Titles and cells of the unit table."""
+
+
+def _resharding(row: dict[str, Any]) -> str:
+    if not row["reshard_after_forward"]:
+        return "no"  # None leaves the choice to FSDP2, which does not reshard the root
+    return "yes" if row["unshard_in_backward"] else "yes, unused in backward"
 
 
 def format_units(plan: ModelPlan, layout: Layout, locate_key: KeyLocator = format_key) -> str:
-    """An aligned table, one line per unit in wrapping order; units alike but for their path share a line."""
-    lines: list[Sequence[str]] = [_COLUMNS]
+    """Return an aligned table with one line per unit in wrapping order. Units that differ in their path only share a
+    line."""
+    lines: list[Sequence[str]] = [[title for title, _ in _COLUMNS]]
     rows = describe_units(plan, layout, locate_key)
-    for _, alike in groupby(rows, key=lambda row: _cells(row)[1:]):
-        group = list(alike)
-        cells = _cells(group[0])
-        if len(group) > 1:
-            cells[0] = f"{group[0]['name']} .. {group[-1]['name']}"
-            cells[1] = f"{len(group)} x {cells[1]}"
-            cells[3] = f"{len(group)} x {cells[3]}"
+    for _, group in groupby(rows, key=lambda row: _cells(row)[1:]):
+        first, *others = group
+        cells = _cells(first)
+        if others:
+            cells[0] = f"{first['name']} .. {others[-1]['name']}"
+            cells[1], cells[3] = (f"{len(others) + 1} x {cells[column]}" for column in (1, 3))
         lines.append(cells)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    return "\n".join(aligned(lines))
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    return [
-        row["name"],
-        str(len(row["modules"])),
-        ", ".join(row["classes"]),
-        f"{row['parameters']:,}",
-        row["storage_dtype"],
-        row["compute_dtype"] + ("" if row["casts_inputs"] else " (inputs as they come)"),
-        row["reduce_dtype"],
-        row["output_dtype"] or "as computed",
-        ", ".join(row["buffer_dtypes"]) or "-",
-        {True: "yes", False: "no", None: "root"}[row["reshard_after_forward"]]
-        + ("" if row["unshard_in_backward"] else ", once"),
-        str(Collectives(**row["collectives_per_microbatch"])),
-        row["reason"] + (f" ({row['place']})" if row["place"] else ""),
-    ]
+    return [cell(row) for _, cell in _COLUMNS]
 
 
 def format_collectives(plan: ModelPlan, layout: Layout, accumulation: GradientAccumulationConfig) -> str:
-    """One line: what FSDP2 communicates in a microbatch and, by the accumulation mode, in a step."""
-    microbatch = collectives_of_microbatch(plan.units, layout)
+    """Return the collectives of FSDP2 in a step."""
     step = collectives_of_step(plan.units, layout, accumulation)
-    if not microbatch.total:
-        return "collectives: none"
-    kept = ", parameters kept" if accumulation.keep_params_unsharded else ""
-    return (
-        f"collectives: {microbatch} = {microbatch.total} in a microbatch alone; "
-        f"{step} = {step.total} in a step of {layout.num_microbatches} ({accumulation.mode}{kept})"
-    )
+    if not step.total:
+        return "none"
+    return f"{step} per step of {layout.num_microbatches} microbatches"
 
 
 def format_plan(config: JobConfig, plan: ModelPlan, layout: Layout, locate_key: KeyLocator) -> str:
-    """The model, its unit table, and what is communicated."""
-    lines = [
-        f"model: {config.model.name}, {plan.inventory.num_parameters:,} parameters",
-        format_units(plan, layout, locate_key),
-        *(_stage_lines(config, plan, layout) or [format_collectives(plan, layout, config.gradient_accumulation)]),
+    """Return the unit table, the collectives of a step, and the pipeline stages."""
+    lines = ["FSDP2 units", format_units(plan, layout, locate_key)]
+    lines += _stage_lines(config, plan, layout) or [
+        f"collectives: {format_collectives(plan, layout, config.gradient_accumulation)}"
     ]
     num_norms = sum(is_batch_norm(module) and module.same_as is None for module in plan.inventory.modules)
     if num_norms and config.batchnorm.statistics == "synchronized" and layout.data_parallel * layout.context > 1:
         more = Collectives(all_gathers=num_norms, all_reduces=num_norms)
-        lines.append(f"synchronized BatchNorm: {more} more in a microbatch, of a few numbers per channel")
+        lines.append(f"synchronized BatchNorm: {more} more per microbatch, each of a few numbers per channel")
     if any(unit.reason == BATCH_NORM_DEFAULT for unit in plan.units):
-        lines.append("BatchNorm has a unit of its own by default: float32 parameters and running statistics, any input")
+        lines.append(f"{BATCH_NORM_DEFAULT}: float32 parameters and running statistics, inputs in any dtype")
     return "\n".join(lines)
 
 
 def _stage_lines(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[str]:
-    """What each pipeline stage holds and communicates, and on which ranks it is; nothing without stages."""
+    """Return a line per pipeline stage with its modules, ranks and collectives; nothing without stages."""
     if not plan.stages:
         return []
     schedule, ranks = config.parallelism.pipeline_parallel_schedule, layout.ranks_per_stage
-    lines = [f"pipeline: {schedule}, {len(plan.stages)} stages on {layout.pipeline} x {ranks} ranks"]
+    lines = [f"pipeline: schedule {schedule}, {len(plan.stages)} stages on {layout.pipeline} x {ranks} ranks"]
     for stage in plan.stages:
         first, last = stage.rank * ranks, (stage.rank + 1) * ranks - 1
         where = f"rank {first}" if first == last else f"ranks {first} to {last}"
         collectives = format_collectives(stage_part(plan, stage), layout, config.gradient_accumulation)
         lines.append(
-            f"stage {stage.index} ({where}): {stage.extent}, {stage.num_parameters:,} parameters; {collectives}"
+            f"pipeline stage {stage.index} ({where}): {stage.extent}, {stage.num_parameters:,} parameters; "
+            f"collectives: {collectives}"
         )
     return lines
-
-
-def format_kernels(config: JobConfig, plan: ModelPlan) -> str:
-    """What computes otherwise than by default: a line for the layers in float8, and one for what of `[kernels]` is
-    set; nothing where all is as ever. The run's log says which backend `auto` found, which takes the device."""
-    lines = [describe_float8(config.float8, plan)] if plan.float8 else []
-    changed = ", ".join(f"{name} = {toml_value(value)}" for name, value in config.kernels.changed())
-    return "\n".join([*lines, *([f"kernels: {changed}"] if changed else [])])
-
-
-def format_batches(config: JobConfig, layout: Layout) -> str:
-    """How ranks and batch divide."""
-    return (
-        f"ranks: {layout.world_size} ({_degrees(layout)})\n"
-        f"batch: {layout.global_batch_size} samples a step = {layout.local_batch_size} on each of "
-        f"{layout.data_parallel} ranks x {layout.num_microbatches} microbatches ({config.gradient_accumulation.mode})"
-    )
-
-
-def _degrees(layout: Layout) -> str:
-    axes = [
-        f"{degree} {what}"
-        for degree, what in (
-            (layout.pipeline, "pipeline"),
-            (layout.context, "context"),
-            (layout.tensor, "tensor"),
-        )
-        if degree > 1
-    ]
-    return " x ".join([f"{layout.replicate} replicas", f"{layout.shard} shards", *axes])

@@ -1,10 +1,9 @@
-"""Precision rules become FSDP2 units: which modules are gathered, computed and reduced together, and in which order
-they are wrapped. No torch: the trainer and the planner read the same table.
+"""The FSDP2 units of a model, from its precision rules. No torch: the trainer and the planner read the same table.
 
-FSDP2 applies one policy to one `fully_shard` call, and casts inputs and outputs at the boundaries of the modules given
-to it. So a module with a policy of its own needs a unit of its own, wrapped before its parent. The modules under one
-rule share **one** unit for the whole model, which keeps its parameters between forward and backward: 2 collectives more
-per microbatch, where one unit per module would take 3 each.
+FSDP2 applies one policy to one `fully_shard` call, and casts inputs and outputs at the boundaries of its modules. So a
+module with a policy of its own needs a unit of its own, wrapped before its parent. All modules under one rule share
+**one** unit, which does not reshard after forward: it adds 2 collectives per microbatch. One unit per module would add
+3 collectives per module.
 """
 
 from __future__ import annotations
@@ -41,31 +40,31 @@ from titan_launch.plan.units.rule_assignment import (
 from titan_launch.plan.units.rule_problems import check_rules
 
 _SMALL_UNIT = 2**20
-"""Parameters that may be gathered together in any model: at most 4 MB on every rank."""
+"""Elements that a unit of a rule may always all-gather together: at most 4 MB on every rank."""
 
 
 def plan_model(
     inventory: Inventory, precision: PrecisionConfig, resharding: Resharding, share_units: bool = True
 ) -> ModelPlan:
-    """Compile the precision rules into units, and find the dtypes of the buffers.
+    """Return the units of a model, and the dtypes of its buffers.
 
-    `share_units`: whether modules under one rule may share a unit, which FSDP2 can do from torch 2.13 on; otherwise
-    each has its own.
+    `share_units`: whether modules under one rule may share a unit, which FSDP2 supports from torch 2.13 on. Otherwise
+    each module has its own unit.
 
-    Raises ConfigError for a rule that matches nothing or only modules without tensors, for dtypes that kernels do not
-    take together, and for tied parameters that the rules would put into two units.
+    Raises ConfigError for a rule that matches nothing or only modules without tensors, for combinations of dtypes that
+    kernels do not support, and for tied parameters that the rules would put into two units.
     """
-    claims = assign_rules(inventory, precision)
-    check_rules(inventory, precision, claims)
-    claims = with_batch_norm_default(inventory, precision, claims)
-    units = in_wrapping_order(_UnitPlanner(inventory, precision, resharding, claims).units(share_units))
-    check_tied_parameters(inventory, units, claims)
-    return ModelPlan(inventory, units, _buffer_dtypes(inventory, claims))
+    assignments = assign_rules(inventory, precision)
+    check_rules(inventory, precision, assignments)
+    assignments = with_batch_norm_default(inventory, precision, assignments)
+    units = in_wrapping_order(_UnitPlanner(inventory, precision, resharding, assignments).units(share_units))
+    check_tied_parameters(inventory, units, assignments)
+    return ModelPlan(inventory, units, _buffer_dtypes(inventory, assignments))
 
 
-def _buffer_dtypes(inventory: Inventory, claims: RuleAssignments) -> dict[str, str]:
+def _buffer_dtypes(inventory: Inventory, assignments: RuleAssignments) -> dict[str, str]:
     return {
-        full_name(module.path, buffer.name): claims.buffer_dtype(module) or buffer.dtype
+        full_name(module.path, buffer.name): assignments.buffer_dtype(module) or buffer.dtype
         for module in inventory.modules
         for buffer in module.buffers
         if buffer.is_floating and module.same_as is None
@@ -73,15 +72,15 @@ def _buffer_dtypes(inventory: Inventory, claims: RuleAssignments) -> dict[str, s
 
 
 class _UnitPlanner:
-    """Builds the units of one model; the units are not in order yet."""
+    """Builder of the units of one model. The units are not in wrapping order yet."""
 
     def __init__(
-        self, inventory: Inventory, precision: PrecisionConfig, resharding: Resharding, claims: RuleAssignments
+        self, inventory: Inventory, precision: PrecisionConfig, resharding: Resharding, assignments: RuleAssignments
     ):
         self.inventory = inventory
         self.precision = precision
         self.resharding = resharding
-        self.claims = claims
+        self.assignments = assignments
         self.default = Policy(precision.param_dtype, precision.reduce_dtype)
 
     def units(self, share: bool) -> list[Unit]:
@@ -98,28 +97,29 @@ class _UnitPlanner:
         ]
 
     def _unit(self, name: str, modules: Sequence[str], reshard: bool | None, reason: str) -> Unit:
-        """A unit under no rule."""
+        """Return a unit without a rule."""
         return Unit(name, tuple(modules), self.default, reshard, self.precision.storage_dtype, reason)
 
-    def _ruled_unit(self, name: str, modules: Sequence[str], claim: RuleAssignment, policy: Policy) -> Unit:
-        reshard, storage = self._reshard(modules, claim), self.claims.storage_dtype(claim)
-        return Unit(name, tuple(modules), policy, reshard, storage, claim.reason, claim.key)
+    def _ruled_unit(self, name: str, modules: Sequence[str], assignment: RuleAssignment, policy: Policy) -> Unit:
+        reshard, storage = self._reshard(modules, assignment), self.assignments.storage_dtype(assignment)
+        return Unit(name, tuple(modules), policy, reshard, storage, assignment.reason, assignment.key)
 
     def _rule_units(self, share: bool) -> list[Unit]:
-        """The modules with one rule and one policy together, divided as the rule wants; the blocks are not among them.
+        """Return the units of the rules, without blocks: modules with the same rule and policy share a unit, divided as
+        `unit_per` says.
 
-        A unit's parameters are gathered together, so one that would hold more than the largest block, and more than a
+        A unit all-gathers its parameters together. So a unit that is larger than the largest block, and larger than a
         few MB, is divided into one per block.
         """
         groups: dict[tuple[str, Policy], tuple[RuleAssignment, list[str]]] = {}
-        for path, claim in self.claims.own.items():
-            if path not in self.inventory.blocks and self._needs_unit(path, claim):
-                policy = self._policy(path, claim)
-                groups.setdefault((claim.reason, policy), (claim, []))[1].append(path)
+        for path, assignment in self.assignments.own.items():
+            if path not in self.inventory.blocks and self._needs_unit(path, assignment):
+                policy = self._policy(path, assignment)
+                groups.setdefault((assignment.reason, policy), (assignment, []))[1].append(path)
         return [
-            self._ruled_unit(claim.reason if len(part) > 1 else part[0], part, claim, policy)
-            for (_, policy), (claim, paths) in groups.items()
-            for part in self._parts(paths, claim.rule.unit_per if share else "module")
+            self._ruled_unit(assignment.reason if len(part) > 1 else part[0], part, assignment, policy)
+            for (_, policy), (assignment, paths) in groups.items()
+            for part in self._parts(paths, assignment.rule.unit_per if share else "module")
         ]
 
     def _parts(self, paths: list[str], unit_per: str) -> list[list[str]]:
@@ -134,12 +134,12 @@ class _UnitPlanner:
         return list(parts.values())
 
     def _block_around(self, path: str) -> str:
-        """The block that a module is or lies in; empty for one outside all blocks."""
+        """Return the block that a module is or lies in; empty for a module outside of all blocks."""
         return next((block for block in self.inventory.blocks if is_within(path, block)), "")
 
     @cached_property
     def _numel_within(self) -> Counter[str]:
-        """By path: elements of the parameters in a module and in those inside it."""
+        """Elements of the parameters of each module, with those of the modules inside, by path."""
         numel: Counter[str] = Counter()
         for module in self.inventory.modules:
             own, path = sum(p.numel for p in module.parameters), module.path
@@ -149,28 +149,28 @@ class _UnitPlanner:
                 numel[path] += own
         return numel
 
-    def _needs_unit(self, path: str, claim: RuleAssignment) -> bool:
-        """Not a module that the same rule already covers from further out, nor one that holds no parameters."""
-        covered = self.claims.governing(parent(path)) is claim
+    def _needs_unit(self, path: str, assignment: RuleAssignment) -> bool:
+        """Return False if the same rule covers an enclosing module, or the module has no parameters."""
+        covered = self.assignments.governing(parent(path)) is assignment
         return not covered and self._numel_within[path] > 0
 
     def _embedding_units(self) -> list[Unit]:
-        """The embeddings, which backward does not read: as many collectives as in the root, but nothing is held from
-        forward to backward.
+        """Return a unit for each embedding. Backward does not read its weight, so the unit needs as many collectives as
+        in the root, and holds no unsharded parameters between forward and backward.
 
-        Not one whose weight another module reads too (tied embeddings), nor one inside a block.
+        Tied embeddings and embeddings inside a block have no unit of their own.
         """
         reshard = self.resharding.blocks
         return [
             replace(self._unit(path, [path], reshard, "embedding"), unshard_in_backward=not reshard)
             for path in self.inventory.embeddings
-            if self.claims.governing(path) is None
+            if self.assignments.governing(path) is None
             and not self._is_shared(path)
             and not enclosing(path, self.inventory.blocks)
         ]
 
     def _is_shared(self, path: str) -> bool:
-        """Whether a parameter of this module is another's too."""
+        """Return whether the module shares a parameter with another module."""
         module = self.inventory.by_path[path]
         names = {full_name(path, parameter.name) for parameter in module.parameters}
         tied = {parameter.tied_to for other in self.inventory.modules for parameter in other.parameters}
@@ -179,20 +179,21 @@ class _UnitPlanner:
     def _block_units(self) -> list[Unit]:
         units = []
         for path in self.inventory.blocks:
-            claim = self.claims.governing(path)
-            if claim is None:
+            assignment = self.assignments.governing(path)
+            if assignment is None:
                 units.append(self._unit(path, [path], self._reshard_near([path]), "block"))
             else:
-                units.append(self._ruled_unit(path, [path], claim, self._policy(path, claim)))
+                units.append(self._ruled_unit(path, [path], assignment, self._policy(path, assignment)))
         return units
 
     def _head_unit(self) -> list[Unit]:
-        """The modules that run last, together: their gradients come first and need not wait for the whole backward.
+        """Return a unit of the modules that run last: their gradients come first and need not wait for the whole
+        backward.
 
-        None where the output layer has a rule of its own, or shares its weight with a module that runs first (tied
-        embeddings): the two must then be in one unit, the root's.
+        Return no unit if the output layer has a rule of its own, or shares its weight with a module that runs first
+        (tied embeddings): both modules must then be in one unit, the root.
         """
-        ruled = [path for path in self.inventory.head if self.claims.governing(path) is not None]
+        ruled = [path for path in self.inventory.head if self.assignments.governing(path) is not None]
         free = [path for path in self.inventory.head if path not in (*ruled, *self.inventory.blocks)]
         if not free or free[-1] != self.inventory.head[-1] or self._is_tied(free):
             return []
@@ -204,46 +205,49 @@ class _UnitPlanner:
     def _root_unit(self) -> Unit:
         return self._unit("(root)", [""], None, "root")
 
-    def _reshard(self, modules: Sequence[str], claim: RuleAssignment) -> bool:
-        """As the rule says. Else a unit that stays gathered through most of forward anyway, and that backward begins
-        with, keeps its parameters: gathering them again would cost a collective and save nothing."""
-        if claim.rule.reshard_after_forward is not None:
-            return claim.rule.reshard_after_forward
+    def _reshard(self, modules: Sequence[str], assignment: RuleAssignment) -> bool:
+        """Return whether a unit of a rule reshards after forward.
+
+        If the rule does not say so, a unit with modules of several blocks does not: its parameters stay unsharded
+        through most of forward anyway, and backward needs them first.
+        """
+        if assignment.rule.reshard_after_forward is not None:
+            return assignment.rule.reshard_after_forward
         is_in_one_block = len({self._block_around(path) for path in modules} - {""}) == 1
         if len(modules) > 1 and not is_in_one_block:
             return self.resharding.late
         return self._reshard_near(modules)
 
     def _reshard_near(self, modules: Sequence[str]) -> bool:
-        """Of modules that lie close to each other: the last block, too, would be free only while the head computes."""
+        """Return whether modules of one block reshard. The last block does not: backward follows soon."""
         late = (*self.inventory.head, *outermost(self.inventory.blocks)[-1:])
         is_late = any(is_within(path, last) for path in modules for last in late)
         return self.resharding.late if is_late else self.resharding.blocks
 
-    def _policy(self, path: str, claim: RuleAssignment) -> Policy:
-        rule = claim.rule
+    def _policy(self, path: str, assignment: RuleAssignment) -> Policy:
+        rule = assignment.rule
         return Policy(
             param_dtype=rule.param_dtype,
             reduce_dtype=rule.reduce_dtype or self.precision.reduce_dtype,
-            # What a rule says of the outputs holds for the modules it matches, not for blocks inside them.
-            output_dtype=(rule.output_dtype if path in self.claims.own else None) or self._consumer_dtype(path),
+            # output_dtype of a rule holds for the modules that the rule matches, not for blocks inside them.
+            output_dtype=(rule.output_dtype if path in self.assignments.own else None) or self._consumer_dtype(path),
             cast_forward_inputs=rule.cast_forward_inputs,
         )
 
     def _consumer_dtype(self, path: str) -> str | None:
-        """What the module around this one computes in, and so expects its children to return.
+        """Return the compute dtype of the enclosing module, which its children must return.
 
-        FSDP2 casts inputs only at unit boundaries: without this, an fp32 norm would hand fp32 to a bf16 `nn.Linear`,
-        which fails. The model's own output goes to the loss, which takes any dtype; rounding it would undo an fp32
-        head.
+        FSDP2 casts inputs only at unit boundaries. Without this cast, an fp32 norm would pass fp32 to a bf16
+        `nn.Linear`, which fails. The output of the model is not cast: the loss takes any dtype, and rounding would
+        undo an fp32 head.
         """
         if self.inventory.head and path == self.inventory.head[-1]:
             return None
-        return self.claims.compute_dtype(parent(path))
+        return self.assignments.compute_dtype(parent(path))
 
 
-def check_tied_parameters(inventory: Inventory, units: Sequence[Unit], claims: RuleAssignments) -> None:
-    """FSDP2 refuses a parameter in two units, at the first forward and without names; say it here, with names."""
+def check_tied_parameters(inventory: Inventory, units: Sequence[Unit], assignments: RuleAssignments) -> None:
+    """Raise ConfigError for tied parameters in two units. FSDP2 refuses them at the first forward, without names."""
     owners = unit_by_module(inventory, units)
     problems = []
     for module in inventory.modules:
@@ -251,17 +255,17 @@ def check_tied_parameters(inventory: Inventory, units: Sequence[Unit], claims: R
             first = parent(parameter.tied_to or "")
             if parameter.tied_to is None or owners[first] == owners[module.path]:
                 continue
-            claim = claims.governing(module.path) or claims.governing(first)
+            assignment = assignments.governing(module.path) or assignments.governing(first)
             reason = f"{module.path} and {first} share a parameter (tied), which FSDP2 wants in one unit"
-            key = ("model", "blocks") if claim is None else claim.key or ("precision",)
-            problems.append(Problem(key, f"{reason}: {_tied_remedy(module, first, claims)}"))
+            key = ("model", "blocks") if assignment is None else assignment.key or ("precision",)
+            problems.append(Problem(key, f"{reason}: {_tied_remedy(module, first, assignments)}"))
     if problems:
         raise ConfigError(problems)
 
 
-def _tied_remedy(module: ModuleInfo, first: str, claims: RuleAssignments) -> str:
-    """What brings a module and the one that shares its parameter into one unit."""
-    own, other = claims.governing(module.path), claims.governing(first)
+def _tied_remedy(module: ModuleInfo, first: str, assignments: RuleAssignments) -> str:
+    """Return the remedy that brings two modules with a shared parameter into one unit."""
+    own, other = assignments.governing(module.path), assignments.governing(first)
     if own is None and other is None:
         if module.same_as is None:
             return "set model.blocks so that one block holds both"

@@ -12,7 +12,7 @@ from titan_launch.plan.types import Inventory, ModelPlan, Unit, is_within, paren
 
 
 def in_wrapping_order(units: Sequence[Unit]) -> tuple[Unit, ...]:
-    """Inner units first. Two units that each hold a module inside the other's are divided into one per module."""
+    """Return the units, inner units first. Units that lie inside each other are divided into one per module."""
     graph = _inner_units(units)
     try:
         return tuple(units[i] for i in TopologicalSorter(graph).static_order())
@@ -23,7 +23,7 @@ def in_wrapping_order(units: Sequence[Unit]) -> tuple[Unit, ...]:
 
 
 def _inner_units(units: Sequence[Unit]) -> dict[int, list[int]]:
-    """For every unit, by index: those with a module inside one of its modules."""
+    """Return, for the index of every unit, the indices of units with a module inside one of its modules."""
     index_of = {path: index for index, unit in enumerate(units) for path in unit.modules}
     inner: dict[int, set[int]] = {index: set() for index in range(len(units))}
     for path, index in index_of.items():
@@ -39,13 +39,13 @@ def _split(unit: Unit) -> list[Unit]:
 
 
 _OWN_PLACE = ("block", "head", "embedding", "root")
-"""The reasons of units that are there without rules too."""
+"""Reasons of the units that exist without precision rules."""
 
 
 def plan_backward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
-    """For modules whose unit must say what is gathered while its backward runs: the modules that stand for those units.
+    """Return, by module, the modules whose units are all-gathered while the backward of that module's unit runs.
 
-    Empty where FSDP2's own order is right already: without rules.
+    Empty without precision rules, because FSDP2's own order is right then.
     """
     blocks = plan.inventory.blocks
     order: dict[str, tuple[str, ...]] = {}
@@ -61,7 +61,8 @@ def plan_backward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
 
 
 def _put_before(order: dict[str, tuple[str, ...]], module: str, small: list[Unit], block: tuple[str, ...]) -> None:
-    """Backward of `module` gathers the small units that it needs next, and the block before; those units only that."""
+    """Let the backward of `module` all-gather the small units that come next, and the block before it; let the small
+    units all-gather that block only."""
     if not small:
         return
     ahead = tuple(_stands_for(unit) for unit in reversed(small))
@@ -79,7 +80,7 @@ def _is_inside(unit: Unit, block: str) -> bool:
 
 
 def _paths_behind_blocks(inventory: Inventory) -> set[str]:
-    """The modules behind the last block, or all without blocks, where they stand in the order they run."""
+    """Return the modules after the last block, or all modules of a model without blocks."""
     blocks, paths = inventory.blocks, [module.path for module in inventory.modules]
     behind = paths[paths.index(blocks[-1] if blocks else "") + 1 :]
     return {path for path in behind if not any(is_within(path, block) for block in blocks)}
@@ -87,19 +88,19 @@ def _paths_behind_blocks(inventory: Inventory) -> set[str]:
 
 @dataclass(frozen=True)
 class Resharding:
-    """Whether units free their parameters after forward (`reshard_after_forward`)."""
+    """Whether units reshard after forward, by kind of unit."""
 
     blocks: bool
-    """The blocks, and units inside a block."""
+    """For blocks, and units inside a block."""
 
     late: bool
-    """Units that backward needs first: the last block, the head, and those that reach over several blocks."""
+    """For units that backward needs first: the last block, the head, and units with modules of several blocks."""
 
 
 def plan_resharding(parallelism: ParallelismConfig, accumulation: GradientAccumulationConfig) -> Resharding:
-    """What `[parallelism]` and `[gradient_accumulation]` say of it."""
+    """Return the resharding that `[parallelism]` and `[gradient_accumulation]` ask for."""
     if accumulation.mode == "auto" and accumulation.keep_params_unsharded is None:
-        raise ValueError("whether parameters are kept is not decided yet: resolve `auto` first (plan.resolution)")
+        raise ValueError("keep_params_unsharded is still open: resolve `auto` first (plan.auto_mode)")
     choice = parallelism.fsdp_reshard_after_forward
     if accumulation.keep_params_unsharded or choice == "never":
         return Resharding(blocks=False, late=False)

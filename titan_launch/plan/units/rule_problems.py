@@ -1,4 +1,4 @@
-"""What is wrong with the precision rules of a job, as far as only its model can tell."""
+"""Problems of the precision rules of a job that only the model shows. No torch."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from titan_launch.plan.units.rule_assignment import (
 _MATMULS = {"torch.nn.modules.linear.Linear", "torch.nn.modules.conv._ConvNd"}
 
 
-def check_rules(inventory: Inventory, precision: PrecisionConfig, claims: RuleAssignments) -> None:
-    """Raise ConfigError with all that is wrong: rules that match nothing or only modules without tensors, dtypes that
-    kernels do not take together, parameters that have no dtype to choose.
+def check_rules(inventory: Inventory, precision: PrecisionConfig, assignments: RuleAssignments) -> None:
+    """Raise ConfigError with all problems: rules that match nothing or only modules without tensors, combinations of
+    dtypes that kernels do not support, and parameters that are not floating.
 
-    `claims`: those of the rules alone, without defaults.
+    `assignments`: those of the rules, without defaults.
     """
     candidates = assignable_modules(inventory)
-    problems = [*_unused_rules(inventory, precision, candidates, claims)]
+    problems = [*_unused_rules(inventory, precision, candidates, assignments)]
     problems = problems or [
-        *_idle_buffer_dtypes(inventory, precision, claims),
-        *_mixed_batch_norms(candidates, claims),
-        *_mixed_matmuls(candidates, claims),
+        *_idle_buffer_dtypes(inventory, precision, assignments),
+        *_mixed_batch_norms(candidates, assignments),
+        *_mixed_matmuls(candidates, assignments),
     ]
     problems += _parameters_without_dtype(inventory)
     if problems:
@@ -41,32 +41,38 @@ def check_rules(inventory: Inventory, precision: PrecisionConfig, claims: RuleAs
 
 
 def _unused_rules(
-    inventory: Inventory, precision: PrecisionConfig, candidates: Sequence[ModuleInfo], claims: RuleAssignments
+    inventory: Inventory, precision: PrecisionConfig, candidates: Sequence[ModuleInfo], assignments: RuleAssignments
 ) -> Iterator[Problem]:
-    used = {claim.key for claim in claims.own.values()}
-    for claim in candidate_assignments(precision):
-        matched = [m.path for m in candidates if rule_matches(claim.rule, m)]
+    used = {assignment.key for assignment in assignments.own.values()}
+    for assignment in candidate_assignments(precision):
+        matched = [m.path for m in candidates if rule_matches(assignment.rule, m)]
         if not matched:
-            yield _nothing_matched(inventory, claim, candidates)
-        elif useless := [*_useless_patterns(claim, candidates)]:
+            yield _nothing_matched(inventory, assignment, candidates)
+        elif useless := [*_useless_patterns(assignment, candidates)]:
             yield from useless
-        elif claim.key not in used:
-            others = sorted({claims.own[path].reason for path in matched})
+        elif assignment.key not in used:
+            others = sorted({assignments.own[path].reason for path in matched})
             reason = f"every module it matches is already under {', '.join(others)}"
-            yield _problem(claim, f"{reason}; the first rule wins, so put the narrower one first")
-        elif not any(_has_something_to_apply_to(inventory, path, claim.rule) for path in matched):
-            tensors = "parameters" if claim.rule.buffer_dtype is None else "parameters or floating buffers"
-            yield _problem(claim, f"matches only {listed(matched)}: no {tensors} to apply it to")
+            yield _problem(assignment, f"{reason}; the first rule wins, so put the narrower one first")
+        elif not any(_has_something_to_apply_to(inventory, path, assignment.rule) for path in matched):
+            tensors = "parameters" if assignment.rule.buffer_dtype is None else "parameters or floating buffers"
+            yield _problem(assignment, f"matches only {listed(matched)}: no {tensors} to apply it to")
 
 
-def _idle_buffer_dtypes(inventory: Inventory, precision: PrecisionConfig, claims: RuleAssignments) -> Iterator[Problem]:
-    """A `buffer_dtype` that no buffer follows: those inside are under other rules, or a BatchNorm's."""
-    followed = {claim.key for module in inventory.modules if (claim := claims.of_buffers(module)) is not None}
-    for claim in candidate_assignments(precision):
-        if claim.rule.buffer_dtype is not None and claim.key not in followed:
+def _idle_buffer_dtypes(
+    inventory: Inventory, precision: PrecisionConfig, assignments: RuleAssignments
+) -> Iterator[Problem]:
+    """Yield a problem for each `buffer_dtype` without effect: its buffers are under other rules, or of a BatchNorm."""
+    followed = {
+        assignment.key for module in inventory.modules if (assignment := assignments.of_buffers(module)) is not None
+    }
+    for assignment in candidate_assignments(precision):
+        if assignment.rule.buffer_dtype is not None and assignment.key not in followed:
             reason = "no floating buffer follows it: there is none inside, or it is met first on another path"
             remedy = "BatchNorm's need a rule for the BatchNorm itself; drop this key"
-            yield Problem((*(claim.key or ()), "buffer_dtype"), f"{reason}; {remedy}", claim.rule.buffer_dtype)
+            yield Problem(
+                (*(assignment.key or ()), "buffer_dtype"), f"{reason}; {remedy}", assignment.rule.buffer_dtype
+            )
 
 
 def _has_something_to_apply_to(inventory: Inventory, path: str, rule: PrecisionRule) -> bool:
@@ -75,65 +81,66 @@ def _has_something_to_apply_to(inventory: Inventory, path: str, rule: PrecisionR
     return any(m.parameters for m in inside) or (rule.buffer_dtype is not None and bool(buffers))
 
 
-def _useless_patterns(claim: RuleAssignment, candidates: Sequence[ModuleInfo]) -> Iterator[Problem]:
-    """Of several patterns in one rule, those that match nothing."""
-    for index, pattern in enumerate([] if isinstance(claim.rule.match, str) else rule_patterns(claim.rule)):
+def _useless_patterns(assignment: RuleAssignment, candidates: Sequence[ModuleInfo]) -> Iterator[Problem]:
+    """Yield a problem for each pattern of a rule with several patterns that matches nothing."""
+    for index, pattern in enumerate([] if isinstance(assignment.rule.match, str) else rule_patterns(assignment.rule)):
         if not any(matches(pattern, module.path) for module in candidates):
             reason = nothing_matched(pattern, [module.path for module in candidates])
-            yield Problem((*(claim.key or ()), "match", index), reason, pattern)
+            yield Problem((*(assignment.key or ()), "match", index), reason, pattern)
 
 
-def _nothing_matched(inventory: Inventory, claim: RuleAssignment, candidates: Sequence[ModuleInfo]) -> Problem:
-    rule = claim.rule
+def _nothing_matched(inventory: Inventory, assignment: RuleAssignment, candidates: Sequence[ModuleInfo]) -> Problem:
+    rule = assignment.rule
     others = [m for m in inventory.modules if m.path not in {c.path for c in candidates} and rule_matches(rule, m)]
     if others and others[0].same_as:
         reason = f"{others[0].path} is the same module as {others[0].same_as}; match it under that path"
-        return _problem(claim, reason)
+        return _problem(assignment, reason)
     if [m for m in others if not m.path]:
-        return _problem(claim, "matches only the model itself, whose dtypes are those of [precision]")
+        return _problem(assignment, "matches only the model itself, whose dtypes are those of [precision]")
     if others:
         reason = f"matches only {listed([m.path for m in others])}, a container without a forward"
-        return _problem(claim, f'{reason}; did you mean "{others[0].path}.*"?')
+        return _problem(assignment, f'{reason}; did you mean "{others[0].path}.*"?')
     if rule.match is None:
         names = {name.rpartition(".")[2] for m in candidates for name in m.classes}
-        return _problem(claim, f"no module of the model is of this class{did_you_mean(rule.type or '', names)}")
+        return _problem(assignment, f"no module of the model is of this class{did_you_mean(rule.type or '', names)}")
     found = [m for m in candidates if any(matches(pattern, m.path) for pattern in rule_patterns(rule))]
     if found:
         others_class = f"{found[0].path} is a {found[0].class_name}"
-        return _problem(claim, f"matches no module of class {rule.type}: {others_class}; drop type or match")
-    return _problem(claim, nothing_matched(rule_patterns(rule)[0], [m.path for m in candidates]))
+        return _problem(assignment, f"matches no module of class {rule.type}: {others_class}; drop type or match")
+    return _problem(assignment, nothing_matched(rule_patterns(rule)[0], [m.path for m in candidates]))
 
 
-def _mixed_batch_norms(candidates: Sequence[ModuleInfo], claims: RuleAssignments) -> Iterator[Problem]:
-    """BatchNorm's kernels take parameters in bf16 only with running statistics in bf16, and fp32 only with fp32."""
+def _mixed_batch_norms(candidates: Sequence[ModuleInfo], assignments: RuleAssignments) -> Iterator[Problem]:
+    """Yield a problem for a BatchNorm whose parameters and running statistics differ in dtype: kernels do not support
+    that."""
     for module in candidates:
-        claim, dtype = claims.own.get(module.path), claims.compute_dtype(module.path)
+        assignment, dtype = assignments.own.get(module.path), assignments.compute_dtype(module.path)
         statistics = [buffer for buffer in module.buffers if buffer.is_floating]
-        if claim is None or not is_batch_norm(module) or not statistics:
+        if assignment is None or not is_batch_norm(module) or not statistics:
             continue
-        statistics_dtype = claims.buffer_dtype(module) or statistics[0].dtype
+        statistics_dtype = assignments.buffer_dtype(module) or statistics[0].dtype
         if statistics_dtype != dtype:
             reason = f"{module.path} would have {dtype} parameters beside {statistics_dtype} running statistics"
             remedy = 'set param_dtype = "float32" without a buffer_dtype, or drop the rule'
-            yield _problem(claim, f"{reason}, which fails; {remedy}")
+            yield _problem(assignment, f"{reason}, which fails; {remedy}")
             return
 
 
-def _mixed_matmuls(candidates: Sequence[ModuleInfo], claims: RuleAssignments) -> Iterator[Problem]:
-    """Norms and embeddings take inputs of another dtype than their weights; matrix products do not."""
+def _mixed_matmuls(candidates: Sequence[ModuleInfo], assignments: RuleAssignments) -> Iterator[Problem]:
+    """Yield a problem for each rule that gives a matrix product inputs in another dtype than its weights."""
     failing: dict[str, tuple[RuleAssignment, list[str]]] = {}
     for module in candidates:
-        claim = claims.governing(module.path)
-        if claim is None or _casts_inputs(claim.rule) or not _MATMULS & set(module.classes):
+        assignment = assignments.governing(module.path)
+        if assignment is None or _casts_inputs(assignment.rule) or not _MATMULS & set(module.classes):
             continue
-        if claims.around(module.path) != claims.compute_dtype(module.path):
-            failing.setdefault(claim.reason, (claim, []))[1].append(module.path)
-    for claim, paths in failing.values():
+        if assignments.around(module.path) != assignments.compute_dtype(module.path):
+            failing.setdefault(assignment.reason, (assignment, []))[1].append(module.path)
+    for assignment, paths in failing.values():
         cause, remedy = ("leaves param_dtype unset", "set param_dtype")
-        if claim.rule.param_dtype is not None:
+        if assignment.rule.param_dtype is not None:
             cause, remedy = ("has cast_forward_inputs = false", "drop that key")
-        dtypes = f"{claims.around(paths[0])} inputs with {claims.compute_dtype(paths[0])} weights"
-        yield _problem(claim, f"{cause}, which would give {listed(paths)} {dtypes}, and fails; {remedy}")
+        dtypes = f"{assignments.around(paths[0])} inputs with {assignments.compute_dtype(paths[0])} weights"
+        yield _problem(assignment, f"{cause}, which would give {listed(paths)} {dtypes}, and fails; {remedy}")
 
 
 def _casts_inputs(rule: PrecisionRule) -> bool:
@@ -141,7 +148,7 @@ def _casts_inputs(rule: PrecisionRule) -> bool:
 
 
 def _parameters_without_dtype(inventory: Inventory) -> Iterator[Problem]:
-    """FSDP2 casts every parameter of a unit to the unit's dtype, whatever it is: integers and complex numbers too."""
+    """Yield a problem for each integer or complex parameter: FSDP2 would cast it to the dtype of the unit."""
     for module in inventory.modules:
         for parameter in module.parameters:
             if not parameter.is_floating:
@@ -150,6 +157,6 @@ def _parameters_without_dtype(inventory: Inventory) -> Iterator[Problem]:
                 yield Problem(("model", "name"), f"{reason}; register it as a buffer")
 
 
-def _problem(claim: RuleAssignment, reason: str) -> Problem:
-    field = "match" if claim.rule.match is not None else "type"
-    return Problem((*(claim.key or ("precision",)), field), reason, getattr(claim.rule, field))
+def _problem(assignment: RuleAssignment, reason: str) -> Problem:
+    field = "match" if assignment.rule.match is not None else "type"
+    return Problem((*(assignment.key or ("precision",)), field), reason, getattr(assignment.rule, field))

@@ -30,7 +30,7 @@ class LogFile(logging.Handler):
     """
 
     def __init__(self) -> None:
-        super().__init__(logging.INFO)
+        super().__init__(logging.DEBUG)
         self.setFormatter(_Lines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._early: list[str] = []
         self._file: TextIO | None = None
@@ -75,7 +75,7 @@ def rank_log() -> Iterator[LogFile]:
     """
     file = LogFile()
     level, propagate, raising = _PACKAGE.level, _PACKAGE.propagate, logging.raiseExceptions
-    _PACKAGE.setLevel(logging.INFO)
+    _PACKAGE.setLevel(logging.DEBUG)
     _PACKAGE.propagate = False
     logging.raiseExceptions = False  # a closed pipe is reported once, by the next line on the console
     _PACKAGE.addHandler(file)
@@ -93,11 +93,11 @@ def rank_log() -> Iterator[LogFile]:
 
 
 @contextmanager
-def console_log(is_rank_0: bool) -> Iterator[None]:
-    """Send messages of rank 0, and warnings of all ranks, to standard output until the end of the block."""
+def console_log(is_rank_0: bool, verbose: bool = False) -> Iterator[None]:
+    """Print messages of rank 0 to standard output (`verbose`: those of level DEBUG too), and all ranks' warnings."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Lines("%(message)s"))
-    handler.setLevel(logging.INFO if is_rank_0 else logging.WARNING)
+    handler.setLevel((logging.DEBUG if verbose else logging.INFO) if is_rank_0 else logging.WARNING)
     _PACKAGE.addHandler(handler)
     try:
         yield

@@ -1,9 +1,9 @@
-"""What autograd does with memory: it records a graph, saves tensors in it, and frees them as backward goes. No torch.
+"""Memory of autograd: it records a graph, saves tensors in the graph, and frees them in backward. No torch.
 
-The order of backward, and when it lets go of what, are those of PyTorch's engine (torch/csrc/autograd/engine.cpp). Two
-gradients of one tensor are added into a third, which is what happens to tensors that something else holds too.
-Recomputation is `torch.utils.checkpoint` with `use_reentrant=False`: a saved tensor is a place-holder, and the first
-that is asked for has its block computed again, up to the last tensor that was saved.
+The order of backward and of frees is that of PyTorch's engine (torch/csrc/autograd/engine.cpp). Two gradients of one
+tensor are added into a third tensor, as in PyTorch when another reference to the first exists. Activation checkpointing
+is `torch.utils.checkpoint` with `use_reentrant=False`: a saved tensor is a place-holder, and the first access runs the
+forward of its block again, up to the last saved tensor.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Keeps = Callable[[], Callable[[str], bool]]
 
 
 class _RecomputationDone(Exception):  # noqa: N818 (not an error)
-    """Raised where recomputation has made the last tensor that backward wants."""
+    """Raised when the last tensor that backward needs has been recomputed."""
 
 
 class _Saved:
-    """A place-holder for the tensors that one operation saved in a block that is computed again."""
+    """A place-holder for the tensors that one operation saved in a checkpointed block."""
 
     __slots__ = ("__weakref__", "block")
 
@@ -37,7 +37,7 @@ class _Saved:
 
 
 class _Block:
-    """One run of a block under recomputation: how to repeat it, and what the repetition has made."""
+    """One forward of a checkpointed block: how to run it again, and the tensors that the second run made."""
 
     def __init__(self, compute: Callable[[Tensor], Tensor], x: Tensor, keeps: Keeps | None):
         self.compute = compute
@@ -45,26 +45,26 @@ class _Block:
         self.keeps = keeps
         self.saved: list[weakref.ref[_Saved]] = []
         self.kept: deque[Any] = deque()
-        """Results of costly operations, under selective recomputation."""
+        """Saved results of costly operations (`selective_ac_option = "op"`)."""
         self.recomputed: weakref.WeakKeyDictionary[_Saved, Sequence[Tensor]] = weakref.WeakKeyDictionary()
         self.num_recomputed = 0
         self.is_recomputed = False
 
 
 class Autograd:
-    """The engine, and the factory of everything that lives on its ledger."""
+    """The autograd engine, and the factory of tensors that its ledger counts."""
 
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
         self.is_backward = False
-        """Whether backward runs, recomputation included."""
+        """Whether backward runs, which includes activation checkpointing."""
         self._num_nodes = 0
         self._recording: _Block | None = None
         self._repeating: _Block | None = None
         self._keep: Callable[[str], bool] | None = None
 
     def new(self, numel: int, dtype: str, category: Category = Category.ACTIVATIONS) -> Tensor:
-        """Memory for so many elements."""
+        """Allocate memory for a number of elements."""
         return Tensor(Storage(self.ledger, numel * DTYPE_BYTES[dtype], category), numel, dtype)
 
     def record(self, output: Tensor, inputs: Sequence[Tensor], backward: Backward, *saved: Saved) -> Tensor:
@@ -100,7 +100,7 @@ class Autograd:
         return result
 
     def checkpoint(self, compute: Callable[[Tensor], Tensor], x: Tensor, keeps: Keeps | None = None) -> Tensor:
-        """`compute(x)`, which backward will run again."""
+        """Run `compute(x)` with activation checkpointing."""
         block = _Block(compute, x, keeps)
         self._recording, self._keep = block, keeps and keeps()
         try:
@@ -109,7 +109,7 @@ class Autograd:
             self._recording = self._keep = None
 
     def backward(self, loss: Tensor, gradient: Tensor) -> None:
-        """Run the graph behind a tensor."""
+        """Run backward from a tensor."""
         root, loss.node = loss.node, None
         assert root is not None
         self.is_backward = True

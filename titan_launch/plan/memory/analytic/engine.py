@@ -10,7 +10,7 @@ from titan_launch.config.architectures.base import ModelArgs
 from titan_launch.config.job import JobConfig
 from titan_launch.plan.activation_checkpoint import checkpointed_modules
 from titan_launch.plan.hardware import Kernels
-from titan_launch.plan.job import Choice, plan_kept, with_choice
+from titan_launch.plan.job import Choice, plan_units, with_choice
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic import llama3
 from titan_launch.plan.memory.analytic.replay import AnalyticModel, Replay
@@ -58,7 +58,7 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
 
     @cache
     def plan(kept: bool, removed: tuple[str, ...] = ()) -> ModelPlan:
-        return without_blocks(plan(kept), removed) if removed else plan_kept(config, inventory, kept)
+        return without_blocks(plan(kept), removed) if removed else plan_units(config, inventory, kept)
 
     @cache
     def signatures(kept: bool) -> list[Hashable]:
@@ -66,7 +66,7 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
 
     def footprint(choice: Choice) -> Footprint:
         kept = bool(choice.accumulation.keep_params_unsharded)
-        again = checkpointed_modules(inventory, choice.recomputation)
+        again = checkpointed_modules(inventory, choice.activation_checkpoint)
 
         def replay(removed: tuple[str, ...] = ()) -> Footprint:
             chosen = with_choice(config, choice)

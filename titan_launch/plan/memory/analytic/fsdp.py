@@ -1,9 +1,9 @@
-"""FSDP2's schedule, unit by unit: when it allocates, gathers, frees and reduces what. No torch.
+"""FSDP2's schedule of allocations, all-gathers, frees and reductions, unit by unit. No torch.
 
 A transcription of `torch.distributed.fsdp._fully_shard` (torch 2.13 and 2.15: `_fsdp_state`, `_fsdp_param_group`,
-`_fsdp_collectives`), with sizes in place of tensors. Names are FSDP2's, so that the two can be read side by side; so
-are lifetimes, down to those that a local variable over there prolongs, which the comments here point out. It is the
-schedule of the installed release, and of the newest tested one where torch is not installed.
+`_fsdp_collectives`), with sizes instead of tensors. Names are FSDP2's, so that both can be read side by side. Lifetimes
+are FSDP2's too; comments mark tensors that a local variable in FSDP2 keeps alive longer. The schedule is that of the
+installed release, or of the newest tested release if torch is not installed.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class State(Enum):
 
 
 class Context:
-    """What all units share: `FSDPCommContext` and `FSDPStateContext`."""
+    """State that all units share: `FSDPCommContext` and `FSDPStateContext`."""
 
     def __init__(self, autograd: Autograd, layout: Layout):
         self.autograd = autograd
         self.layout = layout
         self.offloads = Category.GRADIENTS in autograd.ledger.on_host
-        """Whether shards of parameters and gradients are in the host's memory."""
+        """Whether shards of parameters and gradients are in host memory."""
         self.units: list[ShardedUnit] = []
-        """In the order in which the modules of the model are met first, parents before children."""
+        """Units in the order of the model's modules, parents before children."""
         self.all_gather: Tensor | None = None
-        """The last forward all-gather's buffer, which is kept until the next one is copied out."""
+        """Buffer of the last all-gather in forward. It lives until the next all-gather is copied out."""
         self.reduce_scatter_inputs: list[Tensor] = []
         self.post_forward_order: list[ShardedUnit] = []
         self.iter_forward_root: ShardedUnit | None = None
 
     def finish_backward(self) -> None:
-        """What FSDP2 does when autograd is done: `_root_post_backward_final_callback`."""
+        """Finish backward: `_root_post_backward_final_callback`."""
         for unit in self.units:
             unit.modules_to_run.clear()
             if unit.parameters:
@@ -63,7 +63,7 @@ class Context:
 
 
 class Parameter:
-    """One parameter of a unit: whole on this side of an all-gather, in dim-0 shards on the other."""
+    """One parameter of a unit: unsharded after an all-gather, sharded on dim 0 before it."""
 
     def __init__(self, unit: ShardedUnit, info: TensorInfo, index: int):
         self.numel = info.numel
@@ -71,7 +71,7 @@ class Parameter:
         self.whole = Tensor(
             None, info.numel, unit.unit.compute_dtype, self._leaf(unit, index) if info.requires_grad else None
         )
-        """What operations take; the unit counts its memory."""
+        """The tensor that operations take. The unit counts its memory."""
 
     def _leaf(self, unit: ShardedUnit, index: int) -> Leaf:
         return Leaf(lambda gradient: unit.accumulate(index, gradient), lambda dtype: unit.grad_dtype(index, dtype))
@@ -87,13 +87,13 @@ class ShardedUnit:
         self.parameters = [Parameter(self, info, index) for index, info in enumerate(parameters)]
         self.padded = sum(parameter.padded for parameter in self.parameters)
         self.prefetch: list[ShardedUnit] = []
-        """Gathered in backward besides, in place of the default: `set_modules_to_backward_prefetch`."""
+        """Units to all-gather ahead in backward, instead of the default: `set_modules_to_backward_prefetch`."""
         self.reduce_grads = self.all_reduce_grads = self.reshard_after_backward = True
         self.state = self.group_state = State.IDLE
         self.modules_to_run: set[str] = set()
         self._post_forward_indices: list[int] = []
         self._pending: Tensor | None = None
-        """The buffer of an all-gather that nothing has waited for yet; with one shard, a mark of it."""
+        """Buffer of an all-gather that has not been waited for; with one shard, a marker."""
         self._unsharded_bytes = 0
         self._gradients: dict[int, Tensor] = {}
         self._accumulated: dict[int, Tensor] = {}
@@ -118,7 +118,7 @@ class ShardedUnit:
         del shards
 
     def _shards_to_send(self) -> list[Tensor]:
-        """What goes into an all-gather beside the shards themselves: casts of them, or copies from the host."""
+        """Return the inputs of an all-gather beside the shards: casts of the shards, or copies from the host."""
         world, stored, sent = self.context.layout.shard, self.unit.storage_dtype, self.unit.compute_dtype
         if not self.context.offloads:
             is_cast = sent != stored
@@ -132,7 +132,7 @@ class ShardedUnit:
         return shards
 
     def wait_for_unshard(self) -> None:
-        """Copy what was gathered into the parameters."""
+        """Copy the all-gathered buffer into the parameters."""
         if self._pending is None:
             return
         is_forward, world = self.group_state is State.FORWARD, self.context.layout.shard
@@ -150,7 +150,7 @@ class ShardedUnit:
         del before
 
     def _cast_one_by_one(self) -> None:
-        """With one shard there is nothing to gather, and every parameter is copied from its cast."""
+        """With one shard there is no all-gather; every parameter is copied from its cast."""
         copy = None
         for parameter in self.parameters:
             if self.context.offloads:
@@ -166,7 +166,7 @@ class ShardedUnit:
         self._unsharded_bytes += num_bytes
 
     def reshard(self) -> None:
-        """Free the whole parameters, if now is the time."""
+        """Free the unsharded parameters; after forward, only if the unit reshards after forward."""
         if self.group_state is State.FORWARD and not self._reshards_after_forward:
             return
         self.autograd.ledger.free(self._unsharded_bytes, Category.UNSHARDED_PARAMETERS)
@@ -174,13 +174,13 @@ class ShardedUnit:
 
     @property
     def _reshards_after_forward(self) -> bool:
-        # None leaves it to FSDP2, which spares the root.
+        # None leaves the choice to FSDP2, which does not reshard the root.
         return self.unit.reshard_after_forward is True
 
     # Forward
 
     def pre_forward(self, x: Tensor) -> Tensor:
-        """Before a module of the unit runs: its input as the module gets it, with the parameters there."""
+        """Unshard the parameters before a module of the unit runs, and return its input, cast."""
         if not self.modules_to_run:
             self.modules_to_run.update(self.unit.modules)
         if self.state is State.PRE_BACKWARD:  # recomputation
@@ -200,7 +200,7 @@ class ShardedUnit:
         return self._with_post_backward(x) if is_entering and x.node is not None else x
 
     def post_forward(self, path: str, output: Tensor) -> Tensor:
-        """After a module of the unit has run: its output as others get it."""
+        """Reshard after a module of the unit has run, and return its output, cast."""
         self.modules_to_run.discard(path)
         if self.modules_to_run or self.state is State.PRE_BACKWARD:
             return self._cast_output(output)
@@ -227,7 +227,7 @@ class ShardedUnit:
         return output if wanted is None else cast(self.autograd, output, wanted)
 
     def _with_post_backward(self, x: Tensor) -> Tensor:
-        """The input, with a node that ends the unit's backward: `RegisterPostBackwardFunction`."""
+        """Return the input with a node that ends the unit's backward: `RegisterPostBackwardFunction`."""
 
         def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
             self.post_backward()
@@ -238,7 +238,7 @@ class ShardedUnit:
     # Backward
 
     def pre_backward(self) -> None:
-        """The gradient of the unit's output is there."""
+        """Begin the unit's backward: the gradient of its output exists."""
         self.state = State.PRE_BACKWARD
         if self.parameters and self.group_state is not State.PRE_BACKWARD:
             self.group_state = State.PRE_BACKWARD
@@ -254,7 +254,7 @@ class ShardedUnit:
             self.context.post_forward_order[index - 1].prefetch_in_backward()
 
     def prefetch_in_backward(self) -> None:
-        """Start the all-gather ahead of time."""
+        """Start the all-gather of this unit early, in the backward of another unit."""
         with self._as_if(State.PRE_BACKWARD):
             self.unshard()
 
@@ -265,7 +265,7 @@ class ShardedUnit:
         self.group_state = before
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
-        """Take a parameter's whole gradient from autograd. A second one is added in place."""
+        """Take the unsharded gradient of a parameter from autograd. A second gradient is added in place."""
         if index in self._gradients:
             return
         assert gradient.storage is not None
@@ -273,7 +273,7 @@ class ShardedUnit:
         self._gradients[index] = gradient
 
     def grad_dtype(self, index: int, computed: str) -> str:
-        """Return the dtype that autograd hands a gradient over in: `_set_unsharded_grad_dtypes`."""
+        """Return the dtype of a gradient from autograd: `_set_unsharded_grad_dtypes`."""
         if not ACCUMULATES_IN_GRAD:
             return computed
         is_wider = DTYPE_BYTES[self.unit.reduce_dtype] > DTYPE_BYTES[computed]
@@ -281,7 +281,7 @@ class ShardedUnit:
         return computed if is_wider and is_added else self.unit.reduce_dtype
 
     def post_backward(self) -> None:
-        """All gradients of the unit are there: keep them, or reduce them."""
+        """Accumulate or reduce the gradients of the unit when all of them exist."""
         self.group_state = State.POST_BACKWARD
         for index in self._accumulated:
             self._gradients.pop(index, None)
@@ -317,7 +317,7 @@ class ShardedUnit:
         new, dtype = self.autograd.new, self.unit.reduce_dtype
         padded = sum(parameter.padded for parameter in parameters)
         reduce_input = new(padded, dtype, Category.REDUCE_SCATTER)
-        # Before torch 2.15 a loop variable over there, until the function ends.
+        # Before torch 2.15 a loop variable in FSDP2 keeps it until the function ends.
         last = gradients[-1] if world > 1 and not FREES_EARLIER else None
         gradients.clear()
         output = new(padded // world, dtype, Category.REDUCE_SCATTER)
@@ -344,7 +344,7 @@ class ShardedUnit:
         del last
 
     def finalize_backward(self) -> None:
-        """The last of a backward: nothing is in flight any more."""
+        """End backward: drop the buffers of pending collectives."""
         self._all_reduce_input = None
         self._pending = None
         self._post_forward_indices.clear()

@@ -76,7 +76,7 @@ class AnalyticModel:
 
 
 def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> list[GroupSizes]:
-    """The trained parameters' shards, by the optimizer's group. A shared parameter has several paths."""
+    """Return the shards of the trained parameters by optimizer group. A shared parameter has several paths."""
     paths: defaultdict[str, list[str]] = defaultdict(list)
     undecayed: defaultdict[str, bool] = defaultdict(bool)
     inner: defaultdict[str, bool] = defaultdict(lambda: True)
@@ -102,7 +102,7 @@ def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> lis
 
 
 class Replay:
-    """A model with its units, ready to be gone through once."""
+    """A model with its units. It can run one step."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Replay:
         kernels: Kernels,
         again: Collection[str],
     ):
-        """`again`: the blocks that are computed again in backward."""
+        """`again`: the checkpointed blocks."""
         self._config = config
         self._plan = plan
         self._layout = layout
@@ -134,7 +134,7 @@ class Replay:
         self._microbatch = 0
 
     def step(self) -> Footprint:
-        """Go through the step; once only."""
+        """Run the step and return its footprint; once only."""
         self._ledger.enter(StepPoint(0, "forward", ""))
         self._allocate_state()
         count = min(self._layout.num_microbatches, MICROBATCHES)
@@ -147,7 +147,7 @@ class Replay:
         return self._ledger.footprint()
 
     def _make_units(self) -> dict[str, ShardedUnit]:
-        """The units by the paths of their modules; those of the context in the order of the model's modules."""
+        """Return the units by the paths of their modules. The context has them in the order of the model's modules."""
         parameters = parameters_by_unit(self._plan.inventory, self._plan.units)
         units = [ShardedUnit(self._context, *pair) for pair in zip(self._plan.units, parameters, strict=True)]
         by_path = {path: unit for unit in units for path in unit.unit.modules}
@@ -158,7 +158,7 @@ class Replay:
         return by_path
 
     def _weights(self) -> dict[str, Tensor]:
-        """Every parameter by its full name, shared ones under each of their names."""
+        """Return every parameter by its full name. Shared parameters have an entry for each name."""
         weights: dict[str, Tensor] = {}
         unseen = {unit.unit: iter(unit.parameters) for unit in self._context.units}
         for module in self._plan.inventory.modules:
@@ -171,7 +171,7 @@ class Replay:
         return weights
 
     def _allocate_state(self) -> None:
-        """What is there before the step: shards of the parameters, the optimizer's state, buffers."""
+        """Allocate the memory that exists before the step: parameter shards, optimizer state and buffers."""
         for unit in self._context.units:
             size = unit.padded // self._layout.shard * DTYPE_BYTES[unit.unit.storage_dtype]
             self._ledger.allocate(size, Category.PARAMETERS)
@@ -179,7 +179,7 @@ class Replay:
         self._ledger.allocate(sum(self._buffer_bytes()), Category.BUFFERS)
 
     def _buffer_bytes(self) -> Iterator[int]:
-        """BatchNorm's are there twice: a step that is left out goes back to what they were."""
+        """BatchNorm's running statistics exist twice: a skipped step restores them."""
         dtypes = self._plan.buffer_dtypes
         for module in self._plan.inventory.modules:
             for buffer in module.buffers if module.same_as is None else ():
@@ -205,13 +205,13 @@ class Replay:
         return self._model(tokens, self._plan.inventory.blocks)
 
     def _loss(self, logits: Tensor) -> Tensor:
-        """The step point lasts until the gradient of the logits is there."""
+        """The point of the loss lasts until the gradient of the logits exists."""
         self._ledger.enter(StepPoint(self._microbatch, "loss", ""))
         num_classes = logits.numel // self._num_tokens
         return ops.cross_entropy(self._autograd, logits, num_classes, self._config.training.loss_chunks)
 
     def _call(self, path: str, compute: Compute, x: Tensor) -> Tensor:
-        """Run a module as `nn.Module.__call__` does, with the hooks of FSDP2 around recomputation around `forward`."""
+        """Run a module as `nn.Module.__call__` does: FSDP2's hooks around activation checkpointing around `forward`."""
         is_forward = not self._autograd.is_backward
         if is_forward and path in self._places:
             self._ledger.enter(StepPoint(self._microbatch, "forward", path))
@@ -228,14 +228,14 @@ class Replay:
         return lambda x: self._autograd.checkpoint(compute, x, self._keeps)
 
     def _mark_backward(self, output: Tensor, path: str) -> None:
-        """What follows once the gradient of a module's output is there is its backward."""
+        """Begin the backward of a module when the gradient of its output exists."""
         assert output.node is not None
         place = StepPoint(self._microbatch, "backward", path)
         output.node.hooks.append(lambda: self._ledger.enter(place))
 
 
 def _every_second_product() -> Callable[[str], bool]:
-    """The option `op`: attention's results are kept, and those of the first, third, ... matrix product of a block."""
+    """Return the results that option `op` saves: of attention, and of a block's first, third, ... matrix product."""
     num_products = 0
 
     def keeps(name: str) -> bool:

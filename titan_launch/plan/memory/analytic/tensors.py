@@ -1,8 +1,8 @@
 """Tensors without numbers: their memory, and the graph that autograd would record of them. No torch.
 
-A storage tells the ledger of its birth and of its death. Like PyTorch's it dies with the last reference to it, so what
-Python's locals and autograd's graph keep alive there is kept alive here by the same means. (This relies on CPython's
-reference counts, as the memory of a PyTorch program does.)
+A storage reports its allocation and its free to the ledger. Like a storage of PyTorch, it is freed with the last
+reference to it: local variables and the graph of autograd keep tensors alive here as in PyTorch. (This relies on
+CPython's reference counts, as the memory of a PyTorch program does.)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from titan_launch.plan.memory.ledger import Category, Ledger
 
 
 class Storage:
-    """Bytes that are live as long as somebody holds this object."""
+    """Memory that is allocated while a reference to this object exists."""
 
     __slots__ = ("_category", "_ledger", "_num_bytes")
 
@@ -28,7 +28,7 @@ class Storage:
         self._ledger.free(self._num_bytes, self._category)
 
     def relabel(self, category: Category) -> None:
-        """Count it as something else from now on."""
+        """Count the memory under another category."""
         self._ledger.move(self._num_bytes, self._category, category)
         self._category = category
 
@@ -40,13 +40,13 @@ class Tensor:
 
     def __init__(self, storage: Storage | None, numel: int, dtype: str, node: Node | None = None):
         self.storage = storage
-        """None for what is counted elsewhere: gathered parameters, and numbers too small to count."""
+        """None: the memory is counted elsewhere (unsharded parameters), or too small to count."""
         self.numel = numel
         self.dtype = dtype
         self.node = node
 
     def detached(self) -> Tensor:
-        """The same memory outside of the graph."""
+        """Return a tensor with the same storage outside of the graph."""
         return Tensor(self.storage, self.numel, self.dtype)
 
 
@@ -56,11 +56,11 @@ list, so that a node of several steps can take it out and free it half-way."""
 
 
 Saved = Callable[[], Sequence[Tensor]]
-"""Gives what forward has saved; the first call may compute a block again."""
+"""Returns the tensors that forward saved. The first call may recompute a block."""
 
 
 class Node:
-    """One step of backward. Nodes run as soon as all their gradients are there, the youngest first."""
+    """One step of backward. A node runs when all its gradients have arrived; the newest node runs first."""
 
     __slots__ = ("backward", "hooks", "inputs", "saved", "sequence")
 
@@ -70,11 +70,11 @@ class Node:
         self.backward = backward
         self.saved: Saved | None = None
         self.hooks: list[Callable[[], None]] = []
-        """What runs before the node, with its gradient complete: hooks on the tensor that it made."""
+        """Hooks on the tensor that the node made. They run before the node, with the complete gradient."""
 
 
 class Leaf(Node):
-    """The end of a path through the graph, at a parameter: it takes the gradient at once, before any other node."""
+    """The node of a parameter. It takes the gradient at once, before any other node runs."""
 
     __slots__ = ("accumulate", "grad_dtype")
 
@@ -82,4 +82,4 @@ class Leaf(Node):
         super().__init__(inf, (), None)
         self.accumulate = accumulate
         self.grad_dtype = grad_dtype
-        """Returns the dtype that a gradient of a dtype is converted to before it is accumulated."""
+        """Returns the dtype to which a gradient is converted before it is accumulated, given the gradient's dtype."""

@@ -46,7 +46,7 @@ def test_a_mode_without_a_module_to_work_on_is_an_error() -> None:
         recomputed(())
     with pytest.raises(ConfigError, match=r"activation_checkpoint.selective_ac_option: the model has 2 blocks"):
         recomputed(BLOCKS[:2], mode="selective", selective_ac_option=3)
-    with pytest.raises(ConfigError, match=r"modules matches 7 modules, so this would compute none"):
+    with pytest.raises(ConfigError, match=r"modules matches 7 modules, so this would checkpoint none"):
         recomputed(BLOCKS, modules=("list.*.norm",), mode="selective", selective_ac_option=8)
     with pytest.raises(ConfigError, match=r'modules.0: matches no module of the model; did you mean "list..\.mlp"'):
         recomputed(BLOCKS, modules=("list.*.mlpp",))

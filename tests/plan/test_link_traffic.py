@@ -1,10 +1,10 @@
-"""Bytes on the wire."""
+"""Bytes that a rank sends over each kind of link."""
 
 from __future__ import annotations
 
 import pytest
 
-from titan_launch.plan.communication import Collectives, Exchange, LinkTraffic, Traffic, wire_bytes
+from titan_launch.plan.communication import Collectives, Exchange, LinkTraffic, Traffic, link_traffic_of_step
 from titan_launch.plan.layout import Layout
 
 
@@ -32,15 +32,15 @@ REDUCED = Traffic(Collectives(all_reduces=1), all_reduce_bytes=1024)
 def test_rings_lie_on_nodes_as_ranks_do(
     traffic: Traffic, replicate: int, shard: int, gpus_per_node: int, expected: LinkTraffic
 ) -> None:
-    wire = wire_bytes(traffic, layout(replicate, shard), gpus_per_node)
-    assert (wire.within, wire.across) == pytest.approx((expected.within, expected.across))
+    traffic_by_link = link_traffic_of_step(traffic, layout(replicate, shard), gpus_per_node)
+    assert (traffic_by_link.within, traffic_by_link.across) == pytest.approx((expected.within, expected.across))
 
 
 def test_reduce_scatters_go_round_like_all_gathers_and_add_up() -> None:
     scattered = Traffic(Collectives(reduce_scatters=1), reduce_scatter_bytes=1024)
-    assert wire_bytes(scattered, layout(1, 4), 8) == wire_bytes(GATHERED, layout(1, 4), 8)
-    both = wire_bytes(GATHERED + scattered, layout(1, 4), 8)
-    assert (both.total, str((GATHERED + scattered).collectives)) == (1536, "1 AG + 1 RS")
+    assert link_traffic_of_step(scattered, layout(1, 4), 8) == link_traffic_of_step(GATHERED, layout(1, 4), 8)
+    both = link_traffic_of_step(GATHERED + scattered, layout(1, 4), 8)
+    assert (both.total, str((GATHERED + scattered).collectives)) == (1536, "1 all-gather + 1 reduce-scatter")
 
 
 def test_groups_lie_on_nodes_as_the_mesh_lays_them() -> None:
@@ -48,8 +48,8 @@ def test_groups_lie_on_nodes_as_the_mesh_lays_them() -> None:
     grid = Layout(2, 2, local_batch_size=1, num_microbatches=1, context=2, tensor=4, pipeline=2)
 
     def sent(traffic: Traffic) -> tuple[float, float]:
-        wire = wire_bytes(traffic, grid, gpus_per_node=8)
-        return wire.within, wire.across
+        traffic_by_link = link_traffic_of_step(traffic, grid, gpus_per_node=8)
+        return traffic_by_link.within, traffic_by_link.across
 
     assert sent(Traffic(tensor=Exchange(1, 1000))) == (1000, 0)  # ranks 0..3
     assert sent(Traffic(context=Exchange(1, 1000))) == (1000, 0)  # ranks 0, 4
