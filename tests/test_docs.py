@@ -33,7 +33,7 @@ from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 
 REPO = Path(__file__).parent.parent
-PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
+PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
 CONFIGS = sorted((REPO / "configs").rglob("*.toml"))
 NO_EARLIER_RUN = "--job.dump_folder=no_such_folder"
 """Runs in `outputs/` of whoever runs the tests do not decide what `check` finds."""
@@ -42,7 +42,7 @@ NO_EARLIER_RUN = "--job.dump_folder=no_such_folder"
 def blocks(language: str) -> Iterator[tuple[str, str]]:
     for page in PAGES:
         found = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-        yield from ((f"{page.name}-{number}", block) for number, block in enumerate(found))
+        yield from ((f"{page.relative_to(REPO)}-{number}", block) for number, block in enumerate(found))
 
 
 def commands() -> list[str]:
@@ -209,7 +209,7 @@ def test_links_lead_somewhere() -> None:
 
 
 @pytest.mark.skipif(not CAN_SHARE_UNITS, reason="before torch 2.13 every norm has a unit of its own")
-@pytest.mark.parametrize("page", ["README.md", "docs/planning.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/explanation/planner.md"])
 def test_the_table_of_the_8b_model_is_what_plan_prints(page: str) -> None:
     printed = plan(["plan", "--config", "configs/llama3_8b.toml", "--world-size", "8", "--device", "h100-80gb"])
     shown = re.findall(r"^>? +none +immediate .*$", (REPO / page).read_text(), flags=re.MULTILINE)
@@ -220,7 +220,7 @@ def test_predictions_are_below_published_memory() -> None:
     """And within 25 % of it: the benchmark's status says so."""
     command = [sys.executable, "benchmarks/published_memory.py"]
     table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert table.strip() in (REPO / "docs" / "planning.md").read_text()
+    assert table.strip() in (REPO / "docs" / "explanation" / "planner.md").read_text()
 
 
 def test_a_row_of_the_table_of_layouts_is_what_is_predicted() -> None:
@@ -237,11 +237,11 @@ def test_a_row_of_the_table_of_layouts_is_what_is_predicted() -> None:
     ]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[2]
     row = re.escape(printed.replace("**", "")).replace("FSDP", r"(?:\*\*)?FSDP(?:\*\*)?")
-    assert re.search(row, (REPO / "docs" / "parallelism.md").read_text())
+    assert re.search(row, (REPO / "docs" / "how_to" / "parallelism.md").read_text())
 
 
 def test_the_table_of_metrics_is_current() -> None:
-    assert (REPO / "docs" / "metrics.md").read_text().endswith(markdown_table())
+    assert (REPO / "docs" / "reference" / "metrics.md").read_text().endswith(markdown_table())
 
 
 def test_the_train_script_explains_itself() -> None:

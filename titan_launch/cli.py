@@ -46,7 +46,7 @@ plan options: --device NAME, --memory-gib, --intra-bandwidth, --inter-bandwidth 
   default where possible), or trace any model; --rows all|own: every mode, or those that the job asks for or leaves open
 
 JOB.toml is a job file, or the config.json of an earlier run. --section.key=value overrides any key of it; values are
-TOML, and lists are counted from 0 (--precision.rules.0.param_dtype=float32). All keys: docs/config.md.
+TOML, and lists are counted from 0 (--precision.rules.0.param_dtype=float32). All keys: docs/reference/job_file.md.
 """
 
 

@@ -1,6 +1,6 @@
 """The reference of the job file as a page to read.
 
-`python -m titan_launch.config.reference` writes it, and the JSON Schema, below `docs/`.
+`python -m titan_launch.config.reference` writes it, and the JSON Schema, into `docs/reference/`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.loading.schema_walk import TAGGED, Kinds, alternatives, is_section, item_types
 from titan_launch.config.sections.base import Section
 
-DOCS = Path(__file__).parents[2] / "docs"
+REFERENCE_FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 
 _INTRODUCTION = """\
 # The job file
@@ -28,7 +28,7 @@ A job is one TOML file. Every section and nearly every key may be left out: the 
 the source code of Python's standard library, on any machine.
 
 ```toml
-#:schema ../docs/schema/job.schema.json
+#:schema ../docs/reference/job.schema.json
 extends = "llama_debug.toml"
 
 [job]
@@ -197,7 +197,7 @@ def _row(cells: Iterable[str]) -> str:
 def documents() -> dict[Path, str]:
     """The generated files and what belongs into them."""
     schema = json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
-    return {DOCS / "schema" / "job.schema.json": schema, DOCS / "config.md": reference()}
+    return {REFERENCE_FOLDER / "job.schema.json": schema, REFERENCE_FOLDER / "job_file.md": reference()}
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 NEWEST_TESTED = (2, 15)
-"""The newest release that was tested (docs/pytorch_releases.md)."""
+"""The newest release that was tested (docs/verification/pytorch_releases.md)."""
 
 
 @cache  # reads a file, and is asked in every microbatch of a pipeline

@@ -28,7 +28,7 @@ _BLOCK_SCORES = 2**19
 @cache
 def lengths() -> Mapping[torch.dtype, range]:
     """By dtype, the tokens of the sequences that are attended to by blocks on this CPU: where this was faster for all
-    heads, widths and threads that were measured (docs/performance.md). CPUs with AMX, for which PyTorch's kernel has a
+    heads, widths and threads that were measured (docs/how_to/speed.md). CPUs with AMX, for which PyTorch's kernel has a
     way of its own, and those without AVX-512 were not measured.
     """
     has = torch.cpu.get_capabilities()

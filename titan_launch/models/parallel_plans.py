@@ -54,7 +54,7 @@ def shapes_explained(model: ModelConfig, degree: int) -> Iterator[None]:
         reason = (
             f"fails{f' at {place}' if place else ''} with 1/{degree} of the heads and features on each rank: does its "
             "attribute tensor_parallel divide what belongs together, are its shapes those of what arrives (-1, not the "
-            f"number of heads), and does the degree divide the heads? See docs/parallelism.md (PyTorch: {text})"
+            f"number of heads), and does the degree divide the heads? See docs/how_to/parallelism.md (PyTorch: {text})"
         )
         raise config_error(_NAME, reason, model.name, also=(_TENSOR_DEGREE,)) from error
 
@@ -90,7 +90,7 @@ def _problems(
     if not styles:
         reason = (
             "the model declares no plan for tensor parallelism (an attribute tensor_parallel of the module: globs of "
-            "its modules, and how each is divided; see docs/parallelism.md); declare one, or set 1"
+            "its modules, and how each is divided; see docs/how_to/parallelism.md); declare one, or set 1"
         )
         yield Problem(_TENSOR_DEGREE, reason, degree)
         return
@@ -208,7 +208,7 @@ def check_context_plan(
     if axes is None:
         reason = (
             "the model does not say that its sequences can be divided (an attribute context_parallel of the module: "
-            "globs of its buffers along the sequence, and the axis of the tokens in each; see docs/parallelism.md); "
+            "globs of its buffers along the sequence, and the axis of the tokens in each; see docs/how_to/parallelism.md); "
             "declare it, or set 1"
         )
         raise ConfigError([Problem(_CONTEXT_DEGREE, reason, degree)])

@@ -73,7 +73,7 @@ def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
     if not inventory.pipeline_order:
         reason = (
             "the model does not say which of its modules run one after another (an attribute pipeline_order of the "
-            "module: globs of them, in order; see docs/parallelism.md); declare it, or set 1"
+            "module: globs of them, in order; see docs/how_to/parallelism.md); declare it, or set 1"
         )
         raise config_error(_DEGREE, reason, degree)
     outside = [
