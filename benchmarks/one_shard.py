@@ -1,6 +1,6 @@
 """What FSDP2 costs where every rank has the whole parameters: freed after forward, kept, and by its `replicate`.
 
-    torchrun --nproc-per-node 2 benchmarks/one_shard.py --write docs/how_to/speed.md
+    torchrun --nproc-per-node 2 benchmarks/one_shard.py --write docs/verification/cpu.md
 
 Steps are interleaved, in another order each round, and measured in CPU time, which other processes disturb least.
 """

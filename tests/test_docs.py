@@ -1,7 +1,9 @@
-"""Docs describe the present: every TOML block passes the check, and every command is run or parsed."""
+"""Docs describe the present: TOML blocks pass the check, commands are run or parsed, and links, paths and quoted messages
+exist."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import re
@@ -21,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.distributed import run_ranks
+from tests.test_layering import RANKS
 from tests.train.jobs import read_metrics, this_rank
 from titan_launch.cli import FAKE_OPTIONS, main, parse_arguments
 from titan_launch.config.loading.load import load_job
@@ -100,7 +103,7 @@ def train_main_job(folder: Path) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_readme_loads_the_result_in_plain_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_docs_load_the_result_in_plain_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, targets, trained = run_ranks(train_main_job, 2, tmp_path)[0]
     monkeypatch.chdir(tmp_path)
     ((_, lines),) = [block for block in blocks("python") if "checkpoints/latest" in block[1]]
@@ -202,17 +205,72 @@ def check_script(script: str, arguments: list[str]) -> None:
         assert all(word.startswith("-") or word in ("rule", "slow") or (REPO / word).exists() for word in arguments)
 
 
-def test_links_lead_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_links_and_anchors_resolve(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!\w+:)([^)#]*)#?([^)]*)\)", page.read_text()):
+        linked = page.parent / target if target else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_paths_exist(page: Path) -> None:
+    """Paths in backticks, relative to the repository; on the page about the code also relative to the package."""
+    roots = [REPO, REPO / "titan_launch"] if page.name == "architecture.md" else [REPO]
+    package = "|".join(path.name for path in (REPO / "titan_launch").iterdir()) if len(roots) == 2 else "titan_launch"
+    paths = re.findall(
+        rf"`((?:titan_launch|tests|benchmarks|scripts|configs|examples|{package})/[\w./]*)`", page.read_text()
+    )
+    missing = [path for path in paths if not any((root / path).exists() for root in roots)]
+    assert missing == []
+
+
+def test_the_index_names_every_page() -> None:
+    index = (REPO / "docs" / "README.md").read_text()
+    pages = [str(page.relative_to(REPO / "docs")) for page in PAGES if page.is_relative_to(REPO / "docs")]
+    assert [page for page in pages if page != "README.md" and f"({page})" not in index] == []
+
+
+def test_the_layers_are_those_of_the_code() -> None:
+    page = (REPO / "docs" / "explanation" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| ([^|]*) \|", page, flags=re.MULTILINE)
+    assert {package: int(rank) for rank, packages in rows for package in re.findall(r"`(\w+)`", packages)} == RANKS
+
+
+def messages() -> list[str]:
+    """The strings in the code of the program, with `…` in place of what is filled in."""
+    found = []
+    for path in (REPO / "titan_launch").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%[.\d]*[dfs]", "…", node.value))
+    return found
+
+
+def test_troubleshooting_quotes_messages_of_the_program() -> None:
+    page = (REPO / "docs" / "how_to" / "troubleshooting.md").read_text().partition("## Messages of PyTorch")[0]
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
+    printed = "\n".join(messages())
+    patterns = {quote: ".*".join(map(re.escape, quote.split("…"))) for quote in quoted}
+    assert quoted and [quote for quote, pattern in patterns.items() if not re.search(pattern, printed)] == []
 
 
 @pytest.mark.skipif(not CAN_SHARE_UNITS, reason="before torch 2.13 every norm has a unit of its own")
-@pytest.mark.parametrize("page", ["README.md", "docs/explanation/planner.md"])
-def test_the_table_of_the_8b_model_is_what_plan_prints(page: str) -> None:
+def test_the_table_of_the_8b_model_is_what_plan_prints() -> None:
     printed = plan(["plan", "--config", "configs/llama3_8b.toml", "--world-size", "8", "--device", "h100-80gb"])
-    shown = re.findall(r"^>? +none +immediate .*$", (REPO / page).read_text(), flags=re.MULTILINE)
+    page = (REPO / "docs" / "explanation" / "planner.md").read_text()
+    shown = re.findall(r"^>? +none +immediate .*$", page, flags=re.MULTILINE)
     assert shown and all(line in printed for line in shown)
 
 
@@ -220,7 +278,7 @@ def test_predictions_are_below_published_memory() -> None:
     """And within 25 % of it: the benchmark's status says so."""
     command = [sys.executable, "benchmarks/published_memory.py"]
     table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert table.strip() in (REPO / "docs" / "explanation" / "planner.md").read_text()
+    assert table.strip() in (REPO / "docs" / "verification" / "planner.md").read_text()
 
 
 def test_a_row_of_the_table_of_layouts_is_what_is_predicted() -> None:
@@ -237,7 +295,7 @@ def test_a_row_of_the_table_of_layouts_is_what_is_predicted() -> None:
     ]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[2]
     row = re.escape(printed.replace("**", "")).replace("FSDP", r"(?:\*\*)?FSDP(?:\*\*)?")
-    assert re.search(row, (REPO / "docs" / "how_to" / "parallelism.md").read_text())
+    assert re.search(row, (REPO / "docs" / "verification" / "planner.md").read_text())
 
 
 def test_the_table_of_metrics_is_current() -> None:

@@ -27,9 +27,9 @@ _BLOCK_SCORES = 2**19
 
 @cache
 def lengths() -> Mapping[torch.dtype, range]:
-    """By dtype, the tokens of the sequences that are attended to by blocks on this CPU: where this was faster for all
-    heads, widths and threads that were measured (docs/how_to/speed.md). CPUs with AMX, for which PyTorch's kernel has a
-    way of its own, and those without AVX-512 were not measured.
+    """Return by dtype the lengths of sequences, in tokens, for which this CPU takes the blocked kernel: it was faster for
+    all measured heads, widths and threads (docs/verification/cpu.md). CPUs with AMX, for which PyTorch's kernel has a
+    path of its own, and CPUs without AVX-512 were not measured.
     """
     has = torch.cpu.get_capabilities()
     found = {}

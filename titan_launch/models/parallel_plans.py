@@ -208,8 +208,8 @@ def check_context_plan(
     if axes is None:
         reason = (
             "the model does not say that its sequences can be divided (an attribute context_parallel of the module: "
-            "globs of its buffers along the sequence, and the axis of the tokens in each; see docs/how_to/parallelism.md); "
-            "declare it, or set 1"
+            "globs of its buffers along the sequence, and the axis of the tokens in each; see "
+            "docs/how_to/parallelism.md); declare it, or set 1"
         )
         raise ConfigError([Problem(_CONTEXT_DEGREE, reason, degree)])
     problems = [*_wrong_buffers(model, axes, seq_len), *_local_statistics(model, degree, batchnorm)]
