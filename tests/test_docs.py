@@ -1,5 +1,4 @@
-"""Docs describe the present: TOML blocks pass the check, commands are run or parsed, and links, paths and quoted messages
-exist."""
+"""Docs describe the present: TOML blocks pass the check, commands are run or parsed, links and messages exist."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import ast
 import importlib
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -131,13 +131,13 @@ def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.Capture
         case ["torchrun", "--nproc-per-node", ranks, "-m", "titan_launch", *arguments]:
             check([*arguments, "--world-size", ranks], capsys)
         case ["torchrun", "--nproc-per-node", _, script, *arguments] if script.startswith("benchmarks/"):
-            check_benchmark(script, arguments)
+            check_benchmark(script, arguments, capsys)
         case ["python", script, *arguments] if script.startswith("benchmarks/"):
-            check_benchmark(script, arguments)
+            check_benchmark(script, arguments, capsys)
         case ["benchmarks/gpu.sh", *arguments]:
-            check_benchmark("-m benchmarks.gpu", arguments)
+            check_benchmark("-m benchmarks.gpu", arguments, capsys)
         case ["python", "-m", module, *arguments] if module.startswith("benchmarks.speed"):
-            check_benchmark(f"-m {module}", arguments)
+            check_benchmark(f"-m {module}", arguments, capsys)
         case ["sbatch", option, script, *arguments] if option.startswith("--"):
             check_script(script, arguments)
         case [script, *arguments] if script.startswith("scripts/"):
@@ -145,7 +145,7 @@ def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.Capture
         case ["tensorboard", "--logdir", "outputs"]:
             pass
         case ["python", "-m", "tests.parallel.matrix", *arguments]:
-            check_benchmark("-m tests.parallel.matrix", arguments)
+            check_benchmark("-m tests.parallel.matrix", arguments, capsys)
         case ["source", ".venv/bin/activate"]:
             assert '-m venv "$ROOT/.venv"' in (REPO / "scripts" / "setup.sh").read_text()
         case ["pip", "install", "-e", target]:
@@ -180,12 +180,18 @@ def plan(arguments: list[str]) -> str:
     return result.stdout
 
 
-def check_benchmark(script: str, arguments: list[str]) -> None:
-    """The script exists, imports what it needs, and knows its options."""
-    command = [sys.executable, *script.split(), *arguments, "--help"]
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    usage = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    assert all(argument in usage for argument in arguments if argument.startswith("--"))
+def check_benchmark(script: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The script exists, imports what it needs, and knows its options. It runs in this process, which has torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script, *arguments, "--help"])
+        patch.syspath_prepend(REPO / "benchmarks")
+        with pytest.raises(SystemExit) as end:
+            if script.startswith("-m "):
+                runpy.run_module(script.removeprefix("-m "), run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
+    usage = capsys.readouterr().out
+    assert not end.value.code and all(argument in usage for argument in arguments if argument.startswith("--"))
 
 
 def check_install(target: str) -> None:

@@ -27,9 +27,9 @@ _BLOCK_SCORES = 2**19
 
 @cache
 def lengths() -> Mapping[torch.dtype, range]:
-    """Return by dtype the lengths of sequences, in tokens, for which this CPU takes the blocked kernel: it was faster for
-    all measured heads, widths and threads (docs/verification/cpu.md). CPUs with AMX, for which PyTorch's kernel has a
-    path of its own, and CPUs without AVX-512 were not measured.
+    """Return by dtype the lengths of sequences, in tokens, for which this CPU takes the blocked kernel: it was faster
+    for all measured heads, widths and threads (docs/verification/cpu.md). CPUs with AMX, for which PyTorch's kernel
+    has a path of its own, and CPUs without AVX-512 were not measured.
     """
     has = torch.cpu.get_capabilities()
     found = {}

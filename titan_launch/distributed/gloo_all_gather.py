@@ -6,7 +6,8 @@ same time, one buffer is freed twice. Only names of more than 15 characters have
 `ALLGATHER_COALESCED`, the collective behind the functional all-gather, and `_ALLREDUCE_SPARSE`.
 
 PyTorch 2.11 to 2.15 have this race (docs/verification/reliability.md); no upstream issue was found. DTensor and
-synchronized BatchNorm call the functional all-gather. Newer releases keep their own, because the operators used here are private.
+synchronized BatchNorm call the functional all-gather. Newer releases keep their own, because the operators used here
+are private.
 """
 
 from __future__ import annotations
