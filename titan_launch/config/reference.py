@@ -71,8 +71,8 @@ Every key can be set on the command line: `--training.steps=20` or `--training.s
 
 The keys of `[data]`, `[validation.data]` and `[lr_scheduler]` depend on their `kind`. If a later file or an override
 changes the kind, the keys that mean the same in both kinds stay and the others are dropped:
-`--lr_scheduler.kind=cosine` keeps `warmup_steps` and `min_lr_factor`, and drops `decay_ratio`. `--data.kind=images` keeps `shuffle` and drops
-`path`: the path of texts is not a path of images.
+`--lr_scheduler.kind=cosine` keeps `warmup_steps` and `min_lr_factor`, and drops `decay_ratio`. `--data.kind=images`
+keeps `shuffle` and drops `path`: the path of texts is not a path of images.
 
 ## The record of a run
 
