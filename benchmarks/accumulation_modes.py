@@ -1,6 +1,6 @@
 """What the accumulation modes communicate, hold and round: measured on a small Llama under HSDP.
 
-    torchrun --nproc-per-node 4 benchmarks/accumulation_modes.py --write docs/gradient_accumulation.md
+    torchrun --nproc-per-node 4 benchmarks/accumulation_modes.py --write docs/verification/numerics.md
 
 Collectives and their bytes are those of a real step of 4 microbatches, gradients held and peak memory those of live
 tensors, beside what the planner predicts. The gradient's error is relative to a sum in fp64 of the microbatches' own

@@ -1,7 +1,7 @@
 """What a checkpoint costs training, by who writes it: seconds that training stands still, and how much slower its steps
 are while the checkpoint is written.
 
-    torchrun --nproc-per-node 2 benchmarks/checkpoint_stall.py --write docs/checkpoints.md
+    torchrun --nproc-per-node 2 benchmarks/checkpoint_stall.py --write docs/verification/cpu.md
 
 Trains a Llama of 52 million parameters (208 MB in fp32, 624 MB with AdamW's state) on the ranks of this machine. Every
 round times some steps alone, then begins a checkpoint and times the steps until it is complete; the factor is the ratio

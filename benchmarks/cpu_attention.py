@@ -1,6 +1,6 @@
 """Causal attention on a CPU: the launcher's blocked kernel against PyTorch's kernel, by length, width and dtype.
 
-    python benchmarks/cpu_attention.py [--threads 1] [--write docs/performance.md]
+    python benchmarks/cpu_attention.py [--threads 1] [--write docs/verification/cpu.md]
 
 Forward and backward of some 2,048 tokens, the two in turns. Ratios below 1: blocks are faster. Those of the lengths for
 which a run takes blocks on this CPU are bold.

@@ -1,6 +1,6 @@
 """Faults at every place of a run and of its saves, and whether the run goes on as if nothing had happened.
 
-    python benchmarks/fault_injection.py --runs 480 --strikes 260 --write docs/reliability.md
+    python benchmarks/fault_injection.py --runs 480 --strikes 260 --write docs/verification/reliability.md
 
 A tiny job (2 ranks on gloo, 6 steps, dropout, shuffled data, a checkpoint every step or every other one, of which the
 last 2 are kept) is trained once without disturbance, then again and again with up to three deaths a run. A process dies

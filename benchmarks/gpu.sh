@@ -2,7 +2,7 @@
 # The launcher on one GPU: speed and memory against a bare loop, published numbers and its own plan, and the tests marked
 # gpu. One call takes under 10 minutes.
 #
-#   benchmarks/gpu.sh --write docs/benchmarks.md
+#   benchmarks/gpu.sh --write docs/verification/gpu.md
 #   benchmarks/gpu.sh --wheels .wheels             on a machine without network; see scripts/gpu_wheels.sh
 #   benchmarks/gpu.sh --only '8B, *'               some cases only; quote the glob
 #   benchmarks/gpu.sh --smoke                      tiny shapes on a CPU, to see that everything runs

@@ -1,6 +1,6 @@
 """Cost of FSDP2 with one shard: parameters resharded after forward, unsharded, and by FSDP2's `replicate`.
 
-    torchrun --nproc-per-node 2 benchmarks/one_shard.py --write docs/performance.md
+    torchrun --nproc-per-node 2 benchmarks/one_shard.py --write docs/verification/cpu.md
 
 Steps are interleaved, in another order each round, and measured in CPU time, which other processes disturb least.
 """

@@ -1,6 +1,6 @@
 """What becomes of small updates in bfloat16: rounded to the nearest, stochastically, or kept in fp32 masters.
 
-    python benchmarks/optimizer_rounding.py --write docs/optimizers.md
+    python benchmarks/optimizer_rounding.py --write docs/verification/numerics.md
 
 A Llama of a million parameters learns the source of Python's standard library, from the same parameters and on the
 same samples in every variant; only what is stored in which dtype differs: all computation is in fp32. The learning

@@ -1,7 +1,7 @@
 """Which layout of the large Llamas fits on how many H100, what it communicates, and which one is the quickest.
 
-    python benchmarks/parallelism_tables.py [--write docs/parallelism.md] [--models 8B 70B 405B] [--ranks 8 64 512]
-        [--layouts FSDP ...]
+    python benchmarks/parallelism_tables.py [--write docs/verification/planner.md] [--models 8B 70B 405B]
+        [--ranks 8 64 512] [--layouts FSDP ...]
 
 Every row is what `plan` predicts. Of each layout the quicker accumulation mode that fits counts, of the two extremes:
 the one with the least memory, and the one with the least traffic. FSDP2 and HSDP are replayed, in milliseconds; other

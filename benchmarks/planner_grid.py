@@ -1,6 +1,6 @@
 """The analytic engine against the trace, on random jobs: peak memory, collectives and their bytes.
 
-    python benchmarks/planner_grid.py --num-jobs 120 --seed 0 [--workers 2] [--write docs/planning.md]
+    python benchmarks/planner_grid.py --num-jobs 120 --seed 0 [--workers 2] [--write docs/verification/planner.md]
 
 A job is a small Llama with random widths, depth, norm, batch, ranks, precision rules, accumulation, recomputation,
 optimizer and loss chunks. Both engines predict the active memory of a rank; the plan's closed form of the traffic is

@@ -1,6 +1,6 @@
 """What precision rules change: losses, gradients, collectives and step time of small jobs that differ in them alone.
 
-    torchrun --nproc-per-node 2 benchmarks/precision_numerics.py --write docs/precision.md
+    torchrun --nproc-per-node 2 benchmarks/precision_numerics.py --write docs/verification/numerics.md
 
 Every variant of a job starts from the same parameters and sees the same samples. Their steps are interleaved (one step
 of each in turn), so that whatever else the machine does falls on all of them; times are ratios within a round. Prints a

@@ -1,6 +1,6 @@
 """Predicted memory against what TorchTitan has published for Llama 3 8B.
 
-    python benchmarks/published_memory.py [--write docs/planning.md]
+    python benchmarks/published_memory.py [--write docs/verification/planner.md]
 
 Published figures are the allocator's reserved memory, which is more than the active memory that is predicted; jobs are
 described as far as their reports say (`benchmarks/*.md` of TorchTitan). Exits with 1 if a prediction is not below a

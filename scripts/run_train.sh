@@ -20,7 +20,7 @@ With more than one host, start this on every host with the same values of
 and, where hosts are to have fixed places, with a value of its own of
   NODE_RANK      number of this host, from 0, which is the host of RDZV_ENDPOINT
 
-Variables of NCCL and how to find out what is wrong: docs/multi_node.md.
+Variables of NCCL: docs/getting_started/several_hosts.md. If hosts do not connect: docs/how_to/troubleshooting.md.
 USAGE
 }
 

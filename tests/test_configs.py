@@ -47,7 +47,7 @@ def ranks_of(path: Path) -> int:
 @pytest.mark.parametrize("path", CONFIGS, ids=name_of)
 def test_it_says_what_it_is_and_how_to_launch_it(path: Path) -> None:
     schema, comment, *rest = path.read_text().splitlines()
-    assert (path.parent / schema.removeprefix("#:schema ")).resolve() == REPO / "docs/schema/job.schema.json"
+    assert (path.parent / schema.removeprefix("#:schema ")).resolve() == REPO / "docs/reference/job.schema.json"
     assert comment.startswith("# ")
     header = "\n".join(line for line in rest if line.startswith("#"))
     assert f"configs/{name_of(path)}.toml" in header or "scripts/run_train.sh" in header

@@ -1,10 +1,12 @@
-"""Docs describe the present: every TOML block passes the check, and every command is run or parsed."""
+"""Docs describe the present: TOML blocks pass the check, commands are run or parsed, links and messages exist."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -21,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.distributed import run_ranks
+from tests.test_layering import RANKS
 from tests.train.jobs import read_metrics, this_rank
 from titan_launch.cli import main, parse_arguments
 from titan_launch.config.loading.load import load_job
@@ -33,7 +36,7 @@ from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit
 
 REPO = Path(__file__).parent.parent
-PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
+PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
 CONFIGS = sorted((REPO / "configs").rglob("*.toml"))
 NO_EARLIER_RUN = "--job.dump_folder=no_such_folder"
 """Runs in `outputs/` of whoever runs the tests do not decide what `check` finds."""
@@ -42,7 +45,7 @@ NO_EARLIER_RUN = "--job.dump_folder=no_such_folder"
 def blocks(language: str) -> Iterator[tuple[str, str]]:
     for page in PAGES:
         found = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-        yield from ((f"{page.name}-{number}", block) for number, block in enumerate(found))
+        yield from ((f"{page.relative_to(REPO)}-{number}", block) for number, block in enumerate(found))
 
 
 def commands() -> list[str]:
@@ -100,7 +103,7 @@ def train_main_job(folder: Path) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_readme_loads_the_result_in_plain_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_docs_load_the_result_in_plain_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, targets, trained = run_ranks(train_main_job, 2, tmp_path)[0]
     monkeypatch.chdir(tmp_path)
     ((_, lines),) = [block for block in blocks("python") if "checkpoints/latest" in block[1]]
@@ -128,13 +131,13 @@ def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.Capture
         case ["torchrun", "--nproc-per-node", ranks, "-m", "titan_launch", *arguments]:
             check([*arguments, "--world-size", ranks], capsys)
         case ["torchrun", "--nproc-per-node", _, script, *arguments] if script.startswith("benchmarks/"):
-            check_benchmark(script, arguments)
+            check_benchmark(script, arguments, capsys)
         case ["python", script, *arguments] if script.startswith("benchmarks/"):
-            check_benchmark(script, arguments)
+            check_benchmark(script, arguments, capsys)
         case ["benchmarks/gpu.sh", *arguments]:
-            check_benchmark("-m benchmarks.gpu", arguments)
+            check_benchmark("-m benchmarks.gpu", arguments, capsys)
         case ["python", "-m", module, *arguments] if module.startswith("benchmarks.speed"):
-            check_benchmark(f"-m {module}", arguments)
+            check_benchmark(f"-m {module}", arguments, capsys)
         case ["sbatch", option, script, *arguments] if option.startswith("--"):
             check_script(script, arguments)
         case [script, *arguments] if script.startswith("scripts/"):
@@ -142,7 +145,7 @@ def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.Capture
         case ["tensorboard", "--logdir", "outputs"]:
             pass
         case ["python", "-m", "tests.parallel.matrix", *arguments]:
-            check_benchmark("-m tests.parallel.matrix", arguments)
+            check_benchmark("-m tests.parallel.matrix", arguments, capsys)
         case ["source", ".venv/bin/activate"]:
             assert '-m venv "$ROOT/.venv"' in (REPO / "scripts" / "setup.sh").read_text()
         case ["pip", "install", "-e", target]:
@@ -174,12 +177,18 @@ def plan(arguments: list[str]) -> str:
     return result.stdout
 
 
-def check_benchmark(script: str, arguments: list[str]) -> None:
-    """The script exists, imports what it needs, and knows its options."""
-    command = [sys.executable, *script.split(), *arguments, "--help"]
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    usage = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    assert all(argument in usage for argument in arguments if argument.startswith("--"))
+def check_benchmark(script: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The script exists, imports what it needs, and knows its options. It runs in this process, which has torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script, *arguments, "--help"])
+        patch.syspath_prepend(REPO / "benchmarks")
+        with pytest.raises(SystemExit) as end:
+            if script.startswith("-m "):
+                runpy.run_module(script.removeprefix("-m "), run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
+    usage = capsys.readouterr().out
+    assert not end.value.code and all(argument in usage for argument in arguments if argument.startswith("--"))
 
 
 def check_install(target: str) -> None:
@@ -199,17 +208,72 @@ def check_script(script: str, arguments: list[str]) -> None:
         assert all(word.startswith("-") or word in ("rule", "slow") or (REPO / word).exists() for word in arguments)
 
 
-def test_links_lead_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_links_and_anchors_resolve(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!\w+:)([^)#]*)#?([^)]*)\)", page.read_text()):
+        linked = page.parent / target if target else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_paths_exist(page: Path) -> None:
+    """Paths in backticks, relative to the repository; on the page about the code also relative to the package."""
+    roots = [REPO, REPO / "titan_launch"] if page.name == "architecture.md" else [REPO]
+    package = "|".join(path.name for path in (REPO / "titan_launch").iterdir()) if len(roots) == 2 else "titan_launch"
+    paths = re.findall(
+        rf"`((?:titan_launch|tests|benchmarks|scripts|configs|examples|{package})/[\w./]*)`", page.read_text()
+    )
+    missing = [path for path in paths if not any((root / path).exists() for root in roots)]
+    assert missing == []
+
+
+def test_the_index_names_every_page() -> None:
+    index = (REPO / "docs" / "README.md").read_text()
+    pages = [str(page.relative_to(REPO / "docs")) for page in PAGES if page.is_relative_to(REPO / "docs")]
+    assert [page for page in pages if page != "README.md" and f"({page})" not in index] == []
+
+
+def test_the_layers_are_those_of_the_code() -> None:
+    page = (REPO / "docs" / "explanation" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| ([^|]*) \|", page, flags=re.MULTILINE)
+    assert {package: int(rank) for rank, packages in rows for package in re.findall(r"`(\w+)`", packages)} == RANKS
+
+
+def messages() -> list[str]:
+    """The strings in the code of the program, with `…` in place of what is filled in."""
+    found = []
+    for path in (REPO / "titan_launch").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%[.\d]*[dfs]", "…", node.value))
+    return found
+
+
+def test_troubleshooting_quotes_messages_of_the_program() -> None:
+    page = (REPO / "docs" / "how_to" / "troubleshooting.md").read_text().partition("## Messages of PyTorch")[0]
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
+    printed = "\n".join(messages())
+    patterns = {quote: ".*".join(map(re.escape, quote.split("…"))) for quote in quoted}
+    assert quoted and [quote for quote, pattern in patterns.items() if not re.search(pattern, printed)] == []
 
 
 @pytest.mark.skipif(not CAN_SHARE_UNITS, reason="before torch 2.13 every norm has a unit of its own")
-@pytest.mark.parametrize("page", ["README.md", "docs/planning.md"])
-def test_the_table_of_the_8b_model_is_what_plan_prints(page: str) -> None:
+def test_the_table_of_the_8b_model_is_what_plan_prints() -> None:
     printed = plan(["plan", "--config", "configs/llama3_8b.toml", "--world-size", "8", "--device", "h100-80gb"])
-    shown = re.findall(r"^>? +none +immediate .*$", (REPO / page).read_text(), flags=re.MULTILINE)
+    page = (REPO / "docs" / "explanation" / "planner.md").read_text()
+    shown = re.findall(r"^>? +none +immediate .*$", page, flags=re.MULTILINE)
     assert shown and all(line in printed for line in shown)
 
 
@@ -217,7 +281,7 @@ def test_predictions_are_below_published_memory() -> None:
     """And within 25 % of it: the benchmark's status says so."""
     command = [sys.executable, "benchmarks/published_memory.py"]
     table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert table.strip() in (REPO / "docs" / "planning.md").read_text()
+    assert table.strip() in (REPO / "docs" / "verification" / "planner.md").read_text()
 
 
 def test_a_row_of_the_table_of_layouts_is_what_is_predicted() -> None:
@@ -234,11 +298,11 @@ def test_a_row_of_the_table_of_layouts_is_what_is_predicted() -> None:
     ]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[2]
     row = re.escape(printed.replace("**", "")).replace("FSDP", r"(?:\*\*)?FSDP(?:\*\*)?")
-    assert re.search(row, (REPO / "docs" / "parallelism.md").read_text())
+    assert re.search(row, (REPO / "docs" / "verification" / "planner.md").read_text())
 
 
 def test_the_table_of_metrics_is_current() -> None:
-    assert (REPO / "docs" / "metrics.md").read_text().endswith(markdown_table())
+    assert (REPO / "docs" / "reference" / "metrics.md").read_text().endswith(markdown_table())
 
 
 def test_the_train_script_explains_itself() -> None:

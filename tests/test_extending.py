@@ -1,4 +1,4 @@
-"""The diffs of docs/extending.md fit the package, and the job file trains with everything that they add."""
+"""The diffs of docs/how_to/extending.md fit the package, and the job file trains with everything that they add."""
 
 from __future__ import annotations
 

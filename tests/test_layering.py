@@ -1,4 +1,4 @@
-"""The layers of docs/architecture.md: a module imports from ranks below its own, or from its own package."""
+"""The layers of docs/explanation/architecture.md: a module imports from lower ranks, or from its own package."""
 
 from __future__ import annotations
 

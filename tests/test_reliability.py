@@ -31,7 +31,7 @@ REPO = Path(__file__).parent.parent
 
 
 def test_a_slice_of_the_campaign_loses_nothing() -> None:
-    """Three runs with kills, and one of each kind of what else can happen. The whole is in docs/reliability.md."""
+    """Run three jobs with kills, and one of each other disturbance; docs/verification/reliability.md has the whole."""
     command = [sys.executable, "benchmarks/fault_injection.py", "--runs", "3", "--strikes", "10", "--seed", "5"]
     command += ["--modes", "disabled", "thread"]
     environment = {**os.environ, "PYTHONPATH": str(REPO)}

@@ -1,6 +1,6 @@
 """Run the cases one after the other, and write the table.
 
-benchmarks/gpu.sh --write docs/benchmarks.md
+benchmarks/gpu.sh --write docs/verification/gpu.md
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How fast the launcher is, beside a bare loop and other tools: see `docs/benchmarks.md`."""
+"""How fast the launcher is, beside a bare loop and other tools: see `docs/verification/benchmarks.md`."""

@@ -1,6 +1,6 @@
 """Steps of the launcher and of the bare loop in turns, in the same processes: what the loop costs, to a percent.
 
-    python -m benchmarks.speed.in_turns [--pairs 40] [--write docs/benchmarks.md]
+    python -m benchmarks.speed.in_turns [--pairs 40] [--write docs/verification/benchmarks.md]
 
 Whole runs, one after the other, differ by more than that where cores are shared. Here every step is compared with the
 one next to it.

@@ -12,10 +12,10 @@ from titan_launch.config.architectures import ARCHITECTURES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.json_schema import field_docs, json_schema, section_doc
 from titan_launch.config.loading.schema_walk import TAGGED, tables
-from titan_launch.config.reference import DOCS, documents
+from titan_launch.config.reference import REFERENCE_FOLDER, documents
 from titan_launch.config.sections.base import Section
 
-CONFIGS = DOCS.parent / "configs"
+CONFIGS = REFERENCE_FOLDER.parents[1] / "configs"
 ROOTS: list[type[Section]] = [JobConfig, *(architecture.args for architecture in ARCHITECTURES.values())]
 SECTIONS: set[type[Section]] = {table.section for root in ROOTS for table in tables(root)} | set(ROOTS[1:])
 

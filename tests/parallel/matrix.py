@@ -1,6 +1,7 @@
-"""Every way to divide a model over ranks, beside one process: what `test_matrix.py` and docs/parallelism.md are about.
+"""Every way to divide a model over ranks, compared with one process, for `test_matrix.py` and
+docs/verification/numerics.md.
 
-python -m tests.parallel.matrix --write docs/parallelism.md      # the whole product, some minutes
+python -m tests.parallel.matrix --write docs/verification/numerics.md      # the whole product, some minutes
 """
 
 from __future__ import annotations

@@ -154,8 +154,8 @@ def test_what_is_computed_again(norm: str, blocks: int, per_block: dict[str, tup
 
 
 def test_the_docs_name_what_is_kept() -> None:
-    page = (Path(__file__).parents[2] / "docs/activation_checkpointing.md").read_text()
-    section = page.partition("## What `op` keeps")[2].partition("A result that is kept")[0]
+    page = (Path(__file__).parents[2] / "docs/explanation/activation_checkpointing.md").read_text()
+    section = page.partition("## Operations that `op` keeps")[2].partition("A result that is kept")[0]
     patterns = re.findall(r"`([^`]*\.[^`]*)`", section)
     names = [str(op).removesuffix(".default") for op in SAVED_OPS]
     assert [name for name in names if not any(fnmatch(name, pattern) for pattern in patterns)] == []

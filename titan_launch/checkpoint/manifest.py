@@ -32,7 +32,7 @@ class FileRecord:
 
     bytes: int
     crc32: str
-    """Eight hexadecimal digits. The checksum detects damage, not forgery: see docs/security.md."""
+    """Eight hexadecimal digits. The checksum detects damage, not forgery: see docs/explanation/security.md."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ keys of the job:
   --section.key=value   set any key of the job file, such as --training.steps=20.
                         Values are TOML. Items of lists are counted from 0:
                         --precision.rules.0.param_dtype=float32
-                        docs/config.md lists all keys."""
+                        docs/reference/job_file.md lists all keys."""
 
 
 class Parser(ArgumentParser):

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 NEWEST_TESTED = (2, 15)
-"""Newest tested release (docs/pytorch_releases.md)."""
+"""Newest tested release (docs/verification/pytorch_releases.md)."""
 
 
 @cache  # reads a file, and is called in every microbatch of a pipeline

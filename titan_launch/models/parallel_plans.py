@@ -53,7 +53,7 @@ def shapes_explained(model: ModelConfig, degree: int) -> Iterator[None]:
         reason = (
             f"fails{f' at {place}' if place else ''} with 1/{degree} of the heads and features on each rank: does its "
             "attribute tensor_parallel divide connected layers alike, do its reshapes take sizes from their input (-1, "
-            f"not the number of heads), and does the degree divide the heads? See docs/parallelism.md (PyTorch: {text})"
+            f"not the number of heads), and does the degree divide the heads? See docs/how_to/parallelism.md (PyTorch: {text})"
         )
         raise config_error(_NAME, reason, model.name, also=(_TENSOR_DEGREE,)) from error
 
@@ -91,7 +91,7 @@ def _problems(
     if not styles:
         reason = (
             "the model declares no plan for tensor parallelism (an attribute tensor_parallel of the module: globs of "
-            "its modules with a style for each; see docs/parallelism.md); declare one, or set 1"
+            "its modules with a style for each; see docs/how_to/parallelism.md); declare one, or set 1"
         )
         yield Problem(_TENSOR_DEGREE, reason, degree)
         return
@@ -213,8 +213,8 @@ def check_context_plan(
     if axes is None:
         reason = (
             "the model does not say that its sequences can be divided (an attribute context_parallel of the module: "
-            "globs of its buffers along the sequence, and the axis of the tokens in each; see docs/parallelism.md); "
-            "declare it, or set 1"
+            "globs of its buffers along the sequence, and the axis of the tokens in each; see "
+            "docs/how_to/parallelism.md); declare it, or set 1"
         )
         raise ConfigError([Problem(_CONTEXT_DEGREE, reason, degree)])
     problems = [*_wrong_buffers(model, axes, seq_len), *_local_statistics(model, degree, batchnorm)]

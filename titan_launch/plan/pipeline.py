@@ -73,7 +73,7 @@ def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
     if not inventory.pipeline_order:
         reason = (
             "the order of the model's modules is unknown; declare an attribute pipeline_order of the model (globs, in "
-            "order; see docs/parallelism.md), or set 1"
+            "order; see docs/how_to/parallelism.md), or set 1"
         )
         raise config_error(_DEGREE, reason, degree)
     outside = [

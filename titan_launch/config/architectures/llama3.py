@@ -53,7 +53,7 @@ class Llama3Args(ModelArgs):
 
     norm: NormKind = "rmsnorm"
     """The normalization. `batchnorm` normalizes each channel over all tokens of a microbatch, which lets a token see
-    statistics of later ones: see `docs/precision.md`."""
+    statistics of later ones: see `docs/how_to/batchnorm.md`."""
 
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     """Added to the variance."""

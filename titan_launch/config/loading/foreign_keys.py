@@ -30,8 +30,7 @@ _RANKS = "the job does not say how many processes there are: use launch --nproc-
 _HOSTS = "the job does not say how many hosts there are: use launch --nnodes"
 _FOLDER = 'here it is "job.dump_folder": checkpoints are in checkpoints/ of the run\'s folder'
 
-FOREIGN_KEYS: dict[str, str] = {
-    # TorchTitan, by section. A key that stands in another section here is found without an entry.
+TORCHTITAN_KEYS: dict[str, str] = {
     "job.config_file": "there is no such key here: the command line has --config",
     "job.custom_config_module": 'here it is "model.name" = "package.module:factory", with arguments in [model.args]',
     "job.description": "job.name",
@@ -106,7 +105,10 @@ FOREIGN_KEYS: dict[str, str] = {
     "memory_estimation": "there is no such section here: the command `plan` estimates memory",
     "profiling": _NO_TRACE,
     "quantize": "float8.enable",
-    # Names of all of them, in any section.
+}
+"""Keys and sections of TorchTitan with another name here. A key that only stands in another section needs no entry."""
+
+COMMON_NAMES: dict[str, str] = {
     "seed": "training.seed",
     "batch_size": "training.local_batch_size",
     "per_device_train_batch_size": "training.local_batch_size",
@@ -176,7 +178,13 @@ FOREIGN_KEYS: dict[str, str] = {
     "num_machines": _HOSTS,
     "machine_rank": "the job does not say which host this is: use launch --node-rank",
     "main_process_ip": "the job does not say where rank 0 is: use launch --master-addr",
-    # Sections of ours that others set to a single value.
+}
+"""Names of keys of these tools, in any section."""
+
+FOREIGN_KEYS: dict[str, str] = {
+    **TORCHTITAN_KEYS,
+    **COMMON_NAMES,
+    # Sections of this job file that other tools set to a single value.
     "activation_checkpoint": "activation_checkpoint.mode",
     "compile": "compile.enable",
     "data": "data.path",

@@ -12,8 +12,8 @@ from pydantic_core import CoreSchema, core_schema
 class Section(BaseModel):
     """A table of the job file: read-only, without unknown keys, without silent conversions ("5" is not 5).
 
-    The string below a field is its reference documentation: `titan_launch.config.reference` puts it into
-    `docs/config.md` and the JSON Schema. (Pydantic can read these strings itself, but does so at every import.)
+    The string below a field is its reference documentation: `titan_launch.config.reference` writes it to
+    `docs/reference/`. (Pydantic can read these strings itself, but does so at every import.)
 
     Validators are built on first use: those of a whole job contain those of its sections, which need none of their own.
     """
