@@ -58,7 +58,7 @@ def apply(heading: str) -> None:
                 names[table[1]].extend(eval(f"[{added(lines)}]", names))
 
 
-@pytest.mark.parametrize("heading", [heading for heading in RECIPES if heading != "A command"])
+@pytest.mark.parametrize("heading", RECIPES)
 def test_the_lines_around_a_change_are_in_the_package(heading: str) -> None:
     for path, changes in files_of(heading):
         if (REPO / path).exists():
@@ -103,7 +103,6 @@ def test_the_package_trains_with_what_the_recipes_add(tmp_path: Path) -> None:
         assert measured == pytest.approx(planned, rel=0.01, abs=64)
 
 
-@pytest.mark.skipif(not hasattr(cli, "COMMANDS"), reason="the commands are no table")
 def test_the_command_line_runs_the_command_of_the_recipe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,9 +30,9 @@ _BLOCK_SCORES = 2**19
 def lengths() -> Mapping[torch.dtype, range]:
     """Return, by dtype, the sequence lengths in tokens for which blocked attention is used on this CPU.
 
-    At these lengths it was faster for all measured numbers of heads, widths and threads (docs/verification/cpu.md). CPUs
-    without AVX-512 were not measured, and neither were CPUs with AMX, for which PyTorch has another kernel. For these
-    the table is empty.
+    At these lengths it was faster for all measured numbers of heads, widths and threads (docs/verification/cpu.md).
+    CPUs without AVX-512 were not measured, and neither were CPUs with AMX, for which PyTorch has another kernel. For
+    these the table is empty.
     """
     has = torch.cpu.get_capabilities()
     found = {}

@@ -8,8 +8,9 @@ same time, one buffer is freed twice. Only names of more than 15 characters have
 Plain twin: PyTorch's own kernel of the same operator. A test compares both (tests/parallel/test_gloo_all_gather.py).
 The replacement is for correctness, not for speed, and GPU runs need it for tensors on the host. So it is not in `cpu/`.
 
-PyTorch 2.11 to 2.15 have this race (docs/verification/reliability.md); no upstream issue was found. DTensor and synchronized
-BatchNorm call the functional all-gather. Newer releases keep their own, because the operators used here are private.
+PyTorch 2.11 to 2.15 have this race (docs/verification/reliability.md); no upstream issue was found. DTensor and
+synchronized BatchNorm call the functional all-gather. Newer releases keep their own, because the operators used here
+are private.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ def shapes_explained(model: ModelConfig, degree: int) -> Iterator[None]:
         reason = (
             f"fails{f' at {place}' if place else ''} with 1/{degree} of the heads and features on each rank: does its "
             "attribute tensor_parallel divide connected layers alike, do its reshapes take sizes from their input (-1, "
-            f"not the number of heads), and does the degree divide the heads? See docs/how_to/parallelism.md (PyTorch: {text})"
+            "not the number of heads), and does the degree divide the heads? See docs/how_to/parallelism.md "
+            f"(PyTorch: {text})"
         )
         raise config_error(_NAME, reason, model.name, also=(_TENSOR_DEGREE,)) from error
 

@@ -38,7 +38,7 @@ def data_suits_the_model(config: JobConfig) -> Iterator[Problem]:
 
 
 def validation_is_on_what_is_trained_on(config: JobConfig) -> Iterator[Problem]:
-    """A factory's model, of which nobody knows what it takes, is validated on the like of what it is trained on."""
+    """A factory's model, whose unit of samples is unknown, is validated on the unit that it trains on."""
     held_out, unit = config.validation.data, config.data.unit
     if ":" in config.model.name and held_out is not None and held_out.unit != unit:
         reason = f"gives {held_out.unit}, and the model is trained on {unit}; set {_kinds_of(unit)}"
@@ -86,7 +86,7 @@ def digits_suit_the_model(config: JobConfig) -> Iterator[Problem]:
 
 
 def validation_has_data(config: JobConfig) -> Iterator[Problem]:
-    """What is validated on must be said."""
+    """A job that validates has validation data."""
     if config.validation.freq and config.validation.data is None:
         reason = 'needs data to validate on: add [validation.data], for example with path and split = "validation"'
         yield Problem(("validation", "freq"), reason, config.validation.freq, also=(("validation", "data"),))
@@ -110,7 +110,7 @@ def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
 
 
 def validation_sequences_are_new(config: JobConfig) -> Iterator[Problem]:
-    """Synthetic validation data is not the training data over again."""
+    """Synthetic validation data differs from the training data."""
     train, held_out = config.data, config.validation.data
     if not (isinstance(train, SyntheticData) and isinstance(held_out, SyntheticData) and config.validation.freq):
         return
@@ -144,7 +144,7 @@ DATA_RULES = (
     validation_sequences_are_new,
     validation_images_look_like_those_trained_on,
 )
-"""All of them."""
+"""The rules of this file."""
 
 
 def _sources(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:

@@ -38,7 +38,7 @@ def flavor_exists(config: JobConfig) -> Iterator[Problem]:
 
 
 def flavor_is_not_a_factorys(config: JobConfig) -> Iterator[Problem]:
-    """A factory of the user's own has no size table. (The default is let pass: a recorded configuration has it.)"""
+    """A user's own factory has no size table. (The default passes: a recorded job has it.)"""
     if ":" in config.model.name:
         reason = f"{config.model.name} has no flavors; give its arguments in [model.args]"
         for _, flavor in config.model.changed("flavor"):
@@ -76,7 +76,7 @@ MODEL_RULES = (
     model_args_are_valid,
     factory_args_can_be_recorded,
 )
-"""All of them."""
+"""The rules of this file."""
 
 
 def args_problem(config: JobConfig, fields: tuple[str, ...], reason: str, also: tuple[KeyPath, ...] = ()) -> Problem:

@@ -61,7 +61,7 @@ def masters_are_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
 
 
 def stochastic_rounding_is_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
-    """Nothing is rounded where everything is float32; with masters, parameters are not what is updated."""
+    """Stochastic rounding needs bfloat16 parameters without masters, or bfloat16 moments."""
     optimizer = config.optimizer
     if optimizer.rounding != "stochastic" or optimizer.state_dtype == "bfloat16":
         return
@@ -81,7 +81,7 @@ def stochastic_rounding_is_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
 
 
 def implementation_is_pytorchs(config: JobConfig) -> Iterator[Problem]:
-    """PyTorch's implementations know neither masters nor other dtypes. (The default is let pass.)"""
+    """PyTorch's implementations support neither masters nor other dtypes. (The default passes.)"""
     optimizer = config.optimizer
     chosen, _ = next(optimizer.changed("state_dtype", "rounding", "master_weights"), (None, None))
     if optimizer.implementation != "fused" and chosen is not None:
@@ -97,7 +97,7 @@ OPTIMIZER_RULES = (
     stochastic_rounding_is_of_bfloat16,
     implementation_is_pytorchs,
 )
-"""All of them."""
+"""The rules of this file."""
 
 
 def _algorithms(optimizer: OptimizerConfig) -> set[str]:

@@ -25,11 +25,11 @@ _OPTIONS = {
     "context_parallel_load_balance": "context_parallel_degree",
     "context_parallel_rotate_method": "context_parallel_degree",
 }
-"""Keys that say how, and the degree without which there is nothing to say."""
+"""Options, and the degree that must be above 1 for each."""
 
 
 def options_have_a_degree(config: JobConfig) -> Iterator[Problem]:
-    """How a thing is divided is said only where it is. (Defaults are let pass: a record has them.)"""
+    """An option of a parallelism needs a degree above 1. (Defaults pass: a recorded job has them.)"""
     for name, value in config.parallelism.changed(*_OPTIONS):
         degree = _OPTIONS[name]
         if getattr(config.parallelism, degree) == 1:
@@ -68,7 +68,7 @@ def models_can_be_divided(config: JobConfig) -> Iterator[Problem]:
 
 
 def context_is_of_sequences(config: JobConfig) -> Iterator[Problem]:
-    """An image is no sequence, whatever a model of the user's own declares."""
+    """Context parallelism divides sequences of tokens; images are none, whatever a user's own model declares."""
     degree = config.parallelism.context_parallel_degree
     if degree > 1 and config.data.unit != "tokens" and config.model.name not in ARCHITECTURES:
         reason = f'divides sequences of tokens, and data.kind = "{config.data.kind}" gives {config.data.unit}; set 1'
@@ -131,7 +131,7 @@ PARALLELISM_RULES = (
     batch_norm_sees_whole_sequences,
     ring_attention_is_on_gpus,
 )
-"""All of them."""
+"""The rules for tensor and context parallelism."""
 
 
 def _divisors(number: int) -> str:
@@ -206,7 +206,7 @@ def _makes_equal_rounds(num_microbatches: int, ranks: int) -> bool:
 
 
 def pipeline_options_have_a_pipeline(config: JobConfig) -> Iterator[Problem]:
-    """Without a pipeline there is nothing to schedule or split. (Defaults are let pass: a record has them.)"""
+    """An option of pipelines needs a pipeline. (Defaults pass: a recorded job has them.)"""
     if config.parallelism.pipeline_parallel_degree > 1:
         return
     reason = "is for pipeline parallelism, and parallelism.pipeline_parallel_degree is 1; set that, or drop this key"
@@ -257,7 +257,7 @@ def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
 
 
 def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
-    """Where the number of microbatches is known without the number of ranks."""
+    """The number of microbatches suits the schedule, where it is known without the number of ranks."""
     parallelism, training = config.parallelism, config.training
     shard, batch = parallelism.data_parallel_shard_degree, training.global_batch_size
     ranks = None if shard == -1 else shard * parallelism.data_parallel_replicate_degree
@@ -291,7 +291,7 @@ def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
 
 
 def split_backward_recomputes_whole_modules(config: JobConfig) -> Iterator[Problem]:
-    """What selective recomputation keeps by operation, it gives out once."""
+    """Selective activation checkpointing by operation returns a saved result once; these schedules need it twice."""
     recomputation, schedule = config.activation_checkpoint, config.parallelism.pipeline_parallel_schedule
     if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES:
         return
@@ -319,7 +319,7 @@ def split_backward_is_not_compiled(config: JobConfig) -> Iterator[Problem]:
 
 
 SPLIT_BACKWARD_RULES = (split_backward_is_reduced_once, split_backward_recomputes_whole_modules)
-"""What these schedules ask of the modes."""
+"""The rules for gradient accumulation and activation checkpointing with these schedules."""
 
 PIPELINE_RULES = (
     pipeline_options_have_a_pipeline,
@@ -329,4 +329,4 @@ PIPELINE_RULES = (
     microbatches_suit_the_schedule,
     split_backward_is_not_compiled,
 )
-"""All others."""
+"""The other rules for pipelines."""
