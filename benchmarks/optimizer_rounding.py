@@ -28,7 +28,7 @@ from titan_launch.config.optimizers import GroupSettings, GroupSizes, ShardSize
 from titan_launch.core.process import exit_process
 from titan_launch.distributed.process_group import Ranks, process_group
 from titan_launch.distributed.random_state import seed_everything
-from titan_launch.plan.memory.optimizer import state_bytes
+from titan_launch.plan.memory.ledger import state_bytes
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import train_one_step, validation_scalars
 from titan_launch.train.run import Run

@@ -10,9 +10,8 @@ import tomli
 
 from titan_launch.config.architectures import ARCHITECTURES
 from titan_launch.config.job import JobConfig
-from titan_launch.config.json_schema import field_docs, json_schema, section_doc
 from titan_launch.config.loading.schema_walk import TAGGED, tables
-from titan_launch.config.reference import REFERENCE_FOLDER, documents
+from titan_launch.config.reference import REFERENCE_FOLDER, documents, field_docs, json_schema, section_doc
 from titan_launch.config.sections.base import Section
 
 CONFIGS = REFERENCE_FOLDER.parents[1] / "configs"

@@ -13,9 +13,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.models import llama3_reference
 from titan_launch.config.architectures.llama3 import RopeScaling
-from titan_launch.models.layers.attention import Attention, RotaryEmbedding, causal_attention, rotary_frequencies
-from titan_launch.models.layers.feed_forward import FeedForward
-from titan_launch.models.layers.norms import BatchNorm, build_norm
+from titan_launch.models.layers import (
+    Attention,
+    BatchNorm,
+    FeedForward,
+    RotaryEmbedding,
+    build_norm,
+    causal_attention,
+    rotary_frequencies,
+)
 
 # --- rotary embedding
 

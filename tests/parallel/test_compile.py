@@ -16,7 +16,7 @@ from tests.train.jobs import TINY_ARGS, planned_and_sharded
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import CompileConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.models.layers import attention as rope
+from titan_launch.models import layers as rope
 from titan_launch.models.loss import cross_entropy_sum
 from titan_launch.parallel.compile import compile_loss, compile_time, describe_pieces, eager
 

@@ -18,7 +18,7 @@ from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.precision import Float8Config
 from titan_launch.core.errors import ConfigError
-from titan_launch.models.inventory import take_inventory
+from titan_launch.models.build import take_inventory
 from titan_launch.parallel.float8 import convert_to_float8
 from titan_launch.plan.types import ModelPlan
 from titan_launch.train.build import build_run

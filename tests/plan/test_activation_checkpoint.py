@@ -7,7 +7,7 @@ import pytest
 
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.plan.activation_checkpoint import checkpointed_modules
+from titan_launch.plan.module_selection import checkpointed_modules
 from titan_launch.plan.types import Inventory, ModuleInfo
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.plan.float8 import check_shards
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic.engine import model_inventory
+from titan_launch.plan.module_selection import check_shards
 
 FP32_ATTENTION = {"rules": [{"match": "layers.*.attention", "param_dtype": "float32"}]}
 

@@ -14,7 +14,7 @@ from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.models.build import build_model
 from titan_launch.models.loss import cross_entropy_sum
 from titan_launch.parallel.activation_checkpoint import checkpoint_activations
-from titan_launch.plan.activation_checkpoint import checkpointed_modules
+from titan_launch.plan.module_selection import checkpointed_modules
 from titan_launch.plan.step_time import flops_of_model
 from titan_launch.plan.types import Inventory
 

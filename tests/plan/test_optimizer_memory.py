@@ -17,8 +17,7 @@ from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.metrics.memory import track
 from titan_launch.optim.groups import group_parameters
 from titan_launch.optim.registry import build_optimizer
-from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
-from titan_launch.plan.memory.optimizer import state_bytes, temporary_bytes
+from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint, state_bytes, temporary_bytes
 
 CASES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "foreach": ({"implementation": "foreach"}, torch.float32),

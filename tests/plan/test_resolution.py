@@ -7,12 +7,12 @@ import pytest
 from tests.plan.test_comparison import PEAK, UNSHARDED, auto, choice_label, compared, make_job, predict
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.plan.activation_checkpoint import checkpointed_modules
 from titan_launch.plan.auto_mode import Resolution, recommend, resolve, resolve_auto
 from titan_launch.plan.hardware import GIB, hardware_of
 from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.analytic.engine import model_inventory
+from titan_launch.plan.module_selection import checkpointed_modules
 from titan_launch.plan.report.table import format_assumptions, format_comparison
 from titan_launch.plan.step_time import flops_of_model
 from titan_launch.plan.types import Inventory

@@ -12,7 +12,7 @@ from torch import nn
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
 from titan_launch.core.errors import ConfigError
-from titan_launch.models.inventory import take_inventory
+from titan_launch.models.build import take_inventory
 from titan_launch.plan.job import with_whole_parameters
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.unit_table import describe_units, format_units

@@ -11,7 +11,7 @@ from titan_launch.models.build import build_model
 from titan_launch.plan.communication import Traffic, traffic_of_step
 from titan_launch.plan.job import Choice
 from titan_launch.plan.memory.ledger import Footprint
-from titan_launch.trace import depth
+from titan_launch.trace import engine as depth
 from titan_launch.trace.engine import trace_engine
 from titan_launch.train.auto_mode import plan_precision
 

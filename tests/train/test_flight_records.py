@@ -21,8 +21,15 @@ import torch.distributed as dist
 from tests.distributed import run_ranks
 from titan_launch.launch.torchrun import _abort_cause
 from titan_launch.train.health import flight_recorder
-from titan_launch.train.health.flight_recorder import collectives_started, dump_flight_recorder
-from titan_launch.train.health.flight_records import FOLDER, GLOO_FOLDER, _load, record_path, unfinished_collectives
+from titan_launch.train.health.flight_recorder import (
+    FOLDER,
+    GLOO_FOLDER,
+    _load,
+    collectives_started,
+    dump_flight_recorder,
+    record_path,
+    unfinished_collectives,
+)
 
 
 def wait_for_the_last_rank(folder: Path) -> int:

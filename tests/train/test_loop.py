@@ -23,7 +23,7 @@ from titan_launch.data.sources import build_source
 from titan_launch.train import batches
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import due_after_step, due_now, fit, report, train_one_step, validation_scalars
-from titan_launch.train.validate import validate
+from titan_launch.train.step import validate
 
 NOTHING: dict[str, Any] = {}
 SAVES = {"checkpoint": {"enable": True, "interval": 4}}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from titan_launch.commands.checked_job import load_to_train
-from titan_launch.commands.parser import Parser, at_least
+from titan_launch.commands.parser import Parser, at_least, load_to_train
 from titan_launch.core.process import OK
 
 

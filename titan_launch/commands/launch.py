@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from argparse import SUPPRESS, Namespace
 
-from titan_launch.commands.checked_job import load_to_train
-from titan_launch.commands.parser import Parser
+from titan_launch.commands.parser import Parser, load_to_train
 from titan_launch.commands.train import add_dry_run, add_verbose, dry_run, is_dry_run
 from titan_launch.core.errors import UserError
 from titan_launch.core.process import BAD_INPUT

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NoReturn, get_args
 
-from titan_launch.commands.checked_job import load
-from titan_launch.commands.parser import Parser, at_least
+from titan_launch.commands.parser import Parser, at_least, load
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import PlannerConfig
 from titan_launch.core.errors import UserError
@@ -25,7 +24,6 @@ from titan_launch.plan.hardware import GIB, Hardware, hardware_of
 from titan_launch.plan.job import Choice, is_auto, plan_job, with_whole_parameters
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.report.comparison import Comparison, Engine, compare
-from titan_launch.plan.report.job_summary import format_lines, model_name, summary_of_job
 from titan_launch.plan.report.plot import check_plot, plot_comparison
 from titan_launch.plan.report.table import (
     accuracy,
@@ -36,7 +34,14 @@ from titan_launch.plan.report.table import (
     format_gib,
     format_legend,
 )
-from titan_launch.plan.report.unit_table import KeyLocator, describe_units, format_plan
+from titan_launch.plan.report.unit_table import (
+    KeyLocator,
+    describe_units,
+    format_lines,
+    format_plan,
+    model_name,
+    summary_of_job,
+)
 from titan_launch.plan.step_time import ModelFlops, flops_of_model
 from titan_launch.plan.types import Inventory, ModelPlan
 

@@ -6,8 +6,7 @@ import os
 from argparse import ArgumentTypeError, Namespace
 from typing import NoReturn
 
-from titan_launch.commands.checked_job import load, load_to_train
-from titan_launch.commands.parser import Parser, at_least
+from titan_launch.commands.parser import Parser, at_least, load, load_to_train
 from titan_launch.config.loading.load import LoadedJob
 from titan_launch.core.errors import UserError
 from titan_launch.core.import_string import without_garbage_collection

@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titan_launch.core.errors import ConfigError, RunError, UserError
+from titan_launch.core.torch_release import is_tested_release
 
 Value = TypeVar("Value")
 
@@ -72,3 +76,33 @@ def _run(action: Callable[[], Any]) -> _Outcome:
         )
     except Exception as error:  # raised on all ranks, since the other ranks wait for this one
         return _Outcome(error=RuntimeError, args=(f"{type(error).__name__}: {error}",))
+
+
+@cache
+def replace_gloo_all_gather() -> torch.library.Library | None:
+    """Replace PyTorch's functional all-gather of CPU tensors, which corrupts memory on gloo, until the process ends.
+
+    A gloo process group has two worker threads. After each collective, a worker stores its name in a `std::string` of
+    the group without a lock (`pgStatus_->lastCompletedWorkName` in `ProcessGroupGloo::runLoop`). If both workers do so
+    at the same time, one buffer is freed twice. Only names of more than 15 characters have a buffer on the heap. These
+    are `ALLGATHER_COALESCED`, the collective behind the functional all-gather, and `_ALLREDUCE_SPARSE`. The replacement
+    uses `ALLGATHER`. DTensor and synchronized BatchNorm call it, in GPU runs too, for tensors on the host.
+
+    PyTorch 2.11 to 2.15 have this race (docs/verification/reliability.md); no upstream issue was found. Newer releases
+    keep their own function, because the operators used here are private. The operator stays the same for autograd,
+    tracing, torch.compile and dispatch modes. Repeated calls do nothing. A test compares it with PyTorch's kernel
+    (tests/parallel/test_gloo_all_gather.py).
+    """
+    if not is_tested_release():
+        return None
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor", _all_gather, "CPU")
+    return library  # the cache keeps it alive: PyTorch removes the kernel with it
+
+
+def _all_gather(x: Tensor, ranks: int, group_name: str) -> Tensor:
+    """Start to gather [n, ...] of every rank into [ranks * n, ...]; `wait_tensor` waits for the result."""
+    values = torch.view_as_real(x) if x.is_complex() else x  # gloo has no complex dtypes
+    gathered = values.new_empty((ranks * values.shape[0], *values.shape[1:]))
+    torch.ops._c10d_functional.all_gather_into_tensor_out.default(values, ranks, group_name, out=gathered)
+    return torch.view_as_complex(gathered) if x.is_complex() else gathered

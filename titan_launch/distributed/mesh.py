@@ -9,7 +9,7 @@ from functools import cached_property
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titan_launch.distributed.gloo_all_gather import replace_gloo_all_gather
+from titan_launch.distributed.collectives import replace_gloo_all_gather
 from titan_launch.distributed.torch_private import clear_mesh_caches
 from titan_launch.plan.layout import Layout
 

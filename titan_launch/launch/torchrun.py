@@ -204,7 +204,7 @@ def _abort_cause(run_folder: Path, since: float) -> str:
 
     `since`: start time of the workers. Older records are ignored.
     """
-    from titan_launch.train.health.flight_records import unfinished_collectives
+    from titan_launch.train.health.flight_recorder import unfinished_collectives
 
     unfinished = list(unfinished_collectives(run_folder, since))
     if any(collective.startswith("nccl:") for collective in unfinished):

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from titan_launch.config.architectures.llama3 import Llama3Args
 from titan_launch.models.initializers import InitTable, constant, from_reset_parameters, normal, truncated_normal
-from titan_launch.models.layers.attention import Attention, RotaryEmbedding
-from titan_launch.models.layers.feed_forward import FeedForward
-from titan_launch.models.layers.norms import build_norm
+from titan_launch.models.layers import Attention, FeedForward, RotaryEmbedding, build_norm
 from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
 
 

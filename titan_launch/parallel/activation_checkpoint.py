@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.parallel.fsdp import cast_at_boundaries
-from titan_launch.plan.activation_checkpoint import selection
+from titan_launch.plan.module_selection import selection
 from titan_launch.plan.types import ModelPlan, is_within
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

@@ -18,7 +18,7 @@ from titan_launch.parallel.compile import compile_pieces
 from titan_launch.parallel.float8 import convert_to_float8
 from titan_launch.parallel.fsdp import apply_fsdp
 from titan_launch.parallel.tensor_parallel import apply_tensor_parallel
-from titan_launch.plan.compilation import checkpoints_compiled
+from titan_launch.plan.module_selection import checkpoints_compiled
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.policy import cast_storage
 

@@ -27,7 +27,7 @@ from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.distributed.collectives import on_all_ranks, warn
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.models.loss import Loss
-from titan_launch.plan.compilation import alike
+from titan_launch.plan.module_selection import alike
 from titan_launch.plan.types import ModelPlan, enclosing, parent
 
 _log = logging.getLogger(__name__)

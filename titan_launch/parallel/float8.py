@@ -13,7 +13,7 @@ from torch import nn
 from titan_launch.config.sections.precision import Float8Config
 from titan_launch.core.errors import config_error
 from titan_launch.core.patches import loggers_silenced
-from titan_launch.plan.float8 import describe_float8
+from titan_launch.plan.module_selection import describe_float8
 from titan_launch.plan.types import ModelPlan
 
 _log = logging.getLogger(__name__)

@@ -15,10 +15,8 @@ from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import ConfigError, Problem, format_key
 from titan_launch.core.torch_release import CAN_SHARE_UNITS
-from titan_launch.plan.activation_checkpoint import checkpointed_modules
-from titan_launch.plan.compilation import compiled_modules
-from titan_launch.plan.float8 import float8_modules
 from titan_launch.plan.layout import Layout
+from titan_launch.plan.module_selection import checkpointed_modules, compiled_modules, float8_modules
 from titan_launch.plan.pipeline import plan_stages
 from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.plan.units.fsdp_units import plan_model

@@ -9,10 +9,10 @@ from titan_launch.config.architectures.base import ModelArgs
 from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES, stages_per_rank
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
-from titan_launch.plan.activation_checkpoint import checkpointed_modules, checkpoints_modules, selection
 from titan_launch.plan.communication import LinkTraffic
 from titan_launch.plan.hardware import Hardware
 from titan_launch.plan.layout import Layout
+from titan_launch.plan.module_selection import checkpointed_modules, checkpoints_modules, selection
 from titan_launch.plan.types import Inventory
 
 

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from titan_launch.core.patches import replaced
 from titan_launch.distributed.torch_private import shard_to_send, unit_steps_wrapped
-from titan_launch.models.layers import attention
+from titan_launch.models import layers as attention
 from titan_launch.plan.hardware import Kernels
 
 _aten = torch.ops.aten

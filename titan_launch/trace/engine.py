@@ -1,23 +1,169 @@
-"""The memory and traffic of any model's step, from a trace: the engine of the planner that needs torch."""
+"""The planner's engine that needs torch: memory and traffic of a step of any model, from traces of two shallower
+models.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import CompileConfig
-from titan_launch.core.errors import UserError
+from titan_launch.core.errors import ConfigError, UserError, config_error
+from titan_launch.core.import_string import user_location, user_traceback
 from titan_launch.core.torch_release import NEWEST_TESTED, is_tested_release, torch_release
 from titan_launch.models.build import build_model
-from titan_launch.plan.communication import Traffic
+from titan_launch.models.parallel_plans import shapes_explained
+from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, plan_job, with_choice
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.memory.ledger import Footprint
-from titan_launch.plan.types import Inventory, ModelPlan
-from titan_launch.trace.depth import trace_rank
-from titan_launch.trace.step import TracedStep
+from titan_launch.plan.memory.depth import Shortcut, block_signatures, find_shortcut, without_blocks
+from titan_launch.plan.memory.ledger import Footprint, extrapolate
+from titan_launch.plan.pipeline import parts_on_rank
+from titan_launch.plan.types import Inventory, ModelPlan, outermost, parent
+from titan_launch.trace.step import TracedStep, trace_step
 from titan_launch.train.auto_mode import inspect_model
+
+_log = logging.getLogger(__name__)
+
+_ON_THE_LINE = 1e-4
+"""How far the peak of a third depth may be off, relatively. (Where memory is affine in depth it is off by no byte.)"""
+
+
+def trace_rank(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int) -> TracedStep:
+    """The step of one rank. `plan`: of the whole model.
+
+    At two depths where one block repeats often, and extrapolated; else whole. Raises ConfigError as `trace_step` does,
+    and for a model that cannot be traced.
+    """
+    shortcut = _find_shortcut(plan, layout.pipeline_rank(rank))
+    if shortcut is not None:
+        short = _trace_short(config, plan, layout, kernels, rank, shortcut)
+        if short is not None:
+            return short
+    with failures_explained(config.model), shapes_explained(config.model, layout.tensor):
+        return _trace_without(config, plan, layout, kernels, rank, ())
+
+
+def _find_shortcut(plan: ModelPlan, pipeline_rank: int) -> Shortcut | None:
+    """Through the blocks of the stage that the rank holds. (Several stages hold several numbers of microbatches.)"""
+    parts = parts_on_rank(plan, pipeline_rank)
+    if len(parts) > 1:
+        return None
+    signatures = block_signatures(parts[0])
+    return find_shortcut(signatures, outermost(parts[0].inventory.blocks), parts[0].recomputed)
+
+
+def _trace_short(
+    config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int, shortcut: Shortcut
+) -> TracedStep | None:
+    """Two depths, extrapolated; None where the model does not run without some of its blocks, or where a third depth is
+    not on the line (blocks that read what all blocks before them made). The models of this package are."""
+    try:
+        shorter = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_from_shorter)
+        longer = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_from_longer)
+        if ":" in config.model.name:
+            seen = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_for_check)
+            if not _are_alike(_extrapolated(shorter, longer, 2), seen):
+                _log.warning("traced whole, which takes longer: the model's memory does not grow evenly with its depth")
+                return None
+    except ConfigError:  # of the whole model too, most likely: its trace raises it
+        return None
+    except Exception as error:  # whatever a model raises that counts its blocks; if it cannot run at all, we will see
+        _log.warning("traced whole, which takes longer: without some of its blocks the model does not run (%s)", error)
+        return None
+    return _extrapolated(shorter, longer, shortcut.factor)
+
+
+def _are_alike(a: TracedStep, b: TracedStep) -> bool:
+    return a.traffic == b.traffic and abs(a.footprint.peak_bytes / b.footprint.peak_bytes - 1) < _ON_THE_LINE
+
+
+def _trace_without(
+    config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int, removed: Sequence[str]
+) -> TracedStep:
+    built = build_model(config.model, config.training.seq_len)
+    remove_blocks(built.module, removed)
+    return trace_step(config, built, without_blocks(plan, removed), layout, kernels, rank)
+
+
+def _extrapolated(shorter: TracedStep, longer: TracedStep, factor: float) -> TracedStep:
+    footprint = extrapolate(shorter.footprint, longer.footprint, factor)
+    return TracedStep(footprint, on_line(shorter.traffic, longer.traffic, factor))
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def remove_blocks(model: nn.Module, removed: Iterable[str]) -> None:
+    """Take blocks out of the containers they are in, in place. Those that stay keep their names: a container has gaps.
+
+    Raises ValueError for a block that is not in a container, which a model would miss.
+    """
+    for path in removed:
+        container = model.get_submodule(parent(path))
+        if not isinstance(container, _CONTAINERS):
+            raise ValueError(f"{path} is an attribute of a {type(container).__name__}")
+        delattr(container, path.rpartition(".")[2])
+
+
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+_UNSUPPORTED = (UnsupportedOperatorException, UnsupportedFakeTensorException)
+_SAID_BY_RUNTIME_ERROR = {".numpy()": "tensor.numpy()", "Cannot access data pointer": "tensor.data_ptr()"}
+
+
+@contextmanager
+def failures_explained(config: ModelConfig) -> Iterator[None]:
+    """Raise ConfigError on `model.name` for an operation that needs values, or that PyTorch cannot do without them, and
+    with the traceback for another error of a user's own model; other errors come as they are."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        operation = _unfit_operation(error)
+        if operation is not None:
+            reason = _unfit(operation, user_location(error, or_own=True))
+            raise config_error(("model", "name"), reason, config.name) from error
+        if ":" not in config.name:
+            raise
+        reason = "failed while it was traced: run on tensors that have shapes but no values"
+        raise config_error(("model", "name"), f"{reason}\n{user_traceback(error)}", config.name) from error
+
+
+def _unfit(operation: str, place: str | None) -> str:
+    return (
+        f"cannot be traced: {operation}{f' at {place}' if place else ''} needs the values of a tensor, and a trace has "
+        "only shapes; compute it with operations whose output shapes do not depend on values (torch.where, masked_fill)"
+    )
+
+
+def _unfit_operation(error: Exception) -> str | None:
+    """The name of the operation that cannot run on fake tensors; None where the error is of another kind."""
+    if isinstance(error, (*_NEEDS_VALUES, *_UNSUPPORTED)):
+        operation = getattr(error, "func", None) or next(iter(error.args), "an operation")
+        return _READABLE.get(str(operation), str(operation))
+    if isinstance(error, RuntimeError):
+        return next((name for part, name in _SAID_BY_RUNTIME_ERROR.items() if part in str(error)), None)
+    return None
+
+
+_READABLE = {
+    "aten._local_scalar_dense.default": "aten._local_scalar_dense (tensor.item(), a tensor as a number or condition)",
+    "aten.nonzero.default": "aten.nonzero (torch.nonzero, or a mask as an index)",
+}
 
 
 class TraceEngine:

@@ -36,15 +36,23 @@ from titan_launch.parallel.pipeline import Pipeline, parts, pipeline_of
 from titan_launch.plan.communication import Traffic, on_line
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.memory.ledger import MICROBATCHES, Category, Footprint, Ledger, StepPoint, on_host, with_growth
-from titan_launch.plan.memory.optimizer import state_bytes, temporary_bytes
+from titan_launch.plan.memory.ledger import (
+    MICROBATCHES,
+    Category,
+    Footprint,
+    Ledger,
+    StepPoint,
+    on_host,
+    state_bytes,
+    temporary_bytes,
+    with_growth,
+)
 from titan_launch.plan.pipeline import scaled_to_step, sufficient_microbatches
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.diagnosis import dtype_failures_explained
-from titan_launch.trace.collective_counts import count_exchanges
 from titan_launch.trace.cuda_kernels import copies_from_host, kernels_in_place
 from titan_launch.trace.fake_group import fake_process_group, silence
-from titan_launch.trace.step_points import StepPoints, stations
+from titan_launch.trace.observers import StepPoints, count_exchanges, stations
 from titan_launch.train.forward import checked_loss
 from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
 from titan_launch.train.pipeline_step import PipelinedStep

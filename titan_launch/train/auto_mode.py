@@ -18,8 +18,7 @@ from titan_launch.core.errors import ConfigError, RunError, UserError, format_ke
 from titan_launch.core.torch_release import is_tested_release
 from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.process_group import Ranks
-from titan_launch.models.build import BuiltModel
-from titan_launch.models.inventory import take_inventory
+from titan_launch.models.build import BuiltModel, take_inventory
 from titan_launch.models.parallel_plans import check_context_plan, check_tensor_plan
 from titan_launch.parallel.batchnorm import check_batch_norms
 from titan_launch.plan.auto_mode import resolve_auto

@@ -19,7 +19,7 @@ from titan_launch.config.sections.data import SampleUnit
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.import_string import is_user_file
 from titan_launch.distributed.torch_private import roots
-from titan_launch.models.inventory import has_forward
+from titan_launch.models.build import has_forward
 from titan_launch.models.loss import Loss
 
 FORWARD = "its forward "

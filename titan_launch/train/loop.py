@@ -27,8 +27,7 @@ from titan_launch.train.measure import MEASURED
 from titan_launch.train.run import Run
 from titan_launch.train.run_folder.folder import checkpoint_folder
 from titan_launch.train.run_folder.resume import NOTHING_SAVED, SAME_COMMAND, how_to_resume
-from titan_launch.train.step import StepResult
-from titan_launch.train.validate import validate
+from titan_launch.train.step import StepResult, validate
 
 
 @contextmanager

@@ -8,10 +8,10 @@ from titan_launch.config.job import JobConfig
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.build import BuiltModel
 from titan_launch.optim.groups import check_param_groups
-from titan_launch.plan.float8 import check_shards
 from titan_launch.plan.hardware import Hardware
 from titan_launch.plan.job import with_whole_parameters
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
+from titan_launch.plan.module_selection import check_shards
 from titan_launch.plan.types import ModelPlan
 from titan_launch.train.auto_mode import hardware_of_run, plan_precision, resolve_auto_modes
 from titan_launch.train.measure import check_profiling

@@ -24,9 +24,8 @@ from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.sinks import SINKS, ConsoleSink, Sink
 from titan_launch.plan.hardware import GIB, Hardware, find_device
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.report.job_summary import format_lines, summary_of_job
 from titan_launch.plan.report.table import format_gib
-from titan_launch.plan.report.unit_table import KeyLocator, format_plan
+from titan_launch.plan.report.unit_table import KeyLocator, format_lines, format_plan, summary_of_job
 from titan_launch.plan.types import ModelPlan
 from titan_launch.train.batches import TrainBatches
 from titan_launch.train.health.coordination import StepCoordinator

@@ -9,8 +9,7 @@ import pytest
 from titan_launch.config.architectures import llama3, resolve_args
 from titan_launch.config.architectures.llama3 import Llama3Args
 from titan_launch.config.sections.model import ModelConfig
-from titan_launch.models.build import build_model
-from titan_launch.models.inventory import take_inventory
+from titan_launch.models.build import build_model, take_inventory
 from titan_launch.plan.memory.analytic.llama3 import llama3_inventory
 
 

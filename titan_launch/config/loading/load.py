@@ -14,7 +14,7 @@ from titan_launch.config.loading.files import read_job
 from titan_launch.config.loading.merge import Draft, parse_overrides
 from titan_launch.config.loading.provenance import Provenance, contains
 from titan_launch.config.loading.schema_walk import TAGGED
-from titan_launch.config.rules.all import RULES, Rule
+from titan_launch.config.rules import RULES, Rule
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, UserError
 
 

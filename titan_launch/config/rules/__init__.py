@@ -1,0 +1,45 @@
+"""What pydantic cannot see: keys that are right alone and wrong together, names that must exist.
+
+Every rule is a function that yields the problems it finds. A problem names in `also` the other keys it depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.checkpoint import CHECKPOINT_RULES, FAULT_RULES
+from titan_launch.config.rules.compile import COMPILE_RULES, KERNEL_RULES
+from titan_launch.config.rules.data import DATA_RULES
+from titan_launch.config.rules.model import MODEL_RULES
+from titan_launch.config.rules.optimizer import OPTIMIZER_RULES
+from titan_launch.config.rules.parallelism import PARALLELISM_RULES, PIPELINE_RULES
+from titan_launch.config.rules.precision import FLOAT8_RULES, PRECISION_RULES
+from titan_launch.core.errors import Problem
+
+Rule = Callable[[JobConfig], Iterator[Problem]]
+"""Yields what is wrong with a job."""
+
+
+def kernels_are_profiled_on_cuda(config: JobConfig) -> Iterator[Problem]:
+    """On a CPU there are no kernels to profile."""
+    if config.job.device == "cpu" and config.comm.profile_freq:
+        reason = 'profiles CUDA kernels, and job.device = "cpu" has none; leave it out, or set another device'
+        yield Problem(("comm", "profile_freq"), reason, config.comm.profile_freq, also=(("job", "device"),))
+
+
+RULES: tuple[Rule, ...] = (
+    *MODEL_RULES,
+    *DATA_RULES,
+    *PRECISION_RULES,
+    kernels_are_profiled_on_cuda,
+    *FAULT_RULES,
+    *CHECKPOINT_RULES,
+    *COMPILE_RULES,
+    *KERNEL_RULES,
+    *FLOAT8_RULES,
+    *OPTIMIZER_RULES,
+    *PIPELINE_RULES,
+    *PARALLELISM_RULES,
+)
+"""All of them."""

@@ -1,4 +1,4 @@
-"""Rules across sections for the model and its arguments. Part of `titan_launch.config.rules.all`."""
+"""Rules across sections for the model and its arguments. Part of `titan_launch.config.rules`."""
 
 from __future__ import annotations
 

@@ -1,17 +1,141 @@
-"""PyTorch's flight recorder: the last collectives of every rank, written to files when a collective hangs."""
+"""PyTorch's flight recorder: each rank's last collectives, written to files when a collective hangs, and read again."""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import pickletools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from titan_launch.config.sections.run import UNWATCHED_GROUPS
+from titan_launch.core.errors import listed
+from titan_launch.core.files import read_regular
 from titan_launch.distributed.torch_private import flight_record, flight_record_entries, process_groups
-from titan_launch.train.health.flight_records import FOLDER, GLOO_FOLDER, record_path
+
+FOLDER = "flight_recorder"
+"""Folder of the records of NCCL; in a CPU run, of gloo."""
+
+GLOO_FOLDER = "flight_recorder_gloo"
+"""Folder of the records of gloo in a run with NCCL. `torchfrtrace` cannot compare both backends at once."""
+
+_PREFIX = "rank_"
+
+
+@dataclass(frozen=True)
+class _Collective:
+    """One collective of one group, equal on all ranks of the group."""
+
+    group: str
+    members: tuple[int, ...]
+    """Ranks of the group. Groups of a mesh may share a name."""
+
+    description: str
+    name: str
+    """Backend and operation, such as `nccl:all_reduce`."""
+
+    number: int
+    """Sequence number within the group, from 1."""
+
+    is_p2p: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} number {self.number} of group {self.description}"
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Collectives that one rank recorded, oldest first."""
+
+    started: list[_Collective]
+    unfinished: _Collective | None
+    """First collective that did not finish."""
+
+
+def record_path(run_folder: Path, folder: str, rank: int | str) -> Path:
+    """Return the path of a rank's record for `torchfrtrace`. With an empty rank: the prefix to which NCCL appends
+    it."""
+    return run_folder / folder / f"{_PREFIX}{rank}"
+
+
+def unfinished_collectives(run_folder: Path, since: float) -> Iterator[str]:
+    """Describe the first unfinished collective of every rank, without duplicates: ranks that started it, and ranks that
+    did not. `since`: time of this start; older records belong to earlier starts."""
+    for folder in (FOLDER, GLOO_FOLDER):
+        records = dict(sorted(_read_records(run_folder / folder, since)))
+        for collective in dict.fromkeys(record.unfinished for record in records.values() if record.unfinished):
+            yield _describe(collective, records)
+
+
+def ranks_listed(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, or `ranks 0, 1, 2`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed([*map(str, ranks)], most=8)}"
+
+
+def _describe(collective: _Collective, records: Mapping[int, _Record]) -> str:
+    started = [rank for rank, record in records.items() if collective in record.started]
+    missing = [rank for rank in collective.members if rank not in started]
+    if collective.is_p2p or not missing:
+        return f"{collective}: started by {ranks_listed(started)}"
+    last = ", ".join(f"on rank {rank}: {_last(records.get(rank))}" for rank in missing[:3])
+    return f"{collective}: started by {ranks_listed(started)}, not by {ranks_listed(missing)} (last started {last})"
+
+
+def _last(record: _Record | None) -> str:
+    return str(record.started[-1]) if record is not None and record.started else "no record"
+
+
+def _read_records(folder: Path, since: float) -> Iterator[tuple[int, _Record]]:
+    for path in folder.glob(f"{_PREFIX}*"):
+        rank = path.name.removeprefix(_PREFIX)
+        try:
+            if rank.isdecimal() and path.stat().st_mtime >= since:
+                yield int(rank), _parse(_load(read_regular(path)))
+        except Exception:  # an aborted process may leave a damaged record; other records remain useful
+            continue
+
+
+def _parse(trace: dict[str, Any]) -> _Record:
+    members = {name: tuple(json.loads(group["ranks"])) for name, group in trace["pg_config"].items()}
+    started: list[_Collective] = []
+    unfinished: _Collective | None = None
+    for entry in trace["entries"]:
+        group, description = entry["process_group"]
+        if description in UNWATCHED_GROUPS:
+            continue
+        number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+        ranks = members.get(group, ())
+        started.append(_Collective(group, ranks, description, entry["profiling_name"], number, entry["is_p2p"]))
+        if not entry["retired"] and entry["state"] != "completed":
+            unfinished = unfinished or started[-1]
+    return _Record(started, unfinished)
+
+
+_PLAIN_OPCODES = {
+    *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2"),
+    *("LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE"),
+    *("EMPTY_LIST", "LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    *("EMPTY_DICT", "DICT", "SETITEM", "SETITEMS"),
+    *("GET", "BINGET", "LONG_BINGET", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"),
+}
+"""Pickle opcodes that create numbers, strings, lists, tuples and dicts, and do not import, call or set anything."""
+
+
+def _load(content: bytes) -> Any:
+    """Unpickle numbers, strings, lists, tuples and dicts. Raises UnpicklingError for every other opcode.
+
+    The index of a memo entry is limited, because the unpickler allocates a table of that size.
+    """
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name not in _PLAIN_OPCODES or ("PUT" in opcode.name and int(argument or 0) > len(content)):
+            raise pickle.UnpicklingError(f"a flight record has the opcode {opcode.name} {argument}")
+    return pickle.loads(content)
 
 
 def configure_flight_recorder(run_folder: Path, size: int) -> None:

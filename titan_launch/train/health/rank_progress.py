@@ -9,8 +9,7 @@ from datetime import timedelta
 
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.distributed.torch_private import default_store
-from titan_launch.train.health.flight_recorder import collectives_started
-from titan_launch.train.health.flight_records import ranks_listed
+from titan_launch.train.health.flight_recorder import collectives_started, ranks_listed
 
 STORE_TIMEOUT_S = 5
 """Timeout of the store in seconds."""

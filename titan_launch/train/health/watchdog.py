@@ -17,8 +17,8 @@ from titan_launch.config.sections.run import CommConfig
 from titan_launch.core.errors import RunError
 from titan_launch.core.process import FAILED, exit_immediately
 from titan_launch.distributed.process_group import Ranks
+from titan_launch.train.health.flight_recorder import FOLDER as FLIGHT_RECORDER
 from titan_launch.train.health.flight_recorder import dump_flight_recorder
-from titan_launch.train.health.flight_records import FOLDER as FLIGHT_RECORDER
 from titan_launch.train.health.rank_progress import (
     STORE_TIMEOUT_S,
     ProgressBoard,

@@ -8,7 +8,6 @@ from functools import cache
 from titan_launch.config.architectures import resolve_args
 from titan_launch.config.architectures.base import ModelArgs
 from titan_launch.config.job import JobConfig
-from titan_launch.plan.activation_checkpoint import checkpointed_modules
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, plan_units, with_choice
 from titan_launch.plan.layout import Layout
@@ -16,6 +15,7 @@ from titan_launch.plan.memory.analytic import llama3
 from titan_launch.plan.memory.analytic.replay import AnalyticModel, Replay
 from titan_launch.plan.memory.depth import block_signatures, find_shortcut, without_blocks
 from titan_launch.plan.memory.ledger import Footprint, extrapolate
+from titan_launch.plan.module_selection import checkpointed_modules
 from titan_launch.plan.types import Inventory, ModelPlan
 
 ANALYTIC_MODELS: dict[str, AnalyticModel] = {"llama3": llama3.ANALYTIC}

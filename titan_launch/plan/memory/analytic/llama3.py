@@ -114,14 +114,14 @@ def _modules(args: Llama3Args, seq_len: int) -> Iterator[ModuleInfo]:
         block = f"layers.{index}"
         yield ModuleInfo(block, ("titan_launch.models.llama3.TransformerBlock",), True)
         yield _norm(args, f"{block}.attention_norm")
-        yield ModuleInfo(f"{block}.attention", ("titan_launch.models.layers.attention.Attention",), True)
+        yield ModuleInfo(f"{block}.attention", ("titan_launch.models.layers.Attention",), True)
         yield _matrix(f"{block}.attention.wq", _LINEAR, width, width)
         yield _matrix(f"{block}.attention.wk", _LINEAR, kv_width, width)
         yield _matrix(f"{block}.attention.wv", _LINEAR, kv_width, width)
         yield _matrix(f"{block}.attention.wo", _LINEAR, width, width)
         yield _rope(args, seq_len, f"{block}.attention.rope")
         yield _norm(args, f"{block}.ffn_norm")
-        yield ModuleInfo(f"{block}.feed_forward", ("titan_launch.models.layers.feed_forward.FeedForward",), True)
+        yield ModuleInfo(f"{block}.feed_forward", ("titan_launch.models.layers.FeedForward",), True)
         yield _matrix(f"{block}.feed_forward.w1", _LINEAR, args.hidden_dim, width)
         yield _matrix(f"{block}.feed_forward.w2", _LINEAR, width, args.hidden_dim)
         yield _matrix(f"{block}.feed_forward.w3", _LINEAR, args.hidden_dim, width)
@@ -132,10 +132,10 @@ def _modules(args: Llama3Args, seq_len: int) -> Iterator[ModuleInfo]:
 _EMBEDDING, _LINEAR = "torch.nn.modules.sparse.Embedding", "torch.nn.modules.linear.Linear"
 
 _NORM_CLASSES: dict[NormKind, tuple[str, ...]] = {
-    "rmsnorm": ("titan_launch.models.layers.norms.RMSNorm", "torch.nn.modules.normalization.RMSNorm"),
+    "rmsnorm": ("titan_launch.models.layers.RMSNorm", "torch.nn.modules.normalization.RMSNorm"),
     "layernorm": ("torch.nn.modules.normalization.LayerNorm",),
     "batchnorm": (
-        "titan_launch.models.layers.norms.BatchNorm",
+        "titan_launch.models.layers.BatchNorm",
         "torch.nn.modules.batchnorm.BatchNorm1d",
         "torch.nn.modules.batchnorm._BatchNorm",
         "torch.nn.modules.batchnorm._NormBase",
@@ -167,7 +167,7 @@ def _rope(args: Llama3Args, seq_len: int, path: str) -> ModuleInfo:
     is_first = path == first
     tied_to = None if is_first else full_name(first, name)
     buffer = TensorInfo(name, (seq_len, args.head_dim // 2, 2), "float32", True, tied_to=tied_to)
-    classes = ("titan_launch.models.layers.attention.RotaryEmbedding",)
+    classes = ("titan_launch.models.layers.RotaryEmbedding",)
     return ModuleInfo(path, classes, True, buffers=(buffer,), same_as=None if is_first else first)
 
 

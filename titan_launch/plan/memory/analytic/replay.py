@@ -12,7 +12,6 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSizes, ShardSize
 from titan_launch.config.sections.base import DTYPE_BYTES
 from titan_launch.config.sections.training import OptimizerConfig
-from titan_launch.plan.activation_checkpoint import selection
 from titan_launch.plan.communication import padded_numel
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.layout import Layout
@@ -20,8 +19,17 @@ from titan_launch.plan.memory.analytic import ops
 from titan_launch.plan.memory.analytic.autograd import Autograd
 from titan_launch.plan.memory.analytic.fsdp import Context, ShardedUnit
 from titan_launch.plan.memory.analytic.tensors import Storage, Tensor
-from titan_launch.plan.memory.ledger import MICROBATCHES, Category, Footprint, Ledger, StepPoint, on_host
-from titan_launch.plan.memory.optimizer import state_bytes, temporary_bytes
+from titan_launch.plan.memory.ledger import (
+    MICROBATCHES,
+    Category,
+    Footprint,
+    Ledger,
+    StepPoint,
+    on_host,
+    state_bytes,
+    temporary_bytes,
+)
+from titan_launch.plan.module_selection import selection
 from titan_launch.plan.param_groups import (
     GroupSettings,
     first_match,

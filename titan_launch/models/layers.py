@@ -1,4 +1,4 @@
-"""Causal grouped-query attention with rotary position embedding (arXiv:2104.09864), scaled as in Llama 3.1."""
+"""Layers that language models share: attention with rotary position embedding, norms, and the feed-forward layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_launch.config.architectures.llama3 import RopeScaling
+from titan_launch.config.architectures.llama3 import NormKind, RopeScaling
 
 
 class RotaryEmbedding(nn.Module):
@@ -123,3 +123,54 @@ def takes_equal_heads_only(q: Tensor) -> bool:
     stores all tokens x tokens scores. https://github.com/pytorch/pytorch/pull/191085 makes this function unnecessary.
     """
     return q.is_cuda and q.dtype == torch.float32
+
+
+class BatchNorm(nn.BatchNorm1d):
+    """BatchNorm of each channel over all tokens of the microbatch; in evaluation, by the running statistics.
+
+    A bf16 input with fp32 parameters and statistics needs no cast: the kernels compute in fp32, and the output has the
+    input's dtype.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., dim) to the same shape; training needs at least two tokens."""
+        normalized = super().forward(x.reshape(-1, x.shape[-1]))
+        # FSDP2 warns of outputs that are views to autograd, because an in-place operation on them drops FSDP2's hooks.
+        # `_unsafe_view` is no view to autograd, costs nothing, and is what `nn.Linear` uses.
+        return torch.ops.aten._unsafe_view(normalized, x.shape)
+
+
+class RMSNorm(nn.RMSNorm):
+    """Division of each token's channels by their root mean square (arXiv:1910.07467).
+
+    On a CPU the norm is several operations, and each contributes to the gradient of the input. `view_as` makes autograd
+    add these contributions before that of the residual connection, as if the norm were an FSDP2 unit. So the gradient
+    has the same bits in both cases.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., dim) to the same shape."""
+        return super().forward(x.view_as(x))
+
+
+def build_norm(kind: NormKind, dim: int, eps: float, momentum: float) -> nn.Module:
+    """Return a norm over `dim` channels. `momentum`: weight of a microbatch in BatchNorm's running statistics."""
+    if kind == "batchnorm":
+        return BatchNorm(dim, eps=eps, momentum=momentum)
+    if kind == "layernorm":
+        return nn.LayerNorm(dim, eps=eps)
+    return RMSNorm(dim, eps=eps)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv:2002.05202): w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim: int, hidden_dim: int):
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., dim) to the same shape."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))

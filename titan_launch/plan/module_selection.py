@@ -1,0 +1,270 @@
+"""The modules that are activation-checkpointed, compiled, or converted to float8. No torch.
+
+A hook of FSDP2 cannot be part of a compiled graph, because it runs collectives and changes parameters. So the largest
+modules without an FSDP2 unit inside are compiled: the blocks, unless a precision rule makes a unit inside a block. The
+hooks of a unit run around its forward, and only the forward is compiled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
+from typing import Literal
+
+from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
+from titan_launch.config.sections.precision import Float8Config
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error, listed
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.types import Inventory, ModelPlan, ModuleInfo, Unit, enclosing, is_within, outermost, parent
+from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT, matched_modules
+
+_MODE: KeyPath = ("activation_checkpoint", "mode")
+_CHECKPOINTED_MODULES: KeyPath = ("activation_checkpoint", "modules")
+
+
+def checkpointed_modules(inventory: Inventory, config: ActivationCheckpointConfig) -> tuple[str, ...]:
+    """Return the paths of the checkpointed modules; of nested modules, only the outer ones.
+
+    Raises ConfigError if the mode needs modules and there are none, and for every glob that matches nothing.
+    """
+    if not checkpoints_modules(config):
+        return ()
+    candidates = (
+        outermost(matched_modules(inventory, config.modules, _CHECKPOINTED_MODULES))
+        if config.modules
+        else _blocks(inventory, config)
+    )
+    option = selection(config)
+    every = 1 if option is None or option == "op" else option
+    if every > len(candidates):
+        what = "the model has" if not config.modules else "activation_checkpoint.modules matches"
+        them = "blocks" if not config.modules else "modules"
+        reason = f"{what} {len(candidates)} {them}, so this would checkpoint none of them; set at most that number"
+        raise config_error(("activation_checkpoint", "selective_ac_option"), reason, every)
+    return candidates[every - 1 :: every]
+
+
+def checkpoints_modules(config: ActivationCheckpointConfig) -> bool:
+    """Return whether modules are checkpointed. (With a memory budget, the compiler chooses operations.)"""
+    if config.mode == "auto":
+        raise ValueError("activation_checkpoint.mode is still `auto`: resolve `auto` first (plan.auto_mode)")
+    return config.mode not in ("none", "memory_budget")
+
+
+def selection(config: ActivationCheckpointConfig) -> Literal["op"] | int | None:
+    """Return the option of `mode = "selective"`; None in the other modes."""
+    return config.selective_ac_option if config.mode == "selective" else None
+
+
+def _blocks(inventory: Inventory, config: ActivationCheckpointConfig) -> tuple[str, ...]:
+    if not inventory.blocks:
+        reason = (
+            "works on blocks, and the model's blocks are unknown; name them in model.blocks, or name modules in "
+            "activation_checkpoint.modules"
+        )
+        raise config_error(_MODE, reason, config.mode, also=(("model", "blocks"), _CHECKPOINTED_MODULES))
+    return outermost(inventory.blocks)
+
+
+_ENABLE: KeyPath = ("compile", "enable")
+
+
+def compiled_modules(
+    config: JobConfig, inventory: Inventory, units: Sequence[Unit], recomputed: Collection[str]
+) -> tuple[str, ...]:
+    """Return the paths of the compiled modules, each once.
+
+    Raises ConfigError if the model has no blocks, or a block without anything to compile.
+    """
+    if not config.compile.enable or "model" not in config.compile.components:
+        return ()
+    if not inventory.blocks:
+        raise ConfigError([Problem(_ENABLE, _no_blocks(config), True, also=(("model", "blocks"),))])
+    tensor_degree = config.parallelism.tensor_parallel_degree
+    outside = recomputed if checkpoints_compiled(config.activation_checkpoint, tensor_degree) else ()
+    pieces = _Pieces(inventory, units, outside)
+    found = {block: list(pieces.of_block(block)) for block in outermost(inventory.blocks)}
+    empty = [block for block, paths in found.items() if not paths]
+    if empty:
+        raise ConfigError([_nothing_left(empty, units, outside)])
+    compiled = tuple(dict.fromkeys(path for paths in found.values() for path in paths))
+    if selection(config.activation_checkpoint) == "op":
+        _check_seen_by_selection(compiled, recomputed)
+    return compiled
+
+
+def alike(paths: Sequence[str]) -> dict[str, int]:
+    """Return the paths with `*` instead of numbers, and how many paths each of them stands for."""
+    return Counter(re.sub(r"\b\d+\b", "*", path) for path in paths)
+
+
+def _check_seen_by_selection(compiled: Sequence[str], recomputed: Collection[str]) -> None:
+    """Raise ConfigError if a checkpoint per operation contains a whole graph, whose operations it cannot see."""
+    hidden = [path for path in compiled if enclosing(parent(path), recomputed)]
+    if hidden:
+        globs = ", ".join(f'"{pattern}"' for pattern in alike(hidden))
+        reason = (
+            f'"op" saves the results of single operations and cannot see those of {hidden[0]}, which is compiled into '
+            f"a graph; name the compiled modules (activation_checkpoint.modules = [{globs}]), or set another mode"
+        )
+        raise config_error(("activation_checkpoint", "selective_ac_option"), reason, "op", also=(_ENABLE, _CHECKPOINTED_MODULES))
+
+
+def checkpoints_compiled(recomputation: ActivationCheckpointConfig, tensor_degree: int) -> bool:
+    """Return whether activation checkpointing runs whole graphs again, instead of being part of the graphs.
+
+    With tensor parallelism it runs whole graphs again, because a graph with a checkpoint inside would have to save a
+    DeviceMesh. `selective_ac_option = "op"` needs the operations, so it is always part of the graph.
+    """
+    return tensor_degree > 1 and selection(recomputation) != "op"
+
+
+class _Pieces:
+    """The tree of a model's modules, and the modules that cannot be inside of a graph."""
+
+    def __init__(self, inventory: Inventory, units: Sequence[Unit], outside: Collection[str]):
+        self._inventory = inventory
+        self._boundaries = {path for unit in units for path in unit.modules if path} | set(outside)
+
+    def of_block(self, path: str) -> Iterator[str]:
+        """Yield the block, or the largest modules in it without a boundary inside. Single layers are not compiled."""
+        if self._is_whole(path):
+            yield path
+        else:
+            yield from self._parts(path)
+
+    def _parts(self, path: str) -> Iterator[str]:
+        for child in self._children[path]:
+            if not self._is_whole(child):
+                yield from self._parts(child)
+            elif self._children[child]:
+                yield self._inventory.by_path[child].same_as or child
+
+    def _is_whole(self, path: str) -> bool:
+        return self._inventory.by_path[path].has_forward and not any(map(self._is_boundary, self._inside(path)))
+
+    def _is_boundary(self, module: ModuleInfo) -> bool:
+        return (module.same_as or module.path) in self._boundaries
+
+    def _inside(self, path: str) -> Iterator[ModuleInfo]:
+        for child in self._children[path]:
+            yield self._inventory.by_path[child]
+            yield from self._inside(child)
+
+    @cached_property
+    def _children(self) -> dict[str, list[str]]:
+        children: dict[str, list[str]] = {module.path: [] for module in self._inventory.modules}
+        for module in self._inventory.modules:
+            if module.path:
+                children[parent(module.path)].append(module.path)
+        return children
+
+
+def _no_blocks(config: JobConfig) -> str:
+    remedy = "name them in model.blocks"
+    if "loss" in config.compile.components:
+        remedy += ', or leave "model" out of compile.components'
+    return f"compiles the model's blocks, and they are unknown; {remedy}"
+
+
+def _nothing_left(blocks: Sequence[str], units: Sequence[Unit], outside: Collection[str]) -> Problem:
+    """Return the problem of blocks in which rules or activation checkpointing leave only single layers to compile."""
+    inside = [u for u in units if any(p != blocks[0] and is_within(p, blocks[0]) for p in u.modules)]
+    reasons = list(dict.fromkeys(unit.reason for unit in inside))
+    keys = [unit.key for unit in inside if unit.key is not None]
+    remedy = 'precision.param_dtype = "float32"' if BATCH_NORM_DEFAULT in reasons else "drop those rules"
+    what = f"the units of {', '.join(reasons)}, whose hooks cannot be part of a graph"
+    if not inside:
+        what, remedy = f"checkpointed modules ({listed(sorted(outside))})", "do not checkpoint them"
+        keys = [_CHECKPOINTED_MODULES]
+    reason = (
+        f"nothing of {listed(blocks)} can be compiled: only single layers are outside of {what}; {remedy}, or set "
+        "compile.enable = false"
+    )
+    return Problem(_ENABLE, reason, True, also=tuple(dict.fromkeys(keys)))
+
+
+_FLOAT8_MODULES: KeyPath = ("float8", "modules")
+_LINEAR = "torch.nn.modules.linear.Linear"
+_MULTIPLE = 16
+"""The kernels take matrices whose numbers of rows and columns are multiples of this: 16 bytes of 8-bit numbers."""
+
+
+def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
+    """Return the paths of the linear layers that `[float8]` converts.
+
+    Raises ConfigError for globs that match no linear layer, for matched layers that a precision rule computes in
+    another dtype than bfloat16, and for matrices that the kernels do not support.
+    """
+    if not config.enable:
+        return ()
+    is_named = bool(config.modules)
+    roots = matched_modules(plan.inventory, config.modules, _FLOAT8_MODULES) if is_named else plan.inventory.blocks
+    layers = [m for m in plan.inventory.modules if _is_linear(m) and enclosing(m.path, roots)]
+    reduced = [m for m in layers if plan.unit_of[m.path].compute_dtype == "bfloat16"]
+    problems = [*(_in_other_dtypes(layers, plan, config) if is_named else ()), *_misshapen(reduced, config)]
+    if problems:
+        raise ConfigError(problems)
+    if not reduced:
+        reason = "matches no linear layer that computes in bfloat16; name others, or set float8.enable = false"
+        raise config_error(_FLOAT8_MODULES, reason, list(config.modules))
+    return tuple(module.path for module in reduced)
+
+
+def describe_float8(config: Float8Config, plan: ModelPlan) -> str:
+    """Return the recipe and the converted linear layers in one line."""
+    layers = ", ".join(f"{count} x {pattern}" for pattern, count in alike(plan.float8).items())
+    options: list[str] = [config.recipe]
+    options += ["all-gathers in 8 bits"] if config.all_gather else []
+    options += ["emulated"] if config.emulate else []
+    return f"{', '.join(options)}: {layers}"
+
+
+def check_shards(config: Float8Config, plan: ModelPlan, layout: Layout) -> None:
+    """Raise ConfigError if `float8.all_gather` is set and a converted layer cannot be sharded evenly.
+
+    FSDP2 pads a short shard, but it does not pad torchao's 8-bit copy.
+    """
+    shards = layout.parameter_shards
+    if not config.all_gather:
+        return
+    for path in plan.float8:
+        rows = next(p.shape[0] for p in plan.inventory.by_path[path].parameters if p.name == "weight")
+        if rows % shards:
+            reason = (
+                f"{path} has {rows} outputs, which {shards} shards (parallelism.data_parallel_shard_degree) do not "
+                "divide; shard over a number of ranks that divides them, name other float8.modules, or set false"
+            )
+            also = (_FLOAT8_MODULES, ("parallelism", "data_parallel_shard_degree"))
+            raise config_error(("float8", "all_gather"), reason, True, also=also)
+
+
+def _is_linear(module: ModuleInfo) -> bool:
+    """Return whether a module is a plain Linear: a subclass may compute something else."""
+    return module.classes[0] == _LINEAR and module.same_as is None
+
+
+def _in_other_dtypes(layers: list[ModuleInfo], plan: ModelPlan, config: Float8Config) -> Iterator[Problem]:
+    by_unit: dict[str, list[str]] = {}
+    for module in layers:
+        if plan.unit_of[module.path].compute_dtype != "bfloat16":
+            by_unit.setdefault(plan.unit_of[module.path].reason, []).append(module.path)
+    for reason, paths in by_unit.items():
+        dtype = plan.unit_of[paths[0]].compute_dtype
+        text = f"names {listed(paths)}, which {reason} computes in {dtype}; do not name them, or drop that rule"
+        yield Problem(_FLOAT8_MODULES, text, list(config.modules), also=(("precision",),))
+
+
+def _misshapen(layers: list[ModuleInfo], config: Float8Config) -> Iterator[Problem]:
+    for module in layers:
+        rows, columns = next(p.shape for p in module.parameters if p.name == "weight")
+        if rows % _MULTIPLE or columns % _MULTIPLE:
+            text = (
+                f"{module.path} has {columns} inputs and {rows} outputs, and the kernels support only multiples of "
+                f"{_MULTIPLE}; name the other modules"
+            )
+            yield Problem(_FLOAT8_MODULES, text, list(config.modules))
+            return  # one problem is enough
