@@ -103,7 +103,7 @@ def test_stages_go_round_or_there_and_back(schedule: str, ranks: list[int]) -> N
         (
             llama(3),
             {"pipeline_parallel_degree": 2, "pipeline_parallel_split_points": ["layer.1"]},
-            'split_points.0: is no module of the model\'s pipeline_order; did you mean "layers.1"?',
+            'split_points.0: is not a module of the model\'s pipeline_order; did you mean "layers.1"?',
         ),
         (
             llama(3),
