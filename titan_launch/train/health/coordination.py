@@ -10,9 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
-import torch.distributed as dist
-
 from titan_launch.core.process import exit_immediately, is_announced
 from titan_launch.core.signals import AGENT_PID, RESTART_SIGNAL, STOP_SIGNALS, is_orphan, signal_name, signals_handled
 
@@ -90,6 +87,9 @@ class StepCoordinator:
 
     def agree(self) -> None:
         """Update `stop_signal` and `save_is_due`, equal on all ranks. Collective."""
+        import torch  # the command line uses StopRequest before torch is imported
+        import torch.distributed as dist
+
         waited = self._clock() - self._last_save
         is_due = self._interval_s is not None and waited >= self._interval_s
         flags = torch.tensor([self._stop.signal, int(is_due)], dtype=torch.int64)
