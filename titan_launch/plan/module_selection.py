@@ -110,7 +110,8 @@ def _check_seen_by_selection(compiled: Sequence[str], recomputed: Collection[str
             f'"op" saves the results of single operations and cannot see those of {hidden[0]}, which is compiled into '
             f"a graph; name the compiled modules (activation_checkpoint.modules = [{globs}]), or set another mode"
         )
-        raise config_error(("activation_checkpoint", "selective_ac_option"), reason, "op", also=(_ENABLE, _CHECKPOINTED_MODULES))
+        also = (_ENABLE, _CHECKPOINTED_MODULES)
+        raise config_error(("activation_checkpoint", "selective_ac_option"), reason, "op", also=also)
 
 
 def checkpoints_compiled(recomputation: ActivationCheckpointConfig, tensor_degree: int) -> bool:

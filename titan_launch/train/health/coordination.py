@@ -86,8 +86,8 @@ class StepCoordinator:
         """True if the interval between two checkpoints has passed on any rank."""
 
     def agree(self) -> None:
-        """Bring `stop_signal` and `save_is_due` up to date, the same on all ranks; collective."""
-        import torch  # not at the top: `StopRequest` listens before torch is imported
+        """Update `stop_signal` and `save_is_due`, equal on all ranks. Collective."""
+        import torch  # the command line uses StopRequest before torch is imported
         import torch.distributed as dist
 
         waited = self._clock() - self._last_save

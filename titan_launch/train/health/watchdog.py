@@ -35,7 +35,6 @@ FOLDER = "hangs"
 _CHECKS_PER_LIMIT = 20
 _CHECK_INTERVAL_S = (0.05, 10.0)
 
-
 _STDERR = 2
 """File descriptor, because faulthandler writes without Python objects."""
 
@@ -82,9 +81,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._limit_s:
-            self._board = ProgressBoard(
-                self._ranks
-            )  # created now, because the store may refuse new clients after a failure
+            self._board = ProgressBoard(self._ranks)  # now: after a failure the store may refuse new clients
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
         return self
