@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_launch.checkpoint.retention import WriteRequest, Written
 from titan_launch.checkpoint.snapshot import Arena, State, in_memory, lay_out
-from titan_launch.checkpoint.writer import WriteRequest, Written
 from titan_launch.checkpoint.writer_process import COLLECTIVE_TIMEOUT, WriteOrder, WriterProcess, load_writer
 from titan_launch.config.sections.checkpoint import AsyncMode
 from titan_launch.distributed.collectives import on_all_ranks

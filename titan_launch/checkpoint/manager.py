@@ -17,10 +17,9 @@ from titan_launch import __version__
 from titan_launch.checkpoint.background import build_background
 from titan_launch.checkpoint.loading import EVERYTHING, load_state, newest_valid
 from titan_launch.checkpoint.manifest import Manifest, checkpoint_name, complete_steps
-from titan_launch.checkpoint.retention import Retention
+from titan_launch.checkpoint.retention import Retention, WriteRequest, Written
 from titan_launch.checkpoint.snapshot import shards_of
 from titan_launch.checkpoint.state import Progress, TrainingState
-from titan_launch.checkpoint.writer import WriteRequest, Written
 from titan_launch.config.sections.checkpoint import CheckpointConfig
 from titan_launch.core.errors import RunError
 from titan_launch.core.fingerprint import Fingerprint

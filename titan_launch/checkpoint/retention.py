@@ -1,4 +1,4 @@
-"""Deletion of old checkpoints, and the links `latest` and `best`."""
+"""The request to write a checkpoint, deletion of old checkpoints, and the links `latest` and `best`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_launch.checkpoint.manifest import DamagedCheckpointError, checkpoint_name, checkpoint_steps, read_manifest
+from titan_launch.checkpoint.manifest import (
+    DamagedCheckpointError,
+    Manifest,
+    checkpoint_name,
+    checkpoint_steps,
+    read_manifest,
+)
 from titan_launch.core.files import free_name, remove
 
 LATEST, BEST = "latest", "best"
@@ -34,6 +40,33 @@ class Retention:
         kept = {*steps[: self.latest], *best_steps(losses)[: self.best]}
         kept |= {step for step in steps if self.every and step % self.every == 0}
         return [step for step in steps if step not in kept]
+
+
+@dataclass(frozen=True)
+class WriteRequest:
+    """Folder, manifest and retention of a save. Equal on all ranks."""
+
+    folder: Path
+    """Folder of all checkpoints of the run, on a file system that all ranks share."""
+
+    manifest: Manifest
+    """Manifest without files. Writing adds the files."""
+
+    retention: Retention
+
+
+@dataclass(frozen=True)
+class Written:
+    """The result of a save: a complete checkpoint."""
+
+    step: int
+    bytes: int
+    seconds: float
+    deleted: tuple[int, ...]
+    """Steps of the deleted older checkpoints."""
+
+    warning: str = ""
+    """Clauses with the problems after the checkpoint was complete. Empty without problems."""
 
 
 def best_steps(losses: Mapping[int, float | None]) -> list[int]:

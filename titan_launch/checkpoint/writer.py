@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +21,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from titan_launch.checkpoint.index import DCP_INDEX_FILE, INDEX_FILE, index_of, index_text
-from titan_launch.checkpoint.manifest import FileRecord, Manifest, checkpoint_name, record_of, write_manifest
-from titan_launch.checkpoint.retention import TEMPORARY, Retention, clean, set_aside, tidy
+from titan_launch.checkpoint.manifest import FileRecord, checkpoint_name, record_of, write_manifest
+from titan_launch.checkpoint.retention import TEMPORARY, WriteRequest, Written, clean, set_aside, tidy
 from titan_launch.checkpoint.snapshot import Shard, State, hash_of_names, is_on_host, total_bytes
 from titan_launch.core.files import sync_folder
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.plan.hardware import GIB
-
-
-@dataclass(frozen=True)
-class WriteRequest:
-    """Folder, manifest and retention of a save. Equal on all ranks."""
-
-    folder: Path
-    """Folder of all checkpoints of the run, on a file system that all ranks share."""
-
-    manifest: Manifest
-    """Manifest without files. Writing adds the files."""
-
-    retention: Retention
-
-
-@dataclass(frozen=True)
-class Written:
-    """The result of a save: a complete checkpoint."""
-
-    step: int
-    bytes: int
-    seconds: float
-    deleted: tuple[int, ...]
-    """Steps of the deleted older checkpoints."""
-
-    warning: str = ""
-    """Clauses with the problems after the checkpoint was complete. Empty without problems."""
-
 
 _COPY_AHEAD = 10_000_000
 """Bytes that DCP copies from a GPU ahead of the bytes that it writes. DCP's default."""

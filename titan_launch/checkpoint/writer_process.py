@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
+from titan_launch.checkpoint.retention import WriteRequest, Written
 from titan_launch.checkpoint.snapshot import State, in_memory
-from titan_launch.checkpoint.writer import WriteRequest, Written
 from titan_launch.core.patches import environment
 from titan_launch.core.signals import ignore_stop_signals, stop_with_parent
 from titan_launch.distributed.collectives import on_rank_0
