@@ -45,7 +45,7 @@ class StepTime:
 
 
 def estimate_step_time(
-    flops_per_rank: float | None, wire: LinkTraffic, hardware: Hardware, bubble_share: float = 0.0
+    flops_per_rank: float | None, link_traffic: LinkTraffic, hardware: Hardware, bubble_share: float = 0.0
 ) -> StepTime:
     """Computing at `mfu` of the peak; communicating at the full rate of the links, of which the slower one counts.
 
@@ -55,8 +55,8 @@ def estimate_step_time(
     if flops_per_rank is not None and hardware.peak_tflops is not None:
         compute = flops_per_rank / (hardware.peak_tflops * 1e12 * hardware.mfu)
     links = (
-        _seconds(wire.within, hardware.intra_node_gb_per_s),
-        _seconds(wire.across, hardware.inter_node_gb_per_s),
+        _seconds(link_traffic.within, hardware.intra_node_gb_per_s),
+        _seconds(link_traffic.across, hardware.inter_node_gb_per_s),
     )
     known = [seconds for seconds in links if seconds is not None]
     communication = max(known) if len(known) == len(links) else None

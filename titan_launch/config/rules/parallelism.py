@@ -301,7 +301,7 @@ def split_backward_recomputes_whole_modules(config: JobConfig) -> Iterator[Probl
         key: KeyPath = ("activation_checkpoint", "selective_ac_option")
         yield Problem(key, f'{why}; set a number, mode = "full", or take Interleaved1F1B', "op", also=(_SCHEDULE, mode))
     elif recomputation.mode == "auto":
-        reason = f'may choose selective op, which {why}; name a mode, such as "none" or "full"'
+        reason = f'may choose "selective" per operation, which {why}; name a mode, such as "none" or "full"'
         yield Problem(mode, reason, "auto", also=(_SCHEDULE,))
 
 
