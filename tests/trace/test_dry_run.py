@@ -34,7 +34,7 @@ def say(ranks: int, rank: int = 0, **sections: Any) -> str:
 def test_a_rank_says_where_it_is_and_what_it_holds() -> None:
     """The last of 16: of the second stage, of a replica's second shard, half of each matrix."""
     said = say(16, rank=15, parallelism=ALL_AXES, training={"global_batch_size": 24})
-    assert "ranks: 16 (2 replicas x 2 shards x 2 pipeline x 2 tensor)" in said
+    assert "ranks: 16 = 2 pipeline ranks x 2 replicas x 2 shards x 2 tensor-parallel ranks" in said
     assert "rank 15: pp 1 of 2, dp_replicate 1 of 2, dp_shard 1 of 2, tp 1 of 2" in said
     assert "stage 1 of 2: layers.2 .. output" in said
     block = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48

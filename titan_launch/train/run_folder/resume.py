@@ -153,8 +153,8 @@ def _resume(
         name = "path" if "path" in type(config.data).model_fields else "kind"
         raise config_error(
             ("data", name),
-            f"the data has {change}; restore it, or go on with the new data by --checkpoint.accept_changes=true, or "
-            "start anew by --checkpoint.load=none",
+            f"the data has {change}; restore it, or use the new data with --checkpoint.accept_changes=true, or "
+            "start anew with --checkpoint.load=none",
             getattr(config.data, name),
         )
     _load(checkpoint, state, selection)
