@@ -352,7 +352,7 @@ def data_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def main_logs(run: Path) -> list[str]:
-    """The main rank's log of every attempt, the oldest first."""
+    """Return the log of rank 0 for every attempt, the oldest first."""
     logs = {int(path.parent.name.partition("-")[2]): path for path in run.glob("logs/attempt-*/rank_0.log")}
     return [logs[attempt].read_text() for attempt in sorted(logs)]
 

@@ -49,7 +49,7 @@ def norm_variants(norm: str) -> Variants:
         "fp32": {"param_dtype": "float32"},
         "bf16, no rules": {},
         "bf16, norms in fp32": {"rules": [{"type": norm, "param_dtype": "float32"}]},
-        "bf16, fp32 norm weights, inputs as they come": {"rules": [{"type": norm}]},
+        "bf16, fp32 norm weights, inputs not cast": {"rules": [{"type": norm}]},
     }
 
 

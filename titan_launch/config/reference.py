@@ -39,7 +39,7 @@ def json_schema() -> dict[str, Any]:
         definitions[variant.__name__].pop("required", None)  # `kind` may stand in the file that this one extends
     for name, architecture in ARCHITECTURES.items():
         args = section_schema(architecture.args)
-        args.pop("required", None)  # the flavor has what is left out
+        args.pop("required", None)  # the flavor has omitted fields
         definitions |= args.pop("$defs", {})
         definitions[architecture.args.__name__] = args
         definitions["ModelConfig"].setdefault("allOf", []).append(_args_by_name(name))
@@ -81,7 +81,7 @@ def _without_null(field: dict[str, Any]) -> dict[str, Any]:
 
 
 def _args_by_name(name: str) -> dict[str, Any]:
-    """What `[model]` may hold for one architecture. The default one is also meant where `name` is left out."""
+    """The schema of `[model]` for one architecture. The default architecture also applies if `name` is omitted."""
     architecture = ARCHITECTURES[name]
     is_default = ModelConfig.model_fields["name"].default == name
     return {
@@ -281,7 +281,7 @@ def _tagged_table(heading: str, kinds: Kinds) -> Iterator[str]:
 def _architecture(name: str, architecture: Architecture) -> Iterator[str]:
     """The arguments and the size table of one model."""
     fields = {field_name: field | {"required": False} for field_name, field in _fields(architecture.args).items()}
-    doc = f"{section_doc(architecture.args)} What is left out comes from the flavor, or else from the default."
+    doc = f"{section_doc(architecture.args)} Omitted fields come from the flavor, or else from the default."
     yield from _describe(f"### `[model.args]` of `{name}`", doc, fields)
     for field_name, field in architecture.args.model_fields.items():
         for section in filter(is_section, alternatives(field.annotation)):

@@ -145,7 +145,7 @@ TAGS = [
     Tag(
         "time/checkpoint_stall_s",
         "max",
-        "Seconds that training stood still for checkpoints since the last report: for the one before to be complete, "
+        "Seconds that training waited for checkpoints since the last report: for the one before to be complete, "
         'and for the copy of the state (with `async_mode = "disabled"`, for all of it).',
         chart=("time", "seconds of a checkpoint"),
     ),

@@ -108,11 +108,11 @@ def rollback_has_checkpoints(config: JobConfig) -> Iterator[Problem]:
 
 
 def rollback_can_be_reached(config: JobConfig) -> Iterator[Problem]:
-    """Steps are left out in a row only where leaving one out is not the end."""
+    """Several steps are skipped in a row only if the first skipped step does not end the run."""
     debug = config.debug
     if debug.on_repeated_skips == "rollback" and debug.on_nonfinite == "stop" and debug.spike_sigma is None:
         reason = (
-            'is never reached: debug.on_nonfinite = "stop" ends the run at the first step that is left out; '
+            'is never reached: debug.on_nonfinite = "stop" ends the run at the first skipped step; '
             'set that to "skip", or debug.spike_sigma'
         )
         also: tuple[KeyPath, ...] = (("debug", "on_nonfinite"), ("debug", "spike_sigma"))

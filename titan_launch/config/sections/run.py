@@ -67,28 +67,28 @@ class DebugConfig(Section):
     `precision_audit.json`. Later steps cost nothing. Unset: on for the `debug` flavor and for a model of your own."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What to do when the loss or the gradient norm is not finite on any rank. The update is left out on all ranks in
-    either case. `stop` then ends the run with the number of the step (on CUDA when the next report is due, with no
-    update in between); `skip` goes on."""
+    """Reaction to a loss or gradient norm that is not finite on any rank. Both values skip the step on all ranks.
+    `stop` then ends the run with the number of the step (on CUDA when the next report is due, with no update in
+    between); `skip` continues."""
 
     spike_sigma: Annotated[float, Field(gt=0)] | None = None
-    """Leave a step out, too, when its loss or its gradient norm is more than so many standard deviations above the mean
-    of `spike_window`. Unset: no step is left out for that."""
+    """A step is also skipped if its loss or its gradient norm is more than this number of standard deviations above the
+    mean of `spike_window`. Unset: no step is skipped for that."""
 
     spike_window: Annotated[int, Field(ge=2, le=1024)] = 128
-    """Steps that a spike is measured against: the last ones that were not left out. Nothing is a spike before half of
-    them are there."""
+    """Number of steps against which a spike is measured: the last steps that were not skipped. No step is a spike
+    before half of the window is full."""
 
     max_skips: Annotated[int, Field(ge=1)] = 10
-    """Steps left out in a row, for either reason, after which `on_repeated_skips` applies (on CUDA when the next report
-    is due, with no update in between)."""
+    """Number of skipped steps in a row, for either reason, after which `on_repeated_skips` applies (on CUDA when the
+    next report is due, with no update in between)."""
 
     on_repeated_skips: Literal["stop", "rollback"] = "stop"
-    """What to do after `max_skips`. `stop` ends the run. `rollback` goes back to the last checkpoint, and on from there
-    with the data behind the steps that were left out."""
+    """Reaction to `max_skips` skipped steps. `stop` ends the run. `rollback` returns to the last checkpoint, and
+    continues with the data after the skipped steps."""
 
     max_rollbacks: Annotated[int, Field(ge=1)] = 3
-    """How often a run goes back; the next time it ends."""
+    """Number of rollbacks of a run. Instead of another rollback the run ends."""
 
 
 UNWATCHED_GROUPS = ("checkpoint",)
