@@ -83,7 +83,7 @@ def test_check_accepts_a_good_job(job: Path) -> None:
     result = run("titan_launch", "check", "--config", job, "--world-size", "4")
     assert (result.returncode, result.stdout) == (
         0,
-        f"{job}: no problems found (what only the model can tell: plan; the data: a run)\n",
+        f"{job}: no problems found (`plan` also checks the model; a run also checks the data)\n",
     )
 
 
