@@ -32,7 +32,7 @@ def misfits(held: ImageFormat, taken: ImageFormat) -> Iterator[str]:
     """Yield the reasons why a model that takes `taken` cannot learn from a source that holds `held`."""
     if held.width <= 4 < held.channels == held.height:
         shape = f"(N, {held.channels}, {held.height}, {held.width})"
-        yield f"holds images of shape {shape}, probably with the channels last; save images.transpose(0, 3, 1, 2)"
+        yield f"holds images of shape {shape}, probably channels last; save images.transpose(0, 3, 1, 2)"
         return
     if held.channels != taken.channels:
         channels = f"{held.channels} channel{'s' if held.channels > 1 else ''}"
