@@ -326,18 +326,18 @@ def _entry(name: str, field: Mapping[str, Any]) -> str:
     return f"- **`{name}`** ({'; '.join(notes)}): {field['description']}"
 
 
-def _type(field: Mapping[str, Any]) -> str:
-    """Return a type in words, with its bounds."""
+def _type(field: Mapping[str, Any], plural: str = "") -> str:
+    """Return a type in words, with its bounds. `plural`: "s" for the items of an array."""
     if "anyOf" in field:
-        return " or ".join(dict.fromkeys(map(_type, field["anyOf"])))
+        return " or ".join(dict.fromkeys(_type(kind, plural) for kind in field["anyOf"]))
     if "enum" in field or "const" in field:
         return ", ".join(f"`{toml_value(choice)}`" for choice in field.get("enum", [field.get("const")]))
     if "$ref" in field:
-        return "table"
+        return f"table{plural}"
     if field["type"] == "array":
-        return f"array of {_type(field['items'])}s"
+        return f"array of {_type(field['items'], plural='s')}"
     bounds = [f"{sign} {field[bound]}" for bound, sign in _BOUNDS.items() if bound in field]
-    return " ".join([_TYPES.get(field["type"], field["type"]), ", ".join(bounds)]).strip()
+    return " ".join([f"{_TYPES.get(field['type'], field['type'])}{plural}", ", ".join(bounds)]).strip()
 
 
 def _row(cells: Iterable[str]) -> str:

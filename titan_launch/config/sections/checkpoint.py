@@ -42,7 +42,7 @@ class CheckpointConfig(Section):
 
     keep_best: Annotated[int, Field(ge=0)] = 0
     """Number of checkpoints with the lowest validation loss to keep, whatever their age. The link `best` points to the
-    checkpoint with the lowest loss. Only checkpoints of validated steps count. 0 keeps none for their loss."""
+    checkpoint with the lowest loss. Only checkpoints of validated steps count. 0 disables this."""
 
     load: int | str = "latest"
     """The checkpoint from which the run starts. `latest`: the newest checkpoint in the run folder that is complete and

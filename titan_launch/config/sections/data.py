@@ -71,7 +71,7 @@ class DataSource(Section):
 
     shuffle: bool = True
     """Shuffle the samples of each epoch. The order depends only on `training.seed` and the epoch. `false`: the order of
-    the files."""
+    the source."""
 
     num_workers: Annotated[int, Field(ge=0)] = 0
     """Worker processes per rank that prepare samples. The samples and their order do not depend on this number."""

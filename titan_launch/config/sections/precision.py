@@ -42,8 +42,8 @@ class PrecisionRule(Section):
 
     reshard_after_forward: bool | None = None
     """Reshard the parameters after forward, and all-gather them again for backward. Unset: as for the block that
-    contains the module. A unit that spans several blocks, or a part of the head, is then not resharded, since backward
-    needs it first."""
+    contains the modules. A unit that spans several blocks, or a part of the head, is not resharded if unset, since
+    backward needs it first."""
 
     unit_per: Literal["model", "block", "module"] = "model"
     """Number of FSDP2 units for the matched modules: one for the model (the fewest collectives), one per block, or one
