@@ -83,7 +83,7 @@ def test_check_accepts_a_good_job(job: Path) -> None:
     result = run("titan_launch", "check", "--config", job, "--world-size", "4")
     assert (result.returncode, result.stdout) == (
         0,
-        f"{job}: no problems found (what only the model can tell: plan; the data: a run)\n",
+        f"{job}: no problems found (`plan` also checks the model; a run also checks the data)\n",
     )
 
 
@@ -277,8 +277,8 @@ def test_check_knows_the_devices(job: Path) -> None:
         ("check --config x.toml --trainin={}", 'unknown option --trainin; did you mean "--training"?'),
         ("check --config x.toml -v", "unknown option -v (see titan-launch check --help)"),
         ("check --config x.toml --nproc-per-node 2", "unknown option --nproc-per-node"),
-        ("check --config x.toml --extends=y.toml", "only job files extend others"),
-        ("check --config x.toml steps=3", "command line: steps=3: not an override"),
+        ("check --config x.toml --extends=y.toml", "extends is not a key of overrides"),
+        ("check --config x.toml steps=3", "command line: steps=3: is not an override"),
         ("check --config x.toml --world-size two", '--world-size: must be a whole number of at least 1, not "two"'),
         ("plan --world-size 2", "the following arguments are required: --config"),
         ("plan --config x.toml --verbos", 'unknown option --verbos; did you mean "--verbose"?'),

@@ -2,7 +2,7 @@
 
 import gc
 
-gc.disable()  # start-up makes no garbage, and looking for it takes a twentieth of the time of a `check`
+gc.disable()  # start-up creates no garbage, and collections take a twentieth of the time of a `check`
 
 from titan_launch.core.signals import stop_with_agent  # noqa: E402
 

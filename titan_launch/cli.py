@@ -1,4 +1,4 @@
-"""The command line. A bad job file is answered before torch is imported."""
+"""The command line. Errors in a job file are reported before torch is imported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ COMMANDS = {
     "plan": "predict dtypes of modules, memory, communication and step time, without a GPU",
     "launch": "check the job file, then train with torchrun: one rank per GPU, or 2 ranks without a GPU",
 }
-"""What each command does. Its module `titan_launch.commands.NAME` has `add_arguments(parser)` and `run(arguments)`."""
+"""The commands, each with a description. The module `titan_launch.commands.NAME` has `add_arguments(parser)` and
+`run(arguments)`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

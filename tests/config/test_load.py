@@ -154,8 +154,8 @@ def test_json_without_lines() -> None:
     ("name", "content", "message"),
     [
         ("config.json", b'{"a": 1,\n}', "error: config.json:2: not valid JSON: "),
-        ("config.json", b"[" * 100_000, "error: config.json: nested too deep; "),
-        ("job.toml", b"x = " + b"[" * 100_000, "error: job.toml: nested too deep; "),
+        ("config.json", b"[" * 100_000, "error: config.json: nested too deeply; "),
+        ("job.toml", b"x = " + b"[" * 100_000, "error: job.toml: nested too deeply; "),
         ("config.json", b"[1]", "error: config.json: must be an object with the sections of a job"),
         ("job.toml", b"[job]\nname = '\xe9'", "error: job.toml:2: not UTF-8 text (byte 0xe9); save it as UTF-8"),
         ("jobb.toml", b"", 'error: job.toml: no such file; did you mean "jobb.toml"?'),
@@ -170,7 +170,7 @@ def test_files_that_cannot_be_read(name: str, content: bytes, message: str) -> N
 
 
 def test_a_folder_is_no_job_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="this is a folder; name a job file in it"):
+    with pytest.raises(UserError, match="is a folder; name a job file in it"):
         load_job(str(tmp_path))
 
 

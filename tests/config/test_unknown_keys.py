@@ -33,7 +33,7 @@ def test_a_key_of_another_tool_is_explained(key: str, tmp_path: Path, monkeypatc
     text = FOREIGN_KEYS[key]
     named = re.findall(r'"([^" ]+\.[^" ]+)"', text) if " " in text else [text]
     assert [name for name in named if name not in KEYS | {"package.module:factory"}] == []
-    remedy = text if " " in text else f'here it is "{text}"'
+    remedy = text if " " in text else f'use "{text}"'
     section, _, name = key.rpartition(".")
     if section:
         assert section in SECTIONS and key not in KEYS
@@ -49,8 +49,8 @@ def test_a_key_of_another_tool_is_explained(key: str, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("key", "remedy"),
     [
-        ("job.seed", 'here it is "training.seed"'),
-        ("optimizer.betas", 'here they are "optimizer.beta1" and "optimizer.beta2"'),
+        ("job.seed", 'use "training.seed"'),
+        ("optimizer.betas", 'use "optimizer.beta1" and "optimizer.beta2"'),
         ("training.lr", "it belongs in [optimizer]"),
         ("training.warmup_steps", "it belongs in [lr_scheduler]"),
         ("optimizer.nesterov", "it belongs in [optimizer.muon] or [optimizer.sgd]"),

@@ -204,17 +204,17 @@ def test_images_that_the_model_does_not_take(tmp_path: Path) -> None:
     path = write(tmp_path / "a.npz", np.zeros((4, 3, 8, 8), np.uint8), np.array([0, 1, 2, 12]))
     build(path=path, taken=ImageFormat(3, 8, 8, num_classes=13))
     assert problem(path=path, taken=ImageFormat(1, 9, 9, num_classes=12)).splitlines() == [
-        "data.path: holds images of 3 channels, and the model takes 1; set model.args.in_channels = 3",
-        "data.path: holds images of 8 x 8 pixels, and the model takes 9 x 9; set model.args.image_size = 8",
-        "data.path: holds labels up to 12, and the model has 12 classes; set model.args.num_classes to 13 or more",
+        "data.path: holds images with 3 channels, but the model takes 1; set model.args.in_channels = 3",
+        "data.path: holds images of 8 x 8 pixels, but the model takes 9 x 9; set model.args.image_size = 8",
+        "data.path: holds labels up to 12, but the model has 12 classes; set model.args.num_classes to 13 or more",
     ]
     oblong = write(tmp_path / "b.npz", np.zeros((4, 8, 9), np.uint8), LABELS)
     assert problem(path=oblong, taken=ImageFormat(1, 8, 8, num_classes=4)) == (
-        "data.path: holds images of 8 x 9 pixels, and the model takes square ones; crop or pad them"
+        "data.path: holds images of 8 x 9 pixels, but the model takes square ones; crop or pad them"
     )
     last = write(tmp_path / "c.npz", np.zeros((4, 8, 8, 3), np.uint8), LABELS)
     assert problem(path=last, taken=ImageFormat(3, 8, 8, num_classes=4)) == (
-        "data.path: holds images (N, 8, 8, 3), with the channels last, it seems; save images.transpose(0, 3, 1, 2)"
+        "data.path: holds images of shape (N, 8, 8, 3), probably channels last; save images.transpose(0, 3, 1, 2)"
     )
 
 

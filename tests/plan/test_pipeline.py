@@ -94,11 +94,11 @@ def test_stages_go_round_or_there_and_back(schedule: str, ranks: list[int]) -> N
 @pytest.mark.parametrize(
     ("inventory", "parallelism", "problem"),
     [
-        (llama(2), {"pipeline_parallel_degree": 3}, "makes 3 stages, and the model has 2 layers; set at most 2"),
+        (llama(2), {"pipeline_parallel_degree": 3}, "makes 3 stages, but the model has only 2 layers; set at most 2"),
         (
             llama(3),
             {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
-            "times 2 stages on each rank makes 4 stages, and the model has 3 layers; set at most 1",
+            "makes 4 stages (2 per rank), but the model has only 3 layers; set at most 1",
         ),
         (
             llama(3),

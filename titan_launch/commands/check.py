@@ -18,5 +18,5 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: Namespace) -> int:
     """Check the job, and print that no problem was found. Raises UserError with all problems."""
     load_to_train(arguments, arguments.world_size)
-    print(f"{arguments.config}: no problems found (what only the model can tell: plan; the data: a run)")
+    print(f"{arguments.config}: no problems found (`plan` also checks the model; a run also checks the data)")
     return OK

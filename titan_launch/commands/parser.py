@@ -96,7 +96,8 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def _is_key(name: str) -> bool:
-    """Return whether an argument names a key or a section of the job. An `extends` gets a message of its own."""
+    """Return True if an argument names a key or a section of the job, or is `extends`, which has an error message of
+    its own."""
     return "." in name or name.removeprefix("--") in (*_sections(), "extends")
 
 

@@ -53,7 +53,7 @@ def run(arguments: Namespace) -> NoReturn:
 
 
 def is_dry_run(arguments: Namespace) -> bool:
-    """Return whether the command line has an option of a dry run."""
+    """Return True if the command line has an option of a dry run."""
     return (arguments.fake_world_size, arguments.fake_rank) != (None, None)
 
 

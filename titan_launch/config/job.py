@@ -1,4 +1,4 @@
-"""The whole job file."""
+"""The whole job file: all sections in reading order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from titan_launch.config.sections.training import (
 
 
 class JobConfig(Section):
-    """A training job, complete. Every section may be omitted."""
+    """A complete training job. Every section may be omitted."""
 
     job: GeneralConfig = Field(default_factory=GeneralConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)

@@ -1,4 +1,4 @@
-"""The optimizer's algorithms as data: their settings, their state, and the memory of an update. No torch.
+"""The optimizer's algorithms as data: their settings, their state tensors, and the memory of an update. No torch.
 
 An algorithm is a row of `ALGORITHMS` and a file in `titan_launch/optim/` with its update.
 """
@@ -17,38 +17,38 @@ if TYPE_CHECKING:
 
 
 class ShardSize(NamedTuple):
-    """A rank's part of a parameter that is trained."""
+    """The shard of a trained parameter on one rank."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
 
     num_elements: int
-    """Of the rank's part."""
+    """Number of elements of the shard."""
 
     dtype: str
-    """It is stored in."""
+    """Storage dtype."""
 
     @property
     def size(self) -> int:
-        """Bytes of the part as it is stored."""
+        """Bytes of the shard in its storage dtype."""
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
     @property
     def gradient_copy(self) -> int:
-        """Bytes of a float32 copy of the gradient, where the gradient has another dtype."""
+        """Bytes of a float32 copy of the gradient; 0 if the gradient is float32."""
         return 0 if self.dtype == "float32" else 4 * self.num_elements
 
     def state_copy(self, config: OptimizerConfig) -> int:
-        """Return the bytes of a float32 copy of a state tensor, where the state has another dtype."""
+        """Return the bytes of a float32 copy of a state tensor; 0 if the state is float32."""
         return 4 * self.num_elements if DTYPE_BYTES[config.state_dtype or self.dtype] < 4 else 0
 
     def parameter_copy(self, config: OptimizerConfig) -> int:
-        """Return the bytes of a float32 copy of the parameter, where it has another dtype and no master."""
+        """Return the bytes of a float32 copy of the parameter; 0 if it is float32 or has a master weight."""
         return 0 if has_master(config, self.dtype) else self.gradient_copy
 
     def draw(self, config: OptimizerConfig) -> int:
-        """Return the bytes that stochastic rounding takes: a random number per element, and one on the way to it
-        (int32)."""
+        """Return the bytes that stochastic rounding allocates: two int32 numbers per element, a random number and an
+        intermediate result."""
         return 8 * self.num_elements if config.rounding == "stochastic" else 0
 
 
@@ -61,20 +61,21 @@ class GroupSettings(NamedTuple):
 
 
 class GroupSizes(NamedTuple):
-    """The parameters that are updated alike."""
+    """Parameters that share the settings of an update."""
 
     settings: GroupSettings
     shards: Sequence[ShardSize]
 
 
 Temporaries = Callable[[Sequence[GroupSizes], "OptimizerConfig", int], int]
-"""(groups, config, ranks) to the most bytes that an update allocates at once. `ranks`: those among which FSDP2 divides
-a parameter."""
+"""A function of (groups, config, ranks). It returns the most bytes that an update allocates at once. `ranks`: number of
+ranks over which FSDP2 shards a parameter."""
 
 
 @dataclass(frozen=True)
 class PyTorchUpdate:
-    """PyTorch's own implementation of an algorithm. It knows one dtype, one rounding and no masters."""
+    """PyTorch's own implementation of an algorithm. It supports one dtype, no stochastic rounding and no master
+    weights."""
 
     update: str
     """Import string of `update(group, config, found_inf)`, which updates one `ShardGroup`."""
@@ -82,50 +83,52 @@ class PyTorchUpdate:
     temporaries: Temporaries
 
     counts_on_host: bool = False
-    """Whether the step counts are on the CPU, unless the implementation is fused."""
+    """True if the step counts are on the CPU, except in the fused implementation."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One algorithm. Its update computes in float32, and supports moments, parameters and masters of any dtype."""
+    """One algorithm. Its update computes in float32, and supports moments, parameters and master weights of any
+    dtype."""
 
     update: str
     """Import string of `update(groups, config, kept)`, which updates all `ShardGroup`s of the algorithm. `kept`: 1, or
-    0 for a skipped step, whose gradients are 0. (A string, because the planner reads this table without torch.)"""
+    0 for a skipped step, whose gradients are 0. (It is a string because the planner reads this table without torch.)"""
 
     state: Callable[[OptimizerConfig], tuple[str, ...]]
-    """Names of the state tensors. Each is as large as the parameter, and has the dtype `optimizer.state_dtype`."""
+    """Names of the state tensors. Each has the size of the parameter, and the dtype `optimizer.state_dtype`."""
 
     temporaries: Temporaries
-    """The memory of `update`."""
+    """Memory of `update`."""
 
     settings: tuple[str, ...] = ()
-    """Keys, or tables, of `[optimizer]` that not every algorithm reads."""
+    """Keys or tables of `[optimizer]` that this algorithm reads, and that not all algorithms read."""
 
     weight_decay: float = 0.1
-    """The default of `optimizer.weight_decay`."""
+    """Default of `optimizer.weight_decay`."""
 
     decay: Literal["decoupled", "coupled"] = "decoupled"
-    """`decoupled` from the gradient, as AdamW; or `coupled`: added to the gradient. A value of `optimizer.weight_decay`
-    is for one of the two."""
+    """Kind of weight decay. `decoupled`: separate from the gradient, as in AdamW. `coupled`: added to the gradient. A
+    value of `optimizer.weight_decay` applies to only one of the two."""
 
     for_others: str | None = None
-    """For an algorithm of matrices within the model: the algorithm of all other parameters."""
+    """Name of the algorithm for all other parameters, if this algorithm updates only matrices within the model."""
 
     lr_factor: Callable[[OptimizerConfig], float] = lambda config: 1.0
     """Factor of the learning rate."""
 
     pytorch: PyTorchUpdate | None = None
-    """PyTorch's implementation, which updates where it supports the job's dtypes and rounding."""
+    """PyTorch's implementation. It is used if it supports the dtypes and the rounding of the job."""
 
 
 def has_master(config: OptimizerConfig, *storage_dtypes: str) -> bool:
-    """Return whether any parameter among those that are stored in these dtypes is kept in float32 too."""
+    """Return True if any parameter of these storage dtypes has a float32 master weight."""
     return config.master_weights and "bfloat16" in storage_dtypes
 
 
 def batches(sizes: Sequence[int]) -> list[range]:
-    """Consecutive parameters that are updated together, by index: as many as have no more elements than the largest."""
+    """Return ranges of indices of consecutive parameters that are updated together. A batch has at most as many
+    elements as the largest parameter."""
     limit, start, total = max(sizes, default=0), 0, 0
     found = []
     for index, size in enumerate(sizes):
@@ -146,7 +149,7 @@ def _adamw(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) ->
 
 
 def _adamw_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """The bytes at the points of `titan_launch.optim.adamw` that allocate."""
+    """Return the largest number of allocated bytes, over the points of `titan_launch.optim.adamw` that allocate."""
     gradients = sum(shard.gradient_copy for shard in shards)
     moments = sum(shard.state_copy(config) for shard in shards)
     roots = 4 * sum(shard.num_elements for shard in shards)
@@ -163,8 +166,11 @@ def _adamw_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
 
 
 def _pytorch_adamw(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
-    """Fused, AdamW works in place. `foreach` allocates the roots of all second moments, the loop those of one
-    parameter, twice, while the result of the parameter before still exists."""
+    """Return the most bytes that PyTorch's AdamW allocates.
+
+    `fused` works in place. `foreach` allocates the square roots of all second moments. The loop allocates the square
+    roots for one parameter twice, while the result of the previous parameter still exists.
+    """
     sizes = [[shard.size for shard in group.shards] for group in groups]
     if config.implementation == "fused":
         return 0
@@ -178,7 +184,7 @@ def _sgd(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> i
 
 
 def _sgd_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """The bytes at the points of `titan_launch.optim.sgd` that allocate."""
+    """Return the largest number of allocated bytes, over the points of `titan_launch.optim.sgd` that allocate."""
     gradients = sum(shard.gradient_copy for shard in shards)
     updates = 4 * sum(shard.num_elements for shard in shards)
     momenta = sum(shard.state_copy(config) for shard in shards) if config.sgd.momentum else 0
@@ -192,8 +198,11 @@ def _sgd_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
 
 
 def _pytorch_sgd(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
-    """Fused, SGD works in place. The others add weight decay to a copy of the gradients: of all (`foreach`), or of one
-    parameter (the loop). The loop makes another copy for Nesterov's momentum."""
+    """Return the most bytes that PyTorch's SGD allocates.
+
+    `fused` works in place. `foreach` adds weight decay to a copy of all gradients. The loop adds it to a copy of one
+    gradient, and makes another copy for Nesterov's momentum.
+    """
     if config.implementation == "fused":
         return 0
     found = []
@@ -210,8 +219,8 @@ def _muon(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> 
 
 
 def _muon_batch(batch: Sequence[ShardSize], config: OptimizerConfig, ranks: int) -> int:
-    """The bytes at the points of `titan_launch.optim.muon` that allocate, on the rank with the largest matrix of the
-    batch."""
+    """Return the largest number of allocated bytes, over the points of `titan_launch.optim.muon` that allocate. The
+    rank is the one with the largest matrix of the batch."""
     part = [2 * shard.num_elements for shard in batch]
     directions = max(sum(part[:i]) + _muon_direction(shard, config) for i, shard in enumerate(batch))
     largest = max(batch, key=_numel)
@@ -226,7 +235,8 @@ def _muon_batch(batch: Sequence[ShardSize], config: OptimizerConfig, ranks: int)
 
 
 def _muon_direction(shard: ShardSize, config: OptimizerConfig) -> int:
-    """Gradient, momentum and direction of one shard in float32, and the direction in bfloat16."""
+    """Return the bytes of gradient, momentum and direction of one shard in float32, and of the direction in
+    bfloat16."""
     momentum = shard.state_copy(config)
     direction = 4 * shard.num_elements if config.muon.nesterov else 0
     draw = shard.draw(config) if momentum else 0

@@ -25,21 +25,21 @@ from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.model import ModelConfig
 
 _EXTENDS = {
-    "description": "Job files that this one is laid over, relative to it. Tables merge, everything else is replaced; "
-    "later files win, and this one wins over all of them.",
+    "description": "A job file, or an array of them, that this file extends, relative to this file. Tables are merged "
+    "key by key, other values are replaced. Later files override earlier ones, and this file overrides all of them.",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
 }
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a job file."""
+    """Return the JSON Schema of a job file."""
     job = section_schema(JobConfig)
     definitions = job.pop("$defs")
     for variant in (variant for kinds in TAGGED.values() for variant in kinds.variants.values()):
-        definitions[variant.__name__].pop("required", None)  # `kind` may stand in the file that this one extends
+        definitions[variant.__name__].pop("required", None)  # a file that this one extends may set `kind`
     for name, architecture in ARCHITECTURES.items():
         args = section_schema(architecture.args)
-        args.pop("required", None)  # the flavor has omitted fields
+        args.pop("required", None)  # the flavor sets omitted arguments
         definitions |= args.pop("$defs", {})
         definitions[architecture.args.__name__] = args
         definitions["ModelConfig"].setdefault("allOf", []).append(_args_by_name(name))
@@ -53,7 +53,8 @@ def json_schema() -> dict[str, Any]:
 
 
 def section_schema(section: type[Section]) -> dict[str, Any]:
-    """The JSON Schema of one section: pydantic's, with the fields' docstrings, and without null, which TOML lacks."""
+    """Return the JSON Schema of one section: pydantic's, with the docstrings of the fields, and without null, which
+    TOML lacks."""
     schema = section.model_json_schema()
     sections = {table.section.__name__: table.section for table in tables(section)}
     for name, definition in schema.get("$defs", {}).items():
@@ -81,7 +82,8 @@ def _without_null(field: dict[str, Any]) -> dict[str, Any]:
 
 
 def _args_by_name(name: str) -> dict[str, Any]:
-    """The schema of `[model]` for one architecture. The default architecture also applies if `name` is omitted."""
+    """Return the condition of the schema for one model: its flavors and arguments. The default model also applies if
+    `name` is omitted."""
     architecture = ARCHITECTURES[name]
     is_default = ModelConfig.model_fields["name"].default == name
     return {
@@ -96,7 +98,7 @@ def _args_by_name(name: str) -> dict[str, Any]:
 
 
 def field_docs(section: type[Section]) -> dict[str, str]:
-    """The docstring of every field of a section, inherited ones included, one line per paragraph."""
+    """Return the docstring of every field of a section, including inherited fields, one line per paragraph."""
     docs: dict[str, str] = {}
     for cls in reversed(section.__mro__):
         if issubclass(cls, Section) and cls is not Section:
@@ -105,7 +107,7 @@ def field_docs(section: type[Section]) -> dict[str, str]:
 
 
 def section_doc(section: type[Section]) -> str:
-    """The docstring of a section, one line per paragraph."""
+    """Return the docstring of a section, one line per paragraph."""
     return _unwrap(section.__doc__ or "")
 
 
@@ -121,7 +123,7 @@ def _own_docs(cls: type[Section]) -> dict[str, str]:
 
 
 def _string(node: ast.stmt) -> str | None:
-    """The string that a statement consists of, if it does."""
+    """Return the string of a statement that consists of a string; None for any other statement."""
     value = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
     return value if isinstance(value, str) else None
 
@@ -156,45 +158,48 @@ type = "RMSNorm"
 param_dtype = "float32"
 ```
 
-The first line lets editors with a TOML extension (Even Better TOML, for one) complete keys and show this reference; its
+With the first line, editors with a TOML extension (such as Even Better TOML) complete keys and show this reference. The
 path is relative to the job file.
 
-`python -m titan_launch check --config job.toml` finds the mistakes of a job in a tenth of a second, without torch or a
+`python -m titan_launch check --config job.toml` finds the errors of a job in a tenth of a second, without torch or a
 GPU.
 
 ## Files that extend others
 
-`extends` is the name of a job file, or an array of them, relative to the file that names it. The files are merged in
-order, and the file itself last: tables merge key by key, and any other value (arrays, too) replaces the earlier one. A
-file that is reached in several ways is merged once, where it is first met.
+`extends` is the name of a job file, or an array of names, relative to the file that contains it. The named files are
+merged in order, and the file itself last. Tables are merged key by key. Any other value, including an array, replaces
+the earlier one. A file that is reached in several ways is merged once, where it is first reached.
 
 ## Overrides
 
-Every key can be set on the command line: `--training.steps=20` or `--training.steps 20`. Overrides win over files.
+Every key can be set on the command line: `--training.steps=20` or `--training.steps 20`. Overrides take precedence over
+files.
 
 - Values are TOML. A value that is not TOML is a string, so `--job.name=test` needs no quotes. A string that looks like
   another type needs quotes: `--job.name='"123"'`.
 - A key without a value is set to true: `--debug.deterministic`.
-- Items of arrays go by index: `--precision.rules.0.param_dtype=float32`. The index after the last appends an item.
-- A table merges into the one that is there: `--model.args='{norm = "batchnorm", n_layers = 2}'`. An array replaces.
-- If a key is given twice, the later one wins.
+- An index selects an item of an array: `--precision.rules.0.param_dtype=float32`. The index after the last one appends
+  an item.
+- A table is merged into the existing one: `--model.args='{norm = "batchnorm", n_layers = 2}'`. An array replaces the
+  existing one.
+- If a key is set twice, the later value is used.
 
 ## Tables with a kind
 
 The keys of `[data]`, `[validation.data]` and `[lr_scheduler]` depend on their `kind`. If a later file or an override
-changes the kind, the keys that mean the same in both kinds stay and the others are dropped:
-`--lr_scheduler.kind=cosine` keeps `warmup_steps` and `min_lr_factor`, and drops `decay_ratio`. `--data.kind=images`
-keeps `shuffle` and drops `path`: the path of texts is not a path of images.
+changes the kind, keys with the same meaning in both kinds are kept, and the others are removed:
+`--lr_scheduler.kind=cosine` keeps `warmup_steps` and `min_lr_factor`, and removes `decay_ratio`. `--data.kind=images`
+keeps `shuffle`, and removes `path`: a path of texts is not a path of images.
 
 ## The record of a run
 
-A run folder holds the complete configuration as `config.json`. This file is a job file, too: `--config
+A run folder contains the complete configuration as `config.json`. This file is also a job file: `--config
 outputs/first/config.json` runs the same job again.
 
 ## Messages
 
-Unknown keys, values of the wrong type (`"5"` is not `5`) and keys that contradict each other are errors. They are
-reported all at once, before anything is started, with the file and line, or the override, of each key:
+Unknown keys, values of the wrong type (`"5"` is not `5`) and contradictions between keys are errors. All errors are
+reported at once, before the run starts, with the file and line, or the override, of each key:
 
 ```
 error: 2 problems in configs/first.toml
@@ -208,8 +213,8 @@ _FOREIGN_INTRODUCTION = """\
 
 <!-- Generated by `python -m titan_launch.config.reference`; edit titan_launch/config/loading/foreign_keys.py. -->
 
-If a job file has a key of these tables, `check` and every run print the remedy. TorchTitan's other keys have the same
-section and name here, or are unknown: the error then suggests the nearest key or section.
+If a job file contains a key of these tables, `check` and every run print the remedy. TorchTitan's other keys have the
+same section and name here, or are unknown. For an unknown key the error suggests the most similar key or section.
 """
 
 _TYPES = {"integer": "whole number", "number": "number", "string": "string", "boolean": "bool", "object": "table"}
@@ -226,13 +231,13 @@ def foreign_keys() -> str:
     return "\n".join(
         [
             _FOREIGN_INTRODUCTION,
-            *_remedies("TorchTitan", TORCHTITAN_KEYS),
-            *_remedies("Transformers' Trainer, Lightning, Accelerate and others", COMMON_NAMES),
+            *_remedy_table("TorchTitan", TORCHTITAN_KEYS),
+            *_remedy_table("Transformers' Trainer, Lightning, Accelerate and others", COMMON_NAMES),
         ]
     )
 
 
-def _remedies(tool: str, keys: Iterable[str]) -> Iterator[str]:
+def _remedy_table(tool: str, keys: Iterable[str]) -> Iterator[str]:
     yield f"## {tool}\n"
     yield from (_row(["key", "remedy"]), _row(["---", "---"]))
     for key in keys:
@@ -256,7 +261,7 @@ def _sections() -> Iterator[str]:
 
 
 def _table(heading: str, path: str, section: type[Section]) -> Iterator[str]:
-    """The keys of a table, then the arrays of tables in it."""
+    """Yield the keys of a table, then the arrays of tables in it."""
     yield from _describe(heading, section_doc(section), _fields(section))
     for name, field in section.model_fields.items():
         for kind in alternatives(field.annotation):
@@ -265,13 +270,14 @@ def _table(heading: str, path: str, section: type[Section]) -> Iterator[str]:
 
 
 def _tagged_table(heading: str, kinds: Kinds) -> Iterator[str]:
-    """The keys that all kinds have, then those of each."""
+    """Yield the keys that all kinds have, then the keys of each kind."""
     own = kinds.keys_of_some()
     fields = {kind: _fields(section) for kind, section in kinds.variants.items()}
     common = {name: field for name, field in fields[kinds.default].items() if name not in own}
     del common["kind"]
     names = ", ".join(f'`"{kind}"`' for kind in kinds.variants)
-    common_keys = {"kind": {"type": names, "default": kinds.default, "description": "Decides which keys there are."}}
+    text = "The kind. The other keys depend on it."
+    common_keys = {"kind": {"type": names, "default": kinds.default, "description": text}}
     yield from _describe(heading, "", common_keys | common)
     for kind, section in kinds.variants.items():
         own_fields = {name: field for name, field in fields[kind].items() if name in own}
@@ -279,9 +285,9 @@ def _tagged_table(heading: str, kinds: Kinds) -> Iterator[str]:
 
 
 def _architecture(name: str, architecture: Architecture) -> Iterator[str]:
-    """The arguments and the size table of one model."""
+    """Yield the arguments and the size table of one model."""
     fields = {field_name: field | {"required": False} for field_name, field in _fields(architecture.args).items()}
-    doc = f"{section_doc(architecture.args)} Omitted fields come from the flavor, or else from the default."
+    doc = f"{section_doc(architecture.args)} Omitted arguments have the value of the flavor, or else the default."
     yield from _describe(f"### `[model.args]` of `{name}`", doc, fields)
     for field_name, field in architecture.args.model_fields.items():
         for section in filter(is_section, alternatives(field.annotation)):
@@ -305,7 +311,7 @@ def _describe(heading: str, doc: str, fields: Mapping[str, Mapping[str, Any]]) -
 
 
 def _fields(section: type[Section]) -> dict[str, dict[str, Any]]:
-    """The JSON Schema of every key of a section; `required` in it says whether the key is."""
+    """Return the JSON Schema of every key of a section. An added entry `required` tells whether the key is required."""
     schema = section_schema(section)
     required = schema.get("required", [])
     return {name: field | {"required": name in required} for name, field in schema["properties"].items()}
@@ -320,18 +326,18 @@ def _entry(name: str, field: Mapping[str, Any]) -> str:
     return f"- **`{name}`** ({'; '.join(notes)}): {field['description']}"
 
 
-def _type(field: Mapping[str, Any]) -> str:
-    """A type in words, with its bounds."""
+def _type(field: Mapping[str, Any], plural: str = "") -> str:
+    """Return a type in words, with its bounds. `plural`: "s" for the items of an array."""
     if "anyOf" in field:
-        return " or ".join(dict.fromkeys(map(_type, field["anyOf"])))
+        return " or ".join(dict.fromkeys(_type(kind, plural) for kind in field["anyOf"]))
     if "enum" in field or "const" in field:
         return ", ".join(f"`{toml_value(choice)}`" for choice in field.get("enum", [field.get("const")]))
     if "$ref" in field:
-        return "table"
+        return f"table{plural}"
     if field["type"] == "array":
-        return f"array of {_type(field['items'])}s"
+        return f"array of {_type(field['items'], plural='s')}"
     bounds = [f"{sign} {field[bound]}" for bound, sign in _BOUNDS.items() if bound in field]
-    return " ".join([_TYPES.get(field["type"], field["type"]), ", ".join(bounds)]).strip()
+    return " ".join([f"{_TYPES.get(field['type'], field['type'])}{plural}", ", ".join(bounds)]).strip()
 
 
 def _row(cells: Iterable[str]) -> str:
@@ -339,7 +345,7 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def documents() -> dict[Path, str]:
-    """The generated files and what belongs into them."""
+    """Return the text of every generated file."""
     schema = json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
     return {
         REFERENCE_FOLDER / "job.schema.json": schema,

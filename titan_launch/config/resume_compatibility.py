@@ -1,4 +1,4 @@
-"""Which keys of a job make the experiment, and which only say how it is run."""
+"""Roles of the keys of a job when a run resumes: model, experiment or operation."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 from titan_launch.core.errors import KeyPath
 
 Role = Literal["model", "experiment", "operation"]
-"""`model`: decides the tensors and what is computed with them, so a checkpoint of another one cannot be loaded.
-`experiment`: decides what the run learns; a change in the middle of a run is another experiment. `operation`: decides
-how long, where, how fast and how well observed it runs; the results stay the same but for the order of sums."""
+"""Role of a key. `model`: decides the tensors and the computation; a checkpoint of another model cannot be loaded.
+`experiment`: decides the result of the training; a change in the middle of a run is another experiment. `operation`:
+decides duration, place, speed and reports of the run; apart from the order of sums, the results stay the same."""
 
 ROLES: Mapping[str, Role | Mapping[str, Role]] = {
     "job": "operation",
@@ -87,23 +87,23 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
     "comm": "operation",
     "debug": "operation",
 }
-"""The role of every section, or of each of its keys. With `training.steps` a run goes on for longer; a schedule that
-decays at the end follows it. `data.path` is only where the data is: a run that is resumed compares the data itself."""
+"""The role of every section, or of each of its keys. `training.steps` extends a run; a schedule that decays at the end
+moves with it. `data.path` is only the place of the data: a resumed run compares the data itself."""
 
 
 class Difference(NamedTuple):
-    """A key that has another value than it had."""
+    """A key whose value differs between two configurations."""
 
     key: KeyPath
     was: Any
-    """None where it was unset."""
+    """Earlier value; None if the key was unset."""
 
     now: Any
     role: Role
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Where two configurations, as nested tables without unset keys, are not the same; in the order of keys."""
+    """Return the differences between two configurations, sorted by key. Both are nested tables without unset keys."""
     old, new = dict(_leaves(before, ())), dict(_leaves(now, ()))
     return [
         Difference(key, old.get(key), new.get(key), role_of(key))
@@ -113,8 +113,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
 
 
 def role_of(key: KeyPath) -> Role:
-    """What a key of a job decides. A key that this version does not know (an older one may have recorded it) counts as
-    the experiment's."""
+    """Return the role of a key. An unknown key, which an older version may have recorded, has the role `experiment`."""
     role = ROLES.get(str(key[0]), "experiment")
     if isinstance(role, str):
         return role

@@ -1,4 +1,4 @@
-"""The models of this package as the config layer sees them: their arguments and size tables, without torch."""
+"""Arguments and size tables of this package's models, without torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Architecture:
     """The keys and values that `[model]` accepts for one model."""
 
     args: type[ModelArgs]
-    """The fields of `[model.args]`, and the model's answers to the questions of `ModelArgs`."""
+    """Section with the fields of `[model.args]`. Its methods answer the questions of `ModelArgs` about the model."""
 
     flavors: Mapping[str, Mapping[str, Any]]
-    """The size table: values of those fields by flavor."""
+    """The size table: values of these fields, by flavor."""
 
 
 ARCHITECTURES = {
@@ -33,17 +33,17 @@ ARCHITECTURES = {
 
 
 def resolve_args(name: str, flavor: str, overrides: Mapping[str, Any]) -> ModelArgs:
-    """Return the arguments of a model of this package: a flavor's row, with `[model.args]` over it.
+    """Return the arguments of a model of this package: the row of its flavor, overridden by `[model.args]`.
 
-    Raises pydantic's ValidationError for wrong arguments, KeyError for an unknown name or flavor.
+    Raises pydantic's ValidationError for wrong arguments, and KeyError for an unknown name or flavor.
     """
     architecture = ARCHITECTURES[name]
     return architecture.args.model_validate({**architecture.flavors[flavor], **overrides})
 
 
 def known_args(model: ModelConfig) -> ModelArgs | None:
-    """Return the arguments of a model of this package; None for a user's own model, and for wrong arguments, which
-    other rules report."""
+    """Return the arguments of a model of this package; None for a user's own model, and for wrong arguments. Other
+    rules report wrong arguments."""
     try:
         return resolve_args(model.name, model.flavor, model.args)
     except (KeyError, ValidationError):

@@ -1,4 +1,5 @@
-"""The questions that the launcher asks about a model of this package before the model is built. No torch."""
+"""The base class of model arguments: properties of a model that the launcher needs before the model is built. No
+torch."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from titan_launch.config.sections.data import ImageFormat, SampleUnit
 
 
 class ModelArgs(Section):
-    """The base of the arguments of every model of this package.
+    """The base class of the arguments of every model of this package.
 
-    A model overrides the methods for which the default answer is wrong. A model of tokens calls the number of rows of
+    A model overrides the methods whose default result is wrong for it. A model of tokens names the number of rows of
     its embedding `vocab_size`.
     """
 
@@ -20,7 +21,8 @@ class ModelArgs(Section):
     """Unit of the model's samples."""
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield what does not fit together: the arguments concerned, the likeliest culprit first, and the reason."""
+        """Yield contradictions between arguments, as (arguments, reason). The likeliest cause is the first of the
+        arguments."""
         yield from ()
 
     def images_taken(self) -> ImageFormat | None:
@@ -28,18 +30,19 @@ class ModelArgs(Section):
         return None
 
     def flops_per_sample(self, seq_len: int) -> int | None:
-        """Return the FLOPs of forward and backward for one sample: a whole sequence, or an image. None: unknown."""
+        """Return the FLOPs of forward and backward for one sample: a whole sequence, or an image. None if they are
+        unknown."""
         return None
 
     def checkpointed_block_flops(self, seq_len: int, saves_costly_ops: bool) -> int | None:
-        """Return the FLOPs per sample that activation checkpointing of one block adds; None: unknown.
+        """Return the FLOPs per sample that activation checkpointing of one block adds; None if they are unknown.
 
-        `saves_costly_ops`: the block saves what `selective_ac_option = "op"` saves.
+        `saves_costly_ops`: the block saves the results that `selective_ac_option = "op"` saves.
         """
         return None
 
     def num_layers(self) -> int | None:
-        """Return the number of layers that pipeline stages divide among them; None: unknown."""
+        """Return the number of layers to divide among pipeline stages; None if it is unknown."""
         return None
 
     def tied_by(self) -> str | None:
@@ -47,13 +50,15 @@ class ModelArgs(Section):
         return None
 
     def tensor_parallel_sizes(self) -> Mapping[str, int] | None:
-        """Return the sizes, by argument, that the tensor-parallel degree must divide; None: no tensor parallelism."""
+        """Return the sizes, by argument, that the tensor-parallel degree must divide; None without tensor
+        parallelism."""
         return None
 
     def has_context_parallel(self) -> bool:
-        """Return whether context parallelism can divide the model's sequences."""
+        """Return True if context parallelism can divide the model's sequences."""
         return False
 
     def batchnorm_over_tokens(self) -> str | None:
-        """Return the setting of `[model.args]` that makes BatchNorm take statistics over tokens; None: none does."""
+        """Return the setting of `[model.args]` for which BatchNorm computes statistics over tokens; None if there is
+        none."""
         return None

@@ -15,16 +15,17 @@ NormKind = Literal["rmsnorm", "layernorm", "batchnorm"]
 
 
 class RopeScaling(Section):
-    """How Llama 3.1 stretches its rotary frequencies to sequences longer than those of pre-training."""
+    """Scaling of rotary frequencies in Llama 3.1, for sequences longer than those of pre-training."""
 
     factor: Annotated[float, Field(ge=1)] = 8.0
-    """The low frequencies are divided by it."""
+    """Divisor of the low frequencies."""
 
     low_freq_factor: Annotated[float, Field(gt=0)] = 1.0
     """Wavelengths longer than `original_max_position / low_freq_factor` are scaled fully."""
 
     high_freq_factor: Annotated[float, Field(gt=0)] = 4.0
-    """Wavelengths shorter than `original_max_position / high_freq_factor` are not scaled; between the two, smoothly."""
+    """Wavelengths shorter than `original_max_position / high_freq_factor` are not scaled. Between the two wavelengths
+    the scaling changes smoothly."""
 
     original_max_position: Positive = 8192
     """Sequence length of pre-training."""
@@ -40,23 +41,23 @@ class Llama3Args(ModelArgs):
     """Number of blocks."""
 
     n_heads: Positive
-    """Query heads; `dim` is divided among them."""
+    """Number of query heads. It must divide `dim`."""
 
     n_kv_heads: Positive
-    """Key and value heads (grouped-query attention); divides `n_heads`."""
+    """Number of key and value heads (grouped-query attention). It must divide `n_heads`."""
 
     hidden_dim: Positive
     """Width of the feed-forward layer (SwiGLU)."""
 
     vocab_size: Positive
-    """Rows of the embedding; at least the tokenizer's vocabulary."""
+    """Number of rows of the embedding: at least the tokenizer's vocabulary size."""
 
     norm: NormKind = "rmsnorm"
-    """The normalization. `batchnorm` normalizes each channel over all tokens of a microbatch, which lets a token see
-    statistics of later ones: see `docs/how_to/batchnorm.md`."""
+    """Kind of the normalization layers. `batchnorm` normalizes each channel over all tokens of a microbatch. A token
+    then sees statistics of later tokens: see `docs/how_to/batchnorm.md`."""
 
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    """Added to the variance."""
+    """Number added to the variance."""
 
     batchnorm_momentum: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Weight of a microbatch in the running statistics of `batchnorm`."""
@@ -65,10 +66,10 @@ class Llama3Args(ModelArgs):
     """Base of the rotary frequencies."""
 
     rope_scaling: RopeScaling | None = None
-    """Llama 3.1's frequency scaling. Unset: none."""
+    """Frequency scaling of Llama 3.1. Unset: no scaling."""
 
     tie_embeddings: bool = False
-    """Whether the output layer shares the embedding's weight."""
+    """Share one weight between the embedding and the output layer."""
 
     @property
     def head_dim(self) -> int:
@@ -76,14 +77,14 @@ class Llama3Args(ModelArgs):
         return self.dim // self.n_heads
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield heads that do not divide the width evenly."""
+        """Yield numbers of heads that do not divide the width evenly."""
         dim, n_heads, n_kv_heads = self.dim, self.n_heads, self.n_kv_heads
         if n_heads % n_kv_heads:
             yield ("n_kv_heads", "n_heads"), f"n_heads ({n_heads}) must be a multiple of n_kv_heads ({n_kv_heads})"
         if dim % n_heads:
             yield ("n_heads", "dim"), f"dim ({dim}) must be a multiple of n_heads ({n_heads})"
         elif self.head_dim % 2:
-            reason = f"a head must have an even width, for its rotary pairs, but dim / n_heads is {self.head_dim}"
+            reason = f"the width of a head, dim / n_heads, must be even for rotary embeddings, but is {self.head_dim}"
             yield ("n_heads", "dim"), reason
 
     def flops_per_sample(self, seq_len: int) -> int:
@@ -108,16 +109,16 @@ class Llama3Args(ModelArgs):
         return {name: int(getattr(self, name)) for name in names}
 
     def has_context_parallel(self) -> bool:
-        """Return True: tokens meet only in attention, which can run over several ranks."""
+        """Return True: tokens interact only in attention, and ring attention divides attention among ranks."""
         return True
 
     def batchnorm_over_tokens(self) -> str | None:
-        """Return the setting by which the norms are BatchNorms."""
+        """Return the setting for which the norms are BatchNorms."""
         return 'norm = "batchnorm"' if self.norm == "batchnorm" else None
 
 
 def num_parameters(args: Llama3Args) -> int:
-    """Parameters of the model, shared ones once.
+    """Return the number of parameters of the model. Shared parameters count once.
 
     D = `dim`, F = `hidden_dim`, V = `vocab_size`, L = `n_layers`, K = `n_kv_heads * head_dim`:
 
@@ -134,25 +135,25 @@ def num_parameters(args: Llama3Args) -> int:
 
 
 def flops_per_token(args: Llama3Args, seq_len: int) -> int:
-    """FLOPs of forward and backward per token: 6 N + 12 L D T.
+    """Return the FLOPs of forward and backward per token: 6 N + 12 L D T.
 
-    N counts the weights that are multiplied with every token: the blocks' matrices and the output layer (tied or not),
-    not the embedding, which is a look-up. Each takes a multiplication and an addition in forward, and twice that in
-    backward. Attention adds 4 D T per layer in forward (scores and weighted sum: D T multiply-adds each), and twice
-    that in backward. Every pair of tokens counts, though causal attention needs half of them. Activation
-    checkpointing does not count. PaLM (arXiv:2204.02311, appendix B) and TorchTitan have the same convention, so that
-    MFUs can be compared.
+    N is the number of weights that are multiplied with every token: the matrices of the blocks and the output layer
+    (tied or not). The embedding is a look-up, and does not count. Each weight takes a multiplication and an addition in
+    forward, and twice that in backward. Attention adds 4 D T per layer in forward (scores and weighted sum: D T
+    multiply-adds each), and twice that in backward. Every pair of tokens counts, although causal attention needs half
+    of the pairs. Activation checkpointing does not count. PaLM (arXiv:2204.02311, appendix B) and TorchTitan use the
+    same convention, so MFUs can be compared.
     """
     matmul_weights = args.n_layers * _block_matmul_weights(args) + args.vocab_size * args.dim
     return 6 * matmul_weights + 12 * args.n_layers * args.dim * seq_len
 
 
 def checkpointed_flops_per_token(args: Llama3Args, seq_len: int, saves_costly_ops: bool) -> int:
-    """FLOPs per token that activation checkpointing of one block adds to backward, counted as in `flops_per_token`.
+    """Return the FLOPs per token that activation checkpointing of one block adds, counted as in `flops_per_token`.
 
-    The second forward stops after the last tensor that backward needs: the input of `w2`. So `w2` is multiplied once.
-    That leaves 2 (N_block - D F) + 4 D T. `selective_ac_option = "op"` saves attention and every second matrix product.
-    Of wq, wk, wv, wo, w1, w3, w2 in this order, wk, wo and w3 are then multiplied twice.
+    The second forward stops after the last tensor that backward needs: the input of `w2`. It repeats all products but
+    that of `w2`: 2 (N_block - D F) + 4 D T. `selective_ac_option = "op"` saves attention and every second matrix
+    product. Of wq, wk, wv, wo, w1, w3, w2, in this order, the second forward then repeats wk, wo and w3.
     """
     dim, kv_dim = args.dim, args.n_kv_heads * args.head_dim
     if saves_costly_ops:
@@ -169,8 +170,8 @@ _LLAMA_3: dict[str, Any] = {"n_kv_heads": 8, "vocab_size": 128_256}
 _LLAMA_3_1 = {**_LLAMA_3, "rope_scaling": {"factor": 8.0}}
 _LLAMA_3_2 = {**_LLAMA_3, "rope_scaling": {"factor": 32.0}, "tie_embeddings": True}
 
-# Llama 3.1 (8B, 70B, 405B) and 3.2 (1B, 3B) as published with their weights; `debug` is for the byte tokenizer on a
-# CPU.
+# Llama 3.1 (8B, 70B, 405B) and 3.2 (1B, 3B) have the sizes published with their weights. `debug` is for the byte
+# tokenizer on a CPU.
 FLAVORS: dict[str, dict[str, Any]] = {
     "debug": {"dim": 256, "n_layers": 6, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 768, "vocab_size": 320},
     "1B": {"dim": 2048, "n_layers": 16, "n_heads": 32, "hidden_dim": 8192, **_LLAMA_3_2},

@@ -16,7 +16,7 @@ Positive = Annotated[int, Field(ge=1)]
 BlockKind = Literal["basic", "bottleneck"]
 
 EXPANSION = {"basic": 1, "bottleneck": 4}
-"""Channels that a block hands on, as a multiple of its stage's width."""
+"""Output channels of a block, as a multiple of the width of its stage."""
 
 
 class ResNetArgs(ModelArgs):
@@ -25,43 +25,45 @@ class ResNetArgs(ModelArgs):
     unit: ClassVar[SampleUnit] = "images"
 
     block: BlockKind
-    """`basic`: two 3x3 convolutions. `bottleneck`: 1x1, 3x3, 1x1, the last with four times the channels."""
+    """Kind of the residual blocks. `basic`: two 3x3 convolutions. `bottleneck`: 1x1, 3x3 and 1x1 convolutions; the last
+    has four times the channels."""
 
     depths: Array[Positive]
     """Number of blocks of each stage."""
 
     widths: Array[Positive]
-    """Channels of each stage's 3x3 convolutions. Every stage but the first halves height and width."""
+    """Channels of the 3x3 convolutions of each stage. Every stage but the first halves height and width."""
 
     stem: Literal["imagenet", "small"]
-    """What stands before the blocks. `imagenet`: a 7x7 convolution and a pooling, which divide height and width by 4.
-    `small`: a 3x3 convolution that keeps them, for images of up to about 64 pixels."""
+    """The layers before the blocks. `imagenet`: a 7x7 convolution and a pooling layer, which divide height and width by
+    4. `small`: a 3x3 convolution that does not change height and width, for images of up to about 64 pixels."""
 
     image_size: Positive
     """Height and width of the images."""
 
     in_channels: Positive = 3
-    """Channels of the images: 1 for gray ones."""
+    """Channels of the images: 1 for gray images."""
 
     num_classes: Positive = 1000
-    """Classes to tell apart; more than the largest label."""
+    """Number of classes. It must be larger than the largest label."""
 
     batchnorm_momentum: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Weight of a microbatch in the running statistics."""
 
     batchnorm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    """Added to the variance."""
+    """Number added to the variance."""
 
     zero_init_residual: bool = True
-    """Start every block as the identity, by a weight of 0 in its last BatchNorm (arXiv:1706.02677, section 5.1)."""
+    """Initialize the weight of the last BatchNorm of each block with 0, so that the block is the identity
+    (arXiv:1706.02677, section 5.1)."""
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield stages without a number in both lists."""
+        """Yield an empty `depths`, and lists of different lengths."""
         if not self.depths:
-            yield ("depths",), "there must be at least one stage"
+            yield ("depths",), "must have at least one stage"
         elif len(self.depths) != len(self.widths):
-            stages = f"depths has {len(self.depths)} stages and widths {len(self.widths)}"
-            yield ("widths", "depths"), f"{stages}; give each stage one number in both"
+            stages = f"depths has {len(self.depths)} stages, but widths has {len(self.widths)}"
+            yield ("widths", "depths"), f"{stages}; write one number per stage in both"
 
     def images_taken(self) -> ImageFormat:
         """Return the format of the images that the model takes."""
@@ -84,43 +86,44 @@ class _Convolution:
 
     @property
     def num_weights(self) -> int:
-        """Weights of the kernel."""
+        """Number of weights of the kernel."""
         return self.kernel_size**2 * self.in_channels * self.out_channels
 
     @property
     def multiply_adds(self) -> int:
-        """Multiply-adds of one image in forward: every weight at every position of the output, the padding's too."""
+        """Multiply-adds for one image in forward: every weight at every output position. Padding counts, too."""
         return self.num_weights * self.out_size**2
 
 
 def num_parameters(args: ResNetArgs) -> int:
-    """Parameters of the model.
+    """Return the number of parameters of the model.
 
     A convolution from C to C' channels has k k C C' weights and its BatchNorm 2 C'; the last layer K (C + 1), for C
-    channels of the last block and K classes. The convolutions are the stem, and in a block of width W on C channels
+    channels of the last block and K classes. Besides the stem, a block of width W with C input channels has these
+    convolutions:
 
         basic        3x3 C W,  3x3 W W
         bottleneck   1x1 C W,  3x3 W W,  1x1 W 4W
-        shortcut     1x1 from C to the block's output (W or 4W), where the block changes channels or size
+        shortcut     1x1 from C to the block's output (W or 4W), if the block changes channels or size
     """
     convolutions = sum(conv.num_weights + 2 * conv.out_channels for conv in _convolutions(args))
     return convolutions + args.num_classes * (_out_channels(args) + 1)
 
 
 def flops_per_image(args: ResNetArgs) -> int:
-    """FLOPs of forward and backward for one image: 6 M - 2 S.
+    """Return the FLOPs of forward and backward for one image: 6 M - 2 S.
 
-    M are the multiply-adds of forward: k k C C' H' W' for a convolution whose output is H' x W', C K for the last
-    layer. Each is two FLOPs in forward, and twice that in backward, for the gradients of the weights and of the input;
-    the stem (S) is spared the latter, as nobody needs the gradient of the images. BatchNorm, ReLU and pooling, a few
-    operations per element, are left out, as is usual.
+    M is the number of multiply-adds of forward: k k C C' H' W' for a convolution with an output of H' x W', and C K for
+    the last layer. Each is two FLOPs in forward, and four in backward: two for the gradient of the weights, and two for
+    the gradient of the input. S is the number of multiply-adds of the stem, for which backward computes no gradient of
+    the input. By convention BatchNorm, ReLU and pooling (a few operations per element) do not count.
     """
     stem, *others = (conv.multiply_adds for conv in _convolutions(args))
     return 4 * stem + 6 * (sum(others) + _out_channels(args) * args.num_classes)
 
 
 def _convolutions(args: ResNetArgs) -> Iterator[_Convolution]:
-    """All convolutions, the stem first."""
+    """Yield all convolutions, in order. The stem is the first."""
     size, channels = args.image_size, args.widths[0]
     if args.stem == "imagenet":
         size = _halved(size)
@@ -149,7 +152,7 @@ def _block(kind: BlockKind, channels: int, width: int, size: int, halves: bool) 
 
 
 def _halved(size: int) -> int:
-    """Half, rounded up: what a stride of 2 leaves, with a padding of half the kernel."""
+    """Return half of a size, rounded up: the output size for stride 2 and a padding of half the kernel size."""
     return (size + 1) // 2
 
 
@@ -159,8 +162,8 @@ def _out_channels(args: ResNetArgs) -> int:
 
 _IMAGENET: dict[str, Any] = {"widths": [64, 128, 256, 512], "stem": "imagenet", "image_size": 224}
 
-# As published for ImageNet (arXiv:1512.03385, table 1; the bottleneck halves in its 3x3 convolution, as torchvision's
-# does); `debug` is for the 8x8 digits of scikit-learn on a CPU.
+# The ResNets have the sizes published for ImageNet (arXiv:1512.03385, table 1). A bottleneck halves height and width in
+# its 3x3 convolution, as in torchvision. `debug` is for the 8x8 digits of scikit-learn on a CPU.
 FLAVORS: dict[str, dict[str, Any]] = {
     "debug": {
         "block": "basic",

@@ -1,4 +1,4 @@
-"""Job files as they are on the disk: TOML or JSON, with the files that they extend."""
+"""Reading of job files (TOML or JSON), with the files that they extend."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from titan_launch.core.errors import KeyPath, UserError, nearest
 
 
 class JobFile:
-    """One file of a job, read but not judged."""
+    """One file of a job. It is read, but not validated."""
 
     def __init__(self, path: str):
         self.path = path
-        """As the user named it, or as its `extends` names it, seen from the working directory."""
+        """Path as the user gave it, or as the `extends` of another file gives it, relative to the working directory."""
         self._text = _read_text(path)
         self.table: dict[str, Any] = _parse(path, self._text)
-        """What is in it, without `extends`."""
+        """Content of the file, without `extends`."""
         self.extends = self.table.pop("extends", [])
 
     def find(self, key: KeyPath) -> tuple[int, str]:
-        """The line of a key, or of the nearest table around it, and the place in words."""
+        """Return the line of a key, or of the nearest table around it, and its location as `FILE:LINE`."""
         for length in range(len(key), 0, -1):
             line = self._lines.get(key[:length])
             if line is not None:
@@ -41,10 +41,10 @@ class JobFile:
 
 
 def read_job(path: str) -> list[JobFile]:
-    """A job file after all the files that it extends, in the order in which they are laid over each other.
+    """Return a job file and all files that it extends, in the order in which they are merged; the job file is the last.
 
-    A file that is reached in several ways is laid once, where it is first met. Raises UserError, complete, with
-    everything that is wrong with any of the files.
+    A file that is reached in several ways is merged once, where it is first reached. Raises UserError with the problems
+    of all files.
     """
     reader = _Reader()
     reader.read(path, place=None)
@@ -54,7 +54,7 @@ def read_job(path: str) -> list[JobFile]:
 
 
 class _FileError(Exception):
-    """Why a file cannot be read, with the place."""
+    """The reason why a file cannot be read, with the location."""
 
 
 class _Reader:
@@ -65,7 +65,7 @@ class _Reader:
         self._done: set[str] = set()
 
     def read(self, path: str, place: str | None) -> None:
-        """Read a file, after those it extends; `place` is the `extends` that asks for it."""
+        """Read a file after the files that it extends. `place`: location of the `extends` that names the file."""
         identity = os.path.realpath(path)
         if path in self._chain or identity in map(os.path.realpath, self._chain):
             self.problems.append(f"{place}: the files extend each other: {' -> '.join([*self._chain, path])}")
@@ -84,13 +84,13 @@ class _Reader:
         self.files.append(file)
 
     def _bases(self, file: JobFile) -> list[tuple[str, str]]:
-        """The files that a file extends, and for each the place that says so."""
+        """Return the files that a file extends, each with the location of its `extends`."""
         names = [file.extends] if isinstance(file.extends, str) else file.extends
         if names == []:
             return []
         _, place = file.find(("extends",))
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            self.problems.append(f"{place}: extends: must be the name of a file, or an array of them")
+            self.problems.append(f"{place}: extends: must be the name of a file, or an array of names")
             return []
         folder = os.path.dirname(file.path)
         return [(_join(folder, name), f"{place}: extends = {toml_value(name)}") for name in names]
@@ -111,7 +111,7 @@ def _read_text(path: str) -> str:
     except FileNotFoundError:
         raise _FileError(f"{path}: no such file{_similar_file(path)}") from None
     except IsADirectoryError:
-        raise _FileError(f"{path}: this is a folder; name a job file in it") from None
+        raise _FileError(f"{path}: is a folder; name a job file in it") from None
     except OSError as error:
         raise _FileError(f"{path}: cannot be read: {error.strerror}") from None
     try:
@@ -122,12 +122,12 @@ def _read_text(path: str) -> str:
 
 
 def _similar_file(path: str) -> str:
-    """The hint for a file that is not there: one of its folder with nearly the same name."""
+    """Return a hint for a missing file: a file in the same folder with a similar name."""
     folder = os.path.dirname(path)
     try:
         entries = os.listdir(folder or ".")
     except OSError:
-        return f' (there is no folder "{folder}" either)'
+        return f' (the folder "{folder}" does not exist)'
     by_stem = {_stem(entry): os.path.join(folder, entry) for entry in entries if entry.endswith((".toml", ".json"))}
     near = nearest(_stem(path), by_stem)
     return f'; did you mean "{by_stem[near]}"?' if near else ""
@@ -141,7 +141,7 @@ def _parse(path: str, text: str) -> dict[str, Any]:
     try:
         return _parse_json(path, text) if _is_json(path) else tomli.loads(text)
     except RecursionError:
-        raise _FileError(f"{path}: nested too deep; a job file has sections, keys, and tables in lists") from None
+        raise _FileError(f"{path}: nested too deeply; a job file has sections, keys, and arrays of tables") from None
     except tomli.TOMLDecodeError as error:
         from titan_launch.config.loading.toml_positions import explain_toml_error
 

@@ -1,4 +1,4 @@
-"""From a job file and the command line to a checked configuration, without torch."""
+"""Loading of a job: files and command line to a checked configuration, without torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class LoadedJob:
     """A job that has passed every check."""
 
     config: JobConfig
-    """What to run."""
+    """Configuration of the run."""
 
     provenance: Provenance
-    """Where each key was given, for problems that are found later."""
+    """Location of each key, for problems that are found later."""
 
 
 def load_job(
@@ -35,15 +35,15 @@ def load_job(
     extra_rules: Sequence[Rule] = (),
     aliases: Mapping[str, str] | None = None,
 ) -> LoadedJob:
-    """Read a job file (`.toml`, or the `config.json` of a run), lay the overrides over it, and check everything.
+    """Read a job file (`.toml`, or the `config.json` of a run), apply the overrides, and check the configuration.
 
-    `aliases`: options that stand for overrides (`--device` for `--planner.device`), which messages show as given.
-    Raises UserError whose text is complete: every problem, with its place, key, value and remedy.
+    `aliases`: options that stand for overrides (`--device` for `--planner.device`). Messages show them as given. Raises
+    UserError with all problems: location, key, value, reason and remedy of each.
     """
-    draft, problems = _lay_out(path, overrides, aliases)
+    draft, problems = _merge_all(path, overrides, aliases)
     config, more = _parse(draft.table)
     problems += more
-    problems += _judge(config, (*RULES, *extra_rules), problems)
+    problems += _check_rules(config, (*RULES, *extra_rules), problems)
     provenance = draft.provenance(path)
     if problems:
         raise UserError(provenance.describe(problems))
@@ -51,18 +51,18 @@ def load_job(
 
 
 def dump_job(config: JobConfig) -> str:
-    """A configuration as JSON that `load_job` reads back, complete with all defaults."""
+    """Return a configuration as JSON with all defaults. `load_job` reads it back."""
     import json
 
     return json.dumps(config.model_dump(mode="json", exclude_none=True), indent=2, allow_nan=False) + "\n"
 
 
-def _lay_out(path: str, overrides: Sequence[str], aliases: Mapping[str, str] | None) -> tuple[Draft, list[Problem]]:
-    """The files and overrides of a job, laid over each other, and the overrides that do not fit."""
+def _merge_all(path: str, overrides: Sequence[str], aliases: Mapping[str, str] | None) -> tuple[Draft, list[Problem]]:
+    """Return the merged files and overrides of a job, and the problems of overrides that cannot be applied."""
     given = parse_overrides(overrides, aliases)
     draft = Draft()
     for file in read_job(path):
-        draft.lay(file.table, file)
+        draft.merge_file(file.table, file)
     problems: list[Problem] = []
     for override in given:
         try:
@@ -73,9 +73,9 @@ def _lay_out(path: str, overrides: Sequence[str], aliases: Mapping[str, str] | N
 
 
 def _parse(table: dict[str, Any]) -> tuple[JobConfig, list[Problem]]:
-    """The configuration in a table, and what is wrong with it.
+    """Return the configuration in a table, and the problems of the table.
 
-    Wrong keys are left out of the configuration, so that the rules can still judge the rest of it.
+    The configuration omits wrong keys, so that the rules can check its other keys.
     """
     try:
         return JobConfig.model_validate(_complete(table)), []
@@ -89,19 +89,20 @@ def _parse(table: dict[str, Any]) -> tuple[JobConfig, list[Problem]]:
 
 
 def _complete(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with every section, empty if need be: then one validator does all the work."""
+    """Return a table with all sections, empty ones for missing sections. One validator then validates all sections."""
     return _with_kinds({name: {} for name in JobConfig.model_fields} | dict(table), ())
 
 
 def _with_kinds(table: Mapping[str, Any], key: KeyPath) -> dict[str, Any]:
-    """The table with every kind that was left out: without it, pydantic cannot tell what keys to expect."""
+    """Return a table with all omitted kinds filled in. Without the kind, pydantic does not know which keys are
+    valid."""
     tag = {"kind": TAGGED[key].default} if key in TAGGED else {}
     inner = {name: _with_kinds(v, (*key, name)) if isinstance(v, dict) else v for name, v in table.items()}
     return tag | inner
 
 
 def _without(table: Mapping[str, Any], problems: Iterable[Problem]) -> dict[str, Any]:
-    """The table without its wrong keys."""
+    """Return a table without its wrong keys."""
     rest = deepcopy(dict(table))
     for problem in problems:
         _remove(rest, problem.key)
@@ -109,9 +110,9 @@ def _without(table: Mapping[str, Any], problems: Iterable[Problem]) -> dict[str,
 
 
 def _remove(table: dict[str, Any], key: KeyPath) -> None:
-    """Take out a key, or the table that it is missing from, or whose kind it is.
+    """Remove a key. If the key is missing, or is the kind of a table, remove the table.
 
-    An array goes as a whole: without one of them, the other items would answer to wrong indices.
+    An array is removed as a whole: without one of its items, the indices of the later items would be wrong.
     """
     is_kind = key[-1] == "kind" and key[:-1] in TAGGED
     if is_kind or not contains(table, key):
@@ -125,18 +126,18 @@ def _remove(table: dict[str, Any], key: KeyPath) -> None:
         del container[key[-1]]
 
 
-def _judge(config: JobConfig, rules: Iterable[Rule], known: Iterable[Problem]) -> list[Problem]:
-    """What the rules find, save for what may only follow from problems that are known already."""
-    wrong = [key for problem in known for key in _concerned(problem)]
+def _check_rules(config: JobConfig, rules: Iterable[Rule], known: Iterable[Problem]) -> list[Problem]:
+    """Return the problems that the rules find, except for possible consequences of the problems in `known`."""
+    wrong = [key for problem in known for key in _keys_of(problem)]
     found = [problem for rule in rules for problem in rule(config)]
-    return [p for p in found if not any(_overlap(a, b) for a in _concerned(p) for b in wrong)]
+    return [p for p in found if not any(_overlap(a, b) for a in _keys_of(p) for b in wrong)]
 
 
-def _concerned(problem: Problem) -> tuple[KeyPath, ...]:
+def _keys_of(problem: Problem) -> tuple[KeyPath, ...]:
     return (problem.key, *problem.also)
 
 
 def _overlap(one: KeyPath, other: KeyPath) -> bool:
-    """Whether one key is the other, or in it."""
+    """Return True if one key equals the other, or is in it."""
     length = min(len(one), len(other))
     return one[:length] == other[:length]

@@ -14,31 +14,31 @@ from titan_launch.core.errors import ConfigError, KeyPath, UserError, config_err
 
 
 class Override:
-    """One key, given on the command line."""
+    """One key that is set on the command line."""
 
     def __init__(self, text: str, key: tuple[str, ...], value: Any):
         self.text = text
-        """As the user wrote it."""
+        """Text as the user wrote it."""
         self.key = key
-        """Its path; items of arrays are still strings of digits."""
+        """Path of the key. Indices of arrays are still strings of digits."""
         self.value = value
 
     def find(self, key: KeyPath) -> tuple[int, str]:
-        """No line, and the place in words."""
+        """Return line 0, and the location of the override: the command line."""
         return 0, f"command line: {self.text}"
 
     @property
     def sets_kind(self) -> bool:
-        """Whether it may change which other keys there are."""
+        """True if the override may change which other keys are valid."""
         return self.key[-1] == "kind" or (isinstance(self.value, dict) and "kind" in self.value)
 
 
 def parse_overrides(arguments: Sequence[str], aliases: Mapping[str, str] | None = None) -> list[Override]:
-    """Read `--section.key=value`, `--section.key value` and `--section.flag` (which means true).
+    """Read `--section.key=value`, `--section.key value` and `--section.flag` (the value is then true).
 
-    `aliases`: short names of options, and the dotted keys they stand for (`--device`: `--planner.device`). Overrides
-    that set a `kind` come first, so that the order on the command line does not matter. Raises UserError, complete,
-    with everything that is not an override.
+    `aliases`: short names of options, with the dotted keys they stand for (`--device`: `--planner.device`). Overrides
+    that set a `kind` come first, so that the order on the command line does not matter. Raises UserError with all
+    arguments that are not overrides.
     """
     overrides, problems = [], []
     for text, name, value in _split(arguments):
@@ -53,7 +53,7 @@ def parse_overrides(arguments: Sequence[str], aliases: Mapping[str, str] | None 
 
 
 def _split(arguments: Sequence[str]) -> Iterator[tuple[str, str, str | None]]:
-    """The overrides among the arguments: each in full, its name, and its value if it has one."""
+    """Yield the overrides in the arguments, as (text, name, value). The value is None if the override has none."""
     rest = list(arguments)
     while rest:
         text = rest.pop(0)
@@ -69,21 +69,21 @@ def _split(arguments: Sequence[str]) -> Iterator[tuple[str, str, str | None]]:
 def _parse_key(name: str) -> tuple[str, ...]:
     if not name.startswith("--"):
         remedy = f"; write --{name}=..." if "." in name and not name.startswith("-") else ""
-        raise ValueError(f"not an override, which has the form --section.key=value{remedy}")
+        raise ValueError(f"is not an override; overrides have the form --section.key=value{remedy}")
     key = _split_key(name[2:])
     if key[0] == "extends":
-        raise ValueError("only job files extend others; write it into the file that --config names")
+        raise ValueError("extends is not a key of overrides; write it into the file that --config names")
     return key
 
 
 def _split_key(name: str) -> tuple[str, ...]:
-    """The parts of a dotted key, which may be quoted as in TOML."""
+    """Return the parts of a dotted key. Parts may be quoted as in TOML."""
     if '"' not in name and "'" not in name and all(name.split(".")):
         return tuple(name.split("."))
     try:
         table = tomli.loads(f"{name} = 0")
     except tomli.TOMLDecodeError:
-        raise ValueError("not an override, which has the form --section.key=value") from None
+        raise ValueError("is not an override; overrides have the form --section.key=value") from None
     parts = []
     while isinstance(table, dict):
         ((part, table),) = table.items()
@@ -92,34 +92,34 @@ def _split_key(name: str) -> tuple[str, ...]:
 
 
 def parse_value(text: str) -> Any:
-    """A value in TOML; what is not TOML is a string, so that most strings need no quotes.
+    """Return a value that is written in TOML. Text that is not TOML is a string, so most strings need no quotes.
 
-    Raises ValueError for a table or an array that does not end well.
+    Raises ValueError for an incomplete table or array.
     """
     try:
         table = tomli.loads(f"value = {text}")
     except tomli.TOMLDecodeError as error:
         if text.lstrip().startswith(("{", "[")):
-            raise ValueError(f"not TOML: {str(error).partition(' (at ')[0]}") from None
+            raise ValueError(f"not valid TOML: {str(error).partition(' (at ')[0]}") from None
         return text
     return table["value"] if len(table) == 1 else text
 
 
 class Draft:
-    """The tables of a job, growing, with the source of every key."""
+    """The merged tables of a job, with the source of every key."""
 
     def __init__(self) -> None:
         self.table: dict[str, Any] = {}
         self._sources: list[Source] = []
         self._origins: dict[KeyPath, Source] = {}
 
-    def lay(self, table: Mapping[str, Any], source: Source) -> None:
-        """Lay a file over what is there: tables merge, everything else is replaced."""
+    def merge_file(self, table: Mapping[str, Any], source: Source) -> None:
+        """Merge a file into the job. Tables are merged key by key; other values are replaced."""
         self._sources.append(source)
         self._merge(self.table, table, (), source)
 
     def override(self, override: Override) -> None:
-        """Set one key. Raises ConfigError where its path leads through something that is no table and no array."""
+        """Set one key. Raises ConfigError if its path leads through a value that is neither a table nor an array."""
         self._sources.append(override)
         try:
             self._set(override)
@@ -128,7 +128,7 @@ class Draft:
             raise
 
     def provenance(self, path: str) -> Provenance:
-        """Where the keys came from; `path` is the job file as the user named it."""
+        """Return the location of every key. `path`: the job file as the user named it."""
         return Provenance(path, self.table, self._origins, self._sources)
 
     def _set(self, override: Override) -> None:
@@ -145,19 +145,19 @@ class Draft:
                 self._put(container, name, override.value, key, override)
 
     def _merge(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath, source: Source) -> None:
-        self._make_way(table, new, key)
+        self._drop_keys_of_old_kind(table, new, key)
         for name, value in new.items():
             self._put(table, name, value, (*key, name), source)
 
-    def _make_way(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath) -> None:
-        """Drop the keys that lose their meaning when `new` changes the kind of a table."""
+    def _drop_keys_of_old_kind(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath) -> None:
+        """Remove the keys that lose their meaning when `new` changes the kind of a table."""
         if kinds := TAGGED.get(key):
             for name in kinds.dropped_keys(table, new):
                 del table[name]
                 self._forget((*key, name))
 
     def _put(self, container: Any, name: str | int, value: Any, key: KeyPath, source: Source) -> None:
-        """`container[name] = value`, where a table is merged into the one that is there."""
+        """Set `container[name] = value`. A table is merged into an existing table."""
         old = container[name] if _has(container, name) else None
         if isinstance(value, dict):
             merged = old if isinstance(old, dict) else {}
@@ -171,23 +171,23 @@ class Draft:
         self._origins[key] = source
 
     def _enter(self, container: Any, name: str | int, key: KeyPath, following: str, source: Source) -> Any:
-        """The table or array at `key`, made where there is none."""
+        """Return the table or array at `key`. It is created if it does not exist."""
         if not _has(container, name):
             self._put(container, name, [] if following.isdecimal() else {}, key, source)
         inside = container[name]
         if not isinstance(inside, (dict, list)):
-            reason = f"{format_key(key)} is {toml_value(inside)}, neither a table nor an array"
+            reason = f"{format_key(key)} is {toml_value(inside)}, which is neither a table nor an array"
             raise config_error((*key, following), reason)
         return inside
 
     def _forget(self, key: KeyPath) -> None:
-        """Drop the origins of a key and of everything in it."""
+        """Remove the sources of a key and of all keys in it."""
         for known in [known for known in self._origins if known[: len(key)] == key]:
             del self._origins[known]
 
 
 def _name_in(container: Any, part: str, key: KeyPath) -> str | int:
-    """A part of an override's path, as a key of a table or as an index into an array."""
+    """Return a part of an override's path as a key of a table or as an index of an array."""
     if isinstance(container, dict):
         return part
     if part.isdecimal() and int(part) <= len(container):
@@ -197,9 +197,9 @@ def _name_in(container: Any, part: str, key: KeyPath) -> str | int:
 
 def _index_reason(array: str, length: int) -> str:
     if not length:
-        return f"{array} is empty; 0 appends the first item"
+        return f"{array} is empty; use index 0 to append the first item"
     items = "item 0" if length == 1 else f"items 0 to {length - 1}"
-    return f"{array} has {items}; {length} appends one"
+    return f"{array} has {items}; use index {length} to append one"
 
 
 def _has(container: Any, name: Any) -> bool:

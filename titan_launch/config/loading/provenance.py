@@ -1,4 +1,4 @@
-"""The file and line (or override) that gave each key, and config problems printed with them."""
+"""Location (file and line, or override) of every key, and messages of config problems with these locations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from titan_launch.core.errors import UNSET, KeyPath, Problem, format_key
 
 
 class KeyLocation(NamedTuple):
-    """Where a key was given. Places sort as they were read: files, lines, then the command line."""
+    """Location at which a key is set. Locations sort in the order of reading: files, lines, then the command line."""
 
     source: int
     line: int
@@ -18,14 +18,14 @@ class KeyLocation(NamedTuple):
 
 
 class Source(Protocol):
-    """A file or an override, laid over those before it."""
+    """A file or an override, which is merged over earlier ones."""
 
     def find(self, key: KeyPath) -> tuple[int, str]:
-        """The line of a key, or of the nearest table around it (0 where there is none), and the place in words."""
+        """Return the line of a key, or of the nearest table around it (0 if there is none), and its location."""
 
 
 class Provenance:
-    """The place of every key of a loaded job. Lines are looked for only when somebody asks."""
+    """The location of every key of a loaded job. Line numbers are computed on request."""
 
     def __init__(
         self, path: str, table: Mapping[str, Any], origins: Mapping[KeyPath, Source], sources: Sequence[Source]
@@ -35,7 +35,7 @@ class Provenance:
         self._table, self._origins, self._sources = table, origins, sources
 
     def find(self, key: KeyPath) -> KeyLocation:
-        """Where a key was given; for a key that was not given, where the nearest table around it was."""
+        """Return the location of a key. For an unset key, return the location of the nearest table around it."""
         for length in range(len(key), 0, -1):
             source = self._origins.get(key[:length])
             if source is not None:
@@ -43,11 +43,11 @@ class Provenance:
         return KeyLocation(0, 0, self.path)
 
     def place(self, key: KeyPath) -> str:
-        """The same in words: `configs/job.toml:7`."""
+        """Return the location of a key as text: `configs/job.toml:7`."""
         return self.find(key).text
 
     def is_given(self, key: KeyPath) -> bool:
-        """Whether a key was written somewhere, so that its value is not a default."""
+        """Return True if a file or an override sets a key, so that its value is not a default."""
         return contains(self._table, key)
 
     def describe(self, problems: Iterable[Problem]) -> str:
@@ -64,7 +64,7 @@ class Provenance:
 
 
 def contains(table: Mapping[str, Any], key: KeyPath) -> bool:
-    """Whether a key is in a table, or in the tables and arrays in it."""
+    """Return True if a key is in a table, or in its tables and arrays."""
     value: Any = table
     for part in key:
         known = range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ()
@@ -78,14 +78,15 @@ _MAX_VALUE_LENGTH = 60
 
 
 def report(lines: Sequence[str], subject: str) -> str:
-    """One problem in one line, or several below a line that counts them."""
+    """Return the message for problems: one line for a single problem, else a line with their number and one line
+    each."""
     if len(lines) == 1:
         return f"error: {lines[0]}"
     return "\n  ".join([f"error: {len(lines)} problems in {subject}", *lines])
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML writes it, in one line."""
+    """Return a value in TOML, in one line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -98,7 +99,7 @@ def toml_value(value: Any) -> str:
 
 
 def _toml_string(text: str) -> str:
-    import json  # its escapes are TOML's too
+    import json  # the escapes of JSON are valid in TOML
 
     return json.dumps(text, ensure_ascii=False)
 

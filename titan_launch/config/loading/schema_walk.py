@@ -1,4 +1,4 @@
-"""A walk over the job's schema: its tables, and the values that a key accepts."""
+"""Walk over the schema of a job: its tables, and the types that a key accepts."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from titan_launch.core.errors import KeyPath
 
 
 class TableSchema(NamedTuple):
-    """A table that a job file may have."""
+    """A table of the job file."""
 
     header: str
-    """As it is written: `[training]`, `[[precision.rules]]`."""
+    """Header in the file: `[training]`, `[[precision.rules]]`."""
 
     key: KeyPath
-    """Its path; an array of tables has the path of the array."""
+    """Path of the table. An array of tables has the path of the array."""
 
     section: type[Section]
-    """Its keys."""
+    """Section with the keys of the table."""
 
 
 def alternatives(annotation: Any) -> list[Any]:
-    """The types that an annotation admits, None aside: `str | tuple[str, ...] | None` admits two."""
+    """Return the types that an annotation accepts, without None: two types for `str | tuple[str, ...] | None`."""
     if get_origin(annotation) is Annotated:
         return alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -37,22 +37,22 @@ def alternatives(annotation: Any) -> list[Any]:
 
 
 def is_section(kind: Any) -> bool:
-    """Whether a type is a table with known keys."""
+    """Return True if a type is a table with known keys."""
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def item_types(kind: Any) -> list[Any]:
-    """What the items of an array may be."""
+    """Return the types of the items of an array."""
     return alternatives(get_args(kind)[0]) if get_origin(kind) is tuple else []
 
 
 def choices(kind: Any) -> tuple[str, ...]:
-    """The values of a closed choice."""
+    """Return the values of a literal type."""
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def tables(section: type[Section], key: KeyPath = ()) -> Iterator[TableSchema]:
-    """Every table below a section, outer ones first. Those with kinds come once for each kind."""
+    """Yield all tables in a section, outer ones first. A table with kinds is yielded once per kind."""
     for name, field in section.model_fields.items():
         path = (*key, name)
         dotted = ".".join(map(str, path))
@@ -64,10 +64,10 @@ def tables(section: type[Section], key: KeyPath = ()) -> Iterator[TableSchema]:
 
 
 def locate(location: Sequence[str | int], section: type[Section]) -> tuple[KeyPath, type[Section] | None, bool]:
-    """A location as pydantic gives it, as a path into the job file.
+    """Return the path in the job file for an error location of pydantic, the section of its last key, and True if the
+    location names a member of a plain union.
 
-    Pydantic also names the member of a union that it tried (`data.text.path`, `data.path.str`), which the file does
-    not. Returns the path, the section that the last key belongs to, and whether a member of a plain union was named.
+    Pydantic's location also names the member of a union (`data.text.path`, `data.path.str`). The file has no such key.
     """
     key: KeyPath = ()
     kinds: list[Any] = [section]
@@ -86,14 +86,14 @@ def locate(location: Sequence[str | int], section: type[Section]) -> tuple[KeyPa
 
 
 def _names(label: str | int, kind: Any) -> bool:
-    """Whether pydantic's name of a union's member means this one: its tag, or its type."""
+    """Return True if pydantic's name of a union member (its tag, or its type) stands for this type."""
     if is_section(kind):
         return label in choices(kind.model_fields["kind"].annotation)
     return str(label).startswith("tuple") == (get_origin(kind) is tuple)
 
 
 def _inside(kind: Any, part: str | int) -> list[Any]:
-    """What may stand at a key of a table, or at an index of an array."""
+    """Return the types that a key of a table, or an item of an array, accepts."""
     if not is_section(kind):
         return item_types(kind)
     field = kind.model_fields.get(part)
@@ -105,12 +105,12 @@ class Kinds:
 
     def __init__(self, variants: Mapping[str, type[Section]]):
         self.variants = variants
-        """The section class of every kind."""
+        """Section of each kind."""
         self.default: str = next(iter(variants))
-        """The kind of a table without `kind`: the first one."""
+        """Kind of a table without `kind`: the first one."""
 
     def dropped_keys(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
-        """Return the keys of a table that lose their meaning when another table, laid over it, changes its kind.
+        """Return the keys of a table that lose their meaning when another table, merged over it, changes its kind.
 
         A key keeps its meaning if both kinds inherit it from one class.
         """
@@ -122,7 +122,7 @@ class Kinds:
         return self.keys_of_some() & old.keys() - {key for base in shared for key in base.model_fields}
 
     def keys_of_some(self) -> set[str]:
-        """The keys that belong to one kind or another, but not to all."""
+        """Return the keys of some kinds that not all kinds have."""
         all_keys = [set(variant.model_fields) for variant in self.variants.values()]
         return {key for keys in all_keys for key in keys if not all(key in others for others in all_keys)}
 
@@ -138,4 +138,4 @@ TAGGED: Mapping[KeyPath, Kinds] = {
     ("validation", "data"): _DATA,
     ("lr_scheduler",): Kinds({_tag(section): section for section in alternatives(SchedulerConfig)}),
 }
-"""The tables that have a `kind`."""
+"""The tables with a `kind`."""

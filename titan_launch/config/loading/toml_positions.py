@@ -1,4 +1,4 @@
-"""The line of each key of a TOML document, which tomli does not report, and tomli's syntax errors in plain words."""
+"""Line of each key of a TOML document, which tomli does not report, and messages for tomli's syntax errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DOT = re.compile(r"[ \t]*\.[ \t]*")
 _EQUALS = re.compile(r"[ \t]*=[ \t]*")
 _HEADER_OPEN, _HEADER_CLOSE = re.compile(r"\[\[?[ \t]*"), re.compile(r"[ \t]*\]\]?")
 _SCALAR = re.compile(r"[^,\]}#\n]+")
-# In this order: three quotes would also match as an empty string. `(?!")`: a string may end with quotes of its own.
+# The order matters: three quotes would also match as an empty string. `(?!")`: a string may end with quotes.
 _STRING = re.compile(
     r'''"""(?:\\.|[^\\])*?"""(?!")|\'\'\'.*?\'\'\'(?!')|"(?:\\.|[^"\\\n])*"|'[^'\n]*\'''',
     re.DOTALL,
@@ -22,9 +22,9 @@ _STRING = re.compile(
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """The line (from 1) of every key, table header and array item of a valid TOML document.
+    """Return the line (from 1) of every key, table header and array item of a valid TOML document.
 
-    A table without a header of its own, as `a` in `a.b = 1`, has the line of its first key.
+    A table without a header of its own, such as `a` in `a.b = 1`, has the line of its first key.
     """
     scanner = _Scanner(text)
     scanner.scan()
@@ -32,9 +32,9 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 
 
 def repeated_key(text: str) -> tuple[KeyPath, int] | None:
-    """The first key or header that a document gives twice, and the line of its first appearance.
+    """Return the first key or header that appears twice in a document, and the line of its first appearance.
 
-    The document need be valid only that far.
+    The document must be valid up to the repetition.
     """
     scanner = _Scanner(text, stop_at_repetition=True)
     try:
@@ -52,7 +52,7 @@ class _RepeatedKeyError(Exception):
 
 
 class _Scanner:
-    """Walks over a document and notes where keys are; ValueError where the syntax is wrong."""
+    """A scanner that records the lines of keys. It raises ValueError at wrong syntax."""
 
     def __init__(self, text: str, stop_at_repetition: bool = False):
         self.text = text.replace("\r\n", "\n")
@@ -84,7 +84,7 @@ class _Scanner:
         return key
 
     def _resolve(self, parts: list[str]) -> KeyPath:
-        """In a header, the name of an array of tables stands for its last item."""
+        """Return the path of a header. The name of an array of tables stands for its last item."""
         key: KeyPath = ()
         for part in parts:
             key = (*key, part)
@@ -137,7 +137,7 @@ class _Scanner:
             self.at += 1
 
     def _skip_gap(self) -> bool:
-        """Pass over blanks, line ends and comments. Whether anything follows."""
+        """Skip blanks, line ends and comments. Return True if more text follows."""
         self._take(_GAP)
         return self.at < len(self.text)
 
@@ -149,7 +149,7 @@ class _Scanner:
         return found.group()
 
     def _name(self, key: KeyPath) -> None:
-        """Note the line of a key that is written out, and of tables that it brings into being."""
+        """Record the line of a key, and of the tables that the key creates."""
         line = self._current_line()
         if self._stop_at_repetition and key in self.named:
             raise _RepeatedKeyError(key)
@@ -175,18 +175,18 @@ _REPETITIONS = ("Cannot overwrite a value", "Cannot declare", "Duplicate inline 
 
 
 def explain_toml_error(path: str, text: str, error: tomli.TOMLDecodeError) -> str:
-    """One line: where a file stops being TOML, and why."""
-    what, line, column = _take_apart(str(error), text)
+    """Return one line with the location and the reason of a syntax error."""
+    what, line, column = _split_message(str(error), text)
     if what.startswith(_REPETITIONS):
         repeated = repeated_key(text)
         if repeated is not None:
             key, first_line = repeated
-            return f"{path}:{line}: {format_key(key)}: given twice, first in line {first_line}; keep one of them"
+            return f"{path}:{line}: {format_key(key)}: set twice, first in line {first_line}; remove one of them"
     return f"{path}:{line}: not valid TOML: {what}{column}{_remedy(what, text, line)}"
 
 
-def _take_apart(message: str, text: str) -> tuple[str, int, str]:
-    """tomli's message as what is wrong, the line, and a note about the column."""
+def _split_message(message: str, text: str) -> tuple[str, int, str]:
+    """Split tomli's message into reason, line, and a note about the column."""
     at = _AT.search(message)
     if at is None:
         return message, 1, ""
@@ -197,9 +197,9 @@ def _take_apart(message: str, text: str) -> tuple[str, int, str]:
 
 
 def _remedy(what: str, text: str, line: int) -> str:
-    """What to do about the most common slips."""
+    """Return the remedy for the most common mistakes, or ""."""
     if what == r"Illegal character '\n'":
-        return "; a string is closed, with the quotes that open it, on the same line"
+        return "; close the string on the same line, with the quotes that open it"
     if what != "Invalid value":
         return ""
     value = text.splitlines()[line - 1].partition("=")[2].partition("#")[0].strip()

@@ -1,6 +1,6 @@
-"""Pydantic's validation errors as config problems, with the nearest valid key.
+"""Conversion of pydantic's validation errors to config problems, with remedies.
 
-Imported only after validation has failed.
+This module is imported only after a validation has failed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from titan_launch.core.errors import UNSET, KeyPath, Problem, format_key, neares
 
 
 def translate(error: ValidationError, section: type[Section], table: KeyPath = ()) -> list[Problem]:
-    """The problems in a validation error of `section`, which stands at the path `table` of the job file."""
+    """Return the problems in a validation error of `section`. `table`: path of the section in the job file."""
     found: dict[KeyPath, Problem] = {}
     in_unions: set[KeyPath] = set()
     for details in error.errors(include_url=False):
@@ -30,19 +30,20 @@ def translate(error: ValidationError, section: type[Section], table: KeyPath = (
         if in_union:
             in_unions.add(problem.key)
         if problem.key in found:
-            problem = _either(found[problem.key], problem)
+            problem = _in_no_member(found[problem.key], problem)
         found[problem.key] = problem
     return [problem for key, problem in found.items() if not (key in in_unions and _has_deeper(key, found))]
 
 
-def _either(one: Problem, other: Problem) -> Problem:
-    """Two members of a union, neither of which fits; their hints would contradict each other."""
+def _in_no_member(one: Problem, other: Problem) -> Problem:
+    """Return one problem for a value that fits no member of a union. It has no hints, since they would contradict each
+    other."""
     reasons = [problem.reason.partition(";")[0] for problem in (one, other)]
     return Problem(one.key, f"{reasons[0]} or {reasons[1].removeprefix('must be ')}", one.value)
 
 
 def _has_deeper(key: KeyPath, found: Mapping[KeyPath, Problem]) -> bool:
-    """Whether one member of a union fits so far that only something in it is wrong."""
+    """Return True if a member of a union fits, except for a key in it."""
     return any(len(other) > len(key) and other[: len(key)] == key for other in found)
 
 
@@ -51,7 +52,7 @@ def _translate(details: ErrorDetails, key: KeyPath, owner: type[Section] | None)
     if kind == "extra_forbidden":
         return explain_unknown_key(key, value, owner)
     if kind == "missing":
-        return Problem(key, "required, but missing")
+        return Problem(key, "is required, but missing")
     if kind == "union_tag_invalid":
         choices = _listed(details, "expected_tags")
         return Problem((*key, "kind"), _one_of(choices, value["kind"]), value["kind"])
@@ -81,20 +82,20 @@ def _reason(details: ErrorDetails, key: KeyPath) -> str:
 
 def _one_of(choices: list[str], value: Any) -> str:
     known = ", ".join(f'"{choice}"' for choice in choices)
-    near = nearest(value, choices, similarity=0.7) if isinstance(value, str) else None  # "gpu" is not meant as "cpu"
+    near = nearest(value, choices, similarity=0.7) if isinstance(value, str) else None  # at 0.6, "cpu" for "gpu"
     hint = f'; did you mean "{near}"?' if near else ""
     if value in _HALF and "bfloat16" in choices:
-        hint = "; float16 needs the loss scaled up and down while it trains, which there is not: use bfloat16"
+        hint = "; float16 needs loss scaling, which is not supported; use bfloat16"
     return f"must be {known}" if len(choices) == 1 else f"must be one of {known}{hint}"
 
 
 def _listed(details: ErrorDetails, name: str) -> list[str]:
-    """The choices that pydantic lists as `'a', 'b' or 'c'`."""
+    """Return the choices that pydantic lists as `'a', 'b' or 'c'`."""
     return details["ctx"][name].split("'")[1::2]
 
 
 def _number_hint(value: Any) -> str:
-    """For a number in quotes, or a whole one with a decimal point."""
+    """Return a hint for a number in quotes, and for a whole number with a decimal point."""
     try:
         number = float(value) if isinstance(value, (str, float)) else None
     except ValueError:
@@ -152,18 +153,18 @@ _BOUNDS: Mapping[str, tuple[str, str]] = {
 
 _ARGS = ("model", "args")
 
-_MAX_HOMES = 2
-"""A key that more tables than this have says nothing about which table was meant."""
+_MAX_TABLES = 2
+"""A misplaced key is looked up in other tables. If more tables than this have it, it is too common for a hint."""
 
 _SINGLE_WORDS = {"beta1", "beta2", "eps", "flavor", "lr", "mfu", "nesterov", "rounding", "shuffle", "steps"}
-"""Names without an underscore that mean the same in any table. Others, such as `path` or `enable`, do not."""
+"""Names without an underscore that mean the same in every table. Other such names (`path`, `enable`) do not."""
 
 _SIMILARITY, _SIMILARITY_ELSEWHERE = 0.78, 0.88
-"""Least similarity of a misspelt key to a key of its table, and to a key of another table."""
+"""Minimum similarity of a misspelt key to a key of its table, and to a key of another table."""
 
 
 def explain_unknown_key(key: KeyPath, value: Any, owner: type[Section] | None) -> Problem:
-    """The problem of a key that `owner`, the section around it, does not have, with the most likely remedy."""
+    """Return the problem of an unknown key, with the likeliest remedy. `owner`: the section that contains the key."""
     is_table = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
     noun = "section" if is_table and len(key) == 1 else "key"
     for remedy, meant in _remedies(key, owner):
@@ -172,16 +173,16 @@ def explain_unknown_key(key: KeyPath, value: Any, owner: type[Section] | None) -
 
 
 def _remedies(key: KeyPath, owner: type[Section] | None) -> Iterator[tuple[str, Sequence[KeyPath]]]:
-    """Yield remedies, the likeliest first, each with the keys that were meant."""
+    """Yield remedies for an unknown key, the likeliest first, each with the keys that the user may have meant."""
     name, parent = str(key[-1]), key[:-1]
     if kinds := _kinds_with(name, parent):
-        yield f"only kind = {_any_of(kinds)} has it", [(*parent, "kind")]
+        yield f"only kind = {_any_of(kinds)} has this key", [(*parent, "kind")]
     if parent == _ARGS and (models := _models_with(name)):
         yield f"it is an argument of {_any_of(models)}", [("model", "name")]
     if foreign := foreign_key(key):
         yield foreign
-    if homes := _homes(name):
-        yield f"it belongs in {_any_of(homes)}", [(*home, name) for home in homes.values()]
+    if found := _tables_with(name):
+        yield f"it belongs in {_any_of(found)}", [(*table, name) for table in found.values()]
     if near := nearest(name, owner.model_fields if owner else (), _SIMILARITY):
         yield f'did you mean "{format_key((*parent, near))}"?', [(*parent, near)]
     if far := _nearest_anywhere(name):
@@ -197,14 +198,15 @@ def _kinds_with(name: str, table: KeyPath) -> list[str]:
     return [f'"{kind}"' for kind, section in kinds.variants.items() if name in section.model_fields] if kinds else []
 
 
-def _homes(name: str) -> dict[str, KeyPath]:
-    """The tables that have such a key, by header, if the name says enough."""
-    homes = {table.header: table.key for table in _all_tables() if name in table.section.model_fields}
-    return homes if _is_specific(name) and len(homes) <= _MAX_HOMES else {}
+def _tables_with(name: str) -> dict[str, KeyPath]:
+    """Return the tables that have a key of this name, by header; none if the name is not specific."""
+    found = {table.header: table.key for table in _all_tables() if name in table.section.model_fields}
+    return found if _is_specific(name) and len(found) <= _MAX_TABLES else {}
 
 
 def _nearest_anywhere(name: str) -> KeyPath | None:
-    """A very similar key of another table. (Keys in arrays have no path to suggest; keys of several are ambiguous.)"""
+    """Return a very similar key of another table, or None. (A key in an array has no path to suggest, and a key of
+    several tables is ambiguous.)"""
     keys: dict[str, list[KeyPath]] = {}
     for table in _all_tables():
         for field in table.section.model_fields if table.header[1] != "[" else ():

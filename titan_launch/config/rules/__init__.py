@@ -1,6 +1,6 @@
-"""What pydantic cannot see: keys that are right alone and wrong together, names that must exist.
+"""Rules that pydantic cannot check: contradictions between keys, and names that must exist.
 
-Every rule is a function that yields the problems it finds. A problem names in `also` the other keys it depends on.
+A rule is a function that yields the problems it finds. The `also` of a problem names the other keys it depends on.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules.checkpoint import CHECKPOINT_RULES, FAULT_RULES
+from titan_launch.config.rules.checkpoint import CHECKPOINT_RULES, HEALTH_RULES
 from titan_launch.config.rules.compile import COMPILE_RULES, KERNEL_RULES
 from titan_launch.config.rules.data import DATA_RULES
 from titan_launch.config.rules.model import MODEL_RULES
@@ -18,13 +18,13 @@ from titan_launch.config.rules.precision import FLOAT8_RULES, PRECISION_RULES
 from titan_launch.core.errors import Problem
 
 Rule = Callable[[JobConfig], Iterator[Problem]]
-"""Yields what is wrong with a job."""
+"""A function that yields the problems of a job."""
 
 
 def kernels_are_profiled_on_cuda(config: JobConfig) -> Iterator[Problem]:
-    """On a CPU there are no kernels to profile."""
+    """Yield `comm.profile_freq` on a CPU, which has no CUDA kernels to profile."""
     if config.job.device == "cpu" and config.comm.profile_freq:
-        reason = 'profiles CUDA kernels, and job.device = "cpu" has none; leave it out, or set another device'
+        reason = 'profiles CUDA kernels, but job.device is "cpu"; remove this key, or set job.device = "cuda"'
         yield Problem(("comm", "profile_freq"), reason, config.comm.profile_freq, also=(("job", "device"),))
 
 
@@ -33,7 +33,7 @@ RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     *PRECISION_RULES,
     kernels_are_profiled_on_cuda,
-    *FAULT_RULES,
+    *HEALTH_RULES,
     *CHECKPOINT_RULES,
     *COMPILE_RULES,
     *KERNEL_RULES,
@@ -42,4 +42,4 @@ RULES: tuple[Rule, ...] = (
     *PIPELINE_RULES,
     *PARALLELISM_RULES,
 )
-"""All of them."""
+"""All rules, in the order in which they run."""

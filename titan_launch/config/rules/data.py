@@ -28,7 +28,7 @@ _NAME: KeyPath = ("model", "name")
 
 
 def data_suits_the_model(config: JobConfig) -> Iterator[Problem]:
-    """A model of tokens is given tokens, and one of images images."""
+    """Yield data of another unit than the model takes: tokens or images."""
     architecture = ARCHITECTURES.get(config.model.name)
     for source, data in _sources(config):
         if architecture is not None and data.unit != architecture.args.unit:
@@ -37,16 +37,17 @@ def data_suits_the_model(config: JobConfig) -> Iterator[Problem]:
             yield Problem((*source, "kind"), reason, data.kind, also=(_NAME,))
 
 
-def validation_is_on_what_is_trained_on(config: JobConfig) -> Iterator[Problem]:
-    """A factory's model, whose unit of samples is unknown, is validated on the unit that it trains on."""
+def validation_has_the_unit_of_training(config: JobConfig) -> Iterator[Problem]:
+    """Yield validation data of another unit than the training data, for a factory's model, whose own unit is
+    unknown."""
     held_out, unit = config.validation.data, config.data.unit
     if ":" in config.model.name and held_out is not None and held_out.unit != unit:
-        reason = f"gives {held_out.unit}, and the model is trained on {unit}; set {_kinds_of(unit)}"
+        reason = f"gives {held_out.unit}, but the training data are {unit}; set {_kinds_of(unit)}"
         yield Problem(("validation", "data", "kind"), reason, held_out.kind, also=(_NAME, ("data", "kind")))
 
 
 def vocabulary_is_large_enough(config: JobConfig) -> Iterator[Problem]:
-    """The model has an embedding for every token of its data."""
+    """Yield a vocabulary of the model that is smaller than the vocabulary of its data."""
     vocab_size = getattr(known_args(config.model), "vocab_size", None)
     for source, data in _sources(config):
         if data.unit != "tokens":
@@ -58,7 +59,7 @@ def vocabulary_is_large_enough(config: JobConfig) -> Iterator[Problem]:
 
 
 def text_files_exist(config: JobConfig) -> Iterator[Problem]:
-    """Every entry of a `path` names at least one file."""
+    """Yield entries of a `path` that match no file."""
     for source, data in _sources(config):
         if isinstance(data, TextData):
             entries = [data.path] if isinstance(data.path, str) else data.path
@@ -69,15 +70,16 @@ def text_files_exist(config: JobConfig) -> Iterator[Problem]:
 
 
 def image_files_exist(config: JobConfig) -> Iterator[Problem]:
-    """A `path` to images that does not name the digits names a file."""
+    """Yield a `path` to images that is not a file."""
     for source, data in _sources(config):
         if isinstance(data, ImageData) and data.path != SKLEARN_DIGITS and not os.path.isfile(data.path):
-            reason = f'no such file (paths are relative to the working directory), nor "{SKLEARN_DIGITS}"'
+            reason = f'must be an existing file, relative to the working directory, or "{SKLEARN_DIGITS}"'
             yield Problem((*source, "path"), reason, data.path, also=((*source, "kind"),))
 
 
 def digits_suit_the_model(config: JobConfig) -> Iterator[Problem]:
-    """The model takes the digits as they are. (Of other images only reading them can tell.)"""
+    """Yield differences between the digits and the images that the model takes. (A run checks other images when it
+    reads them.)"""
     taken = images_taken(config.model) if known_args(config.model) else None
     for source, data in _sources(config):
         if taken is not None and isinstance(data, ImageData) and data.path == SKLEARN_DIGITS:
@@ -86,14 +88,14 @@ def digits_suit_the_model(config: JobConfig) -> Iterator[Problem]:
 
 
 def validation_has_data(config: JobConfig) -> Iterator[Problem]:
-    """A job that validates has validation data."""
+    """Yield `validation.freq` without validation data."""
     if config.validation.freq and config.validation.data is None:
-        reason = 'needs data to validate on: add [validation.data], for example with path and split = "validation"'
+        reason = 'requires validation data; add [validation.data], for example with path and split = "validation"'
         yield Problem(("validation", "freq"), reason, config.validation.freq, also=(("validation", "data"),))
 
 
 def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
-    """Documents and images set aside for validation are not trained on."""
+    """Yield validation splits that overlap with the training data."""
     train, held_out = config.data, config.validation.data
     if not (isinstance(train, _Split) and isinstance(held_out, _Split) and config.validation.freq):
         return
@@ -102,39 +104,39 @@ def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
     also = (("data",), ("validation", "freq"), ("validation", "data", "path"))
     if train.split != "train":
         what = "documents" if isinstance(held_out, TextData) else "images"
-        reason = f'these {what} are trained on too; set data.split = "train"'
+        reason = f'these {what} are also in the training data; set data.split = "train"'
         yield Problem(("validation", "data", "split"), reason, held_out.split, also=also)
     elif train.validation_percent != held_out.validation_percent:
-        reason = f"differs from data.validation_percent ({train.validation_percent}), so the two splits overlap"
+        reason = f"must equal data.validation_percent ({train.validation_percent}), or the two splits overlap"
         yield Problem(("validation", "data", "validation_percent"), reason, held_out.validation_percent, also=also)
 
 
 def validation_sequences_are_new(config: JobConfig) -> Iterator[Problem]:
-    """Synthetic validation data differs from the training data."""
+    """Yield synthetic validation data that equals the training data."""
     train, held_out = config.data, config.validation.data
     if not (isinstance(train, SyntheticData) and isinstance(held_out, SyntheticData) and config.validation.freq):
         return
     if (train.seed, train.vocab_size, train.noise) == (held_out.seed, held_out.vocab_size, held_out.noise):
-        reason = "these are the sequences trained on; give one of the two sources another seed"
+        reason = "the sequences are the same as in training; set another seed here or in [data]"
         also = (("data",), ("validation", "data"), ("validation", "freq"))
         yield Problem(("validation", "data", "seed"), reason, held_out.seed, also=also)
 
 
-def validation_images_look_like_those_trained_on(config: JobConfig) -> Iterator[Problem]:
-    """Pixels mean the same to the model in validation and in training."""
+def validation_images_are_normalized_as_in_training(config: JobConfig) -> Iterator[Problem]:
+    """Yield a normalization of pixels in validation that differs from that in training."""
     train, held_out = config.data, config.validation.data
     if not (isinstance(train, ImageData) and isinstance(held_out, ImageData) and config.validation.freq):
         return
     for name, ours, theirs in (("mean", held_out.mean, train.mean), ("std", held_out.std, train.std)):
         if ours != theirs:
             value = list(theirs) if isinstance(theirs, tuple) else theirs
-            reason = f"must be data.{name} ({value}), or the same image looks different in training"
+            reason = f"must equal data.{name} ({value}), or validation normalizes images differently from training"
             yield Problem(("validation", "data", name), reason, ours, also=(("data", name), ("data", "kind")))
 
 
 DATA_RULES = (
     data_suits_the_model,
-    validation_is_on_what_is_trained_on,
+    validation_has_the_unit_of_training,
     vocabulary_is_large_enough,
     text_files_exist,
     image_files_exist,
@@ -142,26 +144,26 @@ DATA_RULES = (
     validation_has_data,
     validation_samples_are_held_out,
     validation_sequences_are_new,
-    validation_images_look_like_those_trained_on,
+    validation_images_are_normalized_as_in_training,
 )
 """The rules of this file."""
 
 
 def _sources(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
-    """The tables that describe data, with their paths."""
+    """Yield the tables that describe data, with their paths."""
     yield ("data",), config.data
     if config.validation.data is not None:
         yield ("validation", "data"), config.validation.data
 
 
 def _kinds_of(unit: SampleUnit) -> str:
-    """Return the kinds of data that give tokens or images, to choose from."""
+    """Return a remedy that lists the kinds of data with a unit."""
     return "kind = " + " or ".join(f'"{kind}"' for kind, data in DATA_KINDS.items() if data.unit == unit)
 
 
 def _why_no_file(entry: str) -> str:
     if os.path.isdir(entry):
-        return "this folder holds no files"
+        return "this folder has no files"
     what = "no file matches this pattern" if any(char in entry for char in "*?[") else "no such file or folder"
     return f"{what} (paths are relative to the working directory)"
 

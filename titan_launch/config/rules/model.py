@@ -16,20 +16,20 @@ _NAME, _FLAVOR, _ARGS = ("model", "name"), ("model", "flavor"), ("model", "args"
 
 
 def model_exists(config: JobConfig) -> Iterator[Problem]:
-    """A model is one of this package, or has the form of an import string."""
+    """Yield a model that is neither one of this package, nor a valid import string."""
     name = config.model.name
     if ":" in name:
         module, _, factory = name.partition(":")
         if not all(part.isidentifier() for part in [*module.split("."), *factory.split(".")]):
-            yield Problem(_NAME, "a model of your own is named package.module:factory", name)
+            yield Problem(_NAME, "must have the form package.module:factory for a model of your own", name)
     elif name not in ARCHITECTURES:
         known = ", ".join(f'"{known}"' for known in ARCHITECTURES)
         hint = did_you_mean(name, ARCHITECTURES)
-        yield Problem(_NAME, f"unknown model; there is {known}, or package.module:factory for your own{hint}", name)
+        yield Problem(_NAME, f"unknown model; must be {known}, or package.module:factory for your own{hint}", name)
 
 
 def flavor_exists(config: JobConfig) -> Iterator[Problem]:
-    """A flavor is a row of the model's size table."""
+    """Yield a flavor that is not a row of the model's size table."""
     name, flavor = config.model.name, config.model.flavor
     if name in ARCHITECTURES and flavor not in ARCHITECTURES[name].flavors:
         flavors = ARCHITECTURES[name].flavors
@@ -37,23 +37,23 @@ def flavor_exists(config: JobConfig) -> Iterator[Problem]:
         yield Problem(_FLAVOR, reason, flavor, also=(_NAME,))
 
 
-def flavor_is_not_a_factorys(config: JobConfig) -> Iterator[Problem]:
-    """A user's own factory has no size table. (The default passes: a recorded job has it.)"""
+def factory_has_no_flavor(config: JobConfig) -> Iterator[Problem]:
+    """Yield the flavor of a factory, which has no size table. (The default is accepted: a recorded job has it.)"""
     if ":" in config.model.name:
-        reason = f"{config.model.name} has no flavors; give its arguments in [model.args]"
+        reason = f"{config.model.name} has no flavors; remove this key, and set arguments in [model.args]"
         for _, flavor in config.model.changed("flavor"):
             yield Problem(_FLAVOR, reason, flavor, also=(_NAME,))
 
 
 def model_args_are_valid(config: JobConfig) -> Iterator[Problem]:
-    """`[model.args]` fits the model: each argument alone, then all together."""
+    """Yield wrong arguments: each argument alone, then contradictions between them."""
     try:
         args = resolve_args(config.model.name, config.model.flavor, config.model.args)
     except ValidationError as error:
         from titan_launch.config.loading.validation_errors import translate
 
         yield from translate(error, ARCHITECTURES[config.model.name].args, _ARGS)
-    except KeyError:  # a model or a flavor that does not exist, or a factory, whose arguments only Python can judge
+    except KeyError:  # an unknown model or flavor, or a factory, which checks its arguments itself
         pass
     else:
         for fields, reason in args.problems():
@@ -61,7 +61,7 @@ def model_args_are_valid(config: JobConfig) -> Iterator[Problem]:
 
 
 def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
-    """A run records its configuration as JSON, which a factory's arguments must survive."""
+    """Yield arguments of a factory that JSON cannot represent: a run records its configuration as JSON."""
     for key, value in _leaves(config.model.args, _ARGS):
         if isinstance(value, float) and not math.isfinite(value):
             yield Problem(key, "must be finite: a run records its configuration as JSON", value)
@@ -72,7 +72,7 @@ def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
 MODEL_RULES = (
     model_exists,
     flavor_exists,
-    flavor_is_not_a_factorys,
+    factory_has_no_flavor,
     model_args_are_valid,
     factory_args_can_be_recorded,
 )
@@ -80,7 +80,8 @@ MODEL_RULES = (
 
 
 def args_problem(config: JobConfig, fields: tuple[str, ...], reason: str, also: tuple[KeyPath, ...] = ()) -> Problem:
-    """A problem of a model's arguments, at the first of them that the job gives; else at the flavor they come from."""
+    """Return a problem of a model's arguments. Its key is the first of `fields` that the job sets, or else the flavor
+    that sets them."""
     given = config.model.args
     name = next((field for field in fields if field in given), None)
     key, value = (_FLAVOR, config.model.flavor) if name is None else ((*_ARGS, name), given[name])
@@ -88,7 +89,7 @@ def args_problem(config: JobConfig, fields: tuple[str, ...], reason: str, also: 
 
 
 def _leaves(value: Any, key: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    """The values in a free table, and in the tables and arrays in it, that are neither."""
+    """Yield the scalar values in a free-form table, with their paths."""
     if isinstance(value, (dict, list)):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _leaves(inner, (*key, name))

@@ -22,11 +22,11 @@ _RULES: KeyPath = ("precision", "rules")
 
 
 def settings_are_of_a_used_algorithm(config: JobConfig) -> Iterator[Problem]:
-    """The settings of an algorithm need parameters that it updates. (Defaults pass: a recorded job has them.)"""
+    """Yield settings of algorithms that update no parameter. (Defaults are accepted: a recorded job has them.)"""
     read = {setting for name in _algorithms(config.optimizer) for setting in ALGORITHMS[name].settings}
     for algorithm, row in ALGORITHMS.items():
         reason = (
-            f"is a setting of {algorithm}, which updates no parameter of this job; drop this key, set "
+            f"is a setting of {algorithm}, which updates no parameter of this job; remove this key, set "
             f'optimizer.name = "{algorithm}", or give a parameter group algorithm = "{algorithm}"'
         )
         for setting in row.settings:
@@ -36,56 +36,57 @@ def settings_are_of_a_used_algorithm(config: JobConfig) -> Iterator[Problem]:
 
 
 def nesterov_has_momentum(config: JobConfig) -> Iterator[Problem]:
-    """Nesterov's momentum is a way to apply the momentum."""
+    """Yield Nesterov's momentum if the momentum is 0."""
     if config.optimizer.sgd.nesterov and not config.optimizer.sgd.momentum:
-        reason = f"needs momentum, and {format_key(_MOMENTUM)} is 0; set that above 0, or nesterov = false"
+        reason = f"requires momentum, but {format_key(_MOMENTUM)} is 0; set momentum above 0, or nesterov = false"
         yield Problem(("optimizer", "sgd", "nesterov"), reason, True, also=(_MOMENTUM,))
 
 
 def state_dtype_has_a_state(config: JobConfig) -> Iterator[Problem]:
-    """An optimizer without state tensors (SGD without momentum) has nothing that could have a dtype."""
+    """Yield a state dtype for an optimizer without state tensors (SGD without momentum)."""
     optimizer = config.optimizer
     if optimizer.state_dtype and not any(ALGORITHMS[name].state(optimizer) for name in _algorithms(optimizer)):
-        reason = f"is the dtype of the momentum, and {format_key(_MOMENTUM)} is 0; drop this key, or set that above 0"
+        reason = f"is the dtype of the momentum, but {format_key(_MOMENTUM)} is 0; remove it, or set momentum above 0"
         yield Problem(_STATE_DTYPE, reason, optimizer.state_dtype, also=(_MOMENTUM, _NAME, _GROUPS))
 
 
 def masters_are_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
-    """A parameter that is stored in float32 is its own master."""
+    """Yield master weights if no parameter is stored in bfloat16."""
     if config.optimizer.master_weights and not _stores_bfloat16(config):
         reason = (
-            "keeps float32 copies of parameters that are stored in bfloat16, and none is; "
-            'set precision.storage_dtype = "bfloat16", or drop this key'
+            "keeps float32 copies of parameters that are stored in bfloat16, but none is; "
+            'set precision.storage_dtype = "bfloat16", or remove this key'
         )
         yield Problem(_MASTERS, reason, True, also=(_STORAGE, _RULES))
 
 
 def stochastic_rounding_is_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
-    """Stochastic rounding needs bfloat16 parameters without masters, or bfloat16 moments."""
+    """Yield stochastic rounding without bfloat16 moments, and without bfloat16 parameters that have no master
+    weights."""
     optimizer = config.optimizer
     if optimizer.rounding != "stochastic" or optimizer.state_dtype == "bfloat16":
         return
     also = (_STATE_DTYPE, _MASTERS, _STORAGE, _RULES)
     if not _stores_bfloat16(config):
         reason = (
-            "rounds to bfloat16, and parameters and moments are float32; set precision.storage_dtype or "
-            'optimizer.state_dtype = "bfloat16", or "nearest"'
+            "rounds to bfloat16, but parameters and moments are float32; set precision.storage_dtype or "
+            'optimizer.state_dtype = "bfloat16", or "nearest" here'
         )
         yield Problem(_ROUNDING, reason, optimizer.rounding, also=also)
     elif optimizer.master_weights and optimizer.state_dtype == "float32":
         reason = (
-            "rounds updates, which optimizer.master_weights = true keeps in float32, as optimizer.state_dtype does the "
-            'moments; set "nearest", or drop one of these'
+            "rounds to bfloat16, but optimizer.master_weights = true updates float32 copies, and optimizer.state_dtype "
+            'keeps the moments in float32; set "nearest", or remove one of these two keys'
         )
         yield Problem(_ROUNDING, reason, optimizer.rounding, also=also)
 
 
 def implementation_is_pytorchs(config: JobConfig) -> Iterator[Problem]:
-    """PyTorch's implementations support neither masters nor other dtypes. (The default passes.)"""
+    """Yield an implementation of PyTorch with settings that PyTorch does not support. (The default is accepted.)"""
     optimizer = config.optimizer
     chosen, _ = next(optimizer.changed("state_dtype", "rounding", "master_weights"), (None, None))
     if optimizer.implementation != "fused" and chosen is not None:
-        reason = f"is one of PyTorch's, which have no {chosen}; drop one of the two keys"
+        reason = f"is PyTorch's implementation, which does not support {chosen}; remove one of the two keys"
         yield Problem(("optimizer", "implementation"), reason, optimizer.implementation, also=(("optimizer", chosen),))
 
 
@@ -108,7 +109,7 @@ def _algorithms(optimizer: OptimizerConfig) -> set[str]:
 
 
 def _changed(optimizer: OptimizerConfig, setting: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the keys of a setting, or of a table of settings, that are not at their defaults, with their values."""
+    """Yield the keys of a setting, or of a table of settings, that differ from their defaults, with their values."""
     section = getattr(optimizer, setting)
     if isinstance(section, Section):
         yield from (((setting, name), value) for name, value in section.changed())
@@ -117,5 +118,5 @@ def _changed(optimizer: OptimizerConfig, setting: str) -> Iterator[tuple[tuple[s
 
 
 def _stores_bfloat16(config: JobConfig) -> bool:
-    """Whether any parameter may be stored in bfloat16."""
+    """Return True if any parameter may be stored in bfloat16."""
     return "bfloat16" in (config.precision.storage_dtype, *(rule.storage_dtype for rule in config.precision.rules))

@@ -25,20 +25,20 @@ _OPTIONS = {
     "context_parallel_load_balance": "context_parallel_degree",
     "context_parallel_rotate_method": "context_parallel_degree",
 }
-"""Options, and the degree that must be above 1 for each."""
+"""Options of parallelism, and the degree that must be above 1 for each of them."""
 
 
 def options_have_a_degree(config: JobConfig) -> Iterator[Problem]:
-    """An option of a parallelism needs a degree above 1. (Defaults pass: a recorded job has them.)"""
+    """Yield options whose degree is 1. (Defaults are accepted: a recorded job has them.)"""
     for name, value in config.parallelism.changed(*_OPTIONS):
         degree = _OPTIONS[name]
         if getattr(config.parallelism, degree) == 1:
-            reason = f"is for parallelism.{degree} above 1; set that, or drop this key"
+            reason = f"has no effect with parallelism.{degree} = 1; set a degree above 1, or remove this key"
             yield Problem(("parallelism", name), reason, value, also=(("parallelism", degree),))
 
 
 def matrices_can_be_divided(config: JobConfig) -> Iterator[Problem]:
-    """The tensor-parallel degree divides every size that it must divide: heads, feed-forward, vocabulary."""
+    """Yield a tensor-parallel degree that does not divide the heads, the feed-forward width and the vocabulary."""
     degree, args = config.parallelism.tensor_parallel_degree, known_args(config.model)
     sizes = args and args.tensor_parallel_sizes()
     if degree == 1 or not sizes:
@@ -46,12 +46,12 @@ def matrices_can_be_divided(config: JobConfig) -> Iterator[Problem]:
     misfits = [f"{name} ({size})" for name, size in sizes.items() if size % degree]
     if misfits:
         remedy = f"set {_divisors(gcd(*sizes.values()))}"
-        reason = f"each rank has a part of every matrix, and {degree} does not divide {', '.join(misfits)}; {remedy}"
+        reason = f"must divide {', '.join(misfits)}, since each rank has a part of every matrix; {remedy}"
         yield Problem(_TENSOR, reason, degree, also=_MODEL)
 
 
 def models_can_be_divided(config: JobConfig) -> Iterator[Problem]:
-    """The model supports tensor and context parallelism, where the job has them."""
+    """Yield tensor and context parallelism that the model does not support."""
     args, parallelism = known_args(config.model), config.parallelism
     if args is None:
         return
@@ -61,22 +61,22 @@ def models_can_be_divided(config: JobConfig) -> Iterator[Problem]:
     ):
         if degree > 1 and not is_supported:
             reason = (
-                f"the model {config.model.name} has no plan for it; set 1, and divide the data "
+                f"the model {config.model.name} does not support it; set 1, and use data parallelism "
                 "(data_parallel_shard_degree)"
             )
             yield Problem(key, reason, degree, also=_MODEL)
 
 
-def context_is_of_sequences(config: JobConfig) -> Iterator[Problem]:
-    """Context parallelism divides sequences of tokens; images are none, whatever a user's own model declares."""
+def context_parallel_has_sequences(config: JobConfig) -> Iterator[Problem]:
+    """Yield context parallelism for images, with a user's own model, too: it divides only sequences of tokens."""
     degree = config.parallelism.context_parallel_degree
     if degree > 1 and config.data.unit != "tokens" and config.model.name not in ARCHITECTURES:
-        reason = f'divides sequences of tokens, and data.kind = "{config.data.kind}" gives {config.data.unit}; set 1'
+        reason = f'divides sequences of tokens, but data.kind = "{config.data.kind}" gives {config.data.unit}; set 1'
         yield Problem(_CONTEXT, reason, degree, also=(("data", "kind"), *_MODEL))
 
 
 def sequences_can_be_divided(config: JobConfig) -> Iterator[Problem]:
-    """Ranks have equally many tokens."""
+    """Yield sequence lengths that cannot be divided equally among the ranks."""
     parallelism, seq_len = config.parallelism, config.training.seq_len
     context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     parts = 2 * context if parallelism.context_parallel_load_balance else context
@@ -84,7 +84,7 @@ def sequences_can_be_divided(config: JobConfig) -> Iterator[Problem]:
     if config.data.unit != "tokens":
         return
     if context > 1 and seq_len % parts:
-        of = f"twice parallelism.context_parallel_degree ({context}), for its load balance" if parts > context else ""
+        of = f"twice parallelism.context_parallel_degree ({context}), for load balance" if parts > context else ""
         reason = f"must be a multiple of {parts}, {of or 'parallelism.context_parallel_degree'}"
         yield Problem(_SEQ_LEN, f"{reason}; nearest: {nearest_multiples(seq_len, parts)}", seq_len, also=also)
     elif tensor > 1 and parallelism.sequence_parallel and seq_len // context % tensor:
@@ -97,25 +97,25 @@ def sequences_can_be_divided(config: JobConfig) -> Iterator[Problem]:
 
 
 def batch_norm_sees_whole_sequences(config: JobConfig) -> Iterator[Problem]:
-    """A BatchNorm over tokens has the statistics of all tokens of its microbatch."""
+    """Yield a division of sequences for which BatchNorm over tokens would see only a part of its microbatch."""
     args, parallelism = known_args(config.model), config.parallelism
     setting = args and args.batchnorm_over_tokens()
     if setting is None:
         return
     if parallelism.tensor_parallel_degree > 1 and parallelism.sequence_parallel:
-        reason = f"model.args.{setting} would take its statistics from a part of the tokens; set false"
+        reason = f"model.args.{setting} would compute its statistics over a part of the tokens; set false"
         yield Problem(_SEQUENCE, reason, True, also=(_TENSOR, *_MODEL))
     if parallelism.context_parallel_degree > 1 and config.batchnorm.statistics == "local":
         reason = (
-            f"model.args.{setting} would take its statistics from a part of the tokens; set "
-            'batchnorm.statistics = "synchronized", or 1'
+            f"model.args.{setting} would compute its statistics over a part of the tokens; set "
+            'batchnorm.statistics = "synchronized", or 1 here'
         )
         key: KeyPath = ("batchnorm", "statistics")
         yield Problem(_CONTEXT, reason, parallelism.context_parallel_degree, also=(key, *_MODEL))
 
 
 def ring_attention_is_on_gpus(config: JobConfig) -> Iterator[Problem]:
-    """PyTorch's ring attention has no kernels for the CPU."""
+    """Yield context parallelism on a CPU, for which PyTorch's ring attention has no kernels."""
     degree = config.parallelism.context_parallel_degree
     if degree > 1 and config.job.device == "cpu":
         reason = 'PyTorch\'s ring attention has no kernels for the CPU, and job.device is "cpu"; set 1'
@@ -126,12 +126,12 @@ PARALLELISM_RULES = (
     options_have_a_degree,
     matrices_can_be_divided,
     models_can_be_divided,
-    context_is_of_sequences,
+    context_parallel_has_sequences,
     sequences_can_be_divided,
     batch_norm_sees_whole_sequences,
     ring_attention_is_on_gpus,
 )
-"""The rules for tensor and context parallelism."""
+"""Rules for tensor and context parallelism."""
 
 
 def _divisors(number: int) -> str:
@@ -146,59 +146,60 @@ _SPLIT: KeyPath = ("parallelism", "pipeline_parallel_split_points")
 _BATCH: KeyPath = ("training", "global_batch_size")
 
 ONE_STAGE_SCHEDULES = ("1F1B", "GPipe")
-"""Schedules for one stage on each rank."""
+"""Schedules that support exactly one stage per rank."""
 
 SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble")
-"""Schedules that compute the gradients of weights apart from those of activations, to fill the time in which a rank
-would wait."""
+"""Schedules that compute the gradients of weights separately from those of activations, to fill the time in which a
+rank would wait."""
 
 
 def stages_per_rank(parallelism: ParallelismConfig) -> int:
-    """Pipeline stages that each rank holds."""
+    """Return the number of pipeline stages per rank."""
     if parallelism.pipeline_parallel_stages_per_rank is not None:
         return parallelism.pipeline_parallel_stages_per_rank
     return 1 if parallelism.pipeline_parallel_schedule in ONE_STAGE_SCHEDULES else 2
 
 
 def num_stages(parallelism: ParallelismConfig) -> int:
-    """Pipeline stages of the whole model."""
+    """Return the number of pipeline stages of the whole model."""
     return parallelism.pipeline_parallel_degree * stages_per_rank(parallelism)
 
 
 def too_few_layers(parallelism: ParallelismConfig, layers: int) -> str:
-    """Why a model with so many layers cannot be divided into the stages."""
+    """Return the reason why a model with this number of layers cannot be divided into the stages."""
     per_rank, wanted = stages_per_rank(parallelism), num_stages(parallelism)
-    times = f"times {per_rank} stages on each rank " if per_rank > 1 else ""
-    return f"{times}makes {wanted} stages, and the model has {layers} layers; set at most {layers // per_rank}"
+    times = f" ({per_rank} per rank)" if per_rank > 1 else ""
+    return f"makes {wanted} stages{times}, but the model has only {layers} layers; set at most {layers // per_rank}"
 
 
 def misfit_of_microbatches(
     parallelism: ParallelismConfig, num_microbatches: int, samples_each: int | None = None
 ) -> str | None:
-    """Why the schedule does not go with so many microbatches in a step, and which batches it goes with, or None.
+    """Return why the schedule does not support a number of microbatches per step, with the nearest valid batch sizes;
+    None if it does.
 
-    `samples_each`: of a microbatch, on all ranks, where they are known.
+    `samples_each`: samples per microbatch over all ranks; None if unknown.
     """
     schedule, degree = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
     if degree == 1:
         return None
-    has = f"makes {num_microbatches} {'microbatch' if num_microbatches == 1 else 'microbatches'} a step"
+    has = f"makes {num_microbatches} {'microbatch' if num_microbatches == 1 else 'microbatches'} per step"
     if schedule == "1F1B" and num_microbatches < degree:
-        larger = "a larger one" if samples_each is None else f"at least {degree * samples_each}"
-        return f"{has}, and 1F1B needs one for each of the {degree} stages; set {larger}, or take GPipe"
+        larger = "a larger value" if samples_each is None else f"at least {degree * samples_each}"
+        return f"{has}, but 1F1B requires at least one per stage ({degree}); set {larger}, or use GPipe"
     if schedule in _INTERLEAVED and not _makes_equal_rounds(num_microbatches, degree):
         below = next(n for n in range(num_microbatches, 0, -1) if _makes_equal_rounds(n, degree))
         above = next(n for n in count(num_microbatches) if _makes_equal_rounds(n, degree))
         each, unit = (1, " microbatches") if samples_each is None else (samples_each, "")
         return (
-            f"{has}, and {schedule} on {degree} ranks needs a multiple of {num_microbatches // degree} of them; "
+            f"{has}, but {schedule} on {degree} ranks requires a multiple of {num_microbatches // degree}; "
             f"nearest: {below * each} or {above * each}{unit}"
         )
     return None
 
 
 _INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble")
-"""Schedules that go through the microbatches in rounds, of at least as many as there are ranks."""
+"""Schedules that process the microbatches in rounds. A round has at least as many microbatches as there are ranks."""
 
 
 def _makes_equal_rounds(num_microbatches: int, ranks: int) -> bool:
@@ -206,40 +207,41 @@ def _makes_equal_rounds(num_microbatches: int, ranks: int) -> bool:
 
 
 def pipeline_options_have_a_pipeline(config: JobConfig) -> Iterator[Problem]:
-    """An option of pipelines needs a pipeline. (Defaults pass: a recorded job has them.)"""
+    """Yield options of pipelines without a pipeline. (Defaults are accepted: a recorded job has them.)"""
     if config.parallelism.pipeline_parallel_degree > 1:
         return
-    reason = "is for pipeline parallelism, and parallelism.pipeline_parallel_degree is 1; set that, or drop this key"
+    reason = "has no effect with parallelism.pipeline_parallel_degree = 1; set a degree above 1, or remove this key"
     for name, value in config.parallelism.changed(*(str(key[-1]) for key in (_SCHEDULE, _PER_RANK, _SPLIT))):
         yield Problem(("parallelism", name), reason, value, also=(_PIPELINE,))
 
 
 def stages_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
-    """Some schedules are for one stage on each rank, one for two."""
+    """Yield a number of stages per rank that the schedule does not support."""
     parallelism = config.parallelism
     schedule, per_rank = parallelism.pipeline_parallel_schedule, stages_per_rank(parallelism)
     wanted = 1 if schedule in ONE_STAGE_SCHEDULES else 2 if schedule == "ZBVZeroBubble" else per_rank
     if parallelism.pipeline_parallel_degree > 1 and per_rank != wanted:
-        others = '"Interleaved1F1B", "LoopedBFS" and "InterleavedZeroBubble" take any number'
-        reason = f"{schedule} is for {wanted} on each rank; {others}"
+        others = '"Interleaved1F1B", "LoopedBFS" and "InterleavedZeroBubble" support any number'
+        reason = f"must be {wanted} for {schedule}; {others}"
         yield Problem(_PER_RANK, reason, per_rank, also=(_SCHEDULE,))
 
 
 def split_points_make_the_stages(config: JobConfig) -> Iterator[Problem]:
-    """Between so many stages there is one split point fewer."""
+    """Yield split points whose number is not the number of stages minus one."""
     parallelism = config.parallelism
     points, stages = parallelism.pipeline_parallel_split_points, num_stages(parallelism)
     if parallelism.pipeline_parallel_degree > 1 and points and len(points) != stages - 1:
         reason = (
-            f"divides into {len(points) + 1} stages, and there are {stages} "
-            f"({parallelism.pipeline_parallel_degree} ranks x {stages_per_rank(parallelism)} on each); "
-            f"name {stages - 1}, or none for an even division"
+            f"divides the model into {len(points) + 1} stages instead of {stages} "
+            f"({parallelism.pipeline_parallel_degree} ranks x {stages_per_rank(parallelism)} per rank); "
+            f"name {stages - 1} modules, or none for an even division"
         )
         yield Problem(_SPLIT, reason, list(points), also=(_PIPELINE, _PER_RANK, _SCHEDULE))
 
 
 def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
-    """Every stage has a layer of its own, unless the job names the split points. Tied embeddings cannot be split."""
+    """Yield pipelines with more stages than layers, unless the job sets the split points, and pipelines with tied
+    embeddings."""
     degree, args = config.parallelism.pipeline_parallel_degree, known_args(config.model)
     if degree == 1 or args is None:
         return
@@ -250,14 +252,15 @@ def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
         yield Problem(_PIPELINE, too_few_layers(config.parallelism, layers), degree, also=also)
     if tied_by is not None:
         reason = (
-            f"puts the embeddings and the output layer, which share one weight ({tied_by}), on different stages; "
-            f"set model.args.{tied_by} = false, or 1 (FSDP2 and tensor parallelism take tied weights)"
+            f"puts the embedding and the output layer, which share one weight ({tied_by}), on different stages; "
+            f"set model.args.{tied_by} = false, or 1 here (FSDP2 and tensor parallelism support tied weights)"
         )
         yield Problem(_PIPELINE, reason, degree, also=also)
 
 
 def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
-    """The number of microbatches suits the schedule, where it is known without the number of ranks."""
+    """Yield a number of microbatches that the schedule does not support, if the number is known without the number of
+    ranks."""
     parallelism, training = config.parallelism, config.training
     shard, batch = parallelism.data_parallel_shard_degree, training.global_batch_size
     ranks = None if shard == -1 else shard * parallelism.data_parallel_replicate_degree
@@ -265,7 +268,7 @@ def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
     if batch is None:
         num_microbatches = 1
     elif samples_each is None or batch % samples_each:
-        return  # said where ranks and batches are divided
+        return  # `plan_layout` reports the problem
     else:
         num_microbatches = batch // samples_each
     reason = misfit_of_microbatches(parallelism, num_microbatches, samples_each)
@@ -274,52 +277,56 @@ def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
 
 
 def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
-    """FSDP2 reduces gradients where a backward ends, and a backward in two parts has no such place."""
+    """Yield gradient accumulation modes that do not support a backward in two parts.
+
+    FSDP2 reduces gradients at the end of a backward, which a backward in two parts does not have.
+    """
     accumulation, schedule = config.gradient_accumulation, config.parallelism.pipeline_parallel_schedule
     if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES:
         return
-    why = f"{schedule} computes the gradients of weights apart, when others are under way"
+    why = f"{schedule} computes the gradients of weights separately, at a later time"
     if accumulation.mode not in ("deferred", "auto"):
         kept = "" if accumulation.keep_params_unsharded else " and keep_params_unsharded = true"
-        reason = f'{why}, so that they can only be reduced once a step; set "deferred"{kept}, or take Interleaved1F1B'
+        reason = f'{why}, and supports only one reduction per step; set "deferred"{kept}, or use Interleaved1F1B'
         yield Problem(("gradient_accumulation", "mode"), reason, accumulation.mode, also=(_SCHEDULE,))
     elif not accumulation.keep_params_unsharded and accumulation != GradientAccumulationConfig(mode="auto"):
-        reason = f"{why}, for which the parameters must stay gathered; set true, or take Interleaved1F1B"
+        reason = f"{why}, so the parameters must stay unsharded; set true, or use Interleaved1F1B"
         key: KeyPath = ("gradient_accumulation", "keep_params_unsharded")
         value = bool(accumulation.keep_params_unsharded)
         yield Problem(key, reason, value, also=(_SCHEDULE, ("gradient_accumulation", "mode")))
 
 
-def split_backward_recomputes_whole_modules(config: JobConfig) -> Iterator[Problem]:
-    """Selective activation checkpointing by operation returns a saved result once; these schedules need it twice."""
-    recomputation, schedule = config.activation_checkpoint, config.parallelism.pipeline_parallel_schedule
+def split_backward_checkpoints_whole_modules(config: JobConfig) -> Iterator[Problem]:
+    """Yield activation checkpointing that returns a saved result only once: schedules with a backward in two parts need
+    the result twice."""
+    checkpointing, schedule = config.activation_checkpoint, config.parallelism.pipeline_parallel_schedule
     if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES:
         return
     mode: KeyPath = ("activation_checkpoint", "mode")
-    why = f"keeps results for one backward, and {schedule} goes through a module twice"
-    if recomputation.mode == "selective" and recomputation.selective_ac_option == "op":
+    why = f"saves results for one backward, but {schedule} needs them twice"
+    if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
         key: KeyPath = ("activation_checkpoint", "selective_ac_option")
-        yield Problem(key, f'{why}; set a number, mode = "full", or take Interleaved1F1B', "op", also=(_SCHEDULE, mode))
-    elif recomputation.mode == "auto":
-        reason = f'may choose "selective" per operation, which {why}; name a mode, such as "none" or "full"'
+        yield Problem(key, f'{why}; set a number, mode = "full", or use Interleaved1F1B', "op", also=(_SCHEDULE, mode))
+    elif checkpointing.mode == "auto":
+        reason = f'may choose selective checkpointing by operation, which {why}; set "none" or "full"'
         yield Problem(mode, reason, "auto", also=(_SCHEDULE,))
 
 
 def split_backward_is_not_compiled(config: JobConfig) -> Iterator[Problem]:
-    """The backward of a graph is one operation."""
+    """Yield a compiled model with a backward in two parts: the backward of a graph is one operation."""
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree == 1 or not config.compile.enable:
         return
     if parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES:
         reason = (
-            "computes the gradients of weights apart, and the backward of a compiled block is one graph; set "
+            "computes the gradients of weights separately, but the backward of a compiled block is one graph; set "
             '"Interleaved1F1B" or "1F1B", or compile.enable = false'
         )
         yield Problem(_SCHEDULE, reason, parallelism.pipeline_parallel_schedule, also=(("compile", "enable"),))
 
 
-SPLIT_BACKWARD_RULES = (split_backward_is_reduced_once, split_backward_recomputes_whole_modules)
-"""The rules for gradient accumulation and activation checkpointing with these schedules."""
+SPLIT_BACKWARD_RULES = (split_backward_is_reduced_once, split_backward_checkpoints_whole_modules)
+"""Rules for gradient accumulation and activation checkpointing with these schedules."""
 
 PIPELINE_RULES = (
     pipeline_options_have_a_pipeline,
@@ -329,4 +336,4 @@ PIPELINE_RULES = (
     microbatches_suit_the_schedule,
     split_backward_is_not_compiled,
 )
-"""The other rules for pipelines."""
+"""Other rules for pipelines."""

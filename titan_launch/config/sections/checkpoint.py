@@ -18,51 +18,53 @@ class CheckpointConfig(Section):
     """Write checkpoints while the run trains, and resume from them when a run of the same name starts."""
 
     save_last: bool = True
-    """Save the step at which the run ends, because `training.steps` are done or because a signal stopped it, also with
-    `enable = false`. A run with `enable = false` never resumes from that checkpoint. `enable = true` always saves the
-    last step."""
+    """Save a checkpoint at the last step, also with `enable = false`. The last step is `training.steps`, or the step at
+    which a signal stopped the run. `enable = true` always saves the last step. A run with `enable = false` never
+    resumes from this checkpoint."""
 
     interval: Annotated[int, Field(ge=1)] = 500
     """Steps between checkpoints. With `enable = true` the last step is always saved."""
 
     interval_minutes: Annotated[float, Field(gt=0)] | None = None
-    """Minutes from one checkpoint to the next, besides `interval`. Unset: only `interval` counts."""
+    """Minutes between checkpoints, in addition to `interval`. Unset: only `interval` counts."""
 
     async_mode: AsyncMode = "disabled"
-    """The writer of checkpoints. `disabled`: training waits until the checkpoint is complete. `thread`: training
-    waits only until its state is copied to the host's memory, and a thread writes the copy. `process`: a separate
-    process writes the copy and shares nothing with training but that memory. One checkpoint is written at a time, and
-    the run's end waits for it. With `enable = false` this key has no effect."""
+    """The writer of checkpoints. `disabled`: training waits until the checkpoint is complete. `thread`: training waits
+    only until its state is copied to host memory; a thread writes the copy. `process`: as `thread`, but a separate
+    process writes the copy, and shares only that memory with training. One checkpoint is written at a time. The end of
+    the run waits for the last one. With `enable = false` this key has no effect."""
 
     keep_latest: Annotated[int, Field(ge=0)] = 10
-    """How many of the newest checkpoints are kept; older ones are deleted once a newer one is complete. 0: all."""
+    """Number of newest checkpoints to keep. Older ones are deleted after a newer one is complete. 0 keeps all."""
 
     keep_every: Annotated[int, Field(ge=0)] = 0
-    """Checkpoints of steps that are a multiple of this are kept for good. 0: none."""
+    """Checkpoints whose step is a multiple of this number are never deleted. 0 disables this."""
 
     keep_best: Annotated[int, Field(ge=0)] = 0
-    """How many checkpoints with the lowest validation loss are kept, whatever their age; the link `best` points to the
-    first. A checkpoint counts when its step was validated. 0: none."""
+    """Number of checkpoints with the lowest validation loss to keep, whatever their age. The link `best` points to the
+    checkpoint with the lowest loss. Only checkpoints of validated steps count. 0 disables this."""
 
     load: int | str = "latest"
-    """Checkpoint at which the run starts. `latest`: with `enable = true` the newest checkpoint of the run's folder that
-    is complete and undamaged; the run starts at step 0 if there is none, or with `enable = false`. `none`: the run
-    starts at step 0, and an earlier run in the folder is moved aside, not deleted. A number: that step of the run's
-    folder; checkpoints of later steps are moved aside. A path: that checkpoint (`.../checkpoints/step-100`), or the
-    newest of that folder, of another run. With `enable = true` a restart of the same launch always resumes from its
-    own latest checkpoint."""
+    """The checkpoint from which the run starts. `latest`: the newest checkpoint in the run folder that is complete and
+    undamaged; the run starts at step 0 if there is none, or if `enable = false`. `none`: the run starts at step 0, and
+    an earlier run in the folder is moved aside, not deleted. A number: the checkpoint of that step in the run folder;
+    checkpoints of later steps are moved aside. A path: a checkpoint of another run (`.../checkpoints/step-100`), or the
+    newest checkpoint in that folder. With `enable = true` a restart of the same launch always resumes from its own
+    latest checkpoint."""
 
     initial_load_path: str | None = None
-    """A checkpoint (or a run's folder, which stands for its newest) whose parameters and buffers a new run begins with;
-    step, data and optimizer begin anew. A run that has checkpoints of its own goes on from these."""
+    """Path of a checkpoint from which a new run loads parameters and buffers. A run folder stands for its newest
+    checkpoint. Step, data position and optimizer state start anew. A run that has checkpoints of its own resumes from
+    them instead."""
 
     exclude_from_loading: Array[str] = ()
-    """What is not taken from a checkpoint that `initial_load_path`, or `load` with a number or a path, names:
-    `optimizer`, `data` (the position in it), `random`, with a path `step` (and the schedule), or parameters and buffers
-    by glob (`output.**`). It begins as in a new run. A run that goes on from its own latest checkpoint takes
-    everything."""
+    """Parts of a checkpoint that are not loaded; they start as in a new run. `optimizer`: the optimizer state. `data`:
+    the position in the data. `random`: the states of random number generators. `step`: the step and the schedule (only
+    if `load` is a path). Globs select parameters and buffers (`output.**`). The key applies to the checkpoint that
+    `initial_load_path` names, or that `load` names with a number or a path. A run that resumes from its own latest
+    checkpoint loads all parts."""
 
     accept_changes: bool = False
-    """Resume although the experiment has changed: its configuration is another than the one that the run's folder
-    records, or the training data is not what it was when the checkpoint was saved. Another model can never be
+    """Resume although the experiment has changed: its configuration differs from the one recorded in the run folder, or
+    the training data differs from the data at the time of the checkpoint. A run with another model can never be
     resumed."""

@@ -15,37 +15,37 @@ from titan_launch.config.sections.base import Array, Section
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """Images and their classes: what a source holds, or what a model takes."""
+    """Format of images and their classes, as a data source has them or as a model takes them."""
 
     channels: int
     height: int
     width: int
     num_classes: int
-    """Labels are from 0 to `num_classes` - 1."""
+    """Number of classes. Labels are from 0 to `num_classes` - 1."""
 
 
 DIGITS = ImageFormat(channels=1, height=8, width=8, num_classes=10)
-"""What `sklearn-digits` holds."""
+"""Format of `sklearn-digits`."""
 
 
 def misfits(held: ImageFormat, taken: ImageFormat) -> Iterator[str]:
-    """Why a model that takes `taken` cannot learn from a source that holds `held`."""
+    """Yield the reasons why a model that takes `taken` cannot learn from a source that holds `held`."""
     if held.width <= 4 < held.channels == held.height:
         shape = f"(N, {held.channels}, {held.height}, {held.width})"
-        yield f"holds images {shape}, with the channels last, it seems; save images.transpose(0, 3, 1, 2)"
+        yield f"holds images of shape {shape}, probably channels last; save images.transpose(0, 3, 1, 2)"
         return
     if held.channels != taken.channels:
         channels = f"{held.channels} channel{'s' if held.channels > 1 else ''}"
-        reason = f"holds images of {channels}, and the model takes {taken.channels}"
+        reason = f"holds images with {channels}, but the model takes {taken.channels}"
         yield f"{reason}; set model.args.in_channels = {held.channels}"
     if held.height != held.width:
-        yield f"holds images of {held.height} x {held.width} pixels, and the model takes square ones; crop or pad them"
+        yield f"holds images of {held.height} x {held.width} pixels, but the model takes square ones; crop or pad them"
     elif held.height != taken.height:
         pixels = f"{held.height} x {held.width} pixels"
-        reason = f"holds images of {pixels}, and the model takes {taken.height} x {taken.width}"
+        reason = f"holds images of {pixels}, but the model takes {taken.height} x {taken.width}"
         yield f"{reason}; set model.args.image_size = {held.height}"
     if held.num_classes > taken.num_classes:
-        reason = f"holds labels up to {held.num_classes - 1}, and the model has {taken.num_classes} classes"
+        reason = f"holds labels up to {held.num_classes - 1}, but the model has {taken.num_classes} classes"
         yield f"{reason}; set model.args.num_classes to {held.num_classes} or more"
 
 
@@ -56,27 +56,28 @@ SampleUnit = Literal["tokens", "images"]
 
 
 IGNORED_TARGET = -100
-"""The target of a position that has none: padding. It counts neither in the loss nor as a token. The value is
-the default of `ignore_index` in PyTorch."""
+"""The target of a position without a target: padding. Such a position counts neither in the loss nor as a token. The
+value is PyTorch's default of `ignore_index`."""
 
 
 class DataSource(Section):
-    """The keys that every kind of data has. A field of this type holds one of `DATA_KINDS`, by its `kind`."""
+    """The keys that all kinds of data have. A field of this type holds one of `DATA_KINDS`, selected by its `kind`."""
 
     unit: ClassVar[SampleUnit] = "tokens"
-    """Unit of the samples, which the throughput counts."""
+    """Unit of the samples. The throughput is reported in this unit."""
 
     kind: str
     """Kind of source."""
 
     shuffle: bool = True
-    """Visit the samples of each epoch in an order drawn from `training.seed` and the epoch; otherwise in file order."""
+    """Shuffle the samples of each epoch. The order depends only on `training.seed` and the epoch. `false`: the order of
+    the source."""
 
     num_workers: Annotated[int, Field(ge=0)] = 0
-    """Worker processes per rank that prepare samples. The samples and their order do not depend on it."""
+    """Worker processes per rank that prepare samples. The samples and their order do not depend on this number."""
 
     def own_vocabulary(self) -> int | None:
-        """Return the number of tokens that the key `vocab_size` sets; None where the tokenizer decides."""
+        """Return the vocabulary size that the key `vocab_size` sets; None if the tokenizer sets it."""
         return None
 
     @classmethod
@@ -89,42 +90,44 @@ class DataSource(Section):
 
 
 class TextData(DataSource):
-    """Text files, read into memory, tokenized, concatenated and cut to `training.seq_len`."""
+    """Text files. They are read into memory, tokenized, concatenated and cut into sequences of `training.seq_len`
+    tokens."""
 
     kind: Literal["text"] = "text"
     """Kind of source."""
 
     path: str | Array[str] = PYTHON_STDLIB
-    """A file, a folder (every file below it), a glob (`**` crosses folders), or several of these, relative to the
+    """A file, a folder (all files below it), a glob (`**` crosses folders), or an array of these, relative to the
     working directory. `python-stdlib` is the source code of the running Python's standard library: tens of MB of real
-    text that is on every machine. Every file is one document. Files that are not text (valid UTF-8 without NUL bytes)
-    are skipped, and the log says how many."""
+    text that every machine has. Each file is one document. Files that are not text (valid UTF-8 without NUL bytes) are
+    skipped; the log reports their number."""
 
     split: Literal["all", "train", "validation"] = "all"
-    """Which documents to take. `validation` takes `validation_percent` of them, chosen by a hash of their paths
-    (relative to the folder given), and `train` the others, so that one `path` can serve both."""
+    """Documents to use. `validation`: `validation_percent` of the documents, chosen by a hash of their paths relative
+    to the given folder. `train`: all others. Training and validation can therefore use the same `path`."""
 
     validation_percent: Annotated[int, Field(ge=1, le=99)] = 5
-    """Share of the documents that `split` sets aside for validation."""
+    """Percentage of the documents that belong to the validation split."""
 
 
 class SyntheticData(DataSource):
-    """Random token sequences with structure to learn: each token is a fixed function of the one before, or noise."""
+    """Random token sequences with a structure that a model can learn. Each token is a fixed function of the previous
+    one, or noise."""
 
     kind: Literal["synthetic"]
     """Kind of source."""
 
     num_samples: Annotated[int, Field(ge=1)] = 10_000
-    """Sequences in an epoch."""
+    """Sequences per epoch."""
 
     vocab_size: Annotated[int, Field(ge=2)] = 256
-    """Tokens are drawn from 0 to `vocab_size` - 1."""
+    """Number of different tokens. Tokens are from 0 to `vocab_size` - 1."""
 
     noise: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of the tokens that are drawn at random; the others follow from the token before."""
+    """Fraction of the tokens that are random. Each other token follows from the previous one."""
 
     seed: int = 0
-    """Seed of the sequences themselves. Give the validation source another one."""
+    """Seed of the sequences. The validation source needs another seed than the training source."""
 
     def own_vocabulary(self) -> int:
         """Return `vocab_size`."""
@@ -135,7 +138,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class ImageData(DataSource):
-    """Images with a class each, read into memory."""
+    """Images, each with a class. They are read into memory."""
 
     unit: ClassVar[SampleUnit] = "images"
 
@@ -143,24 +146,24 @@ class ImageData(DataSource):
     """Kind of source."""
 
     path: str = SKLEARN_DIGITS
-    """An `.npz` file, relative to the working directory, with `images`, (N, height, width) or (N, channels, height,
-    width), uint8 or floating, and `labels`, (N) whole numbers from 0 on. `sklearn-digits` are 1,797 handwritten digits
-    of 8x8 pixels that scikit-learn contains (`pip install scikit-learn`)."""
+    """An `.npz` file, relative to the working directory. It holds `images` of shape (N, height, width) or (N, channels,
+    height, width), uint8 or floating point, and `labels` of shape (N), whole numbers from 0. `sklearn-digits`: 1,797
+    handwritten digits of 8x8 pixels from scikit-learn (`pip install scikit-learn`)."""
 
     split: Literal["all", "train", "validation"] = "all"
-    """Which images to take. `validation` takes `validation_percent` of them, chosen by a hash of their indices, and
-    `train` the others, so that one `path` can serve both."""
+    """Images to use. `validation`: `validation_percent` of the images, chosen by a hash of their indices. `train`: all
+    others. Training and validation can therefore use the same `path`."""
 
     validation_percent: Annotated[int, Field(ge=1, le=99)] = 5
-    """Share of the images that `split` sets aside for validation."""
+    """Percentage of the images that belong to the validation split."""
 
     mean: float | Array[float] = 0.5
-    """Subtracted from the pixels: one number, or one for each channel. Before that, uint8 pixels become 0 to 1 (and the
-    digits, too), and floating ones stay as they are."""
+    """Value to subtract from the pixels: one number, or an array with one number per channel. Pixels of uint8 images
+    and of the digits are first scaled to the range 0 to 1. Floating-point pixels are not scaled."""
 
     std: Positive | Array[Positive] = 0.5
-    """Divides the pixels after that: with the mean and the standard deviation of the data, the model sees a mean near 0
-    and a variance near 1."""
+    """Value by which the pixels are divided after the subtraction of `mean`: one number, or an array with one number
+    per channel. With the mean and the standard deviation of the data, the model's inputs have mean 0 and variance 1."""
 
 
 DATA_KINDS: dict[str, type[DataSource]] = {
@@ -168,14 +171,14 @@ DATA_KINDS: dict[str, type[DataSource]] = {
     "synthetic": SyntheticData,
     "images": ImageData,
 }
-"""The sections of the kinds of data; the first is the default. `titan_launch.data.sources.SOURCES` reads the data."""
+"""The section of each kind of data. The first is the default. `titan_launch.data.sources.SOURCES` reads the data."""
 
 
 def expand_text_paths(path: str | tuple[str, ...]) -> list[tuple[str, Path]]:
-    """The files that a `path` of `TextData` names, in an order that is the same on every machine.
+    """Return the files that a `path` of `TextData` names, as (name, file), in the same order on every machine.
 
-    Returns (name, file) pairs, sorted by name within each entry; the name is relative to the folder given, so that a
-    corpus keeps its split when it is moved. Raises FileNotFoundError that names the entry which matches no file.
+    The pairs are sorted by name within each entry. The name is relative to the given folder, so that a corpus keeps its
+    split when it is moved. Raises FileNotFoundError with the entry that matches no file.
     """
     files: dict[Path, str] = {}
     for entry in (path,) if isinstance(path, str) else path:
@@ -188,13 +191,13 @@ def expand_text_paths(path: str | tuple[str, ...]) -> list[tuple[str, Path]]:
 
 
 def names_a_file(entry: str) -> bool:
-    """Whether an entry of a `path` names any file. Cheap: it stops at the first file, and trusts the standard library
-    to be there."""
+    """Return True if an entry of a `path` names at least one file. The search stops at the first file. The standard
+    library is assumed to exist."""
     return entry == PYTHON_STDLIB or next(_files_of(entry), None) is not None
 
 
 def _files_of(entry: str) -> Iterator[tuple[str, Path]]:
-    """The files that one entry names, in no particular order."""
+    """Return the files that one entry names, in no particular order."""
     if entry == PYTHON_STDLIB:
         return _python_stdlib()
     if Path(entry).is_dir():
@@ -205,7 +208,7 @@ def _files_of(entry: str) -> Iterator[tuple[str, Path]]:
 
 
 def _python_stdlib() -> Iterator[tuple[str, Path]]:
-    import sysconfig  # here and not above, as `glob` below: a check of a job file rarely needs them
+    import sysconfig  # imported here, as `glob` below: a check of a job file rarely needs them
 
     files = _files_below(Path(sysconfig.get_paths()["stdlib"]), "*.py")
     return ((name, file) for name, file in files if "site-packages" not in file.parts)
@@ -222,28 +225,29 @@ def _files_like(pattern: str) -> Iterator[tuple[str, Path]]:
 
 
 VOCABULARY_SIZES = {"bytes": 257}
-"""Tokens of the tokenizers whose vocabulary is fixed."""
+"""Vocabulary sizes of the tokenizers with a fixed vocabulary."""
 
 
 class TokenizerConfig(Section):
-    """How text becomes tokens. Not used with images."""
+    """Conversion of text to tokens. Not used with images."""
 
     kind: Literal["bytes"] = "bytes"
-    """`bytes`: every byte of the UTF-8 text is a token (0 to 255), and 256 ends a document. Nothing to download."""
+    """The tokenizer. `bytes`: each byte of the UTF-8 text is a token (0 to 255), and token 256 ends a document; no
+    download is needed."""
 
 
 class ValidationConfig(Section):
-    """Loss and accuracy on data held out from training: over all ranks, every target with the same weight, in
-    evaluation mode."""
+    """Loss and accuracy on data held out from training. They are means over the targets of all ranks, with the same
+    weight for each target. The model is in evaluation mode."""
 
     freq: Annotated[int, Field(ge=0)] = 0
-    """Steps between validations. 0: never."""
+    """Steps between validations. 0 disables validation."""
 
     local_batch_size: Annotated[int, Field(ge=1)] = 8
     """Samples per batch on each data-parallel rank."""
 
     max_samples: Annotated[int, Field(ge=1)] | None = None
-    """Validate on this many samples, the same ones every time. Default: all."""
+    """Number of samples to validate on, the same ones each time. Default: all samples."""
 
     data: DataSource | None = None
-    """The held-out source, with the keys of `[data]`."""
+    """The held-out data source, with the keys of `[data]`."""

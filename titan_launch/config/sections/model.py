@@ -1,4 +1,4 @@
-"""`[model]`: which module is trained."""
+"""`[model]`: the module to train."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from titan_launch.config.sections.base import Array, Section, Table
 
 
 class ModelConfig(Section):
-    """Which module is trained."""
+    """The module to train."""
 
     name: str = "llama3"
-    """A model of this package, as listed in the reference below `[model]`, or `package.module:factory` for any callable
-    that returns an `nn.Module`."""
+    """The model: one of this package (the reference lists them below `[model]`), or `package.module:factory` for a
+    callable of your own that returns an `nn.Module`."""
 
     flavor: str = "debug"
-    """A row of the model's size table, which the reference shows after the model's arguments. Not used with a factory
-    of your own."""
+    """Size of the model: a row of its size table (the reference shows the table after the model's arguments). Not used
+    with a factory."""
 
     args: Table = Field(default_factory=dict)
-    """Overrides of the flavor's fields, or the keyword arguments of your own factory."""
+    """Arguments of the model. They override the values of the flavor. With a factory: its keyword arguments."""
 
     blocks: Array[str] | None = None
-    """Globs of the modules that become one FSDP unit each. Default: the model's own blocks; for a factory of your own,
-    the entries of its outermost `nn.ModuleList`s. `*` stays within one segment of a module path, `**` crosses dots."""
+    """Globs of the modules that become one FSDP2 unit each. Default: the model's own blocks; with a factory, the
+    entries of its outermost `nn.ModuleList`s. `*` matches within one segment of a module path, `**` crosses dots."""

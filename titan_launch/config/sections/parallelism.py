@@ -14,110 +14,117 @@ Degree = Annotated[int, Field(ge=1)]
 def _positive_or_rest(degree: int) -> int:
     if degree == -1 or degree >= 1:
         return degree
-    raise ValueError("must be at least 1, or -1 for the rest of the ranks")
+    raise ValueError("must be at least 1, or -1 for all remaining ranks")
 
 
 class ParallelismConfig(Section):
-    """How the ranks are divided. The degrees multiply to the number of ranks."""
+    """Degrees of data, tensor, context and pipeline parallelism. Their product is the number of ranks."""
 
     data_parallel_replicate_degree: Degree = 1
-    """Replicas of the model. With more than one, parameters are sharded within a replica only (HSDP)."""
+    """Number of replicas of the model. If it is above 1, parameters are sharded only within a replica (HSDP)."""
 
     data_parallel_shard_degree: Annotated[int, AfterValidator(_positive_or_rest)] = -1
-    """Ranks that one replica's parameters are sharded over (FSDP2). -1: the rest of the ranks."""
+    """Number of ranks that the parameters of a replica are sharded over (FSDP2). -1: all remaining ranks."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether gathered parameters are freed after forward and gathered again for backward. `default`: those of all
-    blocks but the last, which backward needs at once, as it does the head's; none where every rank has them whole (one
-    shard), since nothing is gathered there, and what is freed is copied once more. `always`: those of the last block
-    and of the head too. `never`: none."""
+    """Resharding of parameters after forward, and a second all-gather for backward. `default`: reshard all blocks but
+    the last; backward needs the last block and the head first. With one shard nothing is resharded: an all-gather would
+    only copy. `always`: also reshard the last block and the head. `never`: keep all parameters unsharded until
+    backward."""
 
     tensor_parallel_degree: Degree = 1
-    """Ranks that share the matrices of every layer (tensor parallelism): each computes with a part of the heads and of
-    the feed-forward's width, on the same samples. Neighbouring ranks, which should be on one node."""
+    """Number of ranks that share the matrices of every layer (tensor parallelism). Each rank computes a part of the
+    attention heads and of the feed-forward width, for the same samples. These ranks have consecutive numbers, and
+    should be on one node."""
 
     sequence_parallel: bool = True
-    """With tensor parallelism: between its matrices (norms, residual stream) each rank holds a part of the sequence
-    only, and what these store shrinks with the degree. `false`: every rank holds it whole."""
+    """With tensor parallelism: each rank holds only a part of the sequence between the divided matrices (norms,
+    residual stream). The activations there shrink by the degree. `false`: each rank holds the whole sequence."""
 
     loss_parallel: bool = True
-    """With tensor parallelism: the logits stay divided by class, and the loss is computed on the parts. `false`: every
-    rank gathers them."""
+    """With tensor parallelism: the logits stay sharded by class, and the loss is computed on the shards. `false`: each
+    rank gathers the logits."""
 
     context_parallel_degree: Degree = 1
-    """Ranks that share every sequence (context parallelism, ring attention): each holds a part of its tokens.
-    Parameters are sharded over these ranks too."""
+    """Number of ranks that share every sequence (context parallelism, ring attention). Each rank holds a part of its
+    tokens. Parameters are also sharded over these ranks."""
 
     context_parallel_load_balance: bool = True
-    """With context parallelism: give each rank one part from the front and one from the back of the sequence, so that
-    causal attention is as much work on each."""
+    """With context parallelism: each rank gets one part from the front and one from the back of the sequence. Causal
+    attention is then equal work on all ranks."""
 
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    """With context parallelism: how keys and values travel. `allgather`: at once, before attention. `alltoall`: one
-    rank's at a time, while attention over another's is computed; less memory."""
+    """With context parallelism: exchange of keys and values. `allgather`: all at once, before attention. `alltoall`:
+    those of one rank at a time, while attention over those of another rank is computed; less memory."""
 
     pipeline_parallel_degree: Degree = 1
-    """Ranks that share the layers (pipeline parallelism): each holds some of them, and microbatches pass through."""
+    """Number of ranks that share the layers (pipeline parallelism). Each rank holds some of the layers, and
+    microbatches pass from rank to rank."""
 
     pipeline_parallel_schedule: Literal[
         "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"
     ] = "1F1B"
-    """With pipeline parallelism: in which order a rank does forwards and backwards of the step's microbatches
+    """With pipeline parallelism: the order of forwards and backwards of the microbatches on each rank
     (torch.distributed.pipelining)."""
 
     pipeline_parallel_stages_per_rank: Degree | None = None
-    """With pipeline parallelism: stages that each rank holds. Default: 1 for `1F1B` and `GPipe`, which take no other
-    number, 2 for the others."""
+    """With pipeline parallelism: number of pipeline stages per rank. Default: 1 for `1F1B` and `GPipe`, which support
+    only 1; 2 for the other schedules."""
 
     pipeline_parallel_split_points: Array[str] = ()
-    """With pipeline parallelism: the modules that a stage begins with, from the second stage on, in order, such as
-    `["layers.3", "layers.6"]`. Default: stages with as equal a number of matrix elements as whole layers allow."""
+    """With pipeline parallelism: the first module of each stage from the second stage on, in order, such as
+    `["layers.3", "layers.6"]`. Default: the stages are divided between layers, so that their numbers of matrix elements
+    are as equal as possible."""
 
 
 class ActivationCheckpointConfig(Section):
-    """Activations of the model's blocks that are computed again in backward instead of kept: less memory for more time.
-    Losses, gradients and running statistics stay the same, bit for bit, where nothing is compiled."""
+    """Activation checkpointing: backward computes activations of the blocks a second time, so that forward need not
+    save them. It takes less memory and more time. Without compilation, losses, gradients and running statistics stay
+    the same, bit for bit."""
 
     mode: Literal["none", "full", "selective", "memory_budget", "auto"] = "none"
-    """`none`: everything that backward needs is kept. `full`: of each block only its inputs are kept; one forward more
-    per step. `selective`: as `selective_ac_option` says. `memory_budget`: the compiler chooses what is kept, within
-    `memory_budget`. `auto`: of `none`, `selective` (`"op"`) and `full`, the one with the shortest predicted step among
-    those whose predicted memory fits; see `gradient_accumulation.mode`."""
+    """The activations that are saved for backward. `none`: all of them; no activation checkpointing. `full`: only the
+    inputs of each block; costs one more forward per step. `selective`: see `selective_ac_option`. `memory_budget`: the
+    compiler chooses what it saves, within `memory_budget`. `auto`: the mode with the shortest predicted step whose
+    predicted memory fits, out of `none`, `selective` (`"op"`) and `full`; see `gradient_accumulation.mode`."""
 
     selective_ac_option: Literal["op"] | Annotated[int, Field(ge=1)] = "op"
-    """For `mode = "selective"`. `"op"`: of each block the results of costly operations (attention, convolutions, every
-    second matrix product) are kept too, and the cheap ones are computed again. A number k: every k-th block is computed
-    again, the others are kept."""
+    """For `mode = "selective"`. `"op"`: each block saves its inputs and the results of costly operations (attention,
+    convolutions, every second matrix product); backward repeats the cheap operations. A number k: activation
+    checkpointing of every k-th block; all other blocks save everything."""
 
     modules: Array[str] = ()
-    """Globs of the modules that are computed again in place of the blocks, such as `["layers.*.feed_forward"]`; of
-    modules within others that match, the outer ones. Default: the blocks."""
+    """Globs of the modules with activation checkpointing, such as `["layers.*.feed_forward"]`. If a matching module is
+    inside another one, only the outer one counts. Default: the blocks."""
 
     memory_budget: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """For `mode = "memory_budget"`: the share that may be kept of what a compiled graph would keep for backward: 1 is
-    all of it, near 0 nothing but the graph's inputs. The cheapest operations that bring it there are computed again."""
+    """For `mode = "memory_budget"`: fraction of the activations of a compiled graph that the graph may save for
+    backward. 1 saves all; near 0, only the graph's inputs are saved. Backward repeats the cheapest operations that meet
+    the budget."""
 
 
 Component = Literal["model", "loss"]
 
 
 class CompileConfig(Section):
-    """The model's blocks, and the loss, compiled by torch.compile: fewer and larger kernels. The first step takes
-    longer, and sums may round otherwise."""
+    """Compilation of the model's blocks and of the loss by torch.compile, into fewer and larger kernels. The first step
+    takes longer. Sums may be rounded differently."""
 
     enable: bool = False
-    """Compile. Each block becomes one graph, that equal blocks share; where units of precision rules lie inside of it,
-    whose hooks cannot be in a graph, the largest modules around these do. What would break a graph is an error."""
+    """Compile the components in `components`. Each block is one graph; equal blocks share it. If a block contains FSDP2
+    units of precision rules, whose hooks cannot be part of a graph, the largest modules without such units are compiled
+    instead. A graph break is an error."""
 
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
-    """What makes code of a graph. `inductor`: Triton kernels on GPUs, C++ on CPUs (needs a compiler). For finding
-    faults: `aot_eager` runs the graph's operations one by one, `eager` those of the model as they were traced."""
+    """Compiler backend. `inductor`: Triton kernels on GPUs, C++ on CPUs (needs a C++ compiler). The other two are
+    for debugging: `aot_eager` runs the operations of the graph one by one, `eager` runs the traced operations of the
+    model."""
 
     components: Array[Component] = ("model",)
-    """What is compiled: `model` (its blocks), `loss`. The compiled loss makes no fp32 copies of the logits, as
-    `training.loss_chunks` does without it."""
+    """Components to compile: `model` (its blocks), `loss`. The compiled loss makes no fp32 copies of the logits.
+    Without compilation, `training.loss_chunks` reduces these copies."""
 
     cache_folder: str | None = None
-    """Where inductor keeps the kernels that it makes, and looks for them: a folder that outlasts the job, on storage
-    that all hosts share, saves later starts most of the compilation. Unset: the compiler's own, which is in the host's
-    temporary files unless `TORCHINDUCTOR_CACHE_DIR` says otherwise."""
+    """Folder in which inductor stores compiled kernels and looks for them. If the folder outlasts the job and all hosts
+    share it, later starts skip most of the compilation. Unset: the folder of `TORCHINDUCTOR_CACHE_DIR`, or else a
+    folder for temporary files of the host."""

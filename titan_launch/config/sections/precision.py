@@ -8,127 +8,134 @@ from titan_launch.config.sections.base import Array, FloatDtype, Section
 
 
 class PrecisionRule(Section):
-    """An exception to `[precision]` for the modules it matches: by `type`, by `match`, or by both together."""
+    """An exception to `[precision]` for the modules that match `type`, `match`, or both if both are set."""
 
     type: str | None = None
-    """Class name; base classes count, and leading underscores do not, so `BatchNorm` finds every `_BatchNorm`.
-    With dots, the full name of one class: `my_package.norms.MyNorm`."""
+    """Class name of the modules. A base class matches, too, and leading underscores are ignored: `BatchNorm` matches
+    every `_BatchNorm`. A name with dots is the full name of one class: `my_package.norms.MyNorm`."""
 
     match: str | Array[str] | None = None
-    """Glob over module paths, or several: `*` stays within one segment, `**` crosses dots, as in
+    """Glob, or array of globs, for module paths. `*` matches within one segment, `**` crosses dots, as in
     `layers.*.attention_norm`."""
 
     storage_dtype: FloatDtype | None = None
-    """The parameters are kept in it, sharded, with their gradients and the optimizer's state. Unset:
+    """Dtype of the sharded parameters, of their gradients, and of their optimizer state. Unset:
     `precision.storage_dtype`."""
 
     param_dtype: FloatDtype | None = None
-    """The parameters are all-gathered in it, and floating inputs are cast to it. Unset: the parameters keep their
-    storage dtype and the inputs are not cast, which is not the same as `float32`."""
+    """Dtype of the all-gathered parameters. Floating-point inputs of the modules are cast to it. Unset: the parameters
+    keep their storage dtype, and the inputs are not cast; `float32` is not the same, since it casts the inputs."""
 
     reduce_dtype: FloatDtype | None = None
-    """Gradients are reduced in it. Unset: `precision.reduce_dtype`."""
+    """Dtype of the gradients in their reduction. Unset: `precision.reduce_dtype`."""
 
     output_dtype: FloatDtype | None = None
-    """Floating outputs are cast to it. Unset: what the consumer computes in, which is the `param_dtype` around the
-    module; the outputs of the model itself (its head) stay as they are."""
+    """Dtype to which floating-point outputs are cast. Unset: the `param_dtype` of the surrounding module, which takes
+    the outputs as inputs. The outputs of the model itself (its head) are not cast."""
 
     cast_forward_inputs: bool = True
-    """Whether floating inputs are cast to `param_dtype`."""
+    """Cast floating-point inputs to `param_dtype`."""
 
     buffer_dtype: FloatDtype | None = None
-    """Floating buffers of the module and of everything in it are stored in it. Unset: `precision.buffer_dtype`.
-    BatchNorm's running statistics follow only a rule that matches the BatchNorm itself."""
+    """Dtype of the floating-point buffers of the module and of all modules in it. Unset: `precision.buffer_dtype`. The
+    running statistics of a BatchNorm follow only a rule that matches the BatchNorm itself."""
 
     reshard_after_forward: bool | None = None
-    """Whether the parameters are freed after forward and gathered again for backward. Unset: as for its block
-    within a block; a unit that reaches over several blocks, or into the head, keeps them, since backward needs them
-    first."""
+    """Reshard the parameters after forward, and all-gather them again for backward. Unset: as for the block that
+    contains the modules. A unit that spans several blocks, or a part of the head, is not resharded if unset, since
+    backward needs it first."""
 
     unit_per: Literal["model", "block", "module"] = "model"
-    """How many FSDP2 units the matched modules become: one for the model (the fewest collectives), one for each block,
-    or one for each module. `model` is for modules that run in every forward of the whole model; where some are called
-    outside of it, or only now and then, give them smaller units. (A unit larger than the largest block is divided by
-    blocks in any case, if it exceeds a million parameters; before torch 2.13 every module has its own.)"""
+    """Number of FSDP2 units for the matched modules: one for the model (the fewest collectives), one per block, or one
+    per module. `model` requires that all matched modules run in every forward of the whole model. If some of them run
+    outside of it, or only in some steps, use `block` or `module`. (A unit that is larger than the largest block and has
+    more than a million parameters is always divided by blocks. Before torch 2.13 each module is a unit of its own.)"""
 
 
 class PrecisionConfig(Section):
-    """What every module is stored in, computed in and reduced in."""
+    """Dtypes in which modules store their parameters, compute, and reduce their gradients."""
 
     storage_dtype: FloatDtype = "float32"
-    """Sharded parameters, their gradients, and the optimizer's state."""
+    """Dtype of sharded parameters, of their gradients, and of the optimizer state."""
 
     param_dtype: FloatDtype = "bfloat16"
-    """All-gathered parameters and, with them, the computation."""
+    """Dtype of all-gathered parameters, and therefore of the computation."""
 
     reduce_dtype: FloatDtype = "float32"
-    """Gradients are reduced in it over the ranks, and accumulated in it where the reduction is deferred."""
+    """Dtype in which gradients are reduced over the ranks. A deferred reduction also accumulates gradients in it."""
 
     buffer_dtype: FloatDtype | None = None
-    """Floating buffers are stored in it, but for BatchNorm's running statistics. Unset: as the model made them (FSDP2
-    casts no buffers)."""
+    """Dtype of floating-point buffers, except for the running statistics of BatchNorm. Unset: the dtype that the model
+    gave them (FSDP2 casts no buffers)."""
 
     rules: Array[PrecisionRule] = ()
-    """Exceptions, for modules found by class or by path; the first that matches a module wins. A rule that matches
-    nothing is an error."""
+    """Exceptions for modules that match by class or by path. The first rule that matches a module applies. A rule that
+    matches no module is an error."""
 
 
 class BatchNormConfig(Section):
-    """What the statistics of BatchNorm layers are taken over. Without effect on a model that has none."""
+    """Batch statistics and running statistics of BatchNorm layers. Models without BatchNorm ignore this section."""
 
     statistics: Literal["local", "synchronized"] = "local"
-    """`local`: each rank normalizes its microbatch by that microbatch's own mean and variance. `synchronized`: by those
-    of all data-parallel ranks' microbatches together, so that N ranks train as one with N times the batch; one small
-    all-gather per layer in forward, and one all-reduce in backward."""
+    """Samples over which mean and variance are computed. `local`: the microbatch of each rank. `synchronized`: the
+    microbatches of all data-parallel ranks together, so that N ranks train like one rank with N times the batch. It
+    costs one small all-gather per layer in forward, and one all-reduce in backward."""
 
     momentum_per: Literal["microbatch", "step"] = "microbatch"
-    """What a layer's `momentum`, the weight of new statistics in the running ones, is meant for. `step`: the
-    microbatches of a step together have that weight, however many there are."""
+    """The unit to which the `momentum` of a BatchNorm layer applies. `momentum` is the weight of new statistics in the
+    running statistics. `microbatch`: each microbatch has this weight. `step`: all microbatches of a step together have
+    this weight, whatever their number."""
 
 
 class Float8Config(Section):
-    """The products of linear layers, forward and backward, in 8-bit floating point, on factors scaled as they come, by
-    torchao (`pip install torchao`). Parameters stay as they are, and are gathered in `precision.param_dtype`, or with
-    `all_gather` in 8 bits. For GPUs with such units: NVIDIA from compute capability 8.9 (H100, H200, B200, L40S)."""
+    """8-bit floating-point products of linear layers, in forward and backward, by torchao (`pip install torchao`). The
+    factors are scaled dynamically. Parameters keep their storage dtype. They are all-gathered in
+    `precision.param_dtype`, or with `all_gather` in 8 bits. The products need GPUs with 8-bit units: NVIDIA with
+    compute capability 8.9 or more (H100, H200, B200, L40S)."""
 
     enable: bool = False
-    """Convert. Worth it with `compile.enable` only: without it every scaling is a kernel of its own."""
+    """Convert linear layers to 8 bits. This is faster only with `compile.enable`: without compilation each scaling is a
+    kernel of its own."""
 
     recipe: Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"] = "rowwise"
-    """A scale for each row, which is the most exact; the same with the gradients of the weights in bfloat16; or one for
-    each tensor, which is the fastest."""
+    """Granularity of the scales. `rowwise`: one scale per row; the most exact. `rowwise_with_gw_hp`: as `rowwise`, with
+    the gradients of the weights in bfloat16. `tensorwise`: one scale per tensor; the fastest."""
 
     modules: Array[str] = ()
-    """Globs of the modules whose linear layers are converted, those inside included. Default: those of all blocks that
-    no rule computes in another dtype than bfloat16. Not the head, which is the most sensitive."""
+    """Globs of the modules whose linear layers are converted, including the layers inside of a matching module.
+    Default: the linear layers of all blocks for which precision rules set no dtype other than bfloat16. The head is not
+    converted by default, since it is the most sensitive layer."""
 
     all_gather: bool = False
-    """Gather converted weights in 8 bits instead of `precision.param_dtype`: each rank rounds its shards before. For
-    `tensorwise` only: the scale of a weight is that of its shards on all ranks, found once after each step."""
+    """All-gather converted weights in 8 bits instead of `precision.param_dtype`. Each rank rounds its shards before the
+    all-gather. Only for `tensorwise`: the scale of a weight covers its shards on all ranks, and is computed once after
+    each step."""
 
     emulate: bool = False
-    """Round to 8 bits, and multiply in the computation's dtype: for trying out numerics where there are no such
-    units."""
+    """Round the factors to 8 bits, and multiply in the dtype of the computation. Use this to test the numerics on
+    hardware without 8-bit units."""
 
 
 AttentionBackend = Literal["cudnn", "flash", "efficient", "math"]
 
 
 class KernelsConfig(Section):
-    """Which kernels compute attention and matrix products, and how exactly. The defaults are exact where a precision
-    rule says float32."""
+    """Kernels of attention and matrix products, and their precision. With the defaults, modules for which a precision
+    rule sets float32 compute in full float32 precision."""
 
     attention: Literal["auto", AttentionBackend] = "auto"
     """Kernel of `F.scaled_dot_product_attention`. `auto` on a GPU: the first usable of `cudnn`, `flash`, `efficient`
-    and `math` (before Hopper, `flash` comes first); the log names the kernel, with the reasons against those before it.
-    `auto` on a CPU: PyTorch's choice, or this launcher's blocked kernel for causal attention in short sequences, if it
-    is faster. Another value: that kernel of PyTorch, or an error. `math` stores all scores."""
+    and `math` (before Hopper, `flash` comes first). The log names the kernel, and the reasons against those before it.
+    `auto` on a CPU: PyTorch's choice, or the blocked kernel of this package for causal attention in short sequences, if
+    it is faster. Any other value: that kernel of PyTorch; if the kernel cannot be used, the run fails. `math` stores
+    all attention scores."""
 
     float32_precision: Literal["ieee", "tf32"] = "ieee"
-    """Matrix products and convolutions of float32 tensors on a GPU. `tf32`: their factors are rounded to 10 bits of
-    mantissa, on matrix units that are several times faster; sums stay float32. What a rule computes in float32 is then
-    no more exact than that. (PyTorch itself takes `tf32` for convolutions only.)"""
+    """Precision of matrix products and convolutions of float32 tensors on a GPU. `ieee`: full float32. `tf32`: the
+    factors are rounded to 10 bits of mantissa, on matrix units that are several times faster; sums stay in float32.
+    `tf32` also applies to modules for which a precision rule sets float32. (PyTorch's own default is `tf32` for
+    convolutions only.)"""
 
     bf16_reduced_precision_reduction: bool = True
-    """Whether cuBLAS may add up the parts of a divided bfloat16 product in bfloat16, which is PyTorch's default and
-    faster. The sums within a part are float32 in any case."""
+    """Allow cuBLAS to add the partial results of a split bfloat16 product in bfloat16. This is PyTorch's default, and
+    faster. The sums within a part are always float32."""

@@ -18,21 +18,20 @@ def _file_name(name: str) -> str:
 
 
 class GeneralConfig(Section):
-    """What the run is called, where it writes and what it runs on."""
+    """Name, folder and device of the run."""
 
     name: Annotated[
         str,
         AfterValidator(_file_name),
         Field(json_schema_extra={"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$"}),
     ] = "job"
-    """Name of the run, and of its folder below `dump_folder`. Letters, digits, `.`, `_` and `-`."""
+    """Name of the run, and of its folder in `dump_folder`. It consists of letters, digits, `.`, `_` and `-`."""
 
     dump_folder: str = "outputs"
     """Folder that holds the run folders, relative to the working directory."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What to compute on. `auto` takes CUDA where there is a GPU. The backend follows: NCCL on `cuda`, gloo on
-    `cpu`."""
+    """Device of the run. `auto`: CUDA if there is a GPU, else the CPU. The backend is NCCL on `cuda`, gloo on `cpu`."""
 
     @property
     def run_folder(self) -> Path:
@@ -41,98 +40,98 @@ class GeneralConfig(Section):
 
 
 class MetricsConfig(Section):
-    """What is reported, where and how often."""
+    """Reports of the run: their interval and destination."""
 
     log_freq: Annotated[int, Field(ge=1)] = 10
-    """Steps between reports (the first and the last step are always reported). Between reports nothing waits for the
-    device."""
+    """Steps between reports. The first and the last step are always reported. Between reports the host does not wait
+    for the device."""
 
     enable_tensorboard: bool = True
-    """Write TensorBoard event files below `tb/` in the run folder."""
+    """Write TensorBoard event files to `tb/` in the run folder."""
 
     peak_tflops_per_device: Annotated[float, Field(gt=0)] | None = None
-    """Dense bf16 peak of one device in TFLOP/s, for the MFU. Default: the peak of the GPU where it is known; without a
+    """Dense bf16 peak of one device in TFLOP/s, for the MFU. Default: the peak of the GPU, if it is known. Without a
     peak no MFU is reported."""
 
 
 class DebugConfig(Section):
-    """Reproducibility and faults."""
+    """Reproducibility, checks of dtypes, and skipped steps."""
 
     deterministic: bool = False
-    """Use only deterministic kernels, and fail where there is none. Slower."""
+    """Use only deterministic kernels. An operation without one is an error. Slower."""
 
     audit_precision: bool | None = None
-    """Watch the first step of the process and compare the dtypes of all inputs, parameters, gradients, buffers, outputs
-    and collectives with the plan; the run ends before its first update where they differ. The result is in
-    `precision_audit.json`. Later steps cost nothing. Unset: on for the `debug` flavor and for a model of your own."""
+    """Compare the dtypes of all inputs, parameters, gradients, buffers, outputs and collectives of the process's first
+    step with the plan. If they differ, the run ends before its first update. The result is in `precision_audit.json`.
+    Later steps are not affected. Unset: on for the `debug` flavor and for a model of your own."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """Reaction to a loss or gradient norm that is not finite on any rank. Both values skip the step on all ranks.
-    `stop` then ends the run with the number of the step (on CUDA when the next report is due, with no update in
-    between); `skip` continues."""
+    """Action if the loss or the gradient norm is not finite on any rank. The update is then skipped on all ranks.
+    `stop` ends the run, with the number of the step (on CUDA at the next report; no update happens in between). `skip`
+    continues."""
 
     spike_sigma: Annotated[float, Field(gt=0)] | None = None
-    """A step is also skipped if its loss or its gradient norm is more than this number of standard deviations above the
-    mean of `spike_window`. Unset: no step is skipped for that."""
+    """Also skip a step if its loss or its gradient norm exceeds the mean of `spike_window` by more than this number of
+    standard deviations. Unset: no step is skipped for this reason."""
 
     spike_window: Annotated[int, Field(ge=2, le=1024)] = 128
-    """Number of steps against which a spike is measured: the last steps that were not skipped. No step is a spike
-    before half of the window is full."""
+    """Number of steps from which the mean and the standard deviation for `spike_sigma` are computed: the last steps
+    that were not skipped. No spike is detected before half of this number of steps."""
 
     max_skips: Annotated[int, Field(ge=1)] = 10
-    """Number of skipped steps in a row, for either reason, after which `on_repeated_skips` applies (on CUDA when the
-    next report is due, with no update in between)."""
+    """Number of consecutive skipped steps after which `on_repeated_skips` applies (on CUDA at the next report; no
+    update happens in between)."""
 
     on_repeated_skips: Literal["stop", "rollback"] = "stop"
-    """Reaction to `max_skips` skipped steps. `stop` ends the run. `rollback` returns to the last checkpoint, and
-    continues with the data after the skipped steps."""
+    """Action after `max_skips` skipped steps. `stop` ends the run. `rollback` loads the last checkpoint, and continues
+    with the data after the skipped steps."""
 
     max_rollbacks: Annotated[int, Field(ge=1)] = 3
-    """Number of rollbacks of a run. Instead of another rollback the run ends."""
+    """Maximum number of rollbacks of a run. The run ends instead of rolling back once more."""
 
 
 UNWATCHED_GROUPS = ("checkpoint",)
 """Descriptions of process groups without timeout and hang detection. While one rank writes its part of a checkpoint,
-the others wait long."""
+the other ranks wait for a long time."""
 
 
 class CommConfig(Section):
-    """The process group, and what is measured of it."""
+    """Timeouts, hang detection and measurements of collectives."""
 
     init_timeout_seconds: Annotated[int, Field(ge=1)] = 1800
-    """A collective that takes longer than this ends the run, up to the end of the first step of the process: while
-    ranks build, load a checkpoint, and warm up."""
+    """Timeout of collectives in seconds until the end of the first step of the process: while ranks build the model,
+    load a checkpoint and warm up. A collective that takes longer ends the run."""
 
     timeout_seconds: Annotated[int, Field(ge=1)] = 600
-    """A collective that takes longer than this ends the run, from then on, after a resume as well. It holds for every
-    group of ranks, but not for the one that writes checkpoints."""
+    """Timeout of collectives in seconds after the first step of the process, also after a resume. A collective that
+    takes longer ends the run. The timeout applies to all process groups except for the one that writes checkpoints."""
 
     hang_seconds: Annotated[int, Field(ge=0)] | None = None
-    """When a rank makes no progress for so long, every rank writes the stacks of its threads to `hangs/rank_N.txt` and
-    its collectives to `flight_recorder/rank_N` (with NCCL, those of gloo to `flight_recorder_gloo/rank_N`), and the log
-    names the ranks that are behind. Until the end of the first step, and while a checkpoint is saved or loaded, it is
-    longer, in the proportion of `init_timeout_seconds` to `timeout_seconds`. Unset: half of `timeout_seconds`.
-    0 disables hang detection."""
+    """Seconds without progress after which a rank counts as hanging. Every rank then writes the stacks of its threads
+    to `hangs/rank_N.txt`, and its NCCL collectives to `flight_recorder/rank_N` (gloo collectives:
+    `flight_recorder_gloo/rank_N`). The log names the ranks that are behind. Until the end of the first step, and while
+    a checkpoint is saved or loaded, the time is longer by the factor `init_timeout_seconds / timeout_seconds`. Unset:
+    half of `timeout_seconds`. 0 disables hang detection."""
 
     flight_recorder_size: Annotated[int, Field(ge=0)] = 2000
-    """Collectives that PyTorch's flight recorder remembers on each rank, to be written to `flight_recorder/rank_N` when
-    one times out or a rank hangs. 0: off."""
+    """Number of collectives that PyTorch's flight recorder keeps on each rank. They are written to
+    `flight_recorder/rank_N` if a collective times out or a rank hangs. 0 disables the flight recorder."""
 
     count_traffic: bool = False
-    """Count FSDP2's collectives and the bytes in them as they are called, and report them per step (`comm/*`): they are
-    those that `plan` prints. Nothing waits for it."""
+    """Count FSDP2's collectives and their bytes, and report them per step (`comm/*`). The numbers are the same as in
+    the output of `plan`. Counting does not make the host wait for the device."""
 
     profile_freq: Annotated[int, Field(ge=0)] = 0
-    """Every so many steps one runs under PyTorch's profiler, and `comm/exposed_s` reports how long a NCCL kernel ran
-    and nothing else did: communication that is not hidden. That step waits for the device, and takes longer. CUDA only.
-    0: never."""
+    """Interval, in steps, at which one step runs under PyTorch's profiler. `comm/exposed_s` reports the time in which a
+    NCCL kernel ran and no other kernel did: exposed communication. The profiled step waits for the device, and takes
+    longer. CUDA only. 0 disables profiling."""
 
 
 _Positive = Annotated[float, Field(gt=0)]
 
 
 class PlannerConfig(Section):
-    """Assumptions about the machines, for predictions of memory and time. `plan`, `mode = "auto"` and the predicted
+    """Assumptions about the hardware, for predictions of memory and time. `plan`, `mode = "auto"` and the predicted
     memory of a run use them. `plan` prints all of them."""
 
     device: str | None = None
