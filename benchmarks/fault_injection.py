@@ -301,7 +301,7 @@ class Outcome:
 
     deaths: tuple[Death, ...]
     mismatch: str | None
-    """The difference from the undisturbed run; None if there is none."""
+    """The difference from the undisturbed run; None if the results are equal."""
 
 
 def disturbed(seed: str, bench: Bench, pattern: Life, reference: Reference) -> Outcome:

@@ -56,7 +56,7 @@ class Fault:
     """Number of the visit to the point at which the process dies, counted from 1."""
 
     seconds: float = 0.0
-    """For a random instant: seconds from the start of the process."""
+    """Seconds from the start of the process to the kill; used for a random instant only."""
 
     in_writer: bool = False
     """True if the writer process of the rank dies, not the rank itself."""
@@ -145,7 +145,7 @@ class _Armed:
             self._reach(_EVENTS[event])
 
     def with_half_writes(self, write: Callable[..., int]) -> Callable[..., int]:
-        """Return a stream's `write` that writes half of the data and dies if the fault is there."""
+        """Return a stream's `write` that writes half of the data, then dies, if the fault is at this call."""
 
         def write_or_die(stream: Any, data: Any) -> int:
             if self._is_here("write"):
@@ -157,7 +157,7 @@ class _Armed:
         return write_or_die
 
     def with_kills(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return a module's `forward` that dies first if the fault is there."""
+        """Return a module's `forward` that dies first if the fault is at this call."""
 
         def forward_or_die(module: nn.Module, x: Tensor) -> Tensor:
             self._reach("step")
@@ -170,7 +170,7 @@ class _Armed:
             self.kill()
 
     def _is_here(self, point: str) -> bool:
-        """Note a point. Return True if the fault is there."""
+        """Note a visit to a point. Return True if the fault is at this visit."""
         with self._lock:
             self._seen[point] += 1
             number = self._seen[point]

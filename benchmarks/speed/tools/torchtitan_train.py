@@ -69,7 +69,7 @@ class Batches:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Likewise."""
+        """Do nothing, because no checkpoint is loaded."""
 
 
 def main(job: Job) -> None:
