@@ -1,12 +1,12 @@
-"""What the accumulation modes communicate, hold and round: measured on a small Llama under HSDP.
+"""Communication, memory and rounding errors of the accumulation modes, measured on a small Llama under HSDP.
 
     torchrun --nproc-per-node 4 benchmarks/accumulation_modes.py --write docs/verification/numerics.md
 
-Collectives and their bytes are those of a real step of 4 microbatches, gradients held and peak memory those of live
-tensors, beside what the planner predicts. The gradient's error is relative to a sum in fp64 of the microbatches' own
-gradients, each reduced in fp32 on its own, and so is only what accumulation and reduction add. Times are left out:
-processes of one machine say nothing about a network. Prints a table, and writes it between the markers of a Markdown
-file.
+Collectives and their bytes are counted in a real step of 4 microbatches. Gradient memory and peak memory are those of
+live tensors, and are compared with the planner's prediction. The error of a gradient is relative to a reference: the
+sum in fp64 of the microbatches' gradients, each reduced in fp32. So the error is only that of accumulation and
+reduction. Times are not measured, because processes of one machine do not have the speed of a network. The script
+prints a table, and writes it between the markers of a Markdown file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from titan_launch.train.model import shard_model
 from titan_launch.train.step import Microbatch, forward_backward
 
 FEW, MANY = 4, 64
-"""Microbatches in a step."""
+"""Numbers of microbatches in a step."""
 
 MODES = {
     "`immediate`": GradientAccumulationConfig(mode="immediate"),
@@ -57,21 +57,21 @@ MODES = {
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured in one mode, and what was planned."""
+    """Measurements of one mode, and the planner's predictions."""
 
     traffic: Traffic
     planned_traffic: Traffic
     held_bytes: int
-    """Gradients between the first microbatch and the second."""
+    """Bytes of gradients between the first microbatch and the second."""
 
     peak_bytes: int
     planned_peak_bytes: int
     errors: dict[tuple[str, int], float]
-    """By reduce dtype and number of microbatches."""
+    """Relative error of the gradient, by reduce dtype and number of microbatches."""
 
 
 def measure(accumulation: GradientAccumulationConfig, ranks: Ranks) -> Figures:
-    """One mode on all its figures."""
+    """Measure one mode."""
     config = job(accumulation, FEW, "float32", ranks.world_size)
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
     planned = analytic_engine(config, layout, "cpu")(Choice(accumulation, config.activation_checkpoint))
@@ -97,7 +97,7 @@ def measure(accumulation: GradientAccumulationConfig, ranks: Ranks) -> Figures:
 
 
 def job(accumulation: GradientAccumulationConfig, number: int, reduce_dtype: str, world_size: int) -> JobConfig:
-    """A small Llama in bf16 on two replicas, with so many microbatches of two sequences on every rank."""
+    """Return the job: a small Llama in bf16 on two replicas, with `number` microbatches of two sequences per rank."""
     return JobConfig.model_validate(
         {
             "model": {"args": {"dim": 128, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 384}},
@@ -110,7 +110,7 @@ def job(accumulation: GradientAccumulationConfig, number: int, reduce_dtype: str
 
 
 def sharded(config: JobConfig, ranks: Ranks) -> nn.Module:
-    """The job's model, wrapped, with the values of seed 0."""
+    """Return the job's wrapped model, with the initial values of seed 0."""
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
     built = build_model(config.model, config.training.seq_len)
     model = shard_model(config, built, plan_precision(config, built), build_mesh(layout, ranks.device.type))
@@ -120,7 +120,7 @@ def sharded(config: JobConfig, ranks: Ranks) -> nn.Module:
 
 
 def microbatches(config: JobConfig, ranks: Ranks, number: int) -> list[Microbatch]:
-    """Random tokens, others on every rank."""
+    """Return microbatches of random tokens, which differ between ranks."""
     generator = torch.Generator().manual_seed(ranks.rank)
     shape = (2, config.training.seq_len + 1)
     tokens = (torch.randint(0, 320, shape, generator=generator).to(ranks.device) for _ in range(number))
@@ -134,7 +134,7 @@ def run_step(
     after_first: Callable[[], None] | None = None,
     share: float = 1.0,
 ) -> None:
-    """Forward and backward over all microbatches. `share`: of what part of a step these are."""
+    """Run forward and backward over all microbatches. `share`: the part of a step that they are."""
     strategy = build_strategy(accumulation)
     targets_of_all = sum(targets.numel() for _, targets in batches) * torch.distributed.get_world_size()
     valid = torch.tensor(targets_of_all / share, device=batches[0][0].device)
@@ -146,7 +146,7 @@ def run_step(
 
 
 def gradient_error(accumulation: GradientAccumulationConfig, number: int, reduce_dtype: str, ranks: Ranks) -> float:
-    """|found - exact| / |exact| over all parameters, the largest of the ranks' shards."""
+    """Return |found - exact| / |exact| over all parameters and all ranks' shards."""
     config = job(accumulation, number, reduce_dtype, ranks.world_size)
     model, batches = sharded(config, ranks), microbatches(config, ranks, number)
     run_step(model, accumulation, batches)
@@ -171,23 +171,23 @@ def gradient_error(accumulation: GradientAccumulationConfig, number: int, reduce
 
 
 def local_gradients(model: nn.Module) -> list[Tensor]:
-    """This rank's shards."""
+    """Return this rank's shards of the gradients."""
     gradients = [parameter.grad for parameter in model.parameters()]
     return [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
 
 
 def optimizer_bytes(model: nn.Module) -> int:
-    """AdamW's two moments."""
+    """Return the bytes of AdamW's two moments on this rank."""
     return 2 * sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
 
 
 def gradient_bytes(ledger: Ledger) -> int:
-    """Whole gradients and shards of them."""
+    """Return the bytes of live gradients, sharded and unsharded."""
     return ledger.live[Category.GRADIENTS] + ledger.live[Category.UNSHARDED_GRADIENTS]
 
 
 def table(figures: dict[str, Figures]) -> str:
-    """One row per mode."""
+    """Return a Markdown table with one row for each mode."""
     columns = ["mode", "all-gathers", "reduce-scatters", "all-reduces", "gradients held, KiB", "peak, MiB", "predicted"]
     columns += [f"error, {name}, N = {number}" for name in ("fp32", "bf16") for number in (FEW, MANY)]
     rows = [columns, ["---"] * len(columns)]
@@ -210,12 +210,12 @@ def table(figures: dict[str, Figures]) -> str:
 
 
 def traffic_cell(calls: int, num_bytes: int) -> str:
-    """How many, and their bytes."""
+    """Return the number of calls and their bytes as text."""
     return f"{calls} ({num_bytes / 2**20:.2f} MiB)"
 
 
 def main() -> None:
-    """Measure on the ranks that torchrun has started, and write on the first."""
+    """Measure on the ranks that torchrun has started, and write the table on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--write", type=Path, help="Markdown file with the markers")
     options = parser.parse_args()

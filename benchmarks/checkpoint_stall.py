@@ -1,12 +1,11 @@
-"""What a checkpoint costs training, by who writes it: seconds that training stands still, and how much slower its steps
-are while the checkpoint is written.
+"""Cost of a checkpoint by `checkpoint.async_mode`: seconds that training waits, and the slowdown of its steps.
 
     torchrun --nproc-per-node 2 benchmarks/checkpoint_stall.py --write docs/verification/cpu.md
 
-Trains a Llama of 52 million parameters (208 MB in fp32, 624 MB with AdamW's state) on the ranks of this machine. Every
-round times some steps alone, then begins a checkpoint and times the steps until it is complete; the factor is the ratio
-of the medians over all rounds of one run, so that what else the machine does weighs on both sides. Prints a table, and
-writes it between the markers of a Markdown file.
+The script trains a Llama of 52 million parameters (208 MB in fp32, 624 MB with AdamW's state) on the ranks of this
+machine. Every round first times some steps without a checkpoint. Then it begins a checkpoint, and times the steps until
+the checkpoint is complete. The slowdown is the ratio of the medians over all rounds of one run, so other load on the
+machine affects both sides. The script prints a table, and writes it between the markers of a Markdown file.
 """
 
 from __future__ import annotations
@@ -43,23 +42,23 @@ class Figures:
 
     stall: float
     writing: float
-    """From the call to the end of the save."""
+    """Time from the call to the end of the save."""
 
     step_alone: float
     step_meanwhile: float | None
-    """None where no step runs meanwhile."""
+    """Time of a step during a save; None if no step runs during a save."""
 
     megabytes: float
 
 
 def measure(mode: AsyncMode, ranks: Ranks, folder: Path) -> Figures:
-    """One mode."""
+    """Measure one mode."""
     with ExitStack() as stack:
         run = build_run(job(mode, folder), ranks, stack)
         assert run.checkpoints is not None
         for _ in range(3):
             train_one_step(run)
-        save_and_train(run)  # the first copy and, with a process, its start
+        save_and_train(run)  # the first save also allocates the copy, and may wait for the start of the writer process
         stalls, writings, alone, meanwhile = [], [], [], []
         for _ in range(ROUNDS):
             alone += [timed_step(run) for _ in range(STEPS_ALONE)]
@@ -78,7 +77,10 @@ def measure(mode: AsyncMode, ranks: Ranks, folder: Path) -> Figures:
 
 
 def save_and_train(run: Run) -> tuple[float, float, list[float]]:
-    """Save once and train until that is done: seconds stood still, seconds until done, seconds of the steps."""
+    """Save once, and train until the save is complete.
+
+    Return the seconds that training waited, the seconds until the save was complete, and the seconds of each step.
+    """
     assert run.checkpoints is not None
     start = time.perf_counter()
     run.checkpoints.save()
@@ -91,7 +93,7 @@ def save_and_train(run: Run) -> tuple[float, float, list[float]]:
 
 
 def is_being_written(run: Run) -> bool:
-    """Whether any rank still waits for the save: all must go on alike."""
+    """Return True if the save is in flight on any rank: all ranks must run the same number of steps. Collective."""
     assert run.checkpoints is not None
     flag = torch.tensor(int(run.checkpoints.poll()))
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
@@ -99,14 +101,14 @@ def is_being_written(run: Run) -> bool:
 
 
 def timed_step(run: Run) -> float:
-    """Seconds of one step."""
+    """Run one step, and return its seconds."""
     start = time.perf_counter()
     train_one_step(run)
     return time.perf_counter() - start
 
 
 def job(mode: AsyncMode, folder: Path) -> JobConfig:
-    """A Llama that is large for its step."""
+    """Return a job with many parameters and short steps."""
     args = {"dim": 1024, "n_layers": 4, "n_heads": 8, "n_kv_heads": 8, "hidden_dim": 2816, "vocab_size": 256}
     sections = {
         "job": {"name": mode, "dump_folder": str(folder), "device": "cpu"},
@@ -122,13 +124,13 @@ def job(mode: AsyncMode, folder: Path) -> JobConfig:
 
 
 def as_table(figures: dict[AsyncMode, Figures]) -> str:
-    """Markdown, with where it was measured."""
+    """Return a Markdown table and a line with the machine."""
     lines = [
-        "| `async_mode` | training stands still | checkpoint complete after | step alone | step meanwhile | factor |",
+        "| `async_mode` | training waits | save complete after | step without a save | step during a save | slowdown |",
         "|---|---|---|---|---|---|",
     ]
     for mode, f in figures.items():
-        step, factor = "none runs", "-"
+        step, factor = "none", "-"
         if f.step_meanwhile is not None:
             step, factor = f"{f.step_meanwhile:.3f} s", f"{f.step_meanwhile / f.step_alone:.2f}"
         lines.append(f"| `{mode}` | {f.stall:.3f} s | {f.writing:.2f} s | {f.step_alone:.3f} s | {step} | {factor} |")

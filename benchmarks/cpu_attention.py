@@ -1,9 +1,9 @@
-"""Causal attention on a CPU: the launcher's blocked kernel against PyTorch's kernel, by length, width and dtype.
+"""Speed of causal attention on a CPU: the launcher's blocked kernel compared with PyTorch's kernel.
 
     python benchmarks/cpu_attention.py [--threads 1] [--write docs/verification/cpu.md]
 
-Forward and backward of some 2,048 tokens, the two in turns. Ratios below 1: blocks are faster. Those of the lengths for
-which a run takes blocks on this CPU are bold.
+The two kernels take turns, each with forward and backward of about 2,048 tokens. A ratio below 1 means that the blocked
+kernel is faster. A ratio is bold if a run uses the blocked kernel for this length on this CPU.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from titan_launch.cpu.blocked_attention import attention, gradients, lengths
 TOKENS = 2048
 LENGTHS = (32, 64, 128, 256, 384, 512, 768, 1024, 2048)
 HEADS = ((8, 8, 32), (8, 4, 32), (4, 4, 64), (8, 2, 64), (2, 2, 128), (8, 4, 128))
-"""Of queries, of keys, and their width."""
+"""Number of query heads, number of key heads, and width of a head."""
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description="The blocked attention kernel against PyTorch's kernel for CPUs.")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--write", type=Path, help="Markdown file to put the table into, between its markers")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    keep_freed_memory()  # as a run does
+    keep_freed_memory()  # a run does the same
     name = torch.cpu.get_capabilities().get("cpu_name", "CPU")
     threads = f"{options.threads} thread{'s' * (options.threads > 1)}"
     heads = [f"{queries}/{keys} x {width}" for queries, keys, width in HEADS]
@@ -58,7 +58,7 @@ def main() -> None:
 
 @torch.no_grad()
 def ratio(length: int, heads: int, keys: int, width: int, dtype: torch.dtype, rounds: int) -> float:
-    """Of the medians: seconds of blocks over those of PyTorch."""
+    """Return the median seconds of the blocked kernel divided by those of PyTorch's kernel."""
 
     def made(heads: int) -> Tensor:
         return torch.randn(TOKENS // length, length, heads, width, dtype=dtype).transpose(1, 2)

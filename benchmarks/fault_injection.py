@@ -1,25 +1,25 @@
-"""Faults at every place of a run and of its saves, and whether the run goes on as if nothing had happened.
+"""Fault injection: runs that are killed or tampered with must end with the numbers of an undisturbed run.
 
     python benchmarks/fault_injection.py --runs 480 --strikes 260 --write docs/verification/reliability.md
 
-A tiny job (2 ranks on gloo, 6 steps, dropout, shuffled data, a checkpoint every step or every other one, of which the
-last 2 are kept) is trained once without disturbance, then again and again with up to three deaths a run. A process dies
-by SIGKILL: at a random instant, in a forward pass, half-way through a write of a checkpoint's data, or before the n-th
-time that it creates, renames, links or deletes something in the run's folder. It is either rank, or the process that
-writes for it. After every death, before the ranks are started again:
+A tiny job has 2 ranks on gloo, 6 steps, dropout and shuffled data. It writes a checkpoint every step or every other
+step, and keeps the last 2. The job is trained once without disturbance, then many times with up to three deaths a run.
+A process dies by SIGKILL: at a random instant, in a forward pass, halfway through a write of a checkpoint's data, or
+before the n-th time that it creates, renames, links or deletes something in the run's folder. The process is one of
+the two ranks or a writer process. These conditions must hold after every death, before the ranks are started again:
 
-- every folder with the final name of a checkpoint passes its checksums, and has the data of the undisturbed run;
-- `latest` points to one of them; none is gone that the log calls saved and that is the newest;
-- the ranks that start next go on from the newest of them.
+- Every folder with the final name of a checkpoint passes its checksums, and has the data of the undisturbed run.
+- `latest` points to one of these checkpoints. The newest checkpoint that the log calls saved still exists.
+- The ranks that start next resume from the newest checkpoint.
 
-Other runs are struck otherwise (benchmarks/tampering.py): `launch` is killed while it starts, the run's folder vanishes
-while it runs, or its files, or the data, are changed between two starts. The next start must go on from the newest
-checkpoint that is whole, or end with one error and status 2, and go on once the files are as they were. No start may
-print a traceback, hang, or leave temporary files after a clean end.
+Other runs are disturbed in other ways (benchmarks/tampering.py). `launch` is killed while it starts, the run's folder
+disappears while the run writes to it, or the run's files or the data are changed between two starts. The next start
+must resume from the newest undamaged checkpoint, or end with one error and status 2. After such an error the files are
+restored, and the run must resume. No start may print a traceback, hang, or leave temporary files after a clean end.
 
-A fault after which that is not so counts as lost. A run whose losses, gradient norms or last checkpoint differ in any
-bit from those of the undisturbed run counts as mismatched. A process that is left 5 seconds after its `launch` was
-killed is an orphan. The exit status is 1 unless all three are 0.
+A fault counts as lost if one of these conditions does not hold after it. A run counts as mismatched if a loss, a
+gradient norm or the last checkpoint differs in any bit from that of the undisturbed run. A process that still exists
+5 seconds after its `launch` was killed is an orphan. The exit status is 1 unless all three counts are 0.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from faults import INSTANT, KILLED, PLACES, Fault, Start, load_what_ranks_need
+from faults import INSTANT, KILL_POINTS, KILLED, Fault, Start, import_rank_modules
 from publishing import publish
 from tampering import TAMPERINGS, kill_launch, undo, vanish
 
@@ -64,17 +64,18 @@ from titan_launch.core.process import BAD_INPUT, exit_process
 RANKS, STEPS, MOST_DEATHS = 2, 6, 3
 MODES = ("disabled", "thread", "process")
 IN_TURN = ("disabled", "thread", "disabled", "thread", "process")
-"""The modes of the runs; a process that writes takes seconds to start."""
+"""Values of `checkpoint.async_mode`, used in turn. `process` is rarer: a writer process takes seconds to start."""
 
 SECONDS_TO_END = 240
-"""Ranks that have not ended after so long hang."""
+"""Time limit of one start of the ranks, in seconds. Ranks that still run then count as hanging."""
 
 SECONDS_ALONE, SECONDS_AFTER_SIGTERM = 3, 5
-"""After a death, the other rank may end by itself for so long; then it gets SIGTERM and SIGKILL, as from torchrun."""
+"""Seconds that the other rank gets after a death: first to end by itself, then after SIGTERM. SIGKILL follows, as from
+torchrun."""
 
 LAUNCH_KILLED, FOLDER_GONE = "launch killed in its first 4 seconds", "the run's folder deleted or moved while it runs"
 STRIKES = (LAUNCH_KILLED, FOLDER_GONE, *(tampering.name for tampering in TAMPERINGS))
-"""Names of the strikes on runs, which are used in turn."""
+"""Names of the disturbances other than deaths, used in turn."""
 
 JOB = f"""
 [job]
@@ -82,7 +83,7 @@ name = "run"
 device = "cpu"
 
 [model]
-name = "faults:Dropping"
+name = "faults:DropoutModel"
 
 [data]
 kind = "text"
@@ -113,12 +114,12 @@ audit_precision = false
 
 
 TEXT = "".join(chr(ord("a") + index * index % 26) for index in range(16 * 20 + 1))
-"""The data: 20 samples of 16 tokens."""
+"""The training data: 20 samples of 16 tokens."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where one run is made, and how it saves."""
+    """The folder of one run, and its settings of checkpoints."""
 
     folder: Path
     mode: str
@@ -132,11 +133,11 @@ class Bench:
 
     @property
     def checkpoints(self) -> Path:
-        """The run's checkpoints."""
+        """The folder of the run's checkpoints."""
         return self.run / "checkpoints"
 
     def start(self, life: int, fault: Fault | None) -> Start:
-        """What the ranks of a life are started with."""
+        """Write the files of a life, and return the start of its ranks."""
         notes = self.folder / f"life-{life}"
         notes.mkdir(parents=True)
         job, data = self.folder / "job.toml", self.folder / "data.txt"
@@ -159,28 +160,28 @@ class Bench:
 
 @dataclass(frozen=True)
 class Life:
-    """From the start of the ranks to the end of the last of them."""
+    """One start of the ranks, up to the end of the last rank."""
 
     statuses: tuple[int | None, ...]
-    """Exit statuses; negative for signals."""
+    """Exit status of each rank; minus the number of the signal that ended it."""
 
     seconds: float
     seen: dict[tuple[int, bool], Counter[str]]
-    """How often each rank (False), and the process that writes for it (True), came by each place."""
+    """Number of visits to each point, by rank and process: False is the rank itself, True its writer process."""
 
     problem: str | None
-    """A rank that hung, a process that outlived its rank, or temporary files after a clean end."""
+    """A hang, a process that outlived its rank, or temporary files after a clean end; None without a problem."""
 
     @property
     def was_killed(self) -> bool:
-        """Whether the fault struck."""
+        """True if the fault killed a process."""
         return any(seen[KILLED] for seen in self.seen.values())
 
 
 def live(start: Start) -> Life:
-    """Start the ranks and wait until all have ended. The rank that a death leaves behind ends by itself."""
+    """Start the ranks and wait until all have ended. After a death the other rank gets time to end by itself."""
     begin = time.monotonic()
-    context = multiprocessing.get_context("fork")  # with torch loaded, as it is here
+    context = multiprocessing.get_context("fork")  # the ranks inherit the imported torch
     ranks = [context.Process(target=start.run_rank, args=(rank,)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
@@ -204,12 +205,12 @@ def live(start: Start) -> Life:
     }
     statuses = tuple(process.exitcode for process in ranks)
     if not any(statuses) and any(start.temporary.iterdir()):
-        problem = problem or f"temporary files were left: {sorted(path.name for path in start.temporary.iterdir())}"
+        problem = problem or f"temporary files remain: {sorted(path.name for path in start.temporary.iterdir())}"
     return Life(statuses, time.monotonic() - begin, seen, problem)
 
 
 def ended(processes: Sequence[ForkProcess], seconds: float, is_any_enough: bool = False) -> bool:
-    """Whether processes end in time: all, or any of them."""
+    """Return True if all processes end in time, or any of them with `is_any_enough`."""
     deadline = time.monotonic() + seconds
     left = {process.sentinel for process in processes}
     while left and not (is_any_enough and len(left) < len(processes)):
@@ -221,9 +222,9 @@ def ended(processes: Sequence[ForkProcess], seconds: float, is_any_enough: bool 
 
 
 def is_gone(group: int | None, deadline: float) -> bool:
-    """Whether no process of a group is left in time; those that are left are killed.
+    """Return True if all processes of a process group end before `deadline`; kill the others.
 
-    One that is still loading PyTorch when its rank dies notices that before it does anything else.
+    A writer process that still imports PyTorch when its rank dies ends right after the import.
     """
     assert group is not None
     with suppress(ProcessLookupError):
@@ -236,12 +237,12 @@ def is_gone(group: int | None, deadline: float) -> bool:
 
 
 def read_notes(path: Path) -> Counter[str]:
-    """What a process came by, and how often."""
+    """Return the number of visits to each point by one process."""
     return Counter(path.read_text().split() if path.exists() else ())
 
 
 def free_port() -> int:
-    """A port of this host that nothing listens on."""
+    """Return a free port of this host."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         return int(listener.getsockname()[1])
@@ -249,25 +250,25 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Reference:
-    """The undisturbed run."""
+    """The results of the undisturbed run."""
 
     reports: list[tuple[float, ...]]
     checkpoints: Path
-    """All of them."""
+    """Folder with the checkpoints of all steps."""
 
 
 def undisturbed(bench: Bench) -> Life:
-    """Run the job without a fault. Raises RuntimeError when even that fails."""
+    """Run the job without a fault. Raise RuntimeError if it fails."""
     start = bench.start(1, None)
     life = live(start)
     if life.problem or any(life.statuses):
         output = "".join(path.read_text() for path in sorted(start.notes.glob("output-*")))
-        raise RuntimeError(f"{bench} failed undisturbed: {life.statuses}, {life.problem}\n{output}")
+        raise RuntimeError(f"{bench} failed without a fault: {life.statuses}, {life.problem}\n{output}")
     return life
 
 
 def read_reports(run: Path) -> list[tuple[float, ...]]:
-    """Step, loss, gradient norm and samples of every report."""
+    """Return the step, loss, gradient norm and number of samples of every report."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
         tuple(line[tag] for tag in ("step", "train/loss", "train/grad_norm", "train/samples_seen")) for line in lines
@@ -275,46 +276,45 @@ def read_reports(run: Path) -> list[tuple[float, ...]]:
 
 
 def draw(numbers: random.Random, undisturbed: Life) -> Fault:
-    """A fault that strikes, unless the run comes to its end before."""
-    place = numbers.choice(list(PLACES))
-    if place == INSTANT:
-        return Fault(place, numbers.randrange(RANKS), seconds=numbers.uniform(0.0, undisturbed.seconds))
-    rank, in_writer = numbers.choice([process for process, seen in undisturbed.seen.items() if seen[place]])
-    number = numbers.randint(1, undisturbed.seen[rank, in_writer][place])
-    return Fault(place, rank, number, in_writer=in_writer, spares_rank=in_writer and numbers.random() < 0.5)
+    """Return a random fault. Every point of the undisturbed run can be drawn."""
+    point = numbers.choice(list(KILL_POINTS))
+    if point == INSTANT:
+        return Fault(point, numbers.randrange(RANKS), seconds=numbers.uniform(0.0, undisturbed.seconds))
+    rank, in_writer = numbers.choice([process for process, seen in undisturbed.seen.items() if seen[point]])
+    number = numbers.randint(1, undisturbed.seen[rank, in_writer][point])
+    return Fault(point, rank, number, in_writer=in_writer, spares_rank=in_writer and numbers.random() < 0.5)
 
 
 @dataclass(frozen=True)
 class Death:
-    """A fault that struck, and what was found after it."""
+    """A fault that killed a process, and the result of the checks after it."""
 
     mode: str
     fault: Fault
     lost: str | None
-    """The expectation that was not met, or None."""
+    """The violated condition; None if all conditions hold."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run."""
+    """The deaths of a run, and the result of its comparison with the undisturbed run."""
 
     deaths: tuple[Death, ...]
     mismatch: str | None
-    """What is wrong with its results."""
+    """The difference from the undisturbed run; None if the results are equal."""
 
 
 def disturbed(seed: str, bench: Bench, pattern: Life, reference: Reference) -> Outcome:
-    """One run to its end."""
+    """Run a job with up to `MOST_DEATHS` deaths to its end."""
     numbers = random.Random(seed)
     deaths: list[Death] = []
     planned = numbers.randint(1, MOST_DEATHS)
-    for life in range(1, planned + 3):  # the last is left alone; one more where only the writer of the last save died
+    # The last life has no fault. One more life is needed if only the writer process of the last save died.
+    for life in range(1, planned + 3):
         fault = draw(numbers, pattern) if life <= planned else None
-        before, logs_before = newest(bench.checkpoints), len(main_logs(bench.run))
+        before, logs_before = newest(bench.checkpoints), len(rank_0_logs(bench.run))
         lived = live(bench.start(life, fault))
-        lost = (
-            lived.problem or damage(bench, reference) or resumed_otherwise(main_logs(bench.run)[logs_before:], before)
-        )
+        lost = lived.problem or damage(bench, reference) or resume_problem(rank_0_logs(bench.run)[logs_before:], before)
         if fault is not None and lived.was_killed:
             deaths.append(Death(bench.mode, fault, lost))
         elif lost:
@@ -327,7 +327,7 @@ def disturbed(seed: str, bench: Bench, pattern: Life, reference: Reference) -> O
 
 
 def damage(bench: Bench, reference: Reference) -> str | None:
-    """What is wrong with the checkpoints on disk."""
+    """Return the problem with the checkpoints on disk, or None."""
     for step in checkpoint_steps(bench.checkpoints):
         checkpoint = bench.checkpoints / checkpoint_name(step)
         try:
@@ -335,50 +335,50 @@ def damage(bench: Bench, reference: Reference) -> str | None:
         except DamagedCheckpointError as error:
             return f"{checkpoint.name}: {error}"
         if data_of(checkpoint) != data_of(reference.checkpoints / checkpoint.name):
-            return f"{checkpoint.name} has other data than the undisturbed run's"
+            return f"the data of {checkpoint.name} differ from those of the undisturbed run"
     latest = bench.checkpoints / "latest"
     if latest.is_symlink() and not latest.exists():
-        return f"latest points to {os.readlink(latest)}, which is not there"
-    saved = [int(step) for log in main_logs(bench.run) for step in re.findall(r" saved \S*/step-(\d+) ", log)]
+        return f"latest points to {os.readlink(latest)}, which does not exist"
+    saved = [int(step) for log in rank_0_logs(bench.run) for step in re.findall(r" saved \S*/step-(\d+) ", log)]
     if max(saved, default=0) > newest(bench.checkpoints):
-        return f"step {max(saved)} was saved and is gone"
+        return f"step {max(saved)} was saved and no longer exists"
     aside = [path for path in bench.folder.glob("run.*") if checkpoint_steps(path / "checkpoints")]
-    return f"{aside[0].name} has checkpoints that were not resumed from" if aside else None
+    return f"{aside[0].name} was moved aside with checkpoints, and the run did not resume from them" if aside else None
 
 
 def data_of(checkpoint: Path) -> dict[str, Any]:
-    """Size and checksum of every file with data. (The index beside them also says where it was written.)"""
+    """Return size and checksum of every file with tensor data. (The index depends on the layout, and is excluded.)"""
     return {name: file for name, file in read_manifest(checkpoint).files.items() if name.endswith(".distcp")}
 
 
-def main_logs(run: Path) -> list[str]:
-    """Return the log of rank 0 for every attempt, the oldest first."""
+def rank_0_logs(run: Path) -> list[str]:
+    """Return rank 0's log of every attempt, the oldest first."""
     logs = {int(path.parent.name.partition("-")[2]): path for path in run.glob("logs/attempt-*/rank_0.log")}
     return [logs[attempt].read_text() for attempt in sorted(logs)]
 
 
 def newest(checkpoints: Path) -> int:
-    """The step of the newest checkpoint; 0 where there is none."""
+    """Return the step of the newest checkpoint; 0 without checkpoints."""
     return max(checkpoint_steps(checkpoints), default=0)
 
 
-def resumed_otherwise(logs_of_life: Sequence[str], newest_before: int) -> str | None:
-    """Whether a life went on from another step than the newest that there was before it. (One that ended before it had
-    a log has not gone on from any.)"""
+def resume_problem(logs_of_life: Sequence[str], newest_before: int) -> str | None:
+    """Return a problem if a life did not resume from the newest step before it. Return None if it did, or if it ended
+    before it logged anything."""
     found = resumed_steps(logs_of_life)
     if not found or found[0] == newest_before:
         return None
-    return f"the run was resumed from step {found[0]}, and there was step {newest_before}"
+    return f"the run resumed from step {found[0]}, and the newest checkpoint was step {newest_before}"
 
 
 def resumed_steps(logs_of_life: Sequence[str]) -> list[int]:
-    """The steps from which the ranks say that they have resumed."""
+    """Return the steps from which the run resumed, read from the logs."""
     found = re.findall(r" resumed from \S*/step-(\d+)$", "".join(logs_of_life), flags=re.MULTILINE)
     return [int(step) for step in found]
 
 
 def mismatch(bench: Bench, reference: Reference) -> str | None:
-    """What a run that came to its end has otherwise than the undisturbed one."""
+    """Return the difference between a finished run and the undisturbed run, or None."""
     if newest(bench.checkpoints) != STEPS:
         return f"its last checkpoint is of step {newest(bench.checkpoints)}"
     wrong = [own for own, other in zip(read_reports(bench.run), reference.reports, strict=True) if own != other]
@@ -387,18 +387,18 @@ def mismatch(bench: Bench, reference: Reference) -> str | None:
 
 @dataclass(frozen=True)
 class Strike:
-    """Something else than a death that happened to a run, and what was found after it."""
+    """A disturbance other than a death, and the result of the checks after it."""
 
     name: str
     lost: str | None
-    """The expectation that was not met, or None."""
+    """The violated condition; None if all conditions hold."""
 
     orphans: int = 0
-    """Processes that were left 5 seconds after their launch was killed."""
+    """Number of processes that still existed 5 seconds after their `launch` was killed."""
 
 
-def struck(seed: str, name: str, bench: Bench, pattern: Life, reference: Reference) -> Strike:
-    """One run to which something happens, to its end."""
+def strike_run(seed: str, name: str, bench: Bench, pattern: Life, reference: Reference) -> Strike:
+    """Run a job with one disturbance other than a death, to its end."""
     numbers = random.Random(seed)
     if name == LAUNCH_KILLED:
         (bench.folder / "life-1").mkdir(parents=True)
@@ -406,28 +406,28 @@ def struck(seed: str, name: str, bench: Bench, pattern: Life, reference: Referen
         paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
         arguments = ["--config", str(bench.folder / "job.toml"), *bench.overrides]
         left = kill_launch(arguments, numbers, seed.replace("/", "-"), {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
-        return Strike(name, went_on(bench, 3, reference), len(left))
+        return Strike(name, restarted(bench, 3, reference), len(left))
     if name == FOLDER_GONE:
         vanishing = threading.Thread(target=vanish, args=(bench.folder, numbers, pattern.seconds))
         vanishing.start()
         lived = live(bench.start(1, None))
         vanishing.join()
-        return Strike(name, lived.problem or traceback_of(bench, 1) or went_on(bench, 2, reference))
+        return Strike(name, lived.problem or traceback_of(bench, 1) or restarted(bench, 2, reference))
     tampering = next(tampering for tampering in TAMPERINGS if tampering.name == name)
     per_step = pattern.seen[0, False]["step"] // STEPS
     death = Fault("step", numbers.randrange(RANKS), number=per_step * 4 + numbers.randint(1, per_step * 2))
     lived = live(bench.start(1, death))
     steps = sorted(checkpoint_steps(bench.checkpoints))
     tampering.change(bench.folder, numbers)
-    logs_before = len(main_logs(bench.run))
+    logs_before = len(rank_0_logs(bench.run))
     lived = live(bench.start(2, None))
     lost = lived.problem or traceback_of(bench, 2)
     if not lost and BAD_INPUT in lived.statuses and tampering.may_be_refused:
         undo(bench.folder)
-        lost = went_on(bench, 3, reference)
+        lost = restarted(bench, 3, reference)
     elif not lost:
         possible = steps[-2:] if tampering.loses_newest else steps[-1:]
-        found = resumed_steps(main_logs(bench.run)[logs_before:])
+        found = resumed_steps(rank_0_logs(bench.run)[logs_before:])
         is_right = not any(lived.statuses) and found and found[0] in possible
         lost = (
             mismatch(bench, reference) if is_right else f"ended with {lived.statuses}, resumed from {found} of {steps}"
@@ -435,8 +435,8 @@ def struck(seed: str, name: str, bench: Bench, pattern: Life, reference: Referen
     return Strike(name, lost)
 
 
-def went_on(bench: Bench, life: int, reference: Reference) -> str | None:
-    """Start the ranks once more, leave them alone, and return what is wrong, or None."""
+def restarted(bench: Bench, life: int, reference: Reference) -> str | None:
+    """Start the ranks without a fault. Return the problem with this start or its results, or None."""
     lived = live(bench.start(life, None))
     if any(lived.statuses) or lived.problem:
         return lived.problem or f"the next start ended with {lived.statuses}"
@@ -450,27 +450,27 @@ def traceback_of(bench: Bench, life: int) -> str | None:
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """One row for every place, and the sum of them."""
+    """Return a Markdown table with one row for each point, and a row with the sums."""
     deaths = [death for outcome in outcomes for death in outcome.deaths]
     columns = [
-        "killed",
+        "kill point",
         *(f"`{mode}`" for mode in MODES),
         "rank 0",
         "rank 1",
-        "only its writer",
+        "writer only",
         "kills",
         "resumed",
         "lost",
     ]
     rows = [columns, ["---"] + ["---:"] * (len(columns) - 1)]
-    for place, name in [*PLACES.items(), (None, "all")]:
-        of_place = [death for death in deaths if place in (None, death.fault.place)]
-        rows.append([name, *map(str, counts(of_place))])
+    for point, name in [*KILL_POINTS.items(), (None, "all")]:
+        of_point = [death for death in deaths if point in (None, death.fault.point)]
+        rows.append([name, *map(str, counts(of_point))])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def counts(deaths: Sequence[Death]) -> list[int]:
-    """The numbers of a row."""
+    """Return the numbers of a table row."""
     spared = [death for death in deaths if death.fault.spares_rank]
     killed = [death for death in deaths if not death.fault.spares_rank]
     lost = sum(death.lost is not None for death in deaths)
@@ -485,15 +485,17 @@ def counts(deaths: Sequence[Death]) -> list[int]:
 
 
 def main() -> int:
-    """Run the campaign. Returns the exit status."""
+    """Run the campaign. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--runs", type=int, default=30, help="how many runs are disturbed")
-    parser.add_argument("--strikes", type=int, default=0, help="how many runs something else happens to")
-    parser.add_argument("--jobs", type=int, default=2, help="how many of them at a time")
-    parser.add_argument("--seed", type=int, default=0, help="of the faults")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=IN_TURN, help="checkpoint.async_mode, in turn")
-    parser.add_argument("--keep", type=Path, help="an empty folder for the runs, which are deleted otherwise")
-    parser.add_argument("--write", type=Path, help="Markdown file with the markers")
+    parser.add_argument("--runs", type=int, default=30, help="number of runs with deaths (default: 30)")
+    parser.add_argument("--strikes", type=int, default=0, help="number of runs with other disturbances (default: 0)")
+    parser.add_argument("--jobs", type=int, default=2, help="number of runs at the same time (default: 2)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default: 0)")
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=IN_TURN, help="values of checkpoint.async_mode, used in turn"
+    )
+    parser.add_argument("--keep", type=Path, help="empty folder for the runs (default: a temporary folder)")
+    parser.add_argument("--write", type=Path, help="Markdown file; the tables replace the text between its markers")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         outcomes, strikes = campaign(options.keep or Path(temporary), options)
@@ -513,9 +515,9 @@ def main() -> int:
 
 
 def campaign(folder: Path, options: argparse.Namespace) -> tuple[list[Outcome], list[Strike]]:
-    """The undisturbed runs, then the others, with modes and intervals in turn."""
-    load_what_ranks_need()
-    gc.freeze()  # ranks are forked, and need not look at what is loaded here
+    """Run the undisturbed jobs, then the disturbed ones. Modes and intervals are used in turn."""
+    import_rank_modules()
+    gc.freeze()  # the garbage collectors of the forked ranks skip the objects of this process
     kept = Bench(folder / "reference", "disabled", interval=1, keep_latest=0)
     undisturbed(kept)
     reference = Reference(read_reports(kept.run), kept.checkpoints)
@@ -527,13 +529,13 @@ def campaign(folder: Path, options: argparse.Namespace) -> tuple[list[Outcome], 
     ways = {(bench.mode, bench.interval) for bench in benches} | ({("disabled", 1)} if options.strikes else set())
     patterns = {(mode, i): undisturbed(Bench(folder / f"{mode}-{i}", mode, i)) for mode, i in sorted(ways)}
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("fork")) as executor:
-        disturbing = [
+        kills_in_flight = [
             executor.submit(disturbed, f"{options.seed}/{n}", bench, patterns[bench.mode, bench.interval], reference)
             for n, bench in enumerate(benches)
         ]
-        striking = [
+        strikes_in_flight = [
             executor.submit(
-                struck,
+                strike_run,
                 f"{options.seed}/strike/{n}",
                 STRIKES[n % len(STRIKES)],
                 Bench(folder / f"strike-{n}", "disabled", interval=1, keep_latest=3),
@@ -542,18 +544,18 @@ def campaign(folder: Path, options: argparse.Namespace) -> tuple[list[Outcome], 
             )
             for n in range(options.strikes)
         ]
-        for future, bench in zip(disturbing, benches, strict=True):
+        for future, bench in zip(kills_in_flight, benches, strict=True):
             for text in problems(future.result()):
                 print(f"{bench}: {text}", flush=True)
-        for n, strike in enumerate(striking):
+        for n, strike in enumerate(strikes_in_flight):
             if strike.result().lost or strike.result().orphans:
                 print(f"strike {n}: {strike.result()}", flush=True)
-    return [future.result() for future in disturbing], [strike.result() for strike in striking]
+    return [future.result() for future in kills_in_flight], [strike.result() for strike in strikes_in_flight]
 
 
 def table_of_strikes(strikes: Sequence[Strike]) -> str:
-    """One row for everything else that happened."""
-    rows = [["what else happened", "faults", "as it should be", "lost", "orphans"], ["---"] + ["---:"] * 4]
+    """Return a Markdown table with one row for each disturbance other than a death."""
+    rows = [["other disturbance", "faults", "as expected", "lost", "orphans"], ["---"] + ["---:"] * 4]
     for name in STRIKES:
         found = [strike for strike in strikes if strike.name == name]
         lost = sum(strike.lost is not None for strike in found)
@@ -563,7 +565,7 @@ def table_of_strikes(strikes: Sequence[Strike]) -> str:
 
 
 def problems(outcome: Outcome) -> Iterator[str]:
-    """What went wrong in a run."""
+    """Yield the problems of a run."""
     yield from (str(death) for death in outcome.deaths if death.lost)
     if outcome.mismatch:
         yield f"{outcome.mismatch}, after {outcome.deaths}"

@@ -1,4 +1,4 @@
-"""Ranks of a training job that kill themselves at a given place."""
+"""Ranks of a training job that kill themselves at a given point of the run."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from torch import Tensor, nn
 from titan_launch.checkpoint import writer, writer_process
 
 INSTANT = "instant"
-PLACES = {
+KILL_POINTS = {
     INSTANT: "at a random instant",
     "step": "in the forward pass of a step",
-    "write": "half-way through writing a part of the data",
+    "write": "halfway through a write of tensor data",
     "create": "before a file is created",
     "mkdir": "before a folder is created",
     "rename": "before a file or folder is renamed",
     "link": "before a link is made",
     "delete": "before a file or folder is deleted",
 }
-"""Where a process may kill itself, and what that is called in words."""
+"""Points at which a process may kill itself, with their descriptions."""
 
 KILLED = "killed"
-"""What a process notes last."""
+"""The last note of a process that kills itself."""
 
 _EVENTS = {
     "os.rename": "rename",
@@ -43,30 +43,30 @@ _EVENTS = {
     "os.rmdir": "delete",
     "shutil.rmtree": "delete",
 }
-"""Audit events of Python, which are raised before the thing is done, and the places that they are."""
+"""Places by audit event of Python. Python raises the event before the operation."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A process that is to be killed, and when."""
+    """The process to kill, and the point at which it dies."""
 
-    place: str
+    point: str
     rank: int
     number: int = 0
-    """At which of the times that the process comes by the place, counted from 1."""
+    """Number of the visit to the point at which the process dies, counted from 1."""
 
     seconds: float = 0.0
-    """For a random instant: how long after its start."""
+    """Seconds from the start of the process to the kill; used for a random instant only."""
 
     in_writer: bool = False
-    """Whether it is the process that writes for the rank which comes by the place."""
+    """True if the writer process of the rank dies, not the rank itself."""
 
     spares_rank: bool = False
-    """Whether that process dies alone."""
+    """True if the writer process dies alone. Otherwise it kills its rank too."""
 
 
-class Dropping(nn.Module):
-    """A model that trains to other numbers when any rank's random generator is not restored."""
+class DropoutModel(nn.Module):
+    """A model with dropout. Its losses differ if the random generator of any rank is not restored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,41 +75,41 @@ class Dropping(nn.Module):
         self.output = nn.Linear(32, 257, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (batch, sequence, 257) of tokens (batch, sequence)."""
+        """Map tokens (batch, sequence) to logits (batch, sequence, 257)."""
         logits: Tensor = self.output(self.hidden(self.embedding(tokens)))
         return logits
 
 
 @dataclass(frozen=True)
 class Trap:
-    """What watches over a process: notes every place that it comes by, and kills it where its fault says so.
+    """A monitor of one process. It notes every point that the process reaches, and kills the process at its fault.
 
-    It is sent to the process that writes for a rank as what that process runs.
+    A writer process receives the monitor as its main function.
     """
 
     fault: Fault | None
     folder: str
-    """The run's. Places elsewhere do not count."""
+    """The run's folder. Operations on files outside of the folder are ignored."""
 
     notes: str
-    """The file for what was seen, which outlives the process."""
+    """File of the notes. It outlives the process."""
 
     def __call__(self, *arguments: Any) -> None:
-        """The main function of a process that writes. The one that replaces a dead one is spared."""
+        """Run a writer process. A writer process that replaces a killed one is not killed."""
         notes = Path(self.notes)
         is_replacement = notes.exists() and KILLED in notes.read_text().split()
         (replace(self, fault=None) if is_replacement else self).arm()
         _serve(*arguments)
 
     def arm(self) -> None:
-        """Watch this process from now on."""
+        """Start to monitor this process."""
         armed = _Armed(self)
         sys.addaudithook(armed.audit)
         streams: Any = writer._RecordedStream
-        streams.write = armed.half_written(streams.write)
+        streams.write = armed.with_half_writes(streams.write)
         layers: Any = nn.Dropout
-        layers.forward = armed.in_a_step(layers.forward)
-        if self.fault is not None and self.fault.place == INSTANT:
+        layers.forward = armed.with_kills(layers.forward)
+        if self.fault is not None and self.fault.point == INSTANT:
             timer = threading.Timer(self.fault.seconds, armed.kill)
             timer.daemon = True
             timer.start()
@@ -119,7 +119,7 @@ _serve = writer_process.serve
 
 
 class _Armed:
-    """A trap in the process that it watches."""
+    """A trap that is active in this process."""
 
     def __init__(self, trap: Trap):
         self._fault = trap.fault
@@ -129,23 +129,23 @@ class _Armed:
         self._lock = threading.Lock()
 
     def kill(self) -> None:
-        """End this process, and the rank that it writes for unless that is spared."""
+        """Kill this process. A writer process first kills its rank, unless the fault spares the rank."""
         os.write(self._notes, f"{KILLED}\n".encode())
         if self._fault is not None and self._fault.in_writer and not self._fault.spares_rank:
             os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Called by Python before it does anything to a file."""
+        """Note an operation on a file. Python calls this hook before the operation."""
         if event == "open":
             path, _, flags = arguments
             if flags & (os.O_WRONLY | os.O_RDWR) and self._is_in_folder(path):
-                self._come_by("create")
+                self._reach("create")
         elif event in _EVENTS and (any(map(self._is_in_folder, arguments[:2])) or _is_relative(arguments[-1])):
-            self._come_by(_EVENTS[event])
+            self._reach(_EVENTS[event])
 
-    def half_written(self, write: Callable[..., int]) -> Callable[..., int]:
-        """`write` of a stream, which may be the last thing that the process does."""
+    def with_half_writes(self, write: Callable[..., int]) -> Callable[..., int]:
+        """Return a stream's `write` that writes half of the data, then dies, if the fault is at this call."""
 
         def write_or_die(stream: Any, data: Any) -> int:
             if self._is_here("write"):
@@ -156,39 +156,42 @@ class _Armed:
 
         return write_or_die
 
-    def in_a_step(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """A module's `forward`, which may be the last thing that the process does."""
+    def with_kills(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a module's `forward` that dies first if the fault is at this call."""
 
         def forward_or_die(module: nn.Module, x: Tensor) -> Tensor:
-            self._come_by("step")
+            self._reach("step")
             return forward(module, x)
 
         return forward_or_die
 
-    def _come_by(self, place: str) -> None:
-        if self._is_here(place):
+    def _reach(self, point: str) -> None:
+        if self._is_here(point):
             self.kill()
 
-    def _is_here(self, place: str) -> bool:
-        """Note a place. Returns whether it is the fault's."""
+    def _is_here(self, point: str) -> bool:
+        """Note a visit to a point. Return True if the fault is at this visit."""
         with self._lock:
-            self._seen[place] += 1
-            number = self._seen[place]
-        os.write(self._notes, f"{place}\n".encode())
-        return self._fault is not None and (self._fault.place, self._fault.number) == (place, number)
+            self._seen[point] += 1
+            number = self._seen[point]
+        os.write(self._notes, f"{point}\n".encode())
+        return self._fault is not None and (self._fault.point, self._fault.number) == (point, number)
 
     def _is_in_folder(self, path: Any) -> bool:
         return isinstance(path, str | os.PathLike) and os.fspath(path).startswith(self._folder)
 
 
 def _is_relative(folder_descriptor: Any) -> bool:
-    """Whether a name is relative to an open folder, as those that `shutil.rmtree` deletes are."""
+    """Return True if a name is relative to an open folder, as the names that `shutil.rmtree` deletes are."""
     return isinstance(folder_descriptor, int) and folder_descriptor >= 0
 
 
-def load_what_ranks_need() -> None:
-    """Import it in the process that they are forked from. (Not with this module, which a process that writes loads.)"""
-    import torch._dynamo  # noqa: F401  the first model that is built does
+def import_rank_modules() -> None:
+    """Import the modules of a rank in the process from which the ranks are forked.
+
+    The imports are not at the top of this module, because writer processes import this module too.
+    """
+    import torch._dynamo  # noqa: F401  otherwise imported when the first model is built
 
     import titan_launch.train.main  # noqa: F401
 
@@ -200,10 +203,10 @@ class Start:
     job: Path
     overrides: tuple[str, ...]
     folder: Path
-    """The run's."""
+    """The run's folder."""
 
     notes: Path
-    """The folder for what the processes come by."""
+    """Folder of the processes' notes."""
 
     port: int
     world_size: int
@@ -211,19 +214,19 @@ class Start:
 
     @property
     def temporary(self) -> Path:
-        """The folder for temporary files, which a clean end leaves empty."""
+        """Folder for temporary files. It is empty after a clean end."""
         return self.notes / "tmp"
 
     def notes_of(self, rank: int, of_writer: bool) -> Path:
-        """What a rank, or the process that writes for it, came by."""
+        """Return the file with the notes of a rank or of its writer process."""
         return self.notes / f"{'writer' if of_writer else 'rank'}-{rank}"
 
     def run_rank(self, rank: int) -> None:
-        """The main function of a rank's process: the launcher's own command line, which ends the process."""
+        """Run a rank's process: the command line of the launcher, which ends the process."""
         from titan_launch.cli import main
         from titan_launch.core.process import exit_process
 
-        os.setpgid(0, 0)  # with the process that writes for it, so that an orphan is found
+        os.setpgid(0, 0)  # a process group with the writer process, so that an orphan is found
         output = os.open(self.notes / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)

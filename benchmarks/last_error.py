@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
-"""PyTorch puts it before every line of a traceback in a process group."""
+"""Prefix that PyTorch adds to every line of a traceback in a process group."""
 
 _ECHOES = ("ChildFailedError", "error: the run failed")
-"""Lines that follow an error and do not name it: torchrun's and the launcher's."""
+"""Parts of lines that torchrun and the launcher print after an error, without its cause."""
 
 _MOST_CHARACTERS = 300
 

@@ -1,11 +1,11 @@
-"""Repeat tests under glibc's malloc debugging, with as many at a time as there are CPU cores.
+"""Repetition of tests under glibc's malloc debugging, one process for each CPU core.
 
     python benchmarks/memory_check.py
     python benchmarks/memory_check.py --repetitions 3 tests/parallel/test_fsdp.py
 
 glibc 2.34 and later ignore MALLOC_CHECK_ unless libc_malloc_debug.so.0 is preloaded. This script preloads the library
 and checks first that an overrun of one byte aborts a process. MALLOC_PERTURB_ overwrites each block when it is freed.
-The exit status is 1 if any repetition fails; the output of those is printed.
+The exit status is 1 if any repetition fails. The output of failed repetitions is printed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def run_at_once(tests: list[str], count: int, environment: dict[str, str]) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=10, help="times that the tests run on each core (10)")
+    parser.add_argument("--repetitions", type=int, default=10, help="runs of the tests on each core (default: 10)")
     parser.add_argument("tests", nargs="*", default=TESTS, help=f"arguments of pytest ({' '.join(TESTS)})")
     arguments = parser.parse_args()
     environment = {**os.environ, **DEBUGGING}

@@ -1,8 +1,8 @@
-"""Cost of FSDP2 with one shard: parameters resharded after forward, unsharded, and by FSDP2's `replicate`.
+"""Cost of FSDP2 with one shard: resharded after forward, unsharded after forward, and PyTorch's `replicate`.
 
     torchrun --nproc-per-node 2 benchmarks/one_shard.py --write docs/verification/cpu.md
 
-Steps are interleaved, in another order each round, and measured in CPU time, which other processes disturb least.
+Steps are interleaved, in another order each round. They are measured in CPU time, which other processes disturb least.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SEQUENCE, BATCH, VOCABULARY = 128, 1, 320
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(
-        description="FSDP2 with one shard: parameters resharded after forward, unsharded, or replicated."
+        description="FSDP2 with one shard: parameters resharded or unsharded after forward, or replicated."
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--write", type=Path, help="Markdown file to put the table into, between its markers")
@@ -45,7 +45,7 @@ def main() -> None:
     ranks = dist.get_world_size()
     ways = WAYS if ranks == 1 else WAYS[1:]
     lines = [
-        f"| bfloat16, {ranks} rank{'s' * (ranks > 1)}: ms of CPU time a step | median | least | loss |",
+        f"| bfloat16, {ranks} rank{'s' * (ranks > 1)}: CPU ms per step | median | minimum | loss |",
         "|---|---|---|---|",
     ]
     models = {way: build(way, ranks) for way in ways}
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def build(way: str, ranks: int) -> Llama3:
-    """The launcher's small Llama, wrapped in one of the ways, with the same values."""
+    """Return the launcher's small Llama with the values of seed 0, wrapped in one of `WAYS`."""
     torch.manual_seed(0)
     args = Llama3Args(vocab_size=VOCABULARY, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768)
     model = Llama3(args, SEQUENCE)
@@ -92,7 +92,7 @@ def build(way: str, ranks: int) -> Llama3:
 
 
 def step(model: Llama3, tokens: Tensor) -> float:
-    """Forward and backward. Returns the loss."""
+    """Run forward and backward. Return the loss."""
     loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
     loss.backward()
     model.zero_grad()

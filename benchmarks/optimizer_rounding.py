@@ -1,10 +1,11 @@
-"""What becomes of small updates in bfloat16: rounded to the nearest, stochastically, or kept in fp32 masters.
+"""Effect of bfloat16 storage on small updates, with nearest rounding, stochastic rounding or fp32 master weights.
 
     python benchmarks/optimizer_rounding.py --write docs/verification/numerics.md
 
-A Llama of a million parameters learns the source of Python's standard library, from the same parameters and on the
-same samples in every variant; only what is stored in which dtype differs: all computation is in fp32. The learning
-rate falls to a hundredth of its peak. Prints a table, and writes it between the markers of a Markdown file.
+A Llama of a million parameters learns the source of Python's standard library. Every variant starts from the same
+parameters and sees the same samples. The variants differ only in the dtypes of stored tensors: all computation is in
+fp32. The learning rate falls to a hundredth of its peak. The script prints a table, and writes it between the markers
+of a Markdown file.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from titan_launch.train.loop import train_one_step, validation_scalars
 from titan_launch.train.run import Run
 
 LAST_STEPS = 20
-"""The training loss is the mean over this many steps at the end."""
+"""Number of steps at the end over which the training loss is averaged."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp32": ("float32", {}),
@@ -45,11 +46,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16, stochastic": ("bfloat16", {"rounding": "stochastic"}),
     "bf16, fp32 masters and moments": ("bfloat16", {"master_weights": True, "state_dtype": "float32"}),
 }
-"""What parameters are stored in, and `[optimizer]`."""
+"""Storage dtype of the parameters and keys of `[optimizer]`, by name of the variant."""
 
 
 def job_of(storage: str, optimizer: dict[str, Any], seed: int, steps: int, lr: float, folder: str) -> JobConfig:
-    """The job of a variant."""
+    """Return the job of a variant."""
     size = {"dim": 128, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 384, "vocab_size": 257}
     text = {"kind": "text", "path": "python-stdlib"}
     return JobConfig.model_validate(
@@ -70,13 +71,13 @@ def job_of(storage: str, optimizer: dict[str, Any], seed: int, steps: int, lr: f
 
 
 def whole(run: Run) -> list[Tensor]:
-    """Copies of all parameters."""
+    """Return unsharded copies of all parameters."""
     parameters = run.model.parameters()
     return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in parameters]
 
 
 def bytes_per_parameter(run: Run) -> float:
-    """Parameters, gradients and the optimizer's state."""
+    """Return the bytes of parameters, gradients and optimizer state, divided by the number of parameters."""
     parameters = list(run.model.parameters())
     sizes = [ShardSize(tuple(p.shape), p.numel(), str(p.dtype).removeprefix("torch.")) for p in parameters]
     state = state_bytes(run.config.optimizer, [GroupSizes(GroupSettings("AdamW", 1.0, 0.1), sizes)])
@@ -84,7 +85,7 @@ def bytes_per_parameter(run: Run) -> float:
 
 
 def study(ranks: Ranks, seeds: int, steps: int, lr: float) -> dict[str, dict[str, list[float]]]:
-    """Train every variant with every seed; figures by variant and name, a value per seed."""
+    """Train every variant with every seed. Return, by variant and name of the figure, one value per seed."""
     figures: dict[str, dict[str, list[float]]] = {}
     for seed in range(seeds):
         for name, (storage, optimizer) in VARIANTS.items():
@@ -108,10 +109,18 @@ def study(ranks: Ranks, seeds: int, steps: int, lr: float) -> dict[str, dict[str
 
 
 def table(figures: dict[str, dict[str, list[float]]]) -> str:
-    """One row per variant; ranges are over the seeds."""
+    """Return a Markdown table with one row for each variant. Ranges are over the seeds."""
     reference = next(iter(figures.values()))
     rows = [
-        ["stored in", "bytes a parameter", "training loss", "- fp32", "validation loss", "- fp32", "last step changes"]
+        [
+            "storage",
+            "bytes per parameter",
+            "training loss",
+            "- fp32",
+            "validation loss",
+            "- fp32",
+            "changed in last step",
+        ]
     ]
     rows.append(["---"] + ["---:"] * 6)
     for name, found in figures.items():
@@ -124,7 +133,7 @@ def table(figures: dict[str, dict[str, list[float]]]) -> str:
 
 
 def main() -> None:
-    """Run the study on one rank, and write it."""
+    """Run the study on one rank, and write its table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300)

@@ -1,11 +1,11 @@
-"""Which layout of the large Llamas fits on how many H100, what it communicates, and which one is the quickest.
+"""Planned memory, traffic and step time of the large Llamas on H100, by layout and number of GPUs.
 
     python benchmarks/parallelism_tables.py [--write docs/verification/planner.md] [--models 8B 70B 405B]
         [--ranks 8 64 512] [--layouts FSDP ...]
 
-Every row is what `plan` predicts. Of each layout the quicker accumulation mode that fits counts, of the two extremes:
-the one with the least memory, and the one with the least traffic. FSDP2 and HSDP are replayed, in milliseconds; other
-layouts are traced, in seconds each.
+Every row is a prediction of `plan`. Each layout is planned with two accumulation modes: the one with the least memory,
+and the one with the least traffic. The table has the faster of those that fit. The analytic engine predicts FSDP2 and
+HSDP in milliseconds. Other layouts are traced, which takes seconds each.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _ACCUMULATION = (
 )
 _COLUMNS = (
     *("model", "GPUs", "layout", "accumulation", "active GiB", "reserved GiB", "verdict"),
-    *("GiB sent within a node", "across nodes", "waiting s", "step s"),
+    *("GiB sent within a node", "GiB across nodes", "pipeline bubble s", "step s"),
 )
 
 
 @dataclass(frozen=True)
 class Named:
-    """A way to divide the ranks."""
+    """A layout: its name, and the keys of `[parallelism]`."""
 
     name: str
     keys: dict[str, int]
 
 
 def layouts(model: str, ranks: int) -> Iterator[Named]:
-    """What is compared."""
+    """Yield the layouts to compare for a model and a number of ranks."""
     yield Named("FSDP", {})
     if ranks > 8:
         replicas = 2 if ranks == 64 else 8
@@ -65,7 +65,7 @@ def layouts(model: str, ranks: int) -> Iterator[Named]:
 
 
 def predict(model: str, ranks: int, layout: Named) -> Row:
-    """What is best in a layout."""
+    """Return the row of the faster accumulation mode that fits, or of the mode with the least memory if none fits."""
     rows = [_predict(model, ranks, layout, accumulation) for accumulation in _ACCUMULATION]
     fitting = [row for row in rows if row.verdict == "fits"]
     return min(fitting, key=_shortest) if fitting else min(rows, key=lambda row: row.reserved_bytes)
@@ -107,7 +107,10 @@ def _shortest(row: Row) -> tuple[float, float]:
 
 
 def table(models: Sequence[str], ranks: Sequence[int], names: Sequence[str] | None = None) -> str:
-    """All layouts, or those with these names; the quickest for each model and number of ranks is in bold."""
+    """Return a Markdown table of all layouts, or of those with these names.
+
+    The fastest layout for each model and number of ranks is bold.
+    """
     lines: list[Sequence[str]] = [_COLUMNS, ["---"] * len(_COLUMNS)]
     for model in models:
         for number in ranks:
@@ -122,11 +125,10 @@ def table(models: Sequence[str], ranks: Sequence[int], names: Sequence[str] | No
     recomputed = ", ".join(f"{mode} for {model}" for model, mode in _RECOMPUTATION.items() if model in models)
     tokens = SAMPLES * 8192 // 2**20
     notes = (
-        f"{SAMPLES} sequences of 8,192 tokens a step ({tokens} Mi tokens), one in a microbatch; fp32 parameters "
+        f"{SAMPLES} sequences of 8,192 tokens a step ({tokens} Mi tokens), one per microbatch; fp32 parameters "
         f"and AdamW, bf16 compute, fp32 reduction; activation checkpointing: {recomputed}; 8 loss chunks; pipelines by "
-        "1F1B. Memory is that of the rank that needs most. In bold: of those that fit, the one with the lowest lower "
-        "bound of the step's time, then the lowest upper one (see [planning.md](planning.md) for what the bounds rest "
-        "on)."
+        "1F1B. Memory is that of the rank that needs most. Bold: the layout that fits with the lowest lower bound of "
+        "the step time; of equal ones, that with the lowest upper bound."
     )
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", notes])
 
@@ -150,16 +152,16 @@ def _cells(model: str, ranks: int, name: str, row: Row, is_best: bool) -> list[s
 
 
 def _plain(seconds: float) -> str:
-    """To three digits, without an exponent."""
+    """Return seconds with three significant digits, without an exponent."""
     return f"{float(f'{seconds:.3g}'):g}"
 
 
 def main() -> int:
-    """Predict all, or some."""
+    """Predict all layouts, or the selected ones."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--write", type=Path, help="Markdown file with the markers")
     parser.add_argument("--models", nargs="+", default=list(_RECOMPUTATION), choices=list(_RECOMPUTATION))
-    parser.add_argument("--layouts", nargs="+", help="only these, such as FSDP")
+    parser.add_argument("--layouts", nargs="+", help="names of layouts, such as FSDP (default: all)")
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 512], choices=[8, 64, 512])
     options = parser.parse_args()
     publish(table(options.models, options.ranks, options.layouts), "parallelism_tables", options.write)

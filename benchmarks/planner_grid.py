@@ -1,10 +1,10 @@
-"""The analytic engine against the trace, on random jobs: peak memory, collectives and their bytes.
+"""Comparison of the analytic engine with traces of random jobs: peak memory, collectives and their bytes.
 
     python benchmarks/planner_grid.py --num-jobs 120 --seed 0 [--workers 2] [--write docs/verification/planner.md]
 
-A job is a small Llama with random widths, depth, norm, batch, ranks, precision rules, accumulation, recomputation,
-optimizer and loss chunks. Both engines predict the active memory of a rank; the plan's closed form of the traffic is
-held against the collectives that the trace sees. Prints a table, and writes it between the markers of a Markdown
+A job is a small Llama with random widths, depth, norm, batch, ranks, precision rules, gradient accumulation, activation
+checkpointing, optimizer and loss chunks. Both engines predict the active memory of a rank. The planned traffic is
+compared with the collectives in the trace. The script prints a table, and writes it between the markers of a Markdown
 file.
 """
 
@@ -41,7 +41,7 @@ from titan_launch.train.auto_mode import plan_precision
 
 @dataclass(frozen=True)
 class Result:
-    """What the two engines say of one job."""
+    """Predictions of the two engines for one job."""
 
     seed: int
     kernels: Kernels
@@ -52,12 +52,12 @@ class Result:
 
     @property
     def error(self) -> float:
-        """Of the analytic peak, relative to the traced one."""
+        """Error of the analytic peak, relative to the traced one."""
         return self.analytic_bytes / self.traced_bytes - 1
 
 
 def random_job(seed: int) -> tuple[dict[str, Any], int, Kernels]:
-    """A job, its number of ranks, and whose kernels it runs on."""
+    """Return a random job, its number of ranks, and the device family of its kernels."""
     pick = random.Random(seed)
     heads = pick.choice([2, 4, 6])
     dim = heads * pick.choice([8, 16, 24])
@@ -131,7 +131,7 @@ def _random_recomputation(pick: random.Random) -> dict[str, Any]:
 
 
 def compare(seed: int) -> Result | None:
-    """Both engines on one random job; None for a job that the launcher refuses."""
+    """Run both engines on one random job. Return None for a job that the launcher refuses."""
     job, ranks, kernels = random_job(seed)
     config = JobConfig.model_validate(job)
     layout = plan_layout(config.parallelism, config.training, ranks)
@@ -154,9 +154,9 @@ def compare(seed: int) -> Result | None:
 
 
 def summarize(results: Sequence[Result], refused: int) -> str:
-    """A table over all jobs."""
-    lines = ["| kernels | jobs | largest error | mean error | within 1 % | same place | same collectives and bytes |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    """Return a Markdown table over all jobs."""
+    columns = ("kernels", "jobs", "largest error", "mean error", "within 1 %", "same point of the peak")
+    lines = [f"| {' | '.join(columns)} | same collectives and bytes |", "|---|---|---|---|---|---|---|"]
     for kernels in ("cuda", "cpu"):
         chosen = [result for result in results if result.kernels == kernels]
         errors = [abs(result.error) for result in chosen]
@@ -173,16 +173,16 @@ def summarize(results: Sequence[Result], refused: int) -> str:
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     lines += [
         "",
-        f"{len(results)} jobs ({refused} more were refused as jobs: tied embeddings in two units), {versions}.",
+        f"{len(results)} jobs ({refused} more were refused: tied embeddings in two units), {versions}.",
     ]
     return "\n".join(lines)
 
 
 def main() -> int:
-    """Run the grid. Returns 1 if an engine is off by 1 % or more anywhere, or a collective by anything."""
+    """Run the grid. Return 1 if a peak differs by 1 % or more, or if collectives or their bytes differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-jobs", type=int, default=120)
-    parser.add_argument("--seed", type=int, default=0, help="of the first job; the others follow")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first job; each next job adds 1 (default: 0)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--write", type=Path, help="Markdown file with the markers")
     arguments = parser.parse_args()

@@ -1,10 +1,10 @@
-"""What precision rules change: losses, gradients, collectives and step time of small jobs that differ in them alone.
+"""Effect of precision rules on losses, gradients, collectives and step time of small jobs.
 
     torchrun --nproc-per-node 2 benchmarks/precision_numerics.py --write docs/verification/numerics.md
 
-Every variant of a job starts from the same parameters and sees the same samples. Their steps are interleaved (one step
-of each in turn), so that whatever else the machine does falls on all of them; times are ratios within a round. Prints a
-table per job, and writes it between the markers of a Markdown file.
+Every variant of a job starts from the same parameters and sees the same samples. The variants take turns, one step
+each, so other load on the machine affects all of them. Times are ratios within a round. The script prints a table for
+each job, and writes the tables between the markers of a Markdown file.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from titan_launch.train.loop import pool_statistics, train_one_step, validation_
 from titan_launch.train.run import Run
 
 LAST_STEPS = 10
-"""The training loss is the mean over this many steps at the end."""
+"""Number of steps at the end over which the training loss is averaged."""
 
 Variants = dict[str, dict[str, Any]]
-"""`[precision]` by name; the first is the reference for gradients, the second the one for time and collectives."""
+"""`[precision]` by name. The first variant is the reference for gradients, the second for time and collectives."""
 
 
 def norm_variants(norm: str) -> Variants:
-    """Of a norm without state."""
+    """Return the variants for a norm without running statistics."""
     return {
         "fp32": {"param_dtype": "float32"},
         "bf16, no rules": {},
@@ -54,7 +54,7 @@ def norm_variants(norm: str) -> Variants:
 
 
 def batchnorm_variants() -> Variants:
-    """The last two keep running statistics in bf16, which nobody should."""
+    """Return the variants for BatchNorm. The last one stores running statistics in bf16, which is not recommended."""
     wrong = {"type": "BatchNorm", "param_dtype": "bfloat16", "buffer_dtype": "bfloat16"}
     return {
         "fp32": {"param_dtype": "float32"},
@@ -72,7 +72,7 @@ JOBS: dict[str, tuple[dict[str, Any], Variants]] = {
 
 
 def job_of(args: dict[str, Any], precision: dict[str, Any], seed: int, steps: int, folder: str) -> JobConfig:
-    """A Llama of a million parameters that learns the source of Python's standard library."""
+    """Return a job: a Llama of a million parameters learns the source of Python's standard library."""
     size = {"dim": 128, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 384, "vocab_size": 257}
     text = {"kind": "text", "path": "python-stdlib"}
     return JobConfig.model_validate(
@@ -94,7 +94,7 @@ def job_of(args: dict[str, Any], precision: dict[str, Any], seed: int, steps: in
 
 @dataclass
 class Figures:
-    """What one variant showed, a value per seed; times a value per step."""
+    """Measurements of one variant: one value per seed, and for times one value per step."""
 
     collectives: Collectives = field(default_factory=Collectives)
     training_loss: list[float] = field(default_factory=list)
@@ -121,7 +121,7 @@ def study(args: dict[str, Any], variants: Variants, ranks: Ranks, seeds: int, st
 
 
 def compare_gradients(runs: dict[str, Run], figures: dict[str, Figures]) -> None:
-    """The relative error of the first step's gradient against the reference's, and of the norms' part of it."""
+    """Add the relative error of each variant's gradient to its figures, over all parameters and over the norms'."""
     tokens = torch.randint(0, 257, (8, 129), generator=torch.Generator().manual_seed(0))
     gradients = {name: gradient(run, tokens) for name, run in runs.items()}
     reference = next(iter(gradients.values()))
@@ -132,7 +132,7 @@ def compare_gradients(runs: dict[str, Run], figures: dict[str, Figures]) -> None
 
 
 def gradient(run: Run, tokens: Tensor) -> dict[str, Tensor]:
-    """The whole gradient of one microbatch of random tokens; the run goes on as if nothing had been."""
+    """Return the unsharded gradient of one microbatch of random tokens. The state of the run does not change."""
     statistics = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
     tokens = tokens.to(run.ranks.device)
     (cross_entropy_sum(run.model(tokens[:, :-1]), tokens[:, 1:]) / tokens[:, 1:].numel()).backward()
@@ -144,18 +144,18 @@ def gradient(run: Run, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gathered from its shards, in fp64."""
+    """Return the unsharded tensor in fp64."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).double()
 
 
 def relative_error(found: dict[str, Tensor], reference: dict[str, Tensor], names: Sequence[str]) -> float:
-    """|found - reference| / |reference| over the named gradients together."""
+    """Return |found - reference| / |reference| over all the named gradients."""
     error = sum(float((found[name] - reference[name]).square().sum()) for name in names)
     return (error / sum(float(reference[name].square().sum()) for name in names)) ** 0.5
 
 
 def train(runs: dict[str, Run], figures: dict[str, Figures], steps: int) -> None:
-    """All steps of all variants, one step of each in turn."""
+    """Train all variants, one step of each in turn, and add their losses and times to the figures."""
     losses: dict[str, list[float]] = {name: [] for name in runs}
     base = list(runs)[1]
     for _ in range(steps):
@@ -178,9 +178,9 @@ def train(runs: dict[str, Run], figures: dict[str, Figures], steps: int) -> None
 
 
 def table(job: str, figures: dict[str, Figures]) -> str:
-    """One row per variant; ranges are over the seeds, and those of times over the steps."""
+    """Return a Markdown table with one row for each variant. Ranges are over seeds, and those of times over steps."""
     reference, base, *_ = figures.values()
-    columns = [job, "training loss", "- fp32", "validation loss", "- fp32", "gradient error", "of the norms"]
+    columns = [job, "training loss", "- fp32", "validation loss", "- fp32", "gradient error", "error of the norms"]
     rows = [[*columns, "collectives", "step time"], ["---"] * 9]
     for name, found in figures.items():
         cells = [
@@ -199,23 +199,23 @@ def table(job: str, figures: dict[str, Figures]) -> str:
 
 
 def differences(values: Sequence[float], reference: Sequence[float]) -> str:
-    """From the reference with the same seed: smallest and largest."""
+    """Return the range of the differences from the reference with the same seed."""
     return extent([value - other for value, other in zip(values, reference, strict=True)], "+.4f")
 
 
 def extent(values: Sequence[float], form: str) -> str:
-    """Smallest and largest."""
+    """Return the smallest and the largest value."""
     return f"{min(values):{form}} to {max(values):{form}}"
 
 
 def quartiles(values: Sequence[float]) -> str:
-    """Median, with the quartiles behind it."""
+    """Return the median, with the quartiles in parentheses."""
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def main() -> None:
-    """Run the study on the ranks that torchrun has started, and write it on the first."""
+    """Run the study on the ranks that torchrun has started, and write its tables on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=80)
@@ -234,7 +234,7 @@ def main() -> None:
 
 
 def header(ranks: Ranks, seeds: int, steps: int) -> str:
-    """What was run, on what."""
+    """Return a line with the settings, the device and the versions."""
     device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else f"{os.cpu_count()} CPU cores"
     return (
         f"{seeds} seeds, {steps} steps each, {ranks.world_size} ranks on {device}, torch {torch.__version__}, "

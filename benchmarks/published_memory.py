@@ -1,10 +1,10 @@
-"""Predicted memory against what TorchTitan has published for Llama 3 8B.
+"""Comparison of predicted memory with the figures that TorchTitan has published for Llama 3 8B.
 
     python benchmarks/published_memory.py [--write docs/verification/planner.md]
 
-Published figures are the allocator's reserved memory, which is more than the active memory that is predicted; jobs are
-described as far as their reports say (`benchmarks/*.md` of TorchTitan). Exits with 1 if a prediction is not below a
-published figure, or not within 25 % of it. No torch.
+Published figures are the allocator's reserved memory, which exceeds the predicted active memory. The jobs have the
+settings that the reports name (`benchmarks/*.md` of TorchTitan). The exit status is 1 if a prediction is not below a
+published figure, or not within 25 % of it. The script does not import torch.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Report:
 
 _EAGER, _LONG = {"seq_len": 8192, "local_batch_size": 2}, {"seq_len": 32_768, "local_batch_size": 1}
 _FUSED_LOSS = {**_EAGER, "loss_chunks": 8}
+_AS_EAGER_CHUNKS = "predicted as eager bf16, 8 loss chunks"
 REPORTS = (
     Report("8 x H100 (96 GB), 2 x 8,192 tokens", 8, _EAGER, "selective", 82.4),
     Report("128 x H100, the same", 128, _EAGER, "selective", 67.0),
@@ -48,14 +49,19 @@ REPORTS = (
     Report("128 x H100, the same, compiled, fp8", 128, _EAGER, "selective", 61.8, "predicted as eager bf16"),
     Report("8 x H100, 32,768 tokens, compiled, fp8", 8, _LONG, "full", 83.9, "predicted as eager bf16"),
     Report(
-        "32 x H200, compiled with its loss, fp8", 32, _FUSED_LOSS, "selective", 47.96, "as eager bf16, 8 loss chunks"
+        "32 x H200, compiled with its loss, fp8",
+        32,
+        _FUSED_LOSS,
+        "selective",
+        47.96,
+        "predicted as eager bf16, 8 loss chunks",
     ),
-    Report("64 x H200, the same", 64, _FUSED_LOSS, "selective", 46.97, "as eager bf16, 8 loss chunks"),
+    Report("64 x H200, the same", 64, _FUSED_LOSS, "selective", 46.97, _AS_EAGER_CHUNKS),
 )
 
 
 def predict(report: Report) -> tuple[float, float]:
-    """GiB of active memory, and what is estimated to be reserved, of a report's job."""
+    """Return the predicted active memory and the estimated reserved memory of a report's job, in GiB."""
     config = JobConfig.model_validate(
         {
             "model": {"name": "llama3", "flavor": "8B"},

@@ -1,4 +1,4 @@
-"""Helpers of the benchmarks in this folder: the files for their results, and the commit that they measured."""
+"""Publication of benchmark results in Markdown files, and the commit that was measured."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 
 def publish(text: str, name: str, path: Path | None) -> None:
-    """Print a result, and put it into a Markdown file, between the markers of the benchmark."""
+    """Print a result, and write it between the markers of the benchmark in a Markdown file."""
     print(text)
     if path is not None:
         put_between_markers(text, name, path)
 
 
 def put_between_markers(text: str, name: str, path: Path) -> None:
-    """Put a result into a Markdown file, in place of what is between the markers of the benchmark."""
+    """Replace the text between the markers of the benchmark in a Markdown file."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, _, rest = path.read_text().partition(begin)
     _, _, after = rest.partition(end)

@@ -1,4 +1,4 @@
-"""Faults of a run besides deaths of its ranks: folders that are copied, changed, or gone, and launches killed."""
+"""Disturbances of a run other than deaths of its ranks: copied, changed or deleted files, and killed launches."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from titan_launch.checkpoint.manifest import checkpoint_name, checkpoint_steps, 
 
 @dataclass(frozen=True)
 class Tampering:
-    """Something that is done to the files of a run between two of its starts."""
+    """A change to the files of a run between two of its starts."""
 
     name: str
     change: Callable[[Path, random.Random], None]
-    """Changes files. The path is the folder with the run's folder, the job file and the data."""
+    """Function that changes files. Its path is the folder with the run's folder, the job file and the data."""
 
     loses_newest: bool = False
-    """True if the fault may damage the newest checkpoint, so that the run goes on from the one before."""
+    """True if the change may damage the newest checkpoint, so that the run resumes from the one before."""
 
     may_be_refused: bool = False
-    """True if the next start may refuse to go on, with one error and status 2, until the files are as they were."""
+    """True if the next start may end with one error and status 2, until the files are restored."""
 
 
 def _run(folder: Path) -> Path:
@@ -45,7 +45,7 @@ def _newest(folder: Path) -> Path:
 
 
 def follow_links(folder: Path, _: random.Random) -> None:
-    """Copy the run as `cp -rL` and object stores do: links become what they point to."""
+    """Copy the run as `cp -rL` and object stores do: the target replaces each link."""
     shutil.copytree(_run(folder), folder / "copy", symlinks=False)
     shutil.rmtree(_run(folder))
     (folder / "copy").rename(_run(folder))
@@ -59,7 +59,7 @@ def copy_step(folder: Path, numbers: random.Random) -> None:
 
 
 def change_bytes(folder: Path, numbers: random.Random) -> None:
-    """Change, cut, or empty a file of the newest checkpoint."""
+    """Change a byte of a file of the newest checkpoint, truncate the file, or insert bytes."""
     path = numbers.choice(sorted(_newest(folder).iterdir()))
     content = bytearray(path.read_bytes())
     at = numbers.randrange(len(content))
@@ -74,7 +74,7 @@ def change_bytes(folder: Path, numbers: random.Random) -> None:
 
 
 def forge(folder: Path, numbers: random.Random) -> None:
-    """Change the index of the newest checkpoint, and make its checksum right."""
+    """Change the index of the newest checkpoint, and record the matching checksum."""
     checkpoint = _newest(folder)
     index = json.loads((checkpoint / "index.json").read_text())
     tensor = numbers.choice(sorted(index["tensors"]))
@@ -89,18 +89,18 @@ def forge(folder: Path, numbers: random.Random) -> None:
 
 
 def put_fifo(folder: Path, _: random.Random) -> None:
-    """Put a FIFO, which never ends, in the place of the newest manifest."""
+    """Replace the newest manifest by a FIFO, from which a read never returns."""
     (_newest(folder) / "manifest.json").unlink()
     os.mkfifo(_newest(folder) / "manifest.json")
 
 
 def nest_manifest(folder: Path, _: random.Random) -> None:
-    """Replace the newest manifest by JSON that is nested too deeply to be read."""
+    """Replace the newest manifest by JSON that is nested too deeply for the parser."""
     (_newest(folder) / "manifest.json").write_text("[" * 100_000)
 
 
 def break_record(folder: Path, numbers: random.Random) -> None:
-    """Replace one of the run's records by something of another kind."""
+    """Replace a record of the run by a file, folder or FIFO of the wrong kind, or by invalid JSON."""
     name = numbers.choice(("config.json", "launch.json", "metrics.jsonl", "tb", "logs"))
     path = _run(folder) / name
     kept = folder / "kept"
@@ -119,7 +119,7 @@ def break_record(folder: Path, numbers: random.Random) -> None:
 
 
 def change_data(folder: Path, numbers: random.Random) -> None:
-    """Change the data: fewer bytes, more, or others."""
+    """Truncate the data, double them, or shuffle their characters."""
     path = folder / "data.txt"
     text = path.read_text()
     (folder / "kept").mkdir(exist_ok=True)
@@ -129,21 +129,21 @@ def change_data(folder: Path, numbers: random.Random) -> None:
 
 
 TAMPERINGS = (
-    Tampering("copied with links followed", follow_links),
+    Tampering("the run's folder copied with links followed", follow_links),
     Tampering("a checkpoint copied to the name of another step", copy_step),
-    Tampering("a file of the newest checkpoint changed or cut", change_bytes, loses_newest=True),
-    Tampering("its index forged, with checksums made right", forge, loses_newest=True),
-    Tampering("its manifest a FIFO", put_fifo, loses_newest=True),
-    Tampering("its manifest nested too deeply", nest_manifest, loses_newest=True),
-    Tampering("a record of the run of another kind", break_record, may_be_refused=True),
-    Tampering("the data changed", change_data, may_be_refused=True),
+    Tampering("a file of the newest checkpoint changed or truncated", change_bytes, loses_newest=True),
+    Tampering("the index of the newest checkpoint changed, with a matching checksum", forge, loses_newest=True),
+    Tampering("the manifest of the newest checkpoint replaced by a FIFO", put_fifo, loses_newest=True),
+    Tampering("the manifest replaced by too deeply nested JSON", nest_manifest, loses_newest=True),
+    Tampering("a record of the run replaced by one of another kind", break_record, may_be_refused=True),
+    Tampering("the training data changed", change_data, may_be_refused=True),
 )
 
 
 def undo(folder: Path) -> None:
-    """Bring back what `break_record` and `change_data` have put aside."""
+    """Restore the files that `break_record` and `change_data` have replaced."""
     kept = folder / "kept"
-    if (_run(folder) / "tb").is_file():  # there was none before: the job writes no events
+    if (_run(folder) / "tb").is_file():  # there was no such folder before, because the job writes no events
         (_run(folder) / "tb").unlink()
     for path in kept.iterdir() if kept.exists() else ():
         place = folder / path.name if path.name == "data.txt" else _run(folder) / path.name
@@ -155,7 +155,7 @@ def undo(folder: Path) -> None:
 
 
 def vanish(folder: Path, numbers: random.Random, seconds: float) -> str:
-    """Wait, then delete a run's folder, or move it away, while it runs. Returns which."""
+    """Delete a run's folder, or move it away, at a random instant of the run. Return the action."""
     time.sleep(numbers.uniform(0, seconds))
     if not _run(folder).exists():
         return "nothing"
@@ -167,9 +167,9 @@ def vanish(folder: Path, numbers: random.Random, seconds: float) -> str:
 
 
 def kill_launch(arguments: list[str], numbers: random.Random, mark: str, environment: dict[str, str]) -> list[int]:
-    """Start `launch`, kill it at a random instant of its first 4 seconds, and wait 5 seconds.
+    """Start `launch`, and kill it at a random instant of its first 4 seconds.
 
-    Returns the processes that are left, and kills them.
+    Return the processes that still exist 5 seconds later, after killing them.
     """
     command = [sys.executable, "-m", "titan_launch", "launch", "--nproc-per-node", "2", *arguments]
     environment = {**os.environ, **environment, "TITAN_LAUNCH_CAMPAIGN": mark}
@@ -188,12 +188,12 @@ def kill_launch(arguments: list[str], numbers: random.Random, mark: str, environ
 
 
 def marked(mark: str) -> list[int]:
-    """The processes that were started with a mark in their environment, and are no zombies."""
+    """Return the ids of running processes that have a mark in their environment, without zombies."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdecimal() and f"TITAN_LAUNCH_CAMPAIGN={mark}".encode() in (entry / "environ").read_bytes():
                 found.append(int(entry.name))
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
     return found

@@ -1,4 +1,4 @@
-"""A model of one's own: any function that returns an `nn.Module`. See configs/custom_model.toml.
+"""A user's own model: any function that returns an `nn.Module`. See configs/custom_model.toml.
 
 The launcher calls `build` on the host of each rank, seeded by `training.seed`, shards the module, and keeps its values.
 """
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class CausalBlock(nn.Module):
-    """A gated convolution that looks only back, added to the stream."""
+    """A gated causal convolution, added to the residual stream."""
 
     def __init__(self, dim: int, kernel_size: int):
         super().__init__()
@@ -17,7 +17,7 @@ class CausalBlock(nn.Module):
         self.look_back = kernel_size - 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, dim) to the same shape."""
+        """Map (batch, tokens, dim) to the same shape."""
         channels_first = F.pad(self.norm(x).transpose(1, 2), (self.look_back, 0))
         return x + F.glu(self.conv(channels_first), dim=1).transpose(1, 2)
 
@@ -33,7 +33,7 @@ class ConvLM(nn.Module):
         self.head = nn.Linear(dim, vocab_size, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token ids (batch, tokens) to logits (batch, tokens, vocab_size)."""
+        """Map token ids (batch, tokens) to logits (batch, tokens, vocab_size)."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)

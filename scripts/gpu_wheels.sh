@@ -3,9 +3,9 @@
 # of constraints.txt. The machine must have torch with torch's own dependencies, and pip.
 #
 #   scripts/gpu_wheels.sh [DIR]            (default: .wheels, which git ignores)
-#   benchmarks/gpu.sh --wheels DIR         then, on that machine
+#   benchmarks/gpu.sh --wheels DIR         afterwards, on the GPU machine
 #
-# The second list is installed without dependencies: torchdata would bring torch, and tensorboard a server that no
+# The second list is collected without dependencies: torchdata depends on torch, and tensorboard on a server that no
 # training imports. The folder is emptied first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

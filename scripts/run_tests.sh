@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets itself up (into .venv, unless the Python it runs with has everything), then runs linter, formatter, type checker
-# and tests. Arguments go to pytest; with arguments only the tests run.
+# Runs linter, formatter, type checker and tests. If the current Python lacks a package, the script first sets up .venv.
+# Arguments go to pytest. With arguments, only the tests run.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -12,8 +12,8 @@ if [[ $# -eq 0 ]]; then
     "$PYTHON" -m ruff check .
     "$PYTHON" -m ruff format --check .
     "$PYTHON" -m mypy
-    "$PYTHON" -m mypy benchmarks/*.py # scripts, which import each other by their own names
-    # Two files at a time: tests of several ranks wait for each other much of the time.
+    "$PYTHON" -m mypy benchmarks/*.py # these scripts import each other without a package name
+    # Two files at a time, because ranks of a test wait for each other much of the time.
     options=(--numprocesses 2 --dist loadfile)
 fi
 "$PYTHON" -m pytest "${options[@]}"

@@ -5,7 +5,7 @@ usage() {
     cat <<'USAGE'
 usage: [VARIABLE=value ...] scripts/run_train.sh [--section.key=value ...]
 
-Sets itself up (into .venv, unless the Python it runs with has the package), then trains with torchrun.
+Trains with `titan_launch launch`. If the current Python lacks the package, the script first sets up .venv.
 Arguments override keys of the job file, for example --training.steps=20.
 
   CONFIG         job file                                       (default: configs/llama_bn.toml)
@@ -13,11 +13,11 @@ Arguments override keys of the job file, for example --training.steps=20.
   NNODES         hosts, or min:max                              (default: 1)
   MAX_RESTARTS   restarts after a failure                       (default: 0)
 
-With more than one host, start this on every host with the same values of
+With more than one host, start the script on every host with the same values of
   RDZV_ENDPOINT  HOST:PORT of one of the hosts, reachable by all
-  RDZV_ID        any name that this job has for itself          (default: titan_launch)
+  RDZV_ID        name of this job, unique at the endpoint       (default: titan_launch)
   RDZV_BACKEND   rendezvous backend of torchrun                 (default: c10d; static with NODE_RANK)
-and, where hosts are to have fixed places, with a value of its own of
+and, if the hosts must have fixed numbers, with a different value on each host of
   NODE_RANK      number of this host, from 0, which is the host of RDZV_ENDPOINT
 
 Variables of NCCL: docs/getting_started/several_hosts.md. If hosts do not connect: docs/how_to/troubleshooting.md.
@@ -34,7 +34,7 @@ done
 options=(--nproc-per-node "${NPROC:-auto}" --max-restarts "${MAX_RESTARTS:-0}")
 if [[ "${NNODES:-1}" != 1 ]]; then
     if [[ -z "${RDZV_ENDPOINT:-}" ]]; then
-        echo "error: NNODES=$NNODES needs RDZV_ENDPOINT=HOST:PORT, the same on every host" >&2
+        echo "error: NNODES=$NNODES needs RDZV_ENDPOINT=HOST:PORT, with the same value on every host" >&2
         exit 2
     fi
     backend=c10d

@@ -1,6 +1,6 @@
-# Sourced by the other scripts: `use_environment [EXTRA]` sets PYTHON to an interpreter that has this checkout and the
-# packages of its pyproject.toml (and of an extra). It takes the Python it is run with when that has them already, and
-# otherwise makes or updates .venv in the repository.
+# Sourced by the other scripts. `use_environment [EXTRA]` sets PYTHON to an interpreter that has this checkout and the
+# packages of its pyproject.toml (and of an extra). If the current Python has them, the function uses it. Otherwise it
+# creates or updates .venv in the repository.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -15,8 +15,8 @@ use_environment() {
     install_packages "$extra"
 }
 
-# Whether a Python imports titan_launch from this checkout (asked from /, where the checkout is not importable by
-# accident), has torch and, for the tests, their tools.
+# Returns 0 if a Python imports titan_launch from this checkout, and has torch and, for the tests, their tools. The check
+# runs in /, from where the checkout cannot be imported unless it is installed.
 has_checkout() {
     local python="$1" extra="$2" wanted="torch tensorboard torchdata pydantic tomli"
     [[ "$extra" == test ]] && wanted+=" pytest pytest_timeout xdist mypy ruff jsonschema sklearn"
@@ -34,7 +34,7 @@ make_environment() {
     local python
     for python in python3 python3.13 python3.12 python3.11 python3.10; do
         if "$python" -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-            echo "making .venv with $("$python" --version)" >&2
+            echo "creating .venv with $("$python" --version)" >&2
             "$python" -m venv "$ROOT/.venv"
             return
         fi
@@ -48,7 +48,7 @@ install_packages() {
     local extra="$1" stamp="$ROOT/.venv/.installed${1:+-$1}" state
     state="$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum)"
     [[ -f "$stamp" && "$(cat "$stamp")" == "$state" ]] && return
-    echo "installing titan-launch${extra:+ with its $extra extra} into .venv (torch is large: minutes at first)" >&2
+    echo "installing titan-launch${extra:+ with its $extra extra} into .venv (the first time takes minutes, because torch is large)" >&2
     "$PYTHON" -m pip install --quiet --constraint "$ROOT/constraints.txt" --editable "$ROOT${extra:+[$extra]}"
     echo "$state" >"$stamp"
 }

@@ -5,8 +5,8 @@
 #   scripts/test_torch.sh 2.11.0 tests/plan -k rule    arguments go to pytest
 #   scripts/test_torch.sh 2.12.1 --train               the main job and the ResNet job instead of the suite
 #
-# The environment is .venvs/torch-VERSION, which git ignores. It has the versions of constraints.txt but for torch. Delete
-# the folder to install again. PYTHON names the interpreter it is made with (default: python3).
+# The environment is .venvs/torch-VERSION, which git ignores. Except for torch, it has the versions of constraints.txt.
+# Delete the folder to install again. PYTHON names the interpreter of the environment (default: python3).
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Two hosts in one: trains over a real network between two network namespaces, loses one host in the middle, goes on
-# with the other, takes the lost one back, and compares the losses with those of a run that nothing happened to.
+# Simulates two hosts on one: trains over a network between two network namespaces. One host dies during training, the
+# other continues alone, and the first joins again. The losses must equal those of an undisturbed run.
 #
 #   sudo scripts/two_hosts.sh [FOLDER]
 #
-# Needs root (for the namespaces), `ip` of iproute2, and no GPU. Writes into FOLDER (default: a temporary one, which is
-# deleted). The status is 0 if all went well, 77 where network namespaces cannot be made.
+# The script needs root (for the namespaces) and `ip` of iproute2, but no GPU. It writes into FOLDER (default: a temporary
+# folder, which is deleted). The exit status is 0 on success, and 77 if network namespaces cannot be created.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 STEPS=240
-LOST_AT=20   # steps done when node1 dies
-BACK_AT=80   # and when it comes back
+LOST_AT=20   # number of finished steps when node1 dies
+BACK_AT=80   # number of finished steps when node1 joins again
 hosts=("node0_$$" "node1_$$")
 addresses=(10.77.0.1 10.77.0.2)
 
@@ -33,7 +33,7 @@ lose() {
     [[ -z "$pids" ]] || kill -KILL $pids
 }
 
-# The hosts have names, and nothing in common but a cable (a veth pair) and the file system.
+# The hosts have names of their own. They share only a virtual cable (a veth pair) and the file system.
 make_hosts() {
     ip netns add "${hosts[0]}" && ip netns add "${hosts[1]}" &&
         ip -n "${hosts[0]}" link add eth0 type veth peer name eth0 netns "${hosts[1]}" || return
@@ -41,7 +41,7 @@ make_hosts() {
         ip -n "${hosts[$i]}" addr add "${addresses[$i]}/24" dev eth0
         ip -n "${hosts[$i]}" link set eth0 up
         ip -n "${hosts[$i]}" link set lo up
-        mkdir -p "/etc/netns/${hosts[$i]}" # what `ip netns exec` shows as /etc/hosts
+        mkdir -p "/etc/netns/${hosts[$i]}" # `ip netns exec` mounts this folder's files over those in /etc
         printf '127.0.0.1 localhost\n%s node0\n%s node1\n' "${addresses[@]}" >"/etc/netns/${hosts[$i]}/hosts"
     done
 }
@@ -55,8 +55,8 @@ job=(
     --metrics.log_freq=1 --metrics.enable_tensorboard=false
 )
 
-# What is started on every host of a cluster. The rendezvous notices a lost host in 3 s here, and waits 5 s for others; by
-# default it takes 15 s and 30 s.
+# Starts `launch` on a host, as on every host of a cluster. Here the rendezvous notices a lost host after 3 s, and waits
+# 5 s for other hosts. The defaults are 15 s and 30 s.
 launch_on() {
     local i="$1"
     ip netns exec "${hosts[$i]}" unshare --uts sh -c 'hostname "$1"; shift; exec "$@"' sh "node$i" \
@@ -67,7 +67,7 @@ launch_on() {
     pids[i]=$!
 }
 
-# Waits until a step is done, while host 0 lives.
+# Waits until a step is finished, as long as host 0 runs.
 wait_for_step() {
     local deadline=$((SECONDS + 240))
     until "$PYTHON" - "$folder" "$1" <<<"$last_step"; do
@@ -88,7 +88,7 @@ sys.exit(not path.exists() or path.read_text().count("\n") < int(sys.argv[2]))
 use_environment
 if [[ "$(id -u)" != 0 ]] || ! command -v ip >/dev/null || ! make_hosts 2>/dev/null; then
     remove_hosts
-    echo "two_hosts.sh: network namespaces need root and iproute2, and a kernel that lets this container make them" >&2
+    echo "two_hosts.sh: network namespaces need root, iproute2, and a kernel and container that allow them" >&2
     exit 77
 fi
 folder="${1:-$(mktemp -d)}"
@@ -97,22 +97,22 @@ trap 'remove_hosts; [[ $# -gt 0 ]] || rm -rf "$folder"' EXIT
 export OMP_NUM_THREADS=1
 pids=()
 
-say "two hosts, node0 and node1, begin to train"
+say "node0 and node1 start to train"
 launch_on 0
 launch_on 1
 wait_for_step "$LOST_AT"
-say "step $LOST_AT is done; node1 dies: kill -9 of all its processes"
+say "step $LOST_AT is done; node1 dies (kill -9 of all its processes)"
 lose "${hosts[1]}"
 wait "${pids[1]}" 2>/dev/null || true
 wait_for_step "$BACK_AT"
-say "step $BACK_AT is done; node1 comes back"
+say "step $BACK_AT is done; node1 joins again"
 launch_on 1
 status=(0 0)
 wait "${pids[0]}" || status[0]=$?
 wait "${pids[1]}" || status[1]=$?
-say "both have ended, with status ${status[0]} and ${status[1]}; node0 has said:"
-said='^(error|starting|resumed|ranks:|global batch:|saved .*step-(10|20|80) |a new host|stopped|ended|done)'
-grep -E "$said" "$folder/host0.log" | sed "s|$folder|FOLDER|; s/^/  /"
+say "both hosts ended, with status ${status[0]} and ${status[1]}; log of node0:"
+shown='^(error|starting|resumed|ranks:|global batch:|saved .*step-(10|20|80) |a new host|stopped|ended|done)'
+grep -E "$shown" "$folder/host0.log" | sed "s|$folder|FOLDER|; s/^/  /"
 [[ "${status[*]}" == "0 0" ]]
 
 say "the same job on one host, undisturbed"

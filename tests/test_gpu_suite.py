@@ -68,7 +68,7 @@ def test_a_case_that_fails_costs_its_row_and_the_exit_status(
     assert text in out and (tmp_path / "page.md").read_text() == f"<!-- gpu: begin -->\n{text}<!-- gpu: end -->\n"
     assert f"{row(BARE)} 256 |" in text and row(LAST) in text
     assert f"{row(LAUNCHER)} failed: OutOfMemoryError: 2 GiB | " in text
-    assert f"error: no result of {LAUNCHER.name}; the reasons are in the table" in err
+    assert f"error: no result of {LAUNCHER.name}; see the table for the reasons" in err
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert rows[0]["tokens_per_second"] == 256 and rows[1]["failure"] == "OutOfMemoryError: 2 GiB"
 
@@ -81,7 +81,7 @@ def test_tests_that_fail_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     for ended, text in (
         (failed, "1 failed in 3 s; FAILED tests/a.py::test_b - assert 1 == 2"),
         (Ended(0, "...\n1 passed in 3 s", 9), "1 passed in 3 s"),
-        (Ended(None, "tests/a.py ..", 9), "not done after 9 s; last line: tests/a.py .."),
+        (Ended(None, "tests/a.py ..", 9), "not finished after 9 s; last line: tests/a.py .."),
     ):
         monkeypatch.setattr(gpu_tests, "run_process", lambda *_, ended=ended: ended)
         looked_at = Suite([], True, "cpu", tmp_path, tmp_path)
@@ -144,7 +144,7 @@ def test_all_output_of_a_process_that_is_killed_is_kept(tmp_path: Path) -> None:
     ended = run_process(["bash", "-c", script], 1.0, log)
     out, err, child = ended.output.splitlines()
     assert (out, err) == ("out", "err") and log.read_text().splitlines()[1:] == [out, err, child]
-    assert ended.failure == f"not done after 1 s; last line: {child}"
+    assert ended.failure == f"not finished after 1 s; last line: {child}"
     with pytest.raises(ProcessLookupError):
         for _ in range(50):  # until the child is reaped
             os.kill(int(child), 0)

@@ -58,7 +58,7 @@ def test_tables_name_what_failed_and_what_is_absent() -> None:
     runs = [replace(r, failure="status 1: gone") if r.contestant == "accelerate" else r for r in all_runs(groups)]
     table = training.tables([Run.load(run.dump()) for run in runs])
     assert "| **titan_launch** | 2 | 150.0 (100.0 to 200.0) | 1.000 (1.000 to 1.000) | 15,360 | 3.00" in table
-    assert "failed: status 1: gone" in table and "left out: Hugging Face Trainer, litgpt, TorchTitan" in table
+    assert "failed: status 1: gone" in table and "not selected: Hugging Face Trainer, litgpt, TorchTitan" in table
 
 
 def test_all_other_parts_make_their_tables_and_plots(tmp_path: Path) -> None:

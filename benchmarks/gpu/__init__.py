@@ -1,1 +1,1 @@
-"""The launcher on one GPU, against a bare loop and against its own plan: see `benchmarks/gpu.sh`."""
+"""Benchmark of the launcher on one GPU, compared with a bare loop and with its own plan: see `benchmarks/gpu.sh`."""

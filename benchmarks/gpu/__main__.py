@@ -1,4 +1,4 @@
-"""Run the cases one after the other, and write the table.
+"""Command that runs the cases one after the other, and writes the table.
 
 benchmarks/gpu.sh --write docs/verification/gpu.md
 """
@@ -20,7 +20,9 @@ _BUDGET_SECONDS = 540
 def main() -> int:
     """Run the command and return its exit status."""
     began = time.monotonic()
-    parser = argparse.ArgumentParser(description="The launcher on one GPU, against a bare loop and its own plan.")
+    parser = argparse.ArgumentParser(
+        description="Compare the launcher on one GPU with a bare loop and with its own plan."
+    )
     add_options(parser, "outputs/gpu", _BUDGET_SECONDS)
     parser.add_argument("--write", type=Path, help="Markdown file; the table is put between its markers")
     parser.add_argument("--only", action="append", metavar="GLOB", help="run the cases whose name matches; repeatable")
@@ -50,15 +52,17 @@ def main() -> int:
         print(f"{suite.text()}\n\noutput: {output.resolve()}", flush=True)
     if suite.failed:
         failed = "; ".join(suite.failed)
-        return fail(f"no result of {failed}; the reasons are in the table, the logs in {output}/logs", 1)
+        return fail(f"no result of {failed}; see the table for the reasons, and {output}/logs for the logs", 1)
     return 0
 
 
 def add_options(parser: argparse.ArgumentParser, output: str, budget: float) -> None:
     """Add the options that all commands of this package have."""
-    parser.add_argument("--output", type=Path, default=Path(output), help=f"folder for all files ({output})")
-    parser.add_argument("--budget", type=float, default=budget, help=f"seconds for everything ({budget})")
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU, to see that everything runs")
+    parser.add_argument("--output", type=Path, default=Path(output), help=f"folder for all files (default: {output})")
+    parser.add_argument(
+        "--budget", type=float, default=budget, help=f"time limit of the whole run in seconds (default: {budget})"
+    )
+    parser.add_argument("--smoke", action="store_true", help="run tiny shapes on a CPU, to test the benchmark itself")
     parser.add_argument("--wheels", help="folder of wheels to install from; the shell script handles this option")
 
 

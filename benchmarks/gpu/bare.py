@@ -1,8 +1,8 @@
-"""A training loop written by hand for one GPU: FSDP2 around the launcher's Llama, without checks and reports.
+"""Hand-written training loop for one GPU: FSDP2 around the launcher's Llama, without checks and reports.
 
     python -m benchmarks.gpu.bare '{"flavor": "1B", "args": {}, ...}'
 
-Prints a line of JSON: seconds per step and peak active memory in GiB, both of the steps after the warm-up.
+It prints one line of JSON: seconds per step and peak active memory in GiB, both of the steps after the warm-up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ATTENTION = [
 ]
 
 _VOCABULARY = 256
-"""Size of the vocabulary of the launcher's synthetic data."""
+"""Vocabulary size of the launcher's synthetic data."""
 
 
 def main(job: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The trainings of the table: their shapes, and the ways to train each shape."""
+"""Cases of the table: model shapes, and the ways to train each shape."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama and its batch."""
+    """A Llama with its batch size and sequence length."""
 
     name: str
     flavor: str
@@ -29,7 +29,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Published:
-    """Numbers that others have published for the same shape on the same GPU."""
+    """Published results of another launcher for the same shape on the same GPU."""
 
     source: str
     tokens_per_second: int
@@ -50,7 +50,7 @@ class Case:
     microbatches: int = 1
     is_compiled: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the job file; for the launcher only."""
+    """Keys of the job file, used by the launcher only."""
 
     published: Published | None = None
 
@@ -95,7 +95,7 @@ KEMPNER_FORGE = Published("KempnerForge, one H200, April 2026", 10_471, 57.8, 80
 
 
 def all_cases() -> Iterator[Case]:
-    """Yield the most telling cases first, since the last ones do not run if the time is short."""
+    """Yield the cases, the most important first: the last ones do not run if the time is short."""
     yield Case(WIDTH_8B, "bare loop, compiled", is_bare=True, is_compiled=True)
     yield Case(WIDTH_8B, "compiled", is_compiled=True)
     yield Case(WIDTH_8B, "bare loop, eager", is_bare=True)

@@ -1,4 +1,4 @@
-"""Print what decides how a GPU machine behaves: driver, memory, versions, device, attention, matrix rate.
+"""Facts about a GPU machine: driver, memory, versions, device, attention kernel, rate of matrix products.
 
 python -m benchmarks.gpu.facts
 """
@@ -20,7 +20,7 @@ from benchmarks.gpu.table import installed
 
 
 def main() -> None:
-    """Print one line per fact; those of the GPU only if there is one."""
+    """Print one line per fact. Facts of the GPU are printed only if there is one."""
     print(f"Python {platform.python_version()}; {platform.platform()}; {len(os.sched_getaffinity(0))} CPU cores")
     for path in ("/dev/shm", "/tmp"):
         print(f"{path}: {shutil.disk_usage(path).free / 2**30:.1f} GiB free")
@@ -54,7 +54,7 @@ def flash_attention_refusal() -> str:
 
 
 def matmul_tflops(size: int, repeats: int = 50) -> float:
-    """Return the rate of square bf16 matrix products, which bounds what a training can reach."""
+    """Return the rate of square bf16 matrix products: an upper bound of the rate of a training."""
     left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for count in (5, repeats):  # the first round warms up
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The first ten minutes on a borrowed GPU: what tells most comes first, and a failure ends one step only.
+"""Checks for the first ten minutes on a borrowed GPU, the most important first. A failure ends one step only.
 
 scripts/gpu_first_look.sh --wheels .wheels
 """
@@ -18,7 +18,9 @@ _BUDGET_SECONDS = 570
 def main() -> int:
     """Run all steps, then the cases of the table. Return 1 if any of them failed."""
     began = time.monotonic()
-    parser = argparse.ArgumentParser(description="The first ten minutes on a GPU, in the order of what tells most.")
+    parser = argparse.ArgumentParser(
+        description="Run checks for the first ten minutes on a GPU, the most important first."
+    )
     add_options(parser, "outputs/gpu_first_look", _BUDGET_SECONDS)
     options = parser.parse_args()
     if problem := requirements_problem() or device_problem(options.smoke):

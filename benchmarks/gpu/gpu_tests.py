@@ -1,4 +1,4 @@
-"""The tests marked `gpu`, as many at a time as the GPU has memory for."""
+"""The tests marked `gpu`, with as many processes as fit into the GPU's memory."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def num_workers(free_gib: float, num_cpus: int) -> int:
 
 
 def free_gib() -> float:
-    """Return the free memory of the GPU; 0 without one. PyTorch's function would open a CUDA context in this process,
-    which takes memory from everything that is measured."""
+    """Return the free memory of the GPU; 0 without one.
+
+    PyTorch's function would open a CUDA context in this process. The context takes memory from the measured processes.
+    """
     if not torch.cuda.is_available():
         return 0
     command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", "--id=0"]
@@ -58,7 +60,7 @@ def run_tests(limit: float, log: Path) -> Ended:
 
 
 def summary(ended: Ended) -> str:
-    """Return the result in one line: pytest's last line and the names of failed tests."""
+    """Return one line: pytest's last line and the names of failed tests."""
     if ended.status is None:
         return ended.failure
     lines = ended.output.strip().splitlines()

@@ -1,4 +1,4 @@
-"""Processes with a time limit, and log files that keep all of their output."""
+"""Processes with a time limit, and log files with their whole output."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Ended:
         if self.status == 0:
             return ""
         if self.status is None:
-            return f"not done after {self.limit:.0f} s; last line: {last_line(self.output)}"
+            return f"not finished after {self.limit:.0f} s; last line: {last_line(self.output)}"
         signal_prefix = f"ended by {signal.Signals(-self.status).name}: " if self.status < 0 else ""
         return f"{signal_prefix}{last_error(self.output)}"
 
@@ -78,7 +78,7 @@ def run_process(command: Sequence[str], limit: float, log: Path) -> Ended:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM and SIGINT, after all processes of `run_process` were killed."""
+    """Kill all processes of `run_process` on SIGTERM or SIGINT, then raise SystemExit."""
 
     def end(number: int, _: object) -> None:
         _is_stopping.set()

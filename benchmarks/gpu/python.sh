@@ -1,8 +1,8 @@
 # Sourced by benchmarks/gpu.sh and scripts/gpu_first_look.sh. `run_module MODULE [--wheels DIR] [OPTION...]` runs a module
 # of this checkout with PYTHON, or with the first of python and python3 that is recent enough.
 #
-# --wheels DIR installs the wheels in DIR, which scripts/gpu_wheels.sh has collected, into outputs/gpu_packages. They are
-# on the path of this module only. Without --wheels, pip is not called.
+# --wheels DIR installs the wheels in DIR, which scripts/gpu_wheels.sh has collected, into outputs/gpu_packages. Only this
+# module has the folder on its path. Without --wheels, pip is not called.
 
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 
@@ -30,7 +30,7 @@ find_python() {
             return
         fi
     done
-    echo "error: no Python 3.10 or later as ${PYTHON:-python or python3}; name one: PYTHON=/path/to/python $0" >&2
+    echo "error: ${PYTHON:-python or python3} is not Python 3.10 or later; set PYTHON=/path/to/python before $0" >&2
     return 2
 }
 
@@ -38,7 +38,7 @@ find_python() {
 use_wheels() {
     local python="$1" wheels="$2" target="$PWD/outputs/gpu_packages" state
     if ! compgen -G "$wheels/*.whl" >/dev/null; then
-        echo "error: --wheels $wheels: no wheels in $PWD/$wheels; collect them: scripts/gpu_wheels.sh $wheels" >&2
+        echo "error: --wheels $wheels: no wheels in $PWD/$wheels; run scripts/gpu_wheels.sh $wheels" >&2
         exit 2
     fi
     state="$("$python" --version; cksum "$wheels"/*.whl)"

@@ -1,4 +1,4 @@
-"""One training: its command, its result, and the memory that the planner predicts for it."""
+"""Run of one case: its command, its result, and the memory that the planner predicts for it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def job_of(case: Case, device: Device, folder: str) -> dict[str, Any]:
 
 
 def shape_of_job(shape: Shape, device: Device, folder: str) -> dict[str, Any]:
-    """Return the keys of a job file that a shape decides."""
+    """Return the keys of a job file that depend on the shape."""
     return {
         "job.dump_folder": folder,
         "job.device": device,
@@ -121,5 +121,5 @@ def read_reports(case: Case, path: Path) -> Result:
     reports = [json.loads(line) for line in path.read_text().splitlines()]
     steps, expected = [report["step"] for report in reports], [case.shape.steps, 2 * case.shape.steps]
     if steps[-2:] != expected:
-        raise ValueError(f"reports of steps {steps}, and the last two must be those of steps {expected}")
+        raise ValueError(f"the reports are of steps {steps}; the last two must be of steps {expected}")
     return Result(float(reports[-1]["time/step_s"]), reports[-1].get("memory/max_active_gib"))

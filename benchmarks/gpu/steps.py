@@ -1,4 +1,4 @@
-"""The steps of the first ten minutes on a GPU, and the files that hold what they found."""
+"""Steps of the first ten minutes on a GPU, and the files with their results."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ BRANCHES: Mapping[str, Mapping[str, Any]] = {
     "compiled model": {**_COMPILED, "compile.components": '["model"]'},
     "compiled, float8 tensorwise, float8 all-gather": {**_COMPILED, **FLOAT8_TENSORWISE, "float8.all_gather": True},
 }
-"""Keys of the job file, for every branch of the launcher that six steps on one GPU can reach."""
+"""Keys of the job file by name of the branch: every branch of the launcher that six steps on one GPU can reach."""
 
 _CUDA_ONLY = {"profile": "CUDA only: it profiles CUDA kernels"}
 
 _KEPT_SUFFIXES = (".log", ".txt", ".json", ".jsonl")
 _KEPT_BYTES = 16 * 2**20
-"""Limits on the files that are packed: logs, and of the runs all but checkpoints."""
+"""Limits on the packed files: logs, and all files of the runs except checkpoints."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Commands that run one after the other; the first failure ends the step."""
+    """Commands, run one after the other. The first failure ends the step."""
 
     name: str
     commands: Sequence[Sequence[str]]
@@ -62,7 +62,7 @@ class Step:
     """Time limit of each command in seconds."""
 
     is_quoted: bool = False
-    """True if the summary holds the whole output."""
+    """True if the summary contains the whole output."""
 
     skipped: str = ""
     """Reason for not running the step on this machine."""
@@ -70,7 +70,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A step that is done."""
+    """The result of a step."""
 
     step: Step
     result: Literal["ok", "failed", "skipped"]
@@ -112,10 +112,10 @@ def job_words(name: str, options: Mapping[str, Any], is_smoke: bool, scratch: Pa
 
 
 class FirstLook:
-    """Runs steps and then the table's cases, and writes the findings after each of them.
+    """A runner of the steps and then of the table's cases, which writes the results after each of them.
 
-    The folder `output` holds `summary.md`, `logs.tar.gz`, and the suite's `table.md` and `results.json`: four files,
-    since few may come back from a borrowed machine. Everything else is in a temporary folder, `scratch`.
+    The folder `output` has four files, because few can be copied from a borrowed machine: `summary.md`, `logs.tar.gz`,
+    and the suite's `table.md` and `results.json`. Everything else is in a temporary folder, `scratch`.
     """
 
     def __init__(self, output: Path, is_smoke: bool, deadline: float):
@@ -133,7 +133,7 @@ class FirstLook:
 
     def __exit__(self, *_: object) -> None:
         self._write()
-        self._pack(self.scratch)  # not before: the files of a run come and go while it trains
+        self._pack(self.scratch)  # not earlier, because a run creates and deletes files while it trains
         print(f"{self.summary()}\n\noutput: {self._output.resolve()}", flush=True)
         self._folder.cleanup()
 
@@ -163,7 +163,7 @@ class FirstLook:
         self._suite.run(self._deadline)
 
     def summary(self) -> str:
-        """Return everything that was found, as Markdown."""
+        """Return all results as Markdown."""
         lines = ["| step | result | seconds | last line |", "|---|---|---|---|"]
         for outcome in self._outcomes:
             detail = outcome.detail.replace("|", "\\|")

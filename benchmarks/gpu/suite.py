@@ -1,4 +1,4 @@
-"""The cases and the tests marked `gpu`, in the time there is. The table is written after each of them."""
+"""Runner of the cases and of the tests marked `gpu` within a time budget. The table is written after each of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LIMIT = 2.5
 
 
 def select(is_smoke: bool, only: Iterable[str] = ()) -> tuple[list[Case], bool]:
-    """Return the cases, and whether the tests run, whose names match one of the globs; all without a glob."""
+    """Return the cases whose names match one of the globs, and True if the tests match. Without a glob, all match."""
 
     def is_selected(name: str) -> bool:
         return not globs or any(fnmatchcase(name, glob) for glob in globs)
@@ -34,10 +34,10 @@ def select(is_smoke: bool, only: Iterable[str] = ()) -> tuple[list[Case], bool]:
 
 
 class Suite:
-    """Runs cases and tests, and keeps the files that hold their results.
+    """A runner of cases and tests, which writes the files with their results.
 
-    The folder `output` holds `table.md` and `results.json`. They are written after every case, so that an interrupted
-    run loses one case at most. The folder `logs` holds the whole output of every process.
+    The folder `output` contains `table.md` and `results.json`. They are written after every case, so an interrupted
+    run loses one case at most. The folder `logs` contains the whole output of every process.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Suite:
         self._not_run = {case.name: "no time left" for case in cases}
         self._tests = "not run" if with_tests else ""
         self.failed: list[str] = []
-        """Names of the cases that failed, and of the tests if one failed."""
+        """Names of the failed cases, and of the tests if one failed."""
 
     def run(self, deadline: float) -> None:
         """Run the cases in order, then the tests, until `deadline` (of `time.monotonic`)."""
@@ -80,7 +80,7 @@ class Suite:
             self._write()
 
     def text(self) -> str:
-        """Return the table as Markdown. The lines below it name what failed and what did not run."""
+        """Return the table as Markdown, with the cases that did not run and the result of the tests below it."""
         lines = [self._header, "", *table(self._rows())]
         if self._not_run:
             lines.append(f"\nNot run: {'; '.join(f'{name} ({reason})' for name, reason in self._not_run.items())}.")
@@ -89,7 +89,7 @@ class Suite:
         return "\n".join(lines)
 
     def _misfit(self, case: Case) -> str:
-        """Return a reason if the device has too little memory for a case."""
+        """Return an error if the device has too little memory for a case."""
         if self._device == "cpu":
             return ""
         planned = self._planned.get(case.name, 0.0)
@@ -116,7 +116,7 @@ class Suite:
         return [row(case, outcome, self._bare(case), self._planned.get(case.name)) for case, outcome in self._outcomes]
 
     def _bare(self, case: Case) -> Result | None:
-        """Return the result of the bare loop that does the same work as a case."""
+        """Return the result of the bare loop that does the same work as the case."""
         results = [result for bare, result in self._outcomes if case.does_the_same_as(bare)]
         return results[0] if results and isinstance(results[0], Result) else None
 

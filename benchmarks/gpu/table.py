@@ -1,4 +1,4 @@
-"""The results as Markdown and as plain data."""
+"""Results of the cases as Markdown and as plain data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def installed(package: str) -> str:
 
 
 def row(case: Case, outcome: Result | str, bare: Result | None, planned: float | None) -> dict[str, Any]:
-    """Return the numbers of a case, or the reason for none. `bare`: the result of the bare loop that does the same."""
+    """Return the numbers of a case, or its failure. `bare`: the result of the bare loop that does the same work."""
     names = {
         "model": case.shape.name,
         "sequence x batch": f"{case.shape.seq_len} x {case.shape.batch}",
@@ -69,7 +69,7 @@ _COLUMNS = {
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table. A number that is not known is an empty cell; a failure stands in its row."""
+    """Yield the lines of a Markdown table. An unknown number is an empty cell. A failure is in the tokens/s column."""
     yield f"| {' | '.join(_COLUMNS)} |"
     yield "|---" * len(_COLUMNS) + "|"
     for values in rows:

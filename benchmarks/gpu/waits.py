@@ -1,9 +1,9 @@
-"""Train a job, and count the operations that made the host wait for the GPU.
+"""Count of the operations in a training run that make the host wait for the GPU.
 
     python -m benchmarks.gpu.waits --config JOB.toml [--section.key=value ...]
 
 PyTorch warns of most such operations (`torch.cuda.set_sync_debug_mode`): copies to the host, `item()`, `nonzero()`.
-Explicit calls of `synchronize()` are not among them.
+It does not warn of explicit calls of `synchronize()`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
 
 @contextmanager
 def counted_waits() -> Iterator[Counter[tuple[str, str, str]]]:
-    """Count waits by the phase of the training loop, the line that waits, and the launcher's line that led to it."""
+    """Count waits by the phase of the training loop, the line that waits, and the innermost line of the launcher."""
     waits: Counter[tuple[str, str, str]] = Counter()
     show = warnings.showwarning
 
@@ -79,7 +79,10 @@ def counted_waits() -> Iterator[Counter[tuple[str, str, str]]]:
 
 
 def report(waits: Counter[tuple[str, str, str]]) -> str:
-    """Return one line per place, steps first, then the totals. A phase is a function that the training loop calls."""
+    """Return one line per waiting line of code, training steps first, then the totals.
+
+    A phase is a function that the training loop calls.
+    """
     in_steps = sum(count for (phase, _, _), count in waits.items() if phase == "train_one_step")
     order = sorted(waits.items(), key=lambda item: (item[0][0] != "train_one_step", item[0]))
     lines = [f"{count:5} x {phase}: {line}, from {caller}" for (phase, line, caller), count in order]
@@ -87,7 +90,7 @@ def report(waits: Counter[tuple[str, str, str]]) -> str:
 
 
 def _frame_of(filename: str) -> FrameType | None:
-    """Return the innermost frame of a file: the one that warned, below those that handle the warning."""
+    """Return the innermost frame of a file: the frame that warned, without the frames that handle the warning."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != filename:
         frame = frame.f_back

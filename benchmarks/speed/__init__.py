@@ -1,1 +1,1 @@
-"""How fast the launcher is, beside a bare loop and other tools: see `docs/verification/benchmarks.md`."""
+"""Speed of the launcher, compared with a bare loop and other tools: see `docs/verification/benchmarks.md`."""

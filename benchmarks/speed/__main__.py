@@ -1,10 +1,10 @@
-"""How fast the launcher is: tables and plots.
+"""Speed of the launcher: tables and plots.
 
     python -m benchmarks.speed [train] [latency] [accumulation] [scaling] [precision] [compile]
         [--peers PYTHON] [--rounds N] [--steps N] [--only TEXT ...] [--results FILE] [--write FILE.md] [--images FOLDER]
 
-Without a part: all of them. Every training is a run of its own from its launch on, with one thread per process, and
-every tool is timed by the same clock (`clock/sitecustomize.py`). What is compared is run in turns.
+Without the name of a part, all parts run. Every training is a run of its own, with one thread per process. The same
+clock times every tool (`clock/sitecustomize.py`). The compared tools take turns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMES = ("train", "latency", "accumulation", "scaling", "precision", "compile")
 
 @dataclass(frozen=True)
 class Picture:
-    """What goes with a table."""
+    """A plot below a table."""
 
     file: str
     title: str
@@ -36,12 +36,12 @@ class Picture:
 
 
 WORLDS = Picture("speed_worlds.svg", "Seconds of plan and of a dry run against the number of ranks", plots.plot_worlds)
-SCALING = Picture("speed_scaling.svg", "Step time against what is varied, with straight lines", plots.plot_scaling)
+SCALING = Picture("speed_scaling.svg", "Step time against the varied quantity, with straight lines", plots.plot_scaling)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One question to the clock."""
+    """One part of the suite: the runs of one table."""
 
     groups: Callable[[], list[list[Entry]]]
     rounds: int
@@ -50,7 +50,7 @@ class Part:
 
 
 def parts(options: argparse.Namespace, installed: Sequence[str]) -> dict[str, Part]:
-    """By name."""
+    """Return the parts by name."""
     return {
         "train": Part(partial(training.groups, options.steps, installed), training.ROUNDS, training.tables),
         "latency": Part(latency.groups, latency.ROUNDS, latency.tables, WORLDS),
@@ -64,7 +64,7 @@ def parts(options: argparse.Namespace, installed: Sequence[str]) -> dict[str, Pa
 def measure(
     part: Part, rounds: int, only: Sequence[str], environments: Environments, results: Path | None
 ) -> list[Run]:
-    """Run what `only` names (all, where it is empty) and add every run to the results."""
+    """Run the entries that `only` names, or all if it is empty, and append every run to the results file."""
     groups = [[entry for entry in group if _is_wanted(entry, only)] for group in part.groups()]
     runs = []
     for turn, entry in interleaved([group for group in groups if group], rounds):
@@ -78,7 +78,7 @@ def measure(
 
 
 def draw(picture: Picture, runs: Sequence[Run], images: Path, page: Path | None) -> str:
-    """Draw a picture into a folder. Returns what shows it on a page of Markdown."""
+    """Draw a picture into a folder. Return the Markdown that shows it on a page."""
     path = images / picture.file
     picture.draw(runs, path)
     return f"![{picture.title}]({os.path.relpath(path, page.parent if page else '.')})"
@@ -89,24 +89,24 @@ def _is_wanted(entry: Entry, only: Sequence[str]) -> bool:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run the parts, and publish their tables."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.speed", description=__doc__.partition("\n")[0] if __doc__ else None
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(NAMES)}; without one: all")
-    parser.add_argument("--peers", metavar="PYTHON", help="of the environment with the other tools")
-    parser.add_argument("--rounds", type=int, help="instead of each part's own number")
-    parser.add_argument("--steps", type=int, help="of every training of `train`, instead of 8")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="groups, or contestants")
-    parser.add_argument("--results", type=Path, help="file for a line of JSON about every run; lines are added")
-    parser.add_argument("--write", type=Path, help="Markdown file with the markers")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(NAMES)} (default: all)")
+    parser.add_argument("--peers", metavar="PYTHON", help="Python of the environment with the other tools")
+    parser.add_argument("--rounds", type=int, help="rounds of each part (default: the part's own number)")
+    parser.add_argument("--steps", type=int, help="steps of every training of `train` (default: 8)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run these groups or contestants only")
+    parser.add_argument("--results", type=Path, help="file to which one line of JSON per run is appended")
+    parser.add_argument("--write", type=Path, help="Markdown file; tables replace the text between its markers")
     parser.add_argument("--images", type=Path, help="folder for the plots")
     options = parser.parse_args()
     unknown = set(options.parts) - set(NAMES)
     if unknown:
-        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; the parts are {', '.join(NAMES)}")
     if options.peers is not None and shutil.which(options.peers) is None:
-        parser.error(f"--peers {options.peers}: there is no such program; name the Python of that environment")
+        parser.error(f"--peers {options.peers}: no such program; give the path of that environment's Python")
     if options.images is not None:
         plots.check_matplotlib()
     environments = Environments(peers=options.peers)

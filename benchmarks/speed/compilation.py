@@ -1,4 +1,4 @@
-"""What compiling costs and gives: the first start, a later one that finds the kernels of the first, and none."""
+"""Effect of compilation: a start without it, a first start, and a second start that finds the cached kernels."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from benchmarks.speed.runs import Entry, Run
 from benchmarks.speed.summary import markdown
 
 ROUNDS = 1
-"""A second one would find the kernels of the first."""
+"""Number of rounds. A second round would find the kernels of the first."""
 
 _STEPS = 12
 _STARTS = ("not compiled", "compiled, first start", "compiled, second start")
 
 
 def groups() -> list[list[Entry]]:
-    """In the order in which they must be run, with one folder of kernels."""
+    """Return the starts in the order in which they must run, with one folder of kernels."""
     folder = tempfile.mkdtemp(prefix="speed-kernels-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     compiled: dict[str, Any] = {"compile": {"enable": True, "components": ["model", "loss"], "cache_folder": folder}}
-    audit: dict[str, Any] = {"debug": {"audit_precision": False}}  # in which a first step would not be compiled
+    audit: dict[str, Any] = {"debug": {"audit_precision": False}}  # an audited first step is not compiled
     launcher, job = CONTESTANTS[LAUNCHER], Job(steps=_STEPS)
     options = (audit, audit | compiled, audit | compiled)
     starts = zip(_STARTS, options, strict=True)
@@ -34,7 +34,7 @@ def groups() -> list[list[Entry]]:
 
 
 def tables(runs: Sequence[Run]) -> str:
-    """One row per start."""
+    """Return a Markdown table with one row for each start."""
     rows: list[Sequence[str]] = [("start", "launch to first step, s", "step, ms")]
     for name in _STARTS:
         rows += [

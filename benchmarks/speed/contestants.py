@@ -1,4 +1,4 @@
-"""Who is compared, and the command that each is started with."""
+"""The compared tools (contestants), and the command that starts each of them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Contestant:
     name: str
     label: str
     module: str
-    """What is started: a script of `tools`, or the launcher."""
+    """Module to start: a script of `tools`, or the launcher."""
 
     division: Division | None = None
-    """In place of the job's."""
+    """Division that replaces the job's; None keeps the job's."""
 
     package: str | None = None
-    """What must be installed in the environment of the peers. None: it runs in this one."""
+    """Package that must be installed in the peers' environment. None: the tool runs in this environment."""
 
     has_agent: bool = False
-    """Whether it starts several processes itself."""
+    """True if the tool starts its processes itself, without torchrun."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Sections of the job file over those of the job; the launcher's only."""
+    """Sections of the job file that replace those of the job, used by the launcher only."""
 
 
 _TOOLS = "benchmarks.speed.tools."
@@ -64,13 +64,13 @@ CONTESTANTS = {
 
 @dataclass(frozen=True)
 class Environments:
-    """The Python of the launcher and the bare loop, and that of the peers, if any."""
+    """The Python of the launcher and the bare loop, and the Python of the peers, if any."""
 
     own: str = sys.executable
     peers: str | None = None
 
     def versions(self) -> dict[str, str]:
-        """Of what is installed for the peers, by package; empty without them."""
+        """Return the versions of the packages in the peers' environment, by package; empty without peers."""
         if self.peers is None:
             return {}
         names = ["torch", *sorted({c.package for c in CONTESTANTS.values() if c.package})]
@@ -83,9 +83,9 @@ class Environments:
 
 
 def command(contestant: Contestant, job: Job, environments: Environments, folder: Path) -> list[str]:
-    """What starts a contestant on a job, as a user would. `folder`: for its job file and its output."""
+    """Return the command with which a user would start a tool on a job. `folder`: for its job file and output."""
     python = environments.peers if contestant.package else environments.own
-    assert python is not None, f"{contestant.name} needs the environment of the peers"
+    assert python is not None, f"{contestant.name} needs the peers' environment"
     if contestant.module != "titan_launch":
         return [*processes(python, job.ranks), "-m", contestant.module, job.dump()]
     path = folder / "job.toml"
@@ -97,14 +97,14 @@ def command(contestant: Contestant, job: Job, environments: Environments, folder
 
 
 def processes(python: str, ranks: int) -> list[str]:
-    """One process needs no torchrun."""
+    """Return the command that starts `ranks` processes: torchrun, or Python for a single process."""
     if ranks == 1:
         return [python]
     return [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
 def launcher_sections(job: Job, folder: Path) -> dict[str, dict[str, Any]]:
-    """The job as the launcher's job file; all that is not here has its default."""
+    """Return the sections of the launcher's job file. All other keys have their defaults."""
     shape = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
     replicas = job.ranks if job.division == "replicated" else 1
     return {
@@ -121,12 +121,12 @@ def launcher_sections(job: Job, folder: Path) -> dict[str, dict[str, Any]]:
         "optimizer": {"lr": job.lr},
         "precision": {"param_dtype": job.precision},
         "parallelism": {"data_parallel_replicate_degree": replicas},
-        "checkpoint": {"save_last": False},  # the other contestants save nothing
+        "checkpoint": {"save_last": False},  # the other tools do not save checkpoints
     }
 
 
 def to_toml(sections: Mapping[str, Any], path: str = "") -> str:
-    """Nested tables as TOML: strings, numbers, booleans, lists of these, tables and lists of tables, no more."""
+    """Return nested tables as TOML. Values are strings, numbers, booleans, lists of these, or tables."""
     lines = []
     for name, value in sections.items():
         key = f"{path}{name}"

@@ -1,9 +1,9 @@
-"""Steps of the launcher and of the bare loop in turns, in the same processes: what the loop costs, to a percent.
+"""Cost of the launcher's loop to one percent: its steps and the bare loop's take turns in the same processes.
 
     python -m benchmarks.speed.in_turns [--pairs 40] [--write docs/verification/benchmarks.md]
 
-Whole runs, one after the other, differ by more than that where cores are shared. Here every step is compared with the
-one next to it.
+If cores are shared, whole runs one after the other differ by more than one percent. Here every step is compared with
+the step next to it.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ JOBS = (
 WARM_UP = 3
 
 Pair = tuple[float, float]
-"""Seconds of a bare step and of the launcher's."""
+"""Seconds of a step of the bare loop, and of a step of the launcher."""
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure all jobs, and publish their table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--write", type=Path, help="the Markdown file with the table's markers")
+    parser.add_argument("--write", type=Path, help="Markdown file; the table replaces the text between its markers")
     options = parser.parse_args()
     measured = [(job, measure(job, options.pairs)) for job in JOBS]
     publish(f"{machine_line()}\n\n{table(measured)}", "speed-in_turns", options.write)
 
 
 def measure(job: Job, pairs: int) -> list[Pair]:
-    """In processes of their own, with a thread each; as rank 0 has seen it."""
+    """Measure a job in new processes with one thread each. Return the times of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "pairs.json")
         words = [*processes(sys.executable, job.ranks), __file__, job.dump(), str(pairs), str(result)]
@@ -61,8 +61,8 @@ def measure(job: Job, pairs: int) -> list[Pair]:
 
 
 def table(measured: Sequence[tuple[Job, Sequence[Pair]]]) -> str:
-    """One row per job."""
-    rows: list[Sequence[str]] = [("job", "pairs", "bare, ms", "launcher, ms", "ratio of medians", "of the pairs")]
+    """Return a Markdown table with one row for each job."""
+    rows: list[Sequence[str]] = [("job", "pairs", "bare, ms", "launcher, ms", "ratio of medians", "ratio of pairs")]
     for job, pairs in measured:
         bare, launcher = (1000 * median(pair[index] for pair in pairs) for index in (0, 1))
         ratios = quartiles(own / other for other, own in pairs)
@@ -81,7 +81,7 @@ def table(measured: Sequence[tuple[Job, Sequence[Pair]]]) -> str:
 
 
 def train_in_turns(job: Job, pairs: int, result: Path) -> None:
-    """As one rank: both trainings, built beside each other. Who begins a pair alternates."""
+    """Run one rank, which builds both trainings. The first loop of a pair alternates."""
     from titan_launch.distributed.process_group import process_group
 
     with ExitStack() as stack:
@@ -95,8 +95,10 @@ def train_in_turns(job: Job, pairs: int, result: Path) -> None:
 
 
 def _time_pair(steps: Sequence[Callable[[], object]], number: int) -> Pair:
-    """From when all ranks are there until the last one is done: else one step would wait for what the other has left
-    undone on another rank."""
+    """Time one step of each loop, from the arrival of all ranks until the last rank has finished.
+
+    Otherwise a step would wait for a rank that has not finished the step before.
+    """
     import torch.distributed as dist
 
     seconds = [0.0, 0.0]
@@ -110,7 +112,7 @@ def _time_pair(steps: Sequence[Callable[[], object]], number: int) -> Pair:
 
 
 def bare_step(job: Job, rank: int) -> Callable[[], object]:
-    """The hand-written loop's."""
+    """Return a function that runs one step of the hand-written loop."""
     from benchmarks.speed.tools.bare import prepare, train_step
     from benchmarks.speed.tools.tokens import random_sequences
 
@@ -120,7 +122,7 @@ def bare_step(job: Job, rank: int) -> Callable[[], object]:
 
 
 def launcher_step(job: Job, stack: ExitStack, ranks: object) -> Callable[[], object]:
-    """All that the launcher's loop does in a step without a report."""
+    """Return a function that runs one step of the launcher's loop, with everything that a step without a report has."""
     from titan_launch.config.job import JobConfig
     from titan_launch.distributed.process_group import Ranks
     from titan_launch.train.build import build_run

@@ -1,4 +1,6 @@
-"""What is trained: the same for every tool. Only the standard library, since all tools' scripts import it."""
+"""The training job, which is the same for every tool.
+
+This module imports the standard library only, because the scripts of all tools import it."""
 
 from __future__ import annotations
 
@@ -7,12 +9,12 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 Division = Literal["whole", "sharded", "replicated"]
-"""What ranks do with parameters: `whole` is one process without FSDP2 or DDP."""
+"""Division of the parameters: `sharded` by FSDP2, `replicated`, or `whole`: one process without FSDP2 or DDP."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A small Llama, its batch, and how it is trained. The default is the launcher's flavor `debug`."""
+    """A small Llama, its batch, and its training settings. The defaults are the launcher's flavor `debug`."""
 
     dim: int = 256
     n_layers: int = 6
@@ -22,11 +24,11 @@ class Job:
     vocab_size: int = 320
     seq_len: int = 512
     sequences: int = 4
-    """Of all ranks together, in a microbatch."""
+    """Number of sequences in a microbatch, over all ranks."""
 
     microbatches: int = 1
     precision: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the computation. Parameters, gradients and the optimizer's state are fp32."""
+    """Compute dtype. Parameters, gradients and optimizer state are fp32."""
 
     ranks: int = 1
     division: Division = "sharded"
@@ -36,25 +38,25 @@ class Job:
 
     @property
     def local_sequences(self) -> int:
-        """In a microbatch of one rank."""
+        """Number of sequences in a microbatch of one rank."""
         return self.sequences // self.ranks
 
     @property
     def tokens(self) -> int:
-        """In a step, over all ranks."""
+        """Number of tokens in a step, over all ranks."""
         return self.sequences * self.microbatches * self.seq_len
 
     @property
     def block_parameters(self) -> int:
-        """Elements of the matrices of all blocks, which nearly all of a step's work is proportional to."""
+        """Number of elements in the matrices of all blocks. Nearly all work of a step is proportional to it."""
         heads = 2 * self.dim * self.dim * (1 + self.n_kv_heads / self.n_heads)
         return int(self.n_layers * (heads + 3 * self.dim * self.hidden_dim))
 
     def dump(self) -> str:
-        """As JSON."""
+        """Return the job as JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def load(text: str) -> Job:
-        """What `dump` has written."""
+        """Return the job from the JSON that `dump` has written."""
         return Job(**json.loads(text))

@@ -1,4 +1,4 @@
-"""What is waited for before anything trains: `check`, `plan`, and a start in a world of many ranks."""
+"""Time of the commands before training: `check`, `plan`, and a dry run in a world of many ranks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _BY_WORLD = {
     "plan": (*_LAUNCHER, "plan", "--config", "{job}", "--world-size"),
     "dry run": (*_LAUNCHER, "--config", "{job}", "--fake-world-size"),
 }
-"""The ranks come last."""
+"""Commands whose last argument is the number of ranks."""
 
 _LABELS = {"plan": "`plan --world-size`", "dry run": "`--fake-world-size`: mesh, units, optimizer and one step"}
 
 
 def groups() -> list[list[Entry]]:
-    """Commands, and the same in worlds of several sizes."""
+    """Return the group of single commands, and the group of commands in worlds of several sizes."""
     once = [_entry("commands", name, Job(), words) for name, words in _COMMANDS.items()]
     worlds = [
         _entry(kind, str(world), Job(ranks=world, sequences=world), (*words, str(world)))
@@ -46,14 +46,14 @@ def _entry(group: str, name: str, job: Job, words: tuple[str, ...]) -> Entry:
 
 
 def tables(runs: Sequence[Run]) -> str:
-    """Seconds of a whole process."""
+    """Return two Markdown tables with the seconds of a whole process."""
     good = [run for run in runs if not run.failure]
     rows: list[Sequence[str]] = [("command", "s")]
     for name in _COMMANDS:
         values = [run.first_step_s for run in good if run.contestant == name]
         rows += [(name, spread(values).cell(".2f"))] if values else []
     worlds: list[Sequence[str]] = [
-        ("command, debug Llama", *(f"{n} rank{'s' if n > 1 else ''}, s" for n in WORLDS), "ms for each rank")
+        ("command, debug Llama", *(f"{n} rank{'s' if n > 1 else ''}, s" for n in WORLDS), "ms per rank")
     ]
     for kind, label in _LABELS.items():
         points = by_world(good, kind)
@@ -64,7 +64,7 @@ def tables(runs: Sequence[Run]) -> str:
 
 
 def by_world(runs: Sequence[Run], kind: str) -> list[tuple[float, float]]:
-    """Ranks, and the median of the seconds that a command took."""
+    """Return, for each number of ranks, the number and the median seconds of a command."""
     points = []
     for world in WORLDS:
         of_world = [run for run in runs if (run.group, run.contestant) == (kind, str(world)) and not run.failure]

@@ -1,4 +1,4 @@
-"""What was measured on, and with which versions."""
+"""Description of the machine and the versions of a measurement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.speed.contestants import Environments
 
 
 def machine_line(environments: Environments | None = None) -> str:
-    """One sentence: date, processor, memory, system, versions, commit."""
+    """Return one line with date, processor, memory, system, versions and commit."""
     parts = [
         f"{date.today().isoformat()}",
         f"{os.cpu_count()} cores ({_processor()}), {_memory_gib():.0f} GiB",

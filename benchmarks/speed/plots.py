@@ -1,4 +1,4 @@
-"""Pictures of what grows."""
+"""Plots of step time and command time against size."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _METADATA: dict[str, Any] = {"Date": None}
 
 
 def check_matplotlib() -> None:
-    """End with a sentence where it is missing, before anything is measured for a picture."""
+    """End with an error if matplotlib is not installed. Call this before the measurements."""
     if find_spec("matplotlib") is None:
-        raise SystemExit("error: the plots need matplotlib: pip install matplotlib; or leave out --images")
+        raise SystemExit("error: --images needs matplotlib: pip install matplotlib, or drop --images")
 
 
 def plot_scaling(runs: Sequence[Run], path: Path) -> None:
-    """Step time along every axis, with its straight line."""
-    from matplotlib.figure import Figure  # without pyplot nothing looks for a display
+    """Plot the step time along every axis, with the fitted straight line."""
+    from matplotlib.figure import Figure  # unlike pyplot, this does not need a display
 
     figure = Figure(figsize=(3 * len(AXES), 3), layout="constrained")
     for axes, axis in zip(figure.subplots(1, len(AXES)), AXES, strict=True):
@@ -36,12 +36,12 @@ def plot_scaling(runs: Sequence[Run], path: Path) -> None:
             ends = [0.0, max(x for x, _ in found)]
             axes.plot(ends, [fitted(x) for x in ends], color="0.6", zorder=0)
         axes.set(title=axis.name, xlabel=axis.label, ylim=(0, None), xlim=(0, None))
-    figure.axes[0].set_ylabel("ms a step")
+    figure.axes[0].set_ylabel("ms per step")
     _save(figure, path)
 
 
 def plot_worlds(runs: Sequence[Run], path: Path) -> None:
-    """Planning and a dry run against the number of ranks."""
+    """Plot the seconds of a plan and of a dry run against the number of ranks."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5, 3), layout="constrained")

@@ -1,4 +1,4 @@
-"""Runs of trainings, one after the other, timed by the clock that all tools share."""
+"""Runs of trainings and commands, one after the other, timed by the clock that all tools share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Contender = TypeVar("Contender")
 
 TIME_LIMIT_S = 600
 WARM_UP_INTERVALS = 1
-"""Step 2 is not counted: tools report, observe and adjust between step 1 and it."""
+"""Number of first intervals between steps that are not counted: tools report and observe after step 1."""
 
 
 @dataclass(frozen=True)
@@ -37,69 +37,69 @@ class Run:
     """Seconds from launch to the end of every optimizer step."""
 
     failure: str = ""
-    """What it said last, where it did not come to its last step."""
+    """Number of completed steps and last error of an incomplete run; empty for a complete run."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    """The launcher's own, of all its reports, the last value of each."""
+    """Last reported value of each metric; for the launcher only."""
 
     @property
     def steps_s(self) -> list[float]:
-        """The steps that count."""
+        """Seconds of each counted step."""
         times = [later - earlier for earlier, later in zip(self.stamps, self.stamps[1:], strict=False)]
         return times[WARM_UP_INTERVALS:]
 
     @property
     def step_s(self) -> float:
-        """Their median."""
+        """Median seconds of the counted steps."""
         return median(self.steps_s)
 
     @property
     def first_step_s(self) -> float:
-        """From launch to the end of the first optimizer step."""
+        """Seconds from launch to the end of the first optimizer step."""
         return self.stamps[0]
 
     def dump(self) -> str:
-        """A line of JSON."""
+        """Return the run as one line of JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def load(line: str) -> Run:
-        """What `dump` has written."""
+        """Return the run from the line that `dump` has written."""
         values = json.loads(line)
         return Run(**values | {"job": Job(**values["job"]), "stamps": tuple(values["stamps"])})
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What is run once a round: a training, or a command."""
+    """A training or a command that runs once per round."""
 
     group: str
-    """Entries of a group are compared, and run next to each other."""
+    """Name of the group. Entries of a group are compared, and run next to each other."""
 
     contestant: Contestant
     job: Job
     rounds: int | None = None
-    """It stays out of the rounds after so many."""
+    """Number of first rounds in which the entry runs; None for all rounds."""
 
     words: tuple[str, ...] = ()
-    """A command of the launcher, timed from its start to its end, in place of a training."""
+    """Arguments of a command that is timed from start to end instead of a training; empty for a training."""
 
 
 def rotated(entries: Sequence[Contender], turn: int) -> list[Contender]:
-    """In another order every turn, so that none always follows the same one."""
+    """Return the entries rotated by `turn`, so that the order differs between rounds."""
     start = turn % len(entries)
     return [*entries[start:], *entries[:start]]
 
 
 def interleaved(groups: Sequence[Sequence[Entry]], rounds: int) -> Iterator[tuple[int, Entry]]:
-    """Every entry once a round; those of a group, which are compared, are run next to each other, A B C, B C A, ..."""
+    """Yield (round, entry) for every round. Entries of a group are adjacent and rotate: A B C, B C A, ..."""
     for turn in range(rounds):
         for group in groups:
             yield from ((turn, entry) for entry in rotated(group, turn) if turn < (entry.rounds or rounds))
 
 
 def run(entry: Entry, turn: int, environments: Environments) -> Run:
-    """Start an entry's processes and wait for their end."""
+    """Start the processes of an entry, and wait for their end."""
     with tempfile.TemporaryDirectory() as path:
         if entry.words:
             return _run_command(entry, turn, environments, Path(path))
@@ -112,13 +112,13 @@ def _run_training(entry: Entry, turn: int, environments: Environments, folder: P
     launched = time.monotonic()
     _, ended = timed_process(words, {"SPEED_STAMPS": str(stamps)})
     times = [float(line) - launched for line in stamps.read_text().split()] if stamps.exists() else []
-    # What happens after the last step is no part of the comparison: a peer may fail to shut gloo down.
+    # Errors after the last step do not count: a peer may fail to shut gloo down.
     failure = "" if len(times) == job.steps else f"{len(times)} of {job.steps} steps; {ended}"
     return Run(entry.group, entry.contestant.name, turn, job, tuple(times), failure, _metrics(folder))
 
 
 def _run_command(entry: Entry, turn: int, environments: Environments, folder: Path) -> Run:
-    """`{job}` in the command is the job's file."""
+    """Run a command. `{job}` in its arguments is replaced by the path of the job file."""
     path = folder / "job.toml"
     path.write_text(to_toml(launcher_sections(entry.job, folder)))
     words = [environments.own, *(word.format(job=path) for word in entry.words)]
@@ -129,9 +129,9 @@ def _run_command(entry: Entry, turn: int, environments: Environments, folder: Pa
 
 
 def timed_process(words: list[str], variables: dict[str, str] | None = None) -> tuple[int, str]:
-    """Run a command with one thread per process; with the clock where there are `variables` for it.
+    """Run a command with one thread per process. `variables`: environment variables of the clock, if it is used.
 
-    Returns its status, and what it said last, or of which error.
+    Return the exit status, and a text with the status and the last error or line of output.
     """
     environment = process_environment(variables or {})
     process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -144,9 +144,9 @@ def timed_process(words: list[str], variables: dict[str, str] | None = None) -> 
 
 
 def process_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """What every tool is started with; `variables`, if any, are those of the clock."""
+    """Return the environment of every tool. `variables`: environment variables of the clock, if it is used."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # installed tools have their bytecode; so has the launcher, then
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # installed tools have bytecode, so the launcher gets it too
     paths = [str(REPO), *([str(Path(__file__).parent / "clock")] if variables else [])]
     return environment | {"PYTHONPATH": os.pathsep.join(paths), **variables}
 
@@ -160,11 +160,11 @@ def _metrics(folder: Path) -> dict[str, float]:
 
 
 def say(result: Run) -> None:
-    """A line of progress."""
+    """Print one line of progress."""
     if result.failure:
         figures = result.failure
     elif result.steps_s:
-        figures = f"{1000 * result.step_s:.1f} ms a step, first after {result.first_step_s:.2f} s"
+        figures = f"{1000 * result.step_s:.1f} ms per step, first step after {result.first_step_s:.2f} s"
     else:
         figures = f"{result.first_step_s:.2f} s"
     print(f"{result.group}: {result.contestant}, round {result.round + 1}: {figures}", file=sys.stderr, flush=True)

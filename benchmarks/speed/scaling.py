@@ -1,4 +1,4 @@
-"""How the launcher's step time grows with what it must grow with."""
+"""Growth of the launcher's step time with width, depth, sequence length, microbatches and ranks."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ BASE = Job(seq_len=128, steps=5)
 
 @dataclass(frozen=True)
 class Axis:
-    """One thing that is varied, all else being `BASE`."""
+    """One varied quantity. All other settings are those of `BASE`."""
 
     name: str
     label: str
     jobs: tuple[Job, ...]
     x: Callable[[Job], float]
-    """What the step time is expected to be linear in."""
+    """Quantity in which the step time is expected to be linear."""
 
 
 def _wide(dim: int) -> Job:
-    """Heads stay as large, and the feed-forward layer three times as wide as the stream."""
+    """Return `BASE` with another width. The head width stays 32, and the feed-forward layer three times `dim`."""
     return replace(BASE, dim=dim, n_heads=dim // 32, n_kv_heads=dim // 64, hidden_dim=3 * dim)
 
 
 def work_per_core(job: Job) -> float:
-    """Of what one rank does alone: ranks that share a core take turns."""
+    """Return the work of a core relative to that of one rank: ranks that share a core take turns."""
     return max(1.0, job.ranks / (os.cpu_count() or 1))
 
 
@@ -56,20 +56,18 @@ AXES = (
         tuple(replace(BASE, microbatches=n) for n in (1, 2, 4, 8)),
         lambda job: job.microbatches,
     ),
-    Axis(
-        "ranks", "ranks for each core", tuple(replace(BASE, ranks=n, sequences=4 * n) for n in (1, 2, 4)), work_per_core
-    ),
+    Axis("ranks", "ranks per core", tuple(replace(BASE, ranks=n, sequences=4 * n) for n in (1, 2, 4)), work_per_core),
 )
 
 
 def groups() -> list[list[Entry]]:
-    """One group per axis."""
+    """Return one group for each axis."""
     launcher = CONTESTANTS[LAUNCHER]
     return [[Entry(axis.name, launcher, job) for job in axis.jobs] for axis in AXES]
 
 
 def points(axis: Axis, runs: Sequence[Run]) -> list[tuple[float, float]]:
-    """x, and the median of the step's milliseconds."""
+    """Return, for each job of an axis, x and the median milliseconds of a step."""
     found = []
     for job in axis.jobs:
         own = [run.step_s for run in runs if run.group == axis.name and run.job == job and not run.failure]
@@ -79,13 +77,13 @@ def points(axis: Axis, runs: Sequence[Run]) -> list[tuple[float, float]]:
 
 
 def line(found: Sequence[tuple[float, float]]) -> Line | None:
-    """None where there are too few different points."""
+    """Return the fitted line; None if fewer than two points have different x."""
     return fit(found) if len({x for x, _ in found}) > 1 else None
 
 
 def tables(runs: Sequence[Run]) -> str:
-    """Points, and the straight line through them."""
-    rows: list[Sequence[str]] = [("varied", "x", "step, ms, at x", "ms at x = 0", "ms for each x", "largest residual")]
+    """Return a Markdown table with the points and the fitted line of each axis."""
+    rows: list[Sequence[str]] = [("varied", "x", "step in ms at x", "ms at x = 0", "ms per x", "largest residual")]
     for axis in AXES:
         found = points(axis, runs)
         fitted = line(found)

@@ -1,4 +1,4 @@
-"""Medians, spreads, paired ratios and lines."""
+"""Statistics of runs: medians, ranges, paired ratios and fitted lines."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from benchmarks.speed.runs import Run
 
 @dataclass(frozen=True)
 class Spread:
-    """Of the values of several rounds."""
+    """Median and range of the values of several rounds."""
 
     median: float
     least: float
     most: float
 
     def cell(self, form: str) -> str:
-        """Median and range."""
+        """Return the median and the range as text."""
         return f"{self.median:{form}} ({self.least:{form}} to {self.most:{form}})"
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Of at least one value."""
+    """Return the median, minimum and maximum of at least one value."""
     known = list(values)
     return Spread(median(known), min(known), max(known))
 
 
 def quartiles(values: Iterable[float]) -> Spread:
-    """Likewise of at least two, with the quartiles in place of the least and the most."""
+    """Return the median of at least two values, with the quartiles instead of minimum and maximum."""
     low, middle, high = quantiles(values, n=4)
     return Spread(middle, low, high)
 
 
 def paired(runs: Sequence[Run], baseline: Sequence[Run], value: Callable[[Run], float]) -> Spread | None:
-    """Ratios of `value` to the baseline's of the same round; None where no round has both."""
+    """Return the ratios of `value` to the baseline's value in the same round; None if no round has both."""
     by_round = {run.round: value(run) for run in baseline}
     ratios = [value(run) / by_round[run.round] for run in runs if run.round in by_round]
     return spread(ratios) if ratios else None
@@ -43,7 +43,7 @@ def paired(runs: Sequence[Run], baseline: Sequence[Run], value: Callable[[Run], 
 
 @dataclass(frozen=True)
 class Line:
-    """Least squares through points: y = intercept + slope * x."""
+    """A line fitted by least squares: y = intercept + slope * x."""
 
     intercept: float
     slope: float
@@ -55,7 +55,7 @@ class Line:
 
 
 def fit(points: Sequence[tuple[float, float]]) -> Line:
-    """Through at least two points with different x."""
+    """Fit a line to points, of which at least two have different x."""
     mean_x, mean_y = mean(x for x, _ in points), mean(y for _, y in points)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
     intercept = mean_y - slope * mean_x
@@ -63,6 +63,6 @@ def fit(points: Sequence[tuple[float, float]]) -> Line:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table; the first row is its head."""
+    """Return a Markdown table. The first row is its header."""
     head, *body = rows
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))

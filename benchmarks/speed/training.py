@@ -1,4 +1,4 @@
-"""The launcher beside a bare loop and other tools: step time, throughput, and launch to first step."""
+"""Comparison of the launcher with a bare loop and other tools: step time, throughput, and launch to first step."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _GROUPS: dict[str, tuple[Job, tuple[str, ...]]] = {
     ),
     "two processes, replicated, bf16": (Job(ranks=2, division="replicated"), ("bare-ddp", LAUNCHER, _FLASH, *_PEERS)),
 }
-"""The first of each is what the others are compared with."""
+"""Job and contestants of each group. The first contestant is the baseline of the others."""
 
 
 def groups(steps: int | None, installed: Sequence[str]) -> list[list[Entry]]:
-    """All that is run. `installed`: packages of the peers that are there."""
+    """Return the entries of all groups. `installed`: installed packages of the peers."""
     result = []
     for group, (job, names) in _GROUPS.items():
         entries = []
@@ -44,7 +44,7 @@ def groups(steps: int | None, installed: Sequence[str]) -> list[list[Entry]]:
 
 
 def tables(runs: Sequence[Run]) -> str:
-    """One per group."""
+    """Return one Markdown table for each group."""
     parts = []
     for group, (job, names) in _GROUPS.items():
         of_group = [run for run in runs if run.group == group]
@@ -52,13 +52,13 @@ def tables(runs: Sequence[Run]) -> str:
             lines = [f"{heading(group)}, {job.tokens:,} tokens a step:", "", _table(of_group, names)]
             absent = [CONTESTANTS[name].label for name in names if name not in {run.contestant for run in of_group}]
             if absent:
-                lines += ["", f"Not installed, or left out: {', '.join(absent)}."]
+                lines += ["", f"Not installed, or not selected: {', '.join(absent)}."]
             parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
 def heading(group: str) -> str:
-    """What stands over a group's table."""
+    """Return the heading of a group's table."""
     return f"**{group[0].upper()}{group[1:]}**"
 
 

@@ -1,10 +1,10 @@
-"""Steps of all tools in turns, each tool in its own processes: who is faster, to a percent or two.
+"""Comparison of all tools to one or two percent: each tool has its own processes, and the tools take turns by step.
 
     python -m benchmarks.speed.turns [--peers PYTHON] [--rounds N] [--only TEXT ...] [--write FILE.md]
 
-Whole runs that follow each other meet a machine that is now faster, now slower. Here all tools are started, and wait in
-the clock's hook after every optimizer step; one after the other is let go for a step. So what is compared is a second
-or two apart, and what a tool does between two updates, it does in its own turn.
+The speed of a machine varies between whole runs that follow each other. Here all tools are started, and each waits in
+the clock's hook after every optimizer step. One tool after the other is released for one step. So compared steps are a
+second or two apart, and all work of a tool between two updates is in its own turn.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from benchmarks.speed.summary import markdown, quartiles
 
 ROUNDS = 20
 _WARM_UP = 3
-"""Rounds that do not count: tools observe and adjust in their first steps."""
+"""Number of first rounds that are not counted: tools observe and adjust in their first steps."""
 
 Times = dict[str, list[float]]
-"""Seconds of the steps of each contestant, round by round."""
+"""Seconds of each counted step, by contestant."""
 
 
 class Waiting:
     """A contestant whose ranks wait for their turn."""
 
     def __init__(self, entry: Entry, environments: Environments, folder: Path, stack: ExitStack):
-        """Start it, and wait until it has made its first step. `stack` ends it."""
+        """Start the contestant, and wait until its first step is done. `stack` ends its processes."""
         self.name = entry.contestant.name
         self._output = folder / "output"
         names = [[folder / f"{what}-{rank}" for rank in range(entry.job.ranks)] for what in ("done", "go")]
@@ -63,7 +63,7 @@ class Waiting:
         self._wait()
 
     def step(self) -> float:
-        """Let it make a step. Returns the seconds until its last rank is done."""
+        """Let the contestant run one step. Return the seconds until its last rank has finished."""
         started = time.perf_counter()
         for go in self._go:
             go.write(b"1")
@@ -75,11 +75,11 @@ class Waiting:
             limit = time.monotonic() + TIME_LIMIT_S
             while not select.select([done], [], [], 1)[0]:
                 if self._process.poll() is not None or time.monotonic() > limit:
-                    raise RuntimeError(f"{self.name} makes no steps: {self._output.read_text()[-2000:]}")
+                    raise RuntimeError(f"{self.name} did not finish a step: {self._output.read_text()[-2000:]}")
             self._ranks.add(int(done.readline()))
 
     def _end(self) -> None:
-        # Those that wait would do so for ever: torchrun gives its workers sessions of their own.
+        # Waiting ranks would wait forever: torchrun starts each of its workers in a session of its own.
         for pid in self._ranks:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -89,12 +89,12 @@ class Waiting:
 
 
 def _both_ends(fifo: Path) -> FileIO:
-    """Opening waits for nobody, then, and nobody finds the other end closed."""
+    """Open both ends of a FIFO. So opening does not block, and no reader or writer finds the other end closed."""
     return FileIO(os.open(fifo, os.O_RDWR), "r+")
 
 
 def measure(entries: Sequence[Entry], rounds: int, environments: Environments) -> Times:
-    """The steps that count."""
+    """Run the entries in turns. Return the seconds of the counted steps."""
     with ExitStack() as stack:
         waiting = []
         for entry in entries:
@@ -108,7 +108,7 @@ def measure(entries: Sequence[Entry], rounds: int, environments: Environments) -
 
 
 def table(entries: Sequence[Entry], times: Times) -> str:
-    """One row per contestant; ratios are to the first one's step of the same round."""
+    """Return a Markdown table with one row per contestant. Ratios are to the first one's step in the same round."""
     rows: list[Sequence[str]] = [("tool", "rounds", "step, ms", "tokens/s", "over the first")]
     baseline = times[entries[0].contestant.name]
     for entry in entries:
@@ -121,16 +121,18 @@ def table(entries: Sequence[Entry], times: Times) -> str:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run all groups, and publish their tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--peers", metavar="PYTHON", help="of the environment with the other tools")
+    parser.add_argument("--peers", metavar="PYTHON", help="Python of the environment with the other tools")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--only", nargs="+", default=[], metavar="GROUP", help="groups with these words in their names")
-    parser.add_argument("--write", type=Path, help="the Markdown file with the table's markers")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="GROUP", help="run groups with these words in their names only"
+    )
+    parser.add_argument("--write", type=Path, help="Markdown file; the tables replace the text between its markers")
     options = parser.parse_args()
     environments = Environments(peers=options.peers)
     parts = [machine_line(environments)]
-    # More than there are turns, so that no tool comes to its end.
+    # More steps than turns, so that no tool ends early.
     for entries in training.groups(2 * (options.rounds + _WARM_UP), list(environments.versions())):
         group = entries[0].group
         if not options.only or any(word in group for word in options.only):

@@ -1,4 +1,4 @@
-"""The launcher against itself: accumulation modes, and precision rules on and off."""
+"""Comparison of the launcher's own settings: accumulation modes, and jobs with and without precision rules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _RULES: dict[str, list[dict[str, Any]]] = {
 
 
 def accumulation_groups() -> list[list[Entry]]:
-    """Every mode, on two replicas of two shards."""
+    """Return one entry for each accumulation mode, on two replicas of two shards."""
     options = {"parallelism": _HSDP, "comm": {"count_traffic": True}}
     return [
         [
@@ -42,7 +42,7 @@ def accumulation_groups() -> list[list[Entry]]:
 
 
 def precision_groups() -> list[list[Entry]]:
-    """Every set of rules, on one rank and on two."""
+    """Return one entry for each set of rules, on one rank and on two ranks."""
     return [
         [
             _entry(f"{ranks} ranks", name, Job(ranks=ranks, seq_len=256), {"precision": _precision(rules)})
@@ -61,8 +61,8 @@ def _entry(group: str, name: str, job: Job, options: Mapping[str, Any]) -> Entry
 
 
 def accumulation_tables(runs: Sequence[Run]) -> str:
-    """Step time beside what the run reports itself."""
-    head = ("mode", "step, ms", "over `immediate`", "collectives in a step", "peak memory of a rank, MiB")
+    """Return a Markdown table of step time, collectives and peak memory by accumulation mode."""
+    head = ("mode", "step, ms", "over `immediate`", "collectives per step", "peak memory of a rank, MiB")
     rows: list[Sequence[str]] = [head]
     first = _of(runs, "accumulation", next(iter(_MODES)))
     for name in _MODES:
@@ -83,7 +83,7 @@ def accumulation_tables(runs: Sequence[Run]) -> str:
 
 
 def precision_tables(runs: Sequence[Run]) -> str:
-    """Step time with rules over that without."""
+    """Return a Markdown table of step time by set of rules, relative to the run without rules."""
     rows: list[Sequence[str]] = [("ranks", "rules", "step, ms", "over no rules")]
     for group in dict.fromkeys(run.group for run in runs):
         first = _of(runs, group, "no rules")

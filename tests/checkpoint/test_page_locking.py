@@ -107,7 +107,7 @@ def test_memory_that_cannot_be_locked_is_used_as_it_is(
     with caplog.at_level(logging.WARNING):
         arena.reserve(1 << 20)
     assert caplog.messages == [
-        "0.001 GiB of host memory cannot be page-locked, so copies to it are slower: CUDA says: out of memory (2)"
+        "0.001 GiB of host memory cannot be page-locked, so copies to it are slower: CUDA error: out of memory (2)"
     ]
     arena.release()
     assert [call[0] for call in runtime.calls] == ["register"]

@@ -70,7 +70,7 @@ def refusal(model: nn.Module, axes: dict[str, int] | None, **batchnorm: Any) -> 
 def test_models_that_cannot_be_divided_are_refused() -> None:
     model = Model()
     check_context_plan(model, {"positions": 0}, 2, MAX_TOKENS, BatchNormConfig())
-    assert "does not say that its sequences can be divided" in refusal(model, None)
+    assert "does not declare that its sequences can be divided" in refusal(model, None)
     assert 'context_parallel["position"] matches no buffer of the model; did you mean "positions"?' in refusal(
         model, {"position": 0}
     )

@@ -210,7 +210,7 @@ def test_plans_that_do_not_go_with_the_model_are_refused() -> None:
     for plan, expected in (
         (None, "the model declares no plan for tensor parallelism"),
         ({**PLAN, "output": "heads"}, 'has no module of the style "head"'),
-        ({**PLAN, "output": "row"}, "'row' is no style; did you mean \"rowwise\"?"),
+        ({**PLAN, "output": "row"}, "'row' is not a style; did you mean \"rowwise\"?"),
         (
             {**PLAN, "outputs": "head"},
             'tensor_parallel["outputs"] matches no module of the model; did you mean "output"?',

@@ -62,7 +62,7 @@ def test_collectives_that_did_not_finish_are_named_with_the_ranks_that_did_not_b
         f"gloo:all_reduce number 1 of group pair: started by rank 1, not by rank 2 (last started on rank 2: {last})",
     ]
     assert list(unfinished_collectives(tmp_path, since=time.time() + 60)) == []  # of an earlier start
-    assert _abort_cause(tmp_path, since=0).startswith(": native code aborted the process, and may have said why above")
+    assert _abort_cause(tmp_path, since=0).startswith(": native code aborted the process; its lines")
 
 
 def entry(number: int, state: str, description: str = "dp_shard") -> dict[str, Any]:
@@ -90,8 +90,8 @@ def test_the_end_of_a_run_that_nccl_aborted_names_the_collective_and_the_ranks(t
     record_path(tmp_path, FOLDER, 2).write_bytes(b"half of a rec")
     assert _abort_cause(tmp_path, since=0).splitlines() == [
         ": NCCL's watchdog thread aborts the process when CUDA fails, or when a collective takes longer than "
-        "comm.timeout_seconds (comm.init_timeout_seconds until the end of the first step); PyTorch's lines above say "
-        "which",
+        "comm.timeout_seconds (comm.init_timeout_seconds until the end of the first step); PyTorch's lines above name "
+        "the cause",
         "not finished: nccl:all_gather number 8 of group dp_shard: started by rank 0, not by ranks 1, 2 (last started "
         "on rank 1: nccl:all_gather number 7 of group dp_shard, on rank 2: no record); see the flight records and "
         f"stacks in {tmp_path}",

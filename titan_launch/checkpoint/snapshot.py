@@ -37,8 +37,8 @@ _PORTABLE = 1
 def page_locked(memory: Tensor, device: torch.device) -> Iterator[None]:
     """Register host memory with CUDA until the end of the block. Do nothing if the device is a CPU.
 
-    `memory` may be shared memory and has exactly the needed size. (PyTorch's allocator of pinned memory rounds up to a
-    power of two.) If CUDA refuses, the failure is logged, and copies to the memory are slower.
+    `memory` may be shared memory, and its size need not be a power of two, to which PyTorch's own allocator of pinned
+    memory rounds up. If CUDA refuses, the failure is logged, and copies to the memory are slower.
     """
     is_locked = device.type == "cuda" and _succeeds(
         lambda cudart: cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE),
@@ -65,7 +65,7 @@ def _succeeds(call: Callable[[Any], Any], device: torch.device, failure: str) ->
     with ThreadPoolExecutor(1) as thread:
         error = thread.submit(checked).exception()
     if isinstance(error, torch.cuda.CudaError):
-        _log.warning("%s: CUDA says: %s", failure, error)
+        _log.warning("%s: CUDA error: %s", failure, error)
     elif error is not None:
         raise error
     return error is None

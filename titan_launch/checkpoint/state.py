@@ -139,9 +139,9 @@ def rank_key() -> str:
 class LocalStatistics(Part, Protocol):
     """Each rank's own running statistics of BatchNorm (`parallel.batchnorm.RunningStatistics`).
 
-    A checkpoint has them, beside the pooled ones and under a key of each rank, if the statistics are pooled only
-    because of that checkpoint (it is due by the clock, or a signal ends the run). A run on as many ranks resumes with
-    them, so that the checkpoint does not change the steps that follow.
+    A checkpoint has them, under a key for each rank, if the statistics are pooled only for that checkpoint: it is due
+    by time, or a signal ends the run. The checkpoint has the pooled statistics too. A run on the same number of ranks
+    resumes with each rank's own statistics, so the checkpoint does not change the steps that follow.
     """
 
     def targets(self) -> Values:

@@ -172,8 +172,10 @@ def _join(address: WriterAddress) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Have the operating system kill this process when the training process dies. Otherwise a checkpoint could still
-    become visible after the run has resumed from an older one."""
+    """Make the operating system kill this process when the training process dies.
+
+    Otherwise a checkpoint could become visible after the run has resumed from an older one.
+    """
     stop_with_parent(signal.SIGKILL)
     if os.getppid() != parent:  # the training process has died already
         os._exit(1)

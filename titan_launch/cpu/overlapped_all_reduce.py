@@ -24,14 +24,14 @@ def overlap_all_reduces(model: nn.Module) -> None:
 
 
 class _PendingAllReduces:
-    """The all-reduces that nothing has waited for yet."""
+    """The pending all-reduces."""
 
     def __init__(self) -> None:
         self._works: list[dist.Work] = []
         self._backwards: set[int] = set()
 
     def add(self, work: dist.Work) -> None:
-        """Wait for `work` at the end of the running backward. Of nested backwards, the inner one is meant."""
+        """Wait for `work` at the end of the running backward, or of the innermost one of nested backwards."""
         self._works.append(work)
         backward = torch._C._current_graph_task_id()
         if backward not in self._backwards:
@@ -51,7 +51,7 @@ class _PendingAllReduces:
 
 
 class _OverlappingGroup(ReplicaGroup):
-    """Stand-in for the process group of a unit's replicas, with all that FSDP2 asks of the group.
+    """Stand-in for the process group of a unit's replicas, with the methods that FSDP2 calls.
 
     It equals the true group and has its hash, because PyTorch looks up the group's description for error messages.
     """

@@ -1,4 +1,4 @@
-"""The switch for what makes training on CPUs fast: `cpu_speedups`, which only `train/build.py` calls.
+"""The switch of the CPU speedups: `cpu_speedups`, which only `train/build.py` calls.
 
 Each other file of this folder has one speedup, and names the plain behaviour of PyTorch that it replaces. A test
 compares the two. Without this folder and its one call a run has the same losses, up to rounding, but is slower.

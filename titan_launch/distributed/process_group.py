@@ -51,8 +51,8 @@ def process_group(
     `stop_signal` returns the number of a signal that asks the run to end, or 0. Rank 0 polls it while ranks are
     missing.
 
-    After an error the group is not destroyed: destroying an NCCL group waits for collectives that other ranks will
-    never join, and torchrun would not notice the failure.
+    After an error the group is not destroyed. Destruction of an NCCL group waits for collectives that other ranks will
+    never join, so torchrun would not notice the failure.
 
     Raises ConfigError if `job.device` is `cuda` and this rank has no GPU.
     """

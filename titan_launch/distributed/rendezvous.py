@@ -24,8 +24,8 @@ def wait_for_ranks(
     """Wait for the other ranks of this start. Return the part of `store` that only these ranks use.
 
     torchrun keeps one store across restarts, and restarted ranks would read the addresses of dead processes in it.
-    torchrun provides no id that is equal on all ranks of a start and different in each start: each agent counts only
-    its own failures. So rank 0 publishes a random id of the start. Every other rank registers its own random name under
+    torchrun has no id that all ranks of a start share and that changes in each start: an agent counts only its own
+    failures. So rank 0 publishes a random id of the start. Every other rank registers its own random name under
     the id that it reads, which may be that of a dead rank 0. Only a living rank 0 replies, to that name.
 
     Raises RunError for ranks that do not join in time. If `stop_signal()` returns a signal on rank 0 while ranks are
@@ -45,7 +45,7 @@ class _Clock:
         self._pause = _POLL_S[0]
 
     def pause(self) -> bool:
-        """Sleep, longer each time. Return False, without sleeping, after the deadline."""
+        """Wait, longer each time. Return False at once after the deadline."""
         if time.monotonic() >= self._deadline:
             return False
         time.sleep(self._pause)

@@ -211,10 +211,10 @@ def _abort_cause(run_folder: Path, since: float) -> str:
         cause = (
             ": NCCL's watchdog thread aborts the process when CUDA fails, or when a collective takes longer than "
             "comm.timeout_seconds (comm.init_timeout_seconds until the end of the first step); PyTorch's lines above "
-            "say which"
+            "name the cause"
         )
     else:
-        cause = ": native code aborted the process, and may have said why above"
+        cause = ": native code aborted the process; its lines above may name the cause"
     records = f"; see the flight records and stacks in {run_folder}" if unfinished else ""
     return "\n".join([cause, *(f"not finished: {collective}" for collective in unfinished)]) + records
 

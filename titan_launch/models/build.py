@@ -136,8 +136,8 @@ def build_model(config: ModelConfig, seq_len: int, host: HostBuild | None = None
     planning and has no values.
 
     Raise ConfigError for errors of the user's model. (`titan_launch.config` has already checked names, flavors and
-    arguments of the package's models.) A user's module may define `flops_per_sample(seq_len)`, and as attributes the
-    `pipeline_order`, `tensor_parallel` and `context_parallel` of `ModelSpec`.
+    arguments of the package's models.) A user's module may define the method `flops_per_sample(seq_len)`. It may have
+    the attributes `pipeline_order`, `tensor_parallel` and `context_parallel` of `ModelSpec`.
     """
     if ":" in config.name:
         return _build_users_own(config, seq_len, host)
@@ -236,8 +236,8 @@ def find_blocks(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
 def find_pipeline_order(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     """Return the paths that the globs of `pipeline_order` match, glob by glob, each in the order of `named_modules`.
 
-    Raise ConfigError on `model.name` for a glob that matches no module with a forward, and for a module that is listed
-    twice, or whose parent is listed too.
+    Raise ConfigError on `model.name` for a glob that matches no module with a forward. Also raise it for a module that
+    is listed twice, or together with a module around it.
     """
     paths, containers = _paths(module)
     pipeline_order: list[str] = []

@@ -1,4 +1,4 @@
-"""Models of the user: calls of their factories on the host, with the values kept, or on the meta device."""
+"""Models of the user: calls of their factories on the host, which keep the values, or on the meta device."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def cross_entropy_sum(outputs: Tensor, targets: Tensor, chunks: int = 1) -> Tens
     `chunks`: number of parts of the targets, computed one after another. The fp32 tensors exist for one part at a time,
     and backward computes them a second time. The gradient is the same bit for bit.
 
-    If logits are divided by class over T ranks, each rank holds and computes 1/T of them, and backward always computes
-    the fp32 tensors a second time. The call is then collective: forward reduces three numbers for each target.
+    If logits are divided by class over T ranks, each rank holds and computes 1/T of them. Backward then always computes
+    the fp32 tensors a second time, and the call is collective: forward reduces three numbers for each target.
     """
     if isinstance(outputs, DTensor):
         logits, classes = _own_classes(outputs)
@@ -59,7 +59,7 @@ def _sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """`_sum` of logits (n, classes) and targets (n) in chunks, with only these two saved for backward."""
+    """The operation `_sum` of logits (n, classes) and targets (n) in chunks. It saves only these two for backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, chunks: int) -> Tensor:
@@ -94,7 +94,7 @@ def _gradient_of_sum(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Classes:
-    """The classes whose logits this rank has."""
+    """The part of the classes that this rank has the logits of."""
 
     start: int
     count: int
@@ -107,7 +107,7 @@ class _Classes:
         return values
 
     def at(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return, for targets (n), their indices in this rank's logits and whether they are there; both [n, 1]."""
+        """Return, for targets (n), indices into this rank's logits and a mask of those on this rank; both [n, 1]."""
         index = (targets - self.start).unsqueeze(-1)
         is_here = (index >= 0) & (index < self.count)
         return index.where(is_here, 0), is_here
@@ -122,10 +122,10 @@ def _own_classes(outputs: DTensor) -> tuple[Tensor, _Classes]:
 
 
 class _DividedCrossEntropy(torch.autograd.Function):
-    """`_sum` of logits (n, classes / ranks) and targets (n) in chunks.
+    """The operation `_sum` of logits (n, classes / ranks) and targets (n) in chunks.
 
-    Saved for backward are these two, and two numbers per target from which the softmax of a part of the logits follows:
-    the largest logit of all ranks, and the logarithm of the sum of exp(logit - largest). (The sum of both numbers alone
+    It saves these two for backward, and two numbers per target: the largest logit of all ranks, and the logarithm of
+    the sum of exp(logit - largest). The softmax of a part of the logits follows from these numbers. (Their sum alone
     would lose digits of large logits.)
     """
 

@@ -117,7 +117,7 @@ def _unknown_styles(styles: Mapping[str, TensorStyle]) -> Iterator[Problem]:
     known = get_args(TensorStyle)
     for pattern, style in styles.items():
         if style not in known:
-            reason = f'tensor_parallel["{pattern}"] = {style!r} is no style{did_you_mean(str(style), known)}'
+            reason = f'tensor_parallel["{pattern}"] = {style!r} is not a style{did_you_mean(str(style), known)}'
             yield Problem(_NAME, f"{reason} ({', '.join(known)})")
 
 
@@ -213,7 +213,7 @@ def check_context_plan(
         return
     if axes is None:
         reason = (
-            "the model does not say that its sequences can be divided (an attribute context_parallel of the module: "
+            "the model does not declare that its sequences can be divided (attribute context_parallel of the module: "
             "globs of its buffers along the sequence, and the axis of the tokens in each; see "
             "docs/how_to/parallelism.md); declare it, or set 1"
         )

@@ -24,14 +24,14 @@ class AccumulationStrategy(Protocol):
     """A gradient accumulation mode. It is called before each microbatch's forward."""
 
     def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
-        """Set what FSDP2 communicates in the next backward, in all units. `is_last`: of the step's microbatches."""
+        """Set the communication of the next backward in all FSDP2 units. `is_last`: the step's last microbatch."""
 
 
 class Immediate:
     """The mode with a reduce-scatter, and an all-reduce between replicas, after every microbatch: FSDP2's default."""
 
     def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
-        """Set nothing."""
+        """Do nothing."""
 
 
 class Deferred:

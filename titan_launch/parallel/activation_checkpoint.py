@@ -77,10 +77,10 @@ def _checkpoint(block: nn.Module, selects_ops: bool) -> None:
 
 
 class _SecondForward:
-    """The context of the second forward: the norms of a block update copies of their running statistics.
+    """Context of the second forward, in which the norms of a block update copies of their running statistics.
 
-    So a microbatch counts once. The norms' buffers are replaced by the copies and put back, not written to and restored
-    (as `RunningStatistics` does): a write would invalidate what autograd saved of a norm in eval mode.
+    So a microbatch counts once. Copies replace the norms' buffers during the second forward. The buffers are not
+    written to and restored, as `RunningStatistics` does, because autograd may have saved them for a norm in eval mode.
     """
 
     def __init__(self, norms: Sequence[nn.Module], inner: AbstractContextManager[Any]):

@@ -19,8 +19,9 @@ from titan_launch.parallel.synchronized_batchnorm import overrides_forward, sync
 _log = logging.getLogger(__name__)
 
 _FEW_VALUES = 32
-"""With fewer values per channel, the relative standard error of a batch's variance is above 1/4: it is
-`sqrt(2 / (n - 1))` for normally distributed values."""
+"""Number of values per channel below which the variance of a batch has a relative standard error above 1/4.
+
+The error is `sqrt(2 / (n - 1))` for normally distributed values."""
 
 
 def prepare_batch_norms(
@@ -161,14 +162,14 @@ def largest_divergence(of_stages: Iterable[Divergence | None]) -> Divergence | N
 class RunningStatistics:
     """The running statistics of a model's BatchNorm layers, with one copy of them on this rank: save, restore, pool.
 
-    A training step saves them at its begin. It restores them if its update is skipped or an error ends it. Between two
-    steps the copy is free. Then a checkpoint that an undisturbed run would not save may pool the statistics for itself
-    alone: `pool(temporarily=True)` saves those of this rank, `state_dict` returns them, and `unpool` restores them.
+    A training step saves them at its beginning. It restores them if its update is skipped or an error ends the step.
+    Between two steps the copy is free. Then a checkpoint that an undisturbed run would not save can pool the statistics
+    temporarily: `pool(temporarily=True)` saves those of this rank, `state_dict` returns them, and `unpool` restores
+    them.
 
-    The copy is one flat tensor of bytes, whatever the dtypes of the buffers. So a step of a deep model launches as few
-    kernels as a step of a shallow one. (Activation checkpointing does not use this class. While it computes a forward a
-    second time, the layers hold other buffers: writing into their own would invalidate what autograd saved of a layer
-    in eval mode.)
+    The copy is one flat tensor of bytes for buffers of all dtypes. So the number of kernels does not grow with the
+    depth of the model. Activation checkpointing does not use this class: it replaces the buffers during the second
+    forward, because autograd may have saved them for a layer in eval mode.
     """
 
     def __init__(self, model: nn.Module):

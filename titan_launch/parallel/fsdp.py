@@ -54,7 +54,7 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, offloads: bo
 
 
 def cast_at_boundaries(module: nn.Module, policy: Policy) -> None:
-    """Cast the floating inputs and outputs of a module as `policy` says. Tensors that FSDP2 has cast do not change."""
+    """Cast the floating inputs and outputs of a module by `policy`. Tensors that FSDP2 has cast do not change."""
     if policy.input_dtype is not None:
         _cast_inputs(module, torch_dtype(policy.input_dtype))
     if policy.output_dtype is not None:
@@ -104,14 +104,14 @@ def _sum_gradients(model: nn.Module) -> None:
 
 
 def discard_pending(model: nn.Module) -> None:
-    """Bring a wrapped model to its state between two steps, at whatever point of a step an exception has left it.
+    """Reset a wrapped model to its state between two steps, after an exception at any point of a step.
 
     Unsharded parameters are freed. All gradients are dropped: sharded gradients, unsharded gradients that wait for the
     last microbatch, and reduced gradients that wait for the all-reduce between replicas. The next backward
-    communicates again. `zero_grad` is not enough, and neither is FSDP2's `reset_iter_state` before torch 2.15: both
-    leave the unsharded gradients of a deferred accumulation, which the next step would add to its own.
+    communicates again. `zero_grad` does not drop the unsharded gradients of a deferred accumulation, and neither does
+    FSDP2's `reset_iter_state` before torch 2.15. The next step would add these gradients to its own.
 
-    Not collective, but every rank must abandon the same step. Waits for nothing.
+    The function is not collective and does not wait, but every rank must abandon the same step.
     """
     reset_iterations(model)
     discard_all_reduces(model)
@@ -127,8 +127,8 @@ def discard_pending(model: nn.Module) -> None:
 def reset_iterations(model: nn.Module) -> None:
     """Free the unsharded parameters of a wrapped model, and reset FSDP2's record of its forward and backward.
 
-    Also needed after forwards without a backward. Their parameters would stay unsharded, and the next backward would
-    prefetch by their order.
+    The function is also needed after forwards without a backward. Their parameters would stay unsharded, and the next
+    backward would prefetch by their order.
     """
     for root in roots(model):
         reset_iteration(root)

@@ -59,14 +59,14 @@ class Audited:
 
     classes: str
     unit: Unit
-    """For a module, the unit that holds its parameters."""
+    """The unit that holds the parameters of a module."""
 
     findings: tuple[Finding, ...]
     remark: str
     """Reason why dtypes are missing: did not run, frozen, no gradient, not communicated. Empty if none is missing."""
 
     num_forwards: int | None = None
-    """For a module, its number of forwards, including those of activation checkpointing."""
+    """Number of forwards of a module, including those of activation checkpointing."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,9 @@ def _gradient_dtypes(unit: Unit) -> tuple[str, ...]:
     """Return the dtypes in which autograd hands over the gradients of unsharded parameters.
 
     Before torch 2.15 autograd converts them to the compute dtype. From then on FSDP2 decides (read in 2.15.0,
-    `_set_unsharded_grad_dtypes`). If the reduce dtype is not the larger one, autograd converts to it. Otherwise a
-    gradient keeps the dtype that its operation computed it in, or is converted to the reduce dtype: the first one of a
-    step with deferred reduction, and those of parameters that tensor parallelism replicates.
+    `_set_unsharded_grad_dtypes`). If the reduce dtype is not the larger one, autograd converts to it. Otherwise most
+    gradients keep the dtype that their operations computed them in. Two kinds may be converted to the reduce dtype: the
+    first gradient of a step with deferred reduction, and those of parameters that tensor parallelism replicates.
     """
     compute, reduce = unit.compute_dtype, unit.reduce_dtype
     if not ACCUMULATES_IN_GRAD:

@@ -53,7 +53,7 @@ class Observations:
     """Observations by module path. A module with several parents is listed under its first path."""
 
     units: tuple[Seen, ...]
-    """In the order of the plan's units."""
+    """Observations of the units, in the order of the plan's units."""
 
 
 @contextmanager

@@ -1,9 +1,10 @@
-"""The one clock of all tools: when an AdamW has made a step, rank 0 appends the time to a file. Where tools take turns
-(`benchmarks.speed.turns`), every rank then waits for the next one.
+"""The clock of all tools: after each step of an AdamW, rank 0 appends the time to a file.
 
-Python imports this module by itself in every process that has the folder on its PYTHONPATH, so that nothing is asked
-of the tool. It waits until PyTorch's optimizers are imported, and then registers a hook on their `step`. Times are
-those of the monotonic clock, which all processes of a machine share.
+If tools take turns (`benchmarks.speed.turns`), every rank then waits for the next turn of its tool.
+
+Python imports this module in every process that has the folder on its PYTHONPATH, so the tools need no change. When
+PyTorch's optimizers are imported, the module registers a hook on their `step`. Times are those of the monotonic clock,
+which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _HOOKED = "torch.optim.optimizer"
 
 
 class _Finder:
-    """Lets the hooked module be found as ever, and adds the hook when it has been executed."""
+    """An import hook that finds PyTorch's optimizer module as usual, and adds the clock after its import."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -41,7 +42,7 @@ class _Finder:
 
 def _stamp(optimizer: Any, *_: Any) -> None:
     if type(optimizer).__name__ != "AdamW":
-        return  # a wrapper that is an optimizer itself (Accelerate's, TorchTitan's), and calls AdamW's step
+        return  # a wrapper (Accelerate's, TorchTitan's) that is also an optimizer, and calls AdamW's step
     rank = os.environ.get("RANK", "0")
     if rank == "0":
         with open(os.environ["SPEED_STAMPS"], "a") as stamps:
@@ -51,7 +52,7 @@ def _stamp(optimizer: Any, *_: Any) -> None:
 
 
 def _wait_for_turn(folder: str, rank: str) -> None:
-    """Say that this rank is done, and which process it is, and wait until it may go on: through a FIFO each."""
+    """Write this process's id to the FIFO `done`, and wait for a byte from the FIFO `go`."""
     with open(f"{folder}/done-{rank}", "wb", buffering=0) as done:
         done.write(b"%d\n" % os.getpid())
     with open(f"{folder}/go-{rank}", "rb", buffering=0) as go:

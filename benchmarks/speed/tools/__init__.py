@@ -1,1 +1,1 @@
-"""The trainings that are compared: one script per tool, which takes a `Job` as JSON."""
+"""Scripts of the compared trainings: one script per tool, which takes a `Job` as JSON."""

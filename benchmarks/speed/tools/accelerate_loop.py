@@ -1,4 +1,4 @@
-"""The loop of Accelerate's documentation on Transformers' Llama: FSDP2 with its default of mixed precision, or DDP."""
+"""The loop of Accelerate's documentation on Transformers' Llama: DDP, or FSDP2 with Accelerate's default precision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.speed.tools.tokens import random_sequences
 
 
 def main(job: Job) -> None:
-    """Train as one rank."""
+    """Run the training of one rank."""
     plugin = None
     if job.division == "sharded":
         let_cpus_shard()

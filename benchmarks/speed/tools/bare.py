@@ -1,10 +1,10 @@
-"""The loop that one writes by hand for this model: FSDP2, DDP or neither, and nothing that is not needed.
+"""Minimal hand-written training loop for this model, with FSDP2, DDP or neither.
 
     torchrun --nproc-per-node 2 -m benchmarks.speed.tools.bare JOB
 
-With FSDP2: one unit per block and one for the head, which stays gathered, as does the last block; gradients are
-summed, since the loss is divided by the targets of all ranks. Clipping works on the local shards. No metrics, no
-checks, no checkpoints.
+With FSDP2 there is one unit per block and one for the head. The head and the last block stay unsharded after forward.
+Gradients are summed, because the loss is divided by the targets of all ranks. Clipping works on the local shards. The
+loop has no metrics, checks or checkpoints.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from titan_launch.models.llama3 import Llama3
 
 
 def main(job: Job) -> None:
-    """Train as one rank."""
+    """Run the training of one rank."""
     rank = start(job)
     model, parameters, optimizer = prepare(job)
     batches = iter(random_sequences(job, rank).split(job.local_sequences))
@@ -40,7 +40,7 @@ def main(job: Job) -> None:
 
 
 def start(job: Job) -> int:
-    """Join torchrun's group, or make one of this process alone where FSDP2 wants one. Returns the rank."""
+    """Join torchrun's process group, or create one for this process alone if FSDP2 needs it. Return the rank."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     elif job.division != "whole":
@@ -49,7 +49,7 @@ def start(job: Job) -> int:
 
 
 def prepare(job: Job) -> tuple[nn.Module, list[nn.Parameter], torch.optim.Optimizer]:
-    """The model on this rank, its parameters, and what updates them."""
+    """Return the model of this rank, its parameters, and the optimizer."""
     torch.manual_seed(0)
     model = divide(build(job), job)
     parameters = list(model.parameters())
@@ -58,13 +58,13 @@ def prepare(job: Job) -> tuple[nn.Module, list[nn.Parameter], torch.optim.Optimi
 
 
 def build(job: Job) -> Llama3:
-    """The launcher's Llama."""
+    """Return the launcher's Llama."""
     shape = {name: getattr(job, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim")}
     return Llama3(Llama3Args(vocab_size=job.vocab_size, **shape), job.seq_len)
 
 
 def divide(model: Llama3, job: Job) -> nn.Module:
-    """Over the ranks."""
+    """Shard the model over the ranks with FSDP2, in place."""
     if job.division == "whole":
         return model
     if job.division == "replicated":
@@ -72,7 +72,9 @@ def divide(model: Llama3, job: Job) -> nn.Module:
     mesh = init_device_mesh("cpu", (job.ranks,))
     policy = MixedPrecisionPolicy(param_dtype=dtype(job), reduce_dtype=torch.float32)
     last = len(model.layers) - 1
-    for index, layer in enumerate(model.layers):  # backward begins with the last; one rank has nothing to free
+    for index, layer in enumerate(
+        model.layers
+    ):  # backward begins with the last block; resharding frees nothing on a single rank
         reshards = job.ranks > 1 and index < last
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
     fully_shard([model.norm, model.output], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -80,12 +82,12 @@ def divide(model: Llama3, job: Job) -> nn.Module:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+            module.set_force_sum_reduction_for_comms(True)  # gloo does not have PREMUL_SUM
     return model
 
 
 def dtype(job: Job) -> torch.dtype:
-    """Of the computation."""
+    """Return the compute dtype."""
     result = getattr(torch, job.precision)
     assert isinstance(result, torch.dtype)
     return result
@@ -94,11 +96,11 @@ def dtype(job: Job) -> torch.dtype:
 def train_step(
     model: nn.Module, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, batches: list[Tensor], job: Job
 ) -> None:
-    """Forward, backward, clipping and update."""
+    """Run forward, backward, clipping and update."""
     valid = torch.tensor(sum(int((batch[:, 1:] != -100).sum()) for batch in batches))
     if job.division != "whole":
         dist.all_reduce(valid)
-    scale = job.ranks if isinstance(model, DistributedDataParallel) else 1  # which averages over the ranks
+    scale = job.ranks if isinstance(model, DistributedDataParallel) else 1  # DDP averages over the ranks
     for index, batch in enumerate(batches):
         if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = index == len(batches) - 1
@@ -113,7 +115,7 @@ def train_step(
 
 @torch.no_grad()
 def clip(parameters: list[nn.Parameter], job: Job) -> None:
-    """To the norm over all shards, in a few operations on this rank's."""
+    """Clip the gradients by their norm over all shards, in a few operations on this rank's shards."""
     whole = [p.grad for p in parameters if p.grad is not None]
     gradients = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in whole]
     square = torch.stack(torch._foreach_norm(gradients)).square().sum()

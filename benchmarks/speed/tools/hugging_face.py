@@ -1,4 +1,4 @@
-"""The model's shape as Transformers writes it, and Accelerate's FSDP2 on a CPU."""
+"""The model's shape as a configuration of Transformers, and Accelerate's FSDP2 on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.speed.jobs import Job
 
 
 def llama_config(job: Job) -> LlamaConfig:
-    """As the launcher's flavor: no tied embeddings, no biases."""
+    """Return the configuration of the launcher's flavor: no tied embeddings, no biases."""
     return LlamaConfig(
         hidden_size=job.dim,
         num_hidden_layers=job.n_layers,
@@ -29,8 +29,10 @@ def llama_config(job: Job) -> LlamaConfig:
 
 
 def let_cpus_shard() -> None:
-    """Accelerate drops its FSDP plugin without a word where there is no GPU, and uses DDP. This takes it up again, with
-    what is done on GPUs; call it before there is an Accelerator."""
+    """Make Accelerate use its FSDP plugin on a CPU, in the same way as on GPUs. Call this before an Accelerator exists.
+
+    Without a GPU, Accelerate ignores the plugin without a warning and uses DDP.
+    """
     build = AcceleratorState.__init__
 
     def build_with_plugin(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:

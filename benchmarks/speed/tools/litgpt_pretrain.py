@@ -1,7 +1,7 @@
-"""litgpt's `pretrain` with its own model: autocast; several processes use DDP, since its FSDP1 is for GPUs.
+"""litgpt's `pretrain` with its own model: autocast; several processes use DDP, because its FSDP1 needs GPUs.
 
-Its `torch.compile` of the whole model is switched off (TORCHDYNAMO_DISABLE), as no tool compiles here. It would not
-let AdamW be fused on a CPU; here it is.
+Its `torch.compile` of the whole model is switched off (TORCHDYNAMO_DISABLE), because no tool compiles here. litgpt
+disables the fused AdamW on a CPU; this script enables it.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from benchmarks.speed.tools.tokens import random_sequences
 
 
 class Sequences(DataModule):
-    """Random tokens; litgpt shards them over the ranks."""
+    """Random tokens. litgpt divides them over the ranks."""
 
     def __init__(self, job: Job):
         super().__init__()
         self._job = job
 
     def connect(self, tokenizer: Any = None, batch_size: int = 1, max_seq_length: int | None = None) -> None:
-        """Nothing depends on it."""
+        """Do nothing: the data do not depend on the tokenizer."""
 
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
-        """Those of all ranks."""
+        """Return a loader of the samples of all ranks."""
         tokens = torch.cat([random_sequences(self._job, rank) for rank in range(self._job.ranks)])
         return DataLoader([*tokens], batch_size=self._job.local_sequences)  # type: ignore[arg-type]
 
     def val_dataloader(self) -> DataLoader[torch.Tensor]:
-        """One batch: litgpt validates two before it begins."""
+        """Return a loader of one batch: litgpt validates before training."""
         tokens = random_sequences(self._job, 0)[: self._job.local_sequences]
         return DataLoader([*tokens], batch_size=self._job.local_sequences)  # type: ignore[arg-type]
 
 
 class Replicated:
-    """In place of FSDP1's strategy: DDP's, whatever the arguments."""
+    """A replacement of the FSDP1 strategy that creates a DDP strategy, for any arguments."""
 
     def __new__(cls, **_: Any) -> Any:
         return DDPStrategy()
 
 
 def main(job: Job) -> None:
-    """Train as one rank."""
+    """Run the training of one rank."""
     pretrain.FSDPStrategy = Replicated
     build = pretrain.instantiate_torch_optimizer
     pretrain.instantiate_torch_optimizer = lambda optimizer, parameters, **_: build(optimizer, parameters, fused=True)

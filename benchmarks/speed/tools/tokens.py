@@ -1,4 +1,4 @@
-"""Random sequences, for the tools that have no source of them themselves."""
+"""Random sequences for the tools without a source of synthetic data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.speed.jobs import Job
 
 
 def random_sequences(job: Job, rank: int) -> Tensor:
-    """All that a rank trains on, int64 `[sequences, seq_len + 1]`; other ones on every rank."""
+    """Return all training data of a rank, int64 `[sequences, seq_len + 1]`. Ranks have different data."""
     generator = torch.Generator().manual_seed(rank)
     number = job.steps * job.microbatches * job.local_sequences
     return torch.randint(0, 256, (number, job.seq_len + 1), generator=generator)

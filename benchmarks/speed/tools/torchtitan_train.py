@@ -1,6 +1,6 @@
-"""TorchTitan 0.2.2 and its Llama. It expects CUDA: what it asks of the device is answered for the CPU here.
+"""TorchTitan 0.2.2 and its Llama. TorchTitan expects CUDA, so this script replaces its device functions for the CPU.
 
-Alone it trains without FSDP2, under autocast. Its own data need files; random tokens take their place.
+A single process trains without FSDP2, under autocast. TorchTitan's own data need files, so the data are random tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.speed.tools.tokens import random_sequences
 
 
 def pretend_cpu_is_a_gpu() -> None:
-    """Before TorchTitan is imported, which looks for the device then."""
+    """Replace functions of the device. Call this before TorchTitan is imported, because the import uses the device."""
     torch._utils._get_available_device_type = lambda: "cpu"
     answers: dict[str, Any] = {
         "get_device_name": lambda *_: "CPU",
@@ -37,18 +37,18 @@ def pretend_cpu_is_a_gpu() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cpu, name, answer)
-    sys.modules["torchtitan.models.moe.kernels"] = MagicMock()  # needs Triton, for experts, which there are none of
+    sys.modules["torchtitan.models.moe.kernels"] = MagicMock()  # needs Triton; this model has no experts
     set_factor = FSDPModule.set_gradient_divide_factor
 
     def set_factor_and_sum(module: FSDPModule, factor: float) -> None:
         set_factor(module, factor)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+        module.set_force_sum_reduction_for_comms(True)  # gloo does not have PREMUL_SUM
 
     FSDPModule.set_gradient_divide_factor = set_factor_and_sum  # type: ignore[method-assign,assignment]
 
 
 def pretend_torchrun() -> None:
-    """One process needs no agent, but TorchTitan does need its variables."""
+    """Set torchrun's environment variables for a single process, because TorchTitan needs them."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -56,7 +56,7 @@ def pretend_torchrun() -> None:
 
 
 class Batches:
-    """A rank's microbatches."""
+    """The microbatches of a rank."""
 
     def __init__(self, job: Job, rank: int):
         self._tokens = random_sequences(job, rank).split(job.local_sequences)
@@ -65,20 +65,20 @@ class Batches:
         return (({"input": tokens[:, :-1]}, tokens[:, 1:]) for tokens in self._tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints, of which there are none."""
+        """Return an empty state, because no checkpoint is saved."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Likewise."""
+        """Do nothing, because no checkpoint is loaded."""
 
 
 def main(job: Job) -> None:
-    """Train as one rank."""
+    """Run the training of one rank."""
     pretend_cpu_is_a_gpu()
     with tempfile.TemporaryDirectory() as folder:
         options = command_line(job, folder)
         sys.argv = ["train.py", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
-        from torchtitan import train  # which reads the command line and looks for a device when it is imported
+        from torchtitan import train  # the import reads the command line and uses the device
         from torchtitan.models import llama3
         from torchtitan.protocols.train_spec import register_train_spec
 
@@ -94,7 +94,7 @@ def main(job: Job) -> None:
 
 
 def command_line(job: Job, folder: str) -> dict[str, Any]:
-    """The job as TorchTitan's options. `folder`: for what it writes."""
+    """Return the job as options of TorchTitan. `folder`: for its output."""
     replicas = job.ranks if job.division == "replicated" else 1
     return {
         "job.dump_folder": folder,

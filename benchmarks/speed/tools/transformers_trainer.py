@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face's Transformers on its own Llama: autocast; DDP over several processes."""
+"""The Trainer of Hugging Face's Transformers on its own Llama: autocast; several processes use DDP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.speed.tools.tokens import random_sequences
 
 
 class Sequences(Dataset[dict[str, torch.Tensor]]):
-    """The batches of all ranks: the Trainer divides them itself, and the model shifts labels itself."""
+    """The samples of all ranks. The Trainer divides them over the ranks, and the model shifts the labels."""
 
     def __init__(self, job: Job):
         self._tokens = torch.cat([random_sequences(job, rank)[:, :-1] for rank in range(job.ranks)])
@@ -28,7 +28,7 @@ class Sequences(Dataset[dict[str, torch.Tensor]]):
 
 
 def main(job: Job) -> None:
-    """Train as one rank."""
+    """Run the training of one rank."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
