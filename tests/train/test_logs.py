@@ -27,7 +27,7 @@ def run(path: Path, error: Exception | None, is_rank_0: bool = True, verbose: bo
 
 
 @pytest.mark.parametrize(
-    ("is_main", "verbose", "printed"),
+    ("is_rank_0", "verbose", "printed"),
     [(True, False, "early\nlater\n"), (True, True, "early\ndetail\nlater\n"), (False, True, "")],
 )
 def test_a_ranks_file_holds_everything_and_its_console_what_it_should(
