@@ -151,7 +151,7 @@ def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.Capture
         case ["pip", "install", "-e", target]:
             check_install(target)
         case ["python", "-m", "titan_launch.config.reference"]:
-            pass  # tests/config/test_schema.py runs what it does
+            pass  # tests/config/test_reference.py runs what it does
         case _:
             pytest.fail(f"nothing checks this command: {command}")
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
-from tests.plan.test_optimizer_memory import measure
+from tests.plan.memory.test_optimizer_memory import measure
 from tests.train.jobs import read_metrics, run_job, tiny_job
 from titan_launch import cli
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import traceback
 from contextlib import ExitStack
@@ -22,7 +23,15 @@ from titan_launch.core.signals import RESTART_SIGNAL
 from titan_launch.data.sources import build_source
 from titan_launch.train import batches
 from titan_launch.train.build import build_run
-from titan_launch.train.loop import due_after_step, due_now, fit, report, train_one_step, validation_scalars
+from titan_launch.train.loop import (
+    due_after_step,
+    due_now,
+    fit,
+    report,
+    scheduled_garbage_collection,
+    train_one_step,
+    validation_scalars,
+)
 from titan_launch.train.step import validate
 
 NOTHING: dict[str, Any] = {}
@@ -326,3 +335,28 @@ def test_dropout_unused_and_tied_parameters_resume_bitwise(tmp_path: Path, name:
     for a, b in zip(whole, resumed, strict=True):
         assert_equal(a, b)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+class Cycle:
+    """Garbage that only the collector can free."""
+
+    alive = 0
+
+    def __init__(self) -> None:
+        self.me = self
+        Cycle.alive += 1
+
+    def __del__(self) -> None:
+        Cycle.alive -= 1
+
+
+def test_garbage_is_collected_on_schedule_and_at_no_other_time() -> None:
+    with scheduled_garbage_collection(every_steps=3) as collect:
+        assert not gc.isenabled()
+        for step in (1, 2):
+            Cycle()
+            collect(step)
+        assert Cycle.alive == 2
+        collect(3)
+        assert Cycle.alive == 0
+    assert gc.isenabled()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from titan_launch.core.signals import AGENT_PID, RESTART_SIGNAL, STOP_SIGNALS, signals_blocked, signals_handled
 
-REPO = Path(__file__).parent.parent
+REPO = Path(__file__).parents[2]
 
 STUCK = """
 import ctypes, os

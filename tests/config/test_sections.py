@@ -1,4 +1,4 @@
-"""Options are promises: every key of the job file is read somewhere outside the config layer's own sections."""
+"""Every key of the job file is read outside of config/. Formulas of config/architectures/ count as readers too."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ from titan_launch.config.sections.data import DATA_KINDS
 from titan_launch.config.sections.precision import PrecisionRule
 from titan_launch.config.sections.training import MuonConfig, ParamGroup, SGDConfig
 
-REPO = Path(__file__).parent.parent
+REPO = Path(__file__).parents[2]
 PACKAGE = REPO / "titan_launch"
-READERS = "\n".join(p.read_text() for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE / "config")
+ARCHITECTURE_FILES = PACKAGE / "config" / "architectures"
+READERS = "\n".join(
+    path.read_text()
+    for path in PACKAGE.rglob("*.py")
+    if PACKAGE / "config" not in path.parents or path.parent == ARCHITECTURE_FILES
+)
 
 
 def sections() -> Iterator[type[Section]]:

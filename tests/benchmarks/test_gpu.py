@@ -32,7 +32,7 @@ from tests.train.jobs import run_job, tiny_job
 from titan_launch.config.loading.load import load_job
 from titan_launch.train.step import TrainStep
 
-REPO = Path(__file__).parent.parent
+REPO = Path(__file__).parents[2]
 BARE, LAUNCHER = smoke_cases()
 LAST = replace(BARE, label="last")
 

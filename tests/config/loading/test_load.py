@@ -17,7 +17,7 @@ from titan_launch.config.sections.data import SyntheticData, TextData
 from titan_launch.config.sections.training import Constant, Cosine
 from titan_launch.core.errors import Problem, UserError
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 
 from titan_launch.core.process import has_exited_directly, remove_folders
 
-REPO = Path(__file__).parent.parent
+REPO = Path(__file__).parents[2]
 
 RANK = """
 import os, signal

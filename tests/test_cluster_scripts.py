@@ -1,8 +1,10 @@
-"""The batch script for Slurm, with stand-ins for Slurm's commands."""
+"""The batch script for Slurm, with stand-ins for Slurm's commands, and the manifest for Kubernetes."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from titan_launch.cli import main
 from titan_launch.launch.options import plan_processes
 
 REPO = Path(__file__).parent.parent
@@ -71,3 +74,18 @@ def test_the_options_are_known_to_launch(tmp_path: Path) -> None:
         {name.removeprefix("--"): value for name, value in zip(*[iter(options)] * 2, strict=True)}
     )
     assert (processes.nodes, processes.shutdown_timeout_s) == ("2", 270)
+
+
+def test_the_pytorchjob_sets_what_the_train_script_reads_and_its_overrides_pass_the_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPO)
+    manifest = Path("scripts/kubernetes_pytorchjob.yaml").read_text()
+    command = re.search(r">-\n(.*?)\n +env:", manifest, flags=re.DOTALL)
+    assert command is not None
+    assignments, _, overrides = command[1].partition("exec scripts/run_train.sh")
+    variables = dict(word.split("=", 1) for word in shlex.split(assignments))
+    read = Path("scripts/run_train.sh").read_text()
+    assert all(f"${{{name}:-" in read for name in (*variables, "NPROC"))
+    arguments = ["check", "--config", variables["CONFIG"], *shlex.split(overrides), "--world-size", "32"]
+    assert main(arguments) == 0, capsys.readouterr().err

@@ -1,11 +1,20 @@
-"""Bytes that a rank sends over each kind of link."""
+"""Bytes that a rank sends over each kind of link. tests/parallel/test_accumulation.py compares counts and buffers with
+real collectives."""
 
 from __future__ import annotations
 
 import pytest
 
-from titan_launch.plan.communication import Collectives, Exchange, LinkTraffic, Traffic, link_traffic_of_step
+from titan_launch.plan.communication import (
+    Collectives,
+    Exchange,
+    LinkTraffic,
+    Traffic,
+    link_traffic_of_step,
+    padded_numel,
+)
 from titan_launch.plan.layout import Layout
+from titan_launch.plan.types import TensorInfo
 
 
 def layout(replicate: int, shard: int) -> Layout:
@@ -56,3 +65,10 @@ def test_groups_lie_on_nodes_as_the_mesh_lays_them() -> None:
     assert sent(Traffic(pipeline=Exchange(1, 1000))) == (0, 1000)  # ranks 0, 32
     assert sent(GATHERED) == (384, 384)  # ranks 0, 4, 8, 12: 2 hops of 4
     assert sent(REDUCED) == (0, 1024)  # ranks 0, 16
+
+
+@pytest.mark.parametrize(
+    ("shape", "shard", "expected"), [((61, 32), 2, 62 * 32), ((3,), 8, 8), ((64, 3, 3, 3), 7, 70 * 27), ((8, 0), 3, 0)]
+)
+def test_the_first_axis_is_padded(shape: tuple[int, ...], shard: int, expected: int) -> None:
+    assert padded_numel(TensorInfo("weight", shape, "float32", True, True), shard) == expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.plan.test_comparison import PEAK, UNSHARDED, auto, choice_label, compared, make_job, predict
+from tests.plan.report.test_comparison import PEAK, UNSHARDED, auto, choice_label, compared, make_job, predict
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.plan.auto_mode import Resolution, recommend, resolve, resolve_auto

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -24,9 +25,11 @@ from tests.distributed import run_ranks
 from tests.tensors import assert_equal
 from tests.train.jobs import model_source, read_metrics, run_job, tiny_job
 
-REPO = Path(__file__).parent.parent
+REPO = Path(__file__).parents[2]
 
 STEPS = 40
+CANNOT_MAKE_NAMESPACES = 77
+"""Exit status of scripts/two_hosts.sh."""
 
 
 @pytest.fixture
@@ -227,3 +230,17 @@ def test_a_killed_parent_leaves_no_process(tmp_path: Path, instants: Sequence[fl
             for number, seconds in enumerate(instants)
         ]
     assert [future.result() for future in left] == [0] * len(instants)
+
+
+@pytest.mark.multi_node
+@pytest.mark.timeout(900)
+def test_a_run_loses_a_host_and_takes_it_back(tmp_path: Path) -> None:
+    """Every step has the loss of an undisturbed run on one host."""
+    script = [str(REPO / "scripts" / "two_hosts.sh"), str(tmp_path)]
+    result = subprocess.run(script, capture_output=True, text=True)
+    if result.returncode == CANNOT_MAKE_NAMESPACES:
+        pytest.skip(result.stderr.strip())
+    assert result.returncode == 0, result.stdout + result.stderr
+    ranks = re.findall(r"^  ranks: (\d)", result.stdout, flags=re.MULTILINE)
+    assert ranks == ["2", "1", "2"], result.stdout
+    assert "starting all ranks again: restart 1" in result.stdout and "they differ by" in result.stdout

@@ -31,7 +31,7 @@ from titan_launch.train.loop import fit
 from titan_launch.train.run import Run
 from titan_launch.train.step import Microbatch
 
-REPO = Path(__file__).parents[2]
+REPO = Path(__file__).parents[3]
 
 
 def a_slow_disk(batches: Iterator[Microbatch], microbatches: int, seconds: float) -> Iterator[Microbatch]:
