@@ -1,4 +1,5 @@
-"""The benchmark for GPUs: whatever fails, its output is kept, the table is whole, and the exit status says so."""
+"""The benchmark suite for GPUs: it keeps the output of failed cases, completes its table, and reports failures in its
+exit status."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def test_a_case_that_fails_costs_its_row_and_the_exit_status(
     assert f"{row(LAUNCHER)} 256 |" in capsys.readouterr().out
 
 
-def test_tests_that_fail_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failed_tests_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     failed = Ended(1, "...\nFAILED tests/a.py::test_b - assert 1 == 2\n1 failed in 3 s\n", 9)
     for ended, text in (
         (failed, "1 failed in 3 s; FAILED tests/a.py::test_b - assert 1 == 2"),
@@ -90,7 +91,7 @@ def test_tests_that_fail_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert bool(looked_at.failed) == (ended.status != 0)
 
 
-def test_a_case_begins_only_if_it_can_end(tmp_path: Path) -> None:
+def test_a_case_starts_only_if_its_estimated_time_is_left(tmp_path: Path) -> None:
     looked_at = Suite([BARE], False, "cpu", tmp_path, tmp_path)
     looked_at.run(time.monotonic() + BARE.expected_s - 1)
     assert f"Not run: {BARE.name} (no time left)." in (tmp_path / "table.md").read_text()
@@ -146,7 +147,7 @@ def test_all_output_of_a_process_that_is_killed_is_kept(tmp_path: Path) -> None:
     assert (out, err) == ("out", "err") and log.read_text().splitlines()[1:] == [out, err, child]
     assert ended.failure == f"not done after 1 s; last line: {child}"
     with pytest.raises(ProcessLookupError):
-        for _ in range(50):  # until the child is reaped
+        for _ in range(50):  # the zombie exists until its parent reaps it
             os.kill(int(child), 0)
             time.sleep(0.1)
     assert run_process(["bash", "-c", "kill -SEGV $$"], 9, log).failure == "ended by SIGSEGV: no output"
@@ -168,7 +169,7 @@ def test_tests_run_in_parallel_where_memory_allows() -> None:
 
 
 def test_the_jobs_of_all_cases_and_branches_are_valid_and_planned() -> None:
-    """The jobs for a GPU, which no CPU can run."""
+    """Check and plan the jobs for a GPU, which a CPU cannot run."""
     for case in all_cases():
         if not case.is_bare:
             load_job("benchmarks/gpu/base.toml", overrides(job_of(case, "cuda", "outputs")))
@@ -188,7 +189,7 @@ def test_the_anchor_is_the_published_run() -> None:
 
 
 def _waits(job: dict[str, Any]) -> str:
-    """Train with an operation in every step, and with one that the training loop does not call, that wait."""
+    """Train twice while an operation waits: in every step, and in a part of the program outside the training loop."""
 
     def step(*args: Any, **options: Any) -> Any:
         warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
@@ -209,7 +210,7 @@ def test_waits_are_counted_by_phase_and_line(tmp_path: Path) -> None:
     assert outside.startswith(f"    1 x start or end: {__file__}:")
 
 
-def test_what_is_missing_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_requirement_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert requirements_problem() == ""
     monkeypatch.setattr("benchmarks.gpu.requirements._PACKAGES", ("torch", "no_such_package"))
     problem = requirements_problem()
@@ -229,7 +230,7 @@ def test_a_folder_without_wheels_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_first_look_runs_every_branch_on_a_cpu(tmp_path: Path) -> None:
-    """Minutes: some twenty processes."""
+    """The first look starts about twenty processes and takes minutes."""
     done = script("scripts/gpu_first_look.sh", "--smoke", "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"summary.md", "table.md", "results.json", "logs.tar.gz"}

@@ -1,4 +1,4 @@
-"""The suite of benchmarks that compares speed: its turns, its figures, its tables, and one contestant for real."""
+"""The speed benchmark: turns, statistics, tables, and one contestant that really runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METRICS = {"comm/collectives": 12.0, "memory/max_active_gib": 0.5}
 
 
 def made_up(entry: Entry, turn: int, step_s: float) -> Run:
-    """A run whose second step, which does not count, is slow."""
+    """Return a run with made-up times. Its second step is slow and does not count."""
     times = [3.0, 5.0, *(5.0 + step_s * index for index in range(1, entry.job.steps - 1))]
     stamps = (2.0,) if entry.words else tuple(times)
     return Run(entry.group, entry.contestant.name, turn, entry.job, stamps, metrics=METRICS)
@@ -31,14 +31,14 @@ def all_runs(groups: Sequence[Sequence[Entry]], rounds: int = 2) -> list[Run]:
     return [made_up(entry, turn, 0.1 * (1 + turn)) for turn, entry in interleaved(groups, rounds)]
 
 
-def test_what_is_compared_takes_turns() -> None:
+def test_compared_programs_take_turns() -> None:
     entries = [Entry("one", CONTESTANTS[name], Job(), rounds) for name, rounds in (("bare", None), ("launcher", 2))]
     order = [(turn, entry.contestant.name) for turn, entry in interleaved([entries], 3)]
     assert order == [(0, "bare"), (0, "launcher"), (1, "launcher"), (1, "bare"), (2, "bare")]
 
 
-def test_ratios_are_those_of_the_same_round() -> None:
-    """A machine that gets slower from round to round does not change them."""
+def test_ratios_compare_runs_of_the_same_round() -> None:
+    """A machine that slows down from round to round does not change the ratios."""
     bare, tool = (Entry("one", CONTESTANTS[name], Job()) for name in ("bare", "launcher"))
     baseline = [made_up(bare, turn, seconds) for turn, seconds in enumerate((0.1, 0.2, 0.4))]
     runs = [made_up(tool, turn, 1.5 * run.step_s) for turn, run in enumerate(baseline)]
@@ -81,16 +81,16 @@ def test_the_launchers_jobs_are_valid(tmp_path: Path) -> None:
         assert (job.model.args["dim"], job.training.steps) == (entry.job.dim, entry.job.steps)
 
 
-def test_a_contestant_is_timed_from_its_launch_on() -> None:
-    """The bare loop, whose second and third step are one interval that counts and one that does not."""
+def test_a_contestant_is_timed_from_its_launch() -> None:
+    """Time the bare loop. Its second step does not count and its third does."""
     job = Job(dim=64, n_layers=1, hidden_dim=64, seq_len=16, steps=3, division="whole")
     found = run(Entry("one", CONTESTANTS["bare"], job), 0, Environments())
     assert not found.failure and len(found.stamps) == 3 and len(found.steps_s) == 1
     assert 0 < found.step_s < found.first_step_s
 
 
-def test_steps_in_turns() -> None:
-    """A loop alone beside one of two ranks: both wait for their turn, and are gone in the end."""
+def test_two_programs_run_their_steps_in_turns() -> None:
+    """Run one loop alone beside one of two ranks. Both wait for their turn, and no process is left at the end."""
     job = Job(dim=64, n_layers=1, hidden_dim=64, seq_len=16, sequences=2, steps=20, division="whole")
     entries = [
         Entry("one", CONTESTANTS["bare-whole"], job),

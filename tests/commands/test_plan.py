@@ -1,4 +1,4 @@
-"""What `plan` shows is what a run carries out and records."""
+"""`plan` shows what a run carries out and records."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_text_shows_layout_and_microbatches(tmp_path: Path, capsys: pytest.C
     assert re.search(r"^collectives: \d+ all-gathers .* all-reduces per step of 4 microbatches$", text, flags=re.M)
 
 
-def test_other_kernels_than_the_usual_have_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_unusual_kernel_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = tiny_job(tmp_path, precision={"param_dtype": "bfloat16"}, job={"device": "auto"})
     print_plan(JobConfig.model_validate(job), 1, str, TEXT)
     assert not any(line.startswith(("kernels:", "float8:")) for line in capsys.readouterr().out.splitlines())
@@ -74,15 +74,15 @@ def test_other_kernels_than_the_usual_have_a_line_each(tmp_path: Path, capsys: p
 
 
 class Whitened(nn.BatchNorm1d):
-    """Leaves PyTorch's forward out."""
+    """A BatchNorm that replaces PyTorch's forward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, channels) to the same shape."""
+        """Map (batch, channels) to the same shape."""
         return x - x.mean(0)
 
 
 class WithoutBlocks(nn.Module):
-    """No ModuleList, and a BatchNorm that cannot be synchronized."""
+    """A model without a ModuleList and with a BatchNorm that cannot be synchronized."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class WithoutBlocks(nn.Module):
         raise NotImplementedError
 
 
-def test_plan_finds_what_the_model_does_not_go_with(tmp_path: Path) -> None:
+def test_plan_refuses_settings_that_do_not_fit_the_model(tmp_path: Path) -> None:
     model = {"name": f"{__name__}:WithoutBlocks", "args": {}}
     for sections, key in (
         ({"batchnorm": {"statistics": "synchronized"}}, "batchnorm.statistics: norm is a Whitened"),
@@ -112,10 +112,11 @@ def test_synchronized_statistics_have_their_own_collectives(tmp_path: Path, caps
     assert "synchronized" not in capsys.readouterr().out
 
 
-def test_traffic_of_a_traced_model_is_what_the_trace_has_counted(
+def test_traffic_of_a_traced_model_is_that_counted_by_the_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Layers that run twice in a forward are gathered for each run, which the table of units cannot know."""
+    """Layers that run twice in a forward are all-gathered for each run. The unit table does not know the number of
+    runs."""
     job = tiny_job(tmp_path, training={"global_batch_size": 4})
     calls = {}
     for twice in (False, True):
@@ -124,14 +125,16 @@ def test_traffic_of_a_traced_model_is_what_the_trace_has_counted(
         table = json.loads(capsys.readouterr().out)
         calls[twice] = table["collectives_per_step"]
         assert any("counted" in note for note in table["notes"]) == twice
-    # The first layer once more in forward and in backward; the last, kept after forward, only in backward.
+    # The first layer is gathered again in forward and in backward; the last, unsharded after forward, only in backward.
     assert calls[True]["all_gathers"] == calls[False]["all_gathers"] + 2 + 1
 
 
 TENSOR: dict[str, Any] = {"parallelism": {"tensor_parallel_degree": 2}, "model": {"args": {"vocab_size": 64}}}
 
 
-def test_what_the_analytic_engine_does_not_know_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_traces_models_that_the_analytic_engine_does_not_support(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = JobConfig.model_validate(tiny_job(tmp_path, **TENSOR))
     with pytest.raises(UserError, match=r"does not know parallelism\.tensor_parallel_degree = 2; use --engine trace"):
         print_plan(config, 4, str, PlanOptions(engine="analytic"))
@@ -143,7 +146,7 @@ def test_what_the_analytic_engine_does_not_know_is_traced(tmp_path: Path, capsys
 
 
 def test_auto_is_resolved_for_a_rank_of_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By what the last rank needs, which has the logits. Four ranks share the FLOPs, however they divide the work."""
+    """The last rank decides, because it has the logits. Four ranks share the FLOPs, however they divide the work."""
     sections: dict[str, Any] = {
         "parallelism": {"pipeline_parallel_degree": 2},
         "gradient_accumulation": {"mode": "auto", "keep_params_unsharded": False},

@@ -1,4 +1,4 @@
-"""The generated reference: complete, current, and true of the shipped configs."""
+"""The generated reference is complete and current, and the shipped configs fit the JSON Schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every key of a job is the model's, the experiment's or the operation's."""
+"""Every key of a job file belongs to the model, the experiment or the operation of a run."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from titan_launch.core.import_string import import_factory, refuse_imports_from
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory; the import path and the modules are restored afterwards."""
+    """Return an empty working directory. The import path and the modules are restored afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
@@ -47,13 +47,13 @@ def test_a_missing_module_is_named_with_the_folder_that_was_searched(folder: Pat
     assert 'no module "json.absent"' in _error("json.absent:build")
 
 
-def test_a_missing_attribute_with_the_nearest(folder: Path) -> None:
+def test_a_missing_attribute_is_named_with_the_nearest(folder: Path) -> None:
     Path("reg_attribute.py").write_text("def build():\n    pass\n")
     assert _error("reg_attribute:bild") == 'reg_attribute has no attribute "bild"; did you mean "build"?'
     assert _error("json:JSONDecoder.decod") == 'json.JSONDecoder has no attribute "decod"; did you mean "decode"?'
 
 
-def test_not_callable(folder: Path) -> None:
+def test_an_attribute_that_is_not_callable_is_an_error(folder: Path) -> None:
     Path("reg_value.py").write_text("build = 3\n")
     assert _error("reg_value:build") == "reg_value.build is of type int, which is not callable"
 
@@ -75,8 +75,8 @@ def test_a_module_that_fails_shows_the_users_traceback_only(folder: Path, source
     assert "registry.py" not in reason and "importlib" not in reason
 
 
-def test_nothing_is_imported_from_a_runs_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by the path below the working directory, and not where a folder of runs is on the import path itself."""
+def test_nothing_is_imported_from_a_run_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a path below the working directory nor an import path that contains run folders may be imported from."""
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     for place in ("outputs/other/checkpoints", "shared/step-3", "reg_pkg"):
         Path(place).mkdir(parents=True)
@@ -93,4 +93,4 @@ def test_nothing_is_imported_from_a_runs_folder(folder: Path, monkeypatch: pytes
     assert import_factory("reg_pkg.payload:build") is import_factory("outputs.beside:build") is dict
     Path("outputs/package").mkdir()
     Path("outputs/package/nets.py").write_text("build = dict\n")
-    assert import_factory("outputs.package.nets:build") is dict  # beside runs, and no run
+    assert import_factory("outputs.package.nets:build") is dict  # a folder beside runs that is not a run

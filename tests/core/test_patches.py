@@ -12,13 +12,13 @@ from titan_launch.core.patches import environment, loggers_silenced, replaced
 
 
 class Base:
-    """Has an attribute."""
+    """A class with an attribute."""
 
     name = "base"
 
 
 class Derived(Base):
-    """Inherits it."""
+    """A class that inherits the attribute."""
 
 
 def test_an_attribute_comes_back_after_an_error() -> None:

@@ -1,4 +1,4 @@
-"""How a training process ends."""
+"""Exit of a training process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ run_and_exit(action, Provenance("job.toml", {{}}, {{}}, ()))
     ("end", "status", "is_known"),
     [("pass", 0, True), ("1 / 0", 1, True), ("os._exit(7)", 7, False), ("os.kill(os.getpid(), 9)", -9, False)],
 )
-def test_no_end_of_a_rank_leaves_temporary_files(end: str, status: int, is_known: bool, tmp_path: Path) -> None:
+def test_a_rank_leaves_no_temporary_files_however_it_exits(
+    end: str, status: int, is_known: bool, tmp_path: Path
+) -> None:
     folder = tmp_path / "launch" / "attempt_0" / "0"
     folder.mkdir(parents=True)
     rank = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"), "TMPDIR": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""Signals that ask a process to end."""
+"""Signals that ask a process to stop."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_rank_ends_at_once_if_its_agent_has_ended_before() -> None:
         return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
 
     assert started_by(child.pid).returncode == 128 + signal.SIGTERM
-    script = ("bash", "-c", '"$@"; exit $?', "bash")  # a process between the agent and the rank
+    script = ("bash", "-c", '"$@"; exit $?', "bash")  # one process is between the agent and the rank
     assert started_by(os.getpid()).stdout == started_by(os.getpid(), *script).stdout == "goes on\n"
 
 
@@ -49,7 +49,7 @@ def start(code: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_process_that_is_stuck_in_native_code_hears_and_ends() -> None:
+def test_a_process_inside_native_code_stops_at_a_signal() -> None:
     with start(STUCK) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -60,7 +60,7 @@ def test_a_process_that_is_stuck_in_native_code_hears_and_ends() -> None:
         assert process.wait(30) == 128 + signal.SIGTERM
 
 
-def test_a_signal_that_comes_twice_at_once_is_one_request() -> None:
+def test_two_immediate_signals_are_one_request() -> None:
     requests: list[tuple[int, bool]] = []
     is_third = threading.Event()
 
@@ -78,7 +78,7 @@ def test_a_signal_that_comes_twice_at_once_is_one_request() -> None:
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
-def test_a_signal_before_the_handlers_waits_for_them() -> None:
+def test_a_signal_before_the_handlers_are_installed_is_delivered_later() -> None:
     code = """
 import os, signal, sys, threading
 os.write(1, b"started\\n")

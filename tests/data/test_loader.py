@@ -41,7 +41,7 @@ def train_loader(split: Layout, rank: int, start: int = 0, num_workers: int = 0)
 
 
 def global_batches(split: Layout, steps: int, start: int = 0, num_workers: int = 0) -> list[list[list[int]]]:
-    """The samples of each step and rank."""
+    """Return the samples of each step and rank."""
     by_rank = []
     for rank in range(split.data_parallel):
         with train_loader(split, rank, start, num_workers) as loader:
@@ -84,7 +84,7 @@ def test_ranks_share_no_sample_within_an_epoch() -> None:
     assert len(set(seen)) == len(seen) == 16
 
 
-def test_workers_change_nothing() -> None:
+def test_workers_do_not_change_the_batches() -> None:
     split = layout(2, 2)
     assert global_batches(split, steps=5, num_workers=2) == global_batches(split, steps=5)
 
@@ -169,7 +169,7 @@ def test_closing_ends_the_workers() -> None:
     del batches
 
 
-def test_workers_outlast_signals_to_the_process_group() -> None:
+def test_workers_survive_signals_to_the_process_group() -> None:
     with train_loader(layout(1, 2), rank=0, num_workers=1) as loader:
         workers, batches = start_workers(loader)
         for worker in workers:
@@ -180,7 +180,7 @@ def test_workers_outlast_signals_to_the_process_group() -> None:
     assert list(itertools.chain(*rest)) == [order(position) for position in range(2, 24)]
 
 
-def test_a_loader_that_nobody_closes_lets_the_interpreter_end_in_silence() -> None:
+def test_an_unclosed_loader_lets_the_interpreter_exit_silently() -> None:
     script = """
         from tests.data.test_loader import layout, train_loader
         batches = iter(train_loader(layout(1, 2), rank=0, num_workers=1))
@@ -210,11 +210,11 @@ def test_order_differs_by_epoch_and_seed_and_repeats_otherwise() -> None:
     assert epoch(order) != list(range(100))
 
 
-def test_the_order_never_changes() -> None:
+def test_the_order_is_fixed() -> None:
     assert epoch(SampleOrder(8, seed=0, shuffle=True)) == [5, 2, 4, 3, 0, 6, 7, 1]
 
 
-def test_without_shuffle_the_order_is_the_sources() -> None:
+def test_without_shuffle_the_order_is_that_of_the_source() -> None:
     order = SampleOrder(5, seed=0, shuffle=False)
     assert [order(position) for position in range(12)] == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
 

@@ -22,7 +22,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         "titan_launch.train.main",
-        "titan_launch.checkpoint.writer",  # what a start leaves for later
+        "titan_launch.checkpoint.writer",  # a start does not import these modules
         "titan_launch.train.pipeline_step",
         "torch.utils.tensorboard",
         "torch.profiler",
@@ -75,7 +75,7 @@ def run_command(args: Sequence[str], folder: Path, timeout: float = 120) -> tupl
 
 
 def join_fake_group(world_size: int) -> None:
-    """On a rank of `run_ranks(..., 1)`: be rank 0 of so many that do not exist; nothing is communicated."""
+    """Make this rank of `run_ranks(..., 1)` rank 0 of `world_size` ranks that do not exist. Nothing is communicated."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -122,7 +122,7 @@ def _rank_main(
     import torch.distributed as dist
 
     faulthandler.enable()
-    gc.freeze()  # what the server has loaded: collecting garbage would go through it, and copy its pages
+    gc.freeze()  # a garbage collection would visit all objects of the server, and copy their pages
     torch.set_num_threads(1)
     status = 0
     try:

@@ -16,13 +16,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8
 
 
 def gather(x: Tensor) -> Tensor:
-    """[n, ...] of every rank to [ranks * n, ...]."""
+    """All-gather a tensor of shape [n, ...] to [ranks * n, ...]."""
     functional, group = torch.ops._c10d_functional, dist.distributed_c10d._get_default_group()
     return functional.wait_tensor(functional.all_gather_into_tensor(x, group.size(), group.group_name))
 
 
 def gather_all_dtypes() -> list[tuple[Tensor, Tensor]]:
-    """Each dtype and shape, gathered by PyTorch's operator and by its replacement."""
+    """All-gather each dtype and shape with PyTorch's operator and with its replacement, and compare."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     numbers = torch.randint(0, 100, (3, 2, 5), generator=generator)
     inputs = [numbers.to(dtype) for dtype in DTYPES] + [numbers[:1, 0, 0], numbers[0, 0]]
@@ -32,7 +32,7 @@ def gather_all_dtypes() -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_gathers_what_pytorch_s_operator_gathers(ranks: int) -> None:
+def test_the_result_is_that_of_pytorchs_operator(ranks: int) -> None:
     for results in run_ranks(gather_all_dtypes, ranks):
         for gathered, expected in results:
             assert gathered.dtype == expected.dtype
@@ -40,7 +40,7 @@ def test_gathers_what_pytorch_s_operator_gathers(ranks: int) -> None:
 
 
 def collectives_of_all_gathers() -> set[str]:
-    """The c10d operators behind a functional all-gather, and behind the one of a DTensor."""
+    """Return the c10d operators of a functional all-gather, and of the all-gather of a DTensor."""
     mesh = this_mesh().ranks
     whole = torch.arange(12.0).view(4, 3)
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
@@ -65,6 +65,6 @@ def gather_with_several_in_flight() -> None:
             functional.wait_tensor(gathered)
 
 
-@pytest.mark.slow  # passes mostly without the workaround, too; benchmarks/memory_check.py repeats it
-def test_many_all_gathers_leave_the_memory_intact() -> None:
+@pytest.mark.slow  # usually passes without the workaround, too; benchmarks/memory_check.py repeats it
+def test_many_all_gathers_do_not_corrupt_memory() -> None:
     run_ranks(gather_with_several_in_flight, 1)

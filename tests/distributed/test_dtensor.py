@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank has: the one that FSDP2 and tensor parallelism give it."""
+"""The part of a tensor that a rank has under FSDP2 and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARDS, TENSOR = 3, 2
 
 @pytest.mark.parametrize("style", [None, ColwiseParallel(), RowwiseParallel()], ids=["FSDP2", "colwise", "rowwise"])
 @pytest.mark.parametrize("rows", [12, 10, 7, 4], ids=["even", "uneven", "uneven twice", "fewer than ranks"])
-def test_the_parts_of_all_ranks_are_the_whole(style: ParallelStyle | None, rows: int) -> None:
+def test_the_parts_of_all_ranks_cover_the_tensor(style: ParallelStyle | None, rows: int) -> None:
     """Compare the computed part of every parameter with the local tensor of every rank. The parts of all ranks hold
     every element, once in each replica. A checkpoint writes each part at the same offsets."""
     seen: dict[str, list[float]] = {"weight": [], "bias": []}
@@ -39,7 +39,7 @@ def test_the_parts_of_all_ranks_are_the_whole(style: ParallelStyle | None, rows:
 
 
 def divided(rows: int, style: ParallelStyle | None) -> Iterator[tuple[str, DTensor]]:
-    """The parameters of a linear layer, numbered, as this rank has them."""
+    """Return the parameters of a linear layer, filled with consecutive numbers, as this rank has them."""
     mesh = init_device_mesh("cpu", (SHARDS, TENSOR), mesh_dim_names=("dp_shard", "tp"))
     model = nn.Sequential(nn.Linear(8, rows)).requires_grad_(False)
     for parameter in model.parameters():
@@ -53,11 +53,11 @@ def divided(rows: int, style: ParallelStyle | None) -> Iterator[tuple[str, DTens
 
 
 def numbered(shape: torch.Size) -> Tensor:
-    """A tensor with a number of its own in every place."""
+    """Return a tensor with a different number in every element."""
     return torch.arange(float(shape.numel())).view(shape)
 
 
 @pytest.mark.parametrize(("length", "ranks"), [(12, 3), (10, 4), (2, 4), (0, 2)])
-def test_chunks_are_pytorchs(length: int, ranks: int) -> None:
+def test_chunks_are_those_of_pytorch(length: int, ranks: int) -> None:
     chunks = [len(chunk) for chunk in torch.arange(length).chunk(ranks)]
     assert chunk_sizes(length, ranks) == [*chunks, *[0] * (ranks - len(chunks))]

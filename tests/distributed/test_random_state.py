@@ -23,7 +23,7 @@ def seeded(deterministic: bool) -> tuple[bool, bool, list[float], list[float]]:
     return is_deterministic, fills_memory, draws[0], draws[1]
 
 
-def test_the_deterministic_mode_is_torchs_and_only_when_asked_for() -> None:
+def test_the_deterministic_mode_is_on_only_when_configured() -> None:
     for deterministic in (False, True):
         (result,) = run_ranks(seeded, 1, deterministic)
         is_deterministic, fills_memory, first_draws, second_draws = result

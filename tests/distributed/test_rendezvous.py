@@ -1,4 +1,4 @@
-"""Ranks find each other, and not those of an earlier start."""
+"""Rendezvous: ranks find each other, and ignore the ranks of an earlier start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titan_launch.distributed.rendezvous import wait_for_ranks
 def meet_all(
     store: dist.Store, ranks: list[int], world_size: int, timeout: float = 30, signal_on_zero: int = 0
 ) -> list[str | Exception]:
-    """What each of `ranks` reads of what rank 0 writes, through the store it gets; or how it failed."""
+    """Return what each of `ranks` reads of the data of rank 0 through its store, or its failure."""
 
     def one(rank: int) -> str | Exception:
         try:
@@ -34,22 +34,22 @@ def meet_all(
         return list(pool.map(one, ranks))
 
 
-def test_a_restart_does_not_read_what_the_dead_have_written() -> None:
+def test_a_restart_ignores_the_data_of_dead_ranks() -> None:
     store = dist.HashStore()
     store.set("address", "of nobody")
     dead = wait_for_ranks(store, 0, 1, 30, lambda: 0)
     dead.set("address", "of the dead")
-    for _ in range(3):  # each finds what the one before has left: its leader, and the greetings of its ranks
+    for _ in range(3):  # each start finds the data of the one before: its leader, and the messages of its ranks
         assert meet_all(store, [2, 1, 0], 3) == ["of this start"] * 3
 
 
-def test_ranks_that_do_not_come_are_named() -> None:
+def test_missing_ranks_are_named() -> None:
     zero, one = meet_all(dist.HashStore(), [0, 1], 4, timeout=0.5)
     assert isinstance(zero, RunError) and "ranks 2, 3 of 4 have not joined" in str(zero)
     assert isinstance(one, RunError) and "rank 1 was not admitted" in str(one)
 
 
-def test_a_signal_ends_the_wait_for_ranks_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_the_wait_for_missing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_WAIT_AFTER_SIGNAL_S", 0.5)
     zero, one = meet_all(dist.HashStore(), [0, 1], 3, signal_on_zero=signal.SIGTERM)
     for end in (zero, one):

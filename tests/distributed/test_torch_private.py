@@ -1,4 +1,5 @@
-"""The private names of PyTorch that are used exist in the installed release, and nothing else of it is touched."""
+"""The private names of PyTorch that the launcher uses exist in the installed release. Only one module uses private
+state."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ NAMES: dict[str, set[str]] = {
     "torch.distributed": {"_apply_to_tensors"},
     "ShardingPropagator": {"_propagate_tensor_meta_non_cached"},
 }
-"""By owner: what `torch_private` uses on every release."""
+"""Private names that `torch_private` uses on every release, by owner."""
 
 if not torch_release.ACCUMULATES_IN_GRAD:
     NAMES["FSDPParamGroup"] |= {"_partial_reduce_output"}
@@ -76,14 +77,14 @@ ONLY_OLDER = {
         "_modules_to_run_forward",
         "_training_state",
     ),
-    *("_dump_nccl_trace", "_dump_nccl_trace_json"),  # of a build with NCCL
+    *("_dump_nccl_trace", "_dump_nccl_trace_json"),  # only builds with NCCL have this class
     *("_to_sharded", "_all_gather_result", "_all_reduce_state", "_post_reduce_event", "_reshard_after_forward_event"),
 }
-"""Names in the source for releases older than the installed one."""
+"""Names in the source that only releases older than the installed one need."""
 
 
 def missing_names() -> list[str]:
-    """Of a model of two replicas, after a step."""
+    """Return the private names that a model of two replicas lacks after a step."""
     config = {"model": {"args": TINY_ARGS}, "parallelism": {"data_parallel_replicate_degree": 2}}
     model: Any = sharded_model(JobConfig.model_validate(config), 8)
     model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
@@ -117,7 +118,7 @@ def test_the_installed_release_has_every_private_name() -> None:
 
 
 def attributes(path: Path) -> Iterator[str]:
-    """Names after a dot, and in strings: `getattr` and `replaced` take them."""
+    """Return names after a dot, and names in strings, which `getattr` and `replaced` take."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute):
             yield node.attr
@@ -136,9 +137,9 @@ def test_every_private_name_in_the_source_is_listed() -> None:
     assert used - own - modules - ONLY_OLDER <= set.union(*NAMES.values())
 
 
-def test_nothing_else_touches_private_state_of_fsdp() -> None:
+def test_no_other_module_uses_private_state_of_fsdp() -> None:
     marks = {"_get_fsdp_state", "_fsdp_param_group", "fsdp_params", "_comm_ctx", "_state_ctx", "_unsharded_param"}
-    allowed = {"plan/memory/analytic/fsdp.py", "metrics/memory.py"}  # are handed it, or speak of it
+    allowed = {"plan/memory/analytic/fsdp.py", "metrics/memory.py"}  # get the state as an argument, or mention it
     for path in ROOT.rglob("*.py"):
         if path.name == "torch_private.py":
             continue
@@ -149,7 +150,7 @@ def test_nothing_else_touches_private_state_of_fsdp() -> None:
 
 
 def test_private_modules_are_imported_only_where_they_are_used() -> None:
-    """A release that lacks one then fails only the jobs that need it."""
+    """A release that lacks a private module then fails only the jobs that need it."""
     for path in (path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] != "trace"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
@@ -162,7 +163,7 @@ def refuse(*_: Any) -> Any:
 
 
 def train_on(folder: Path, newest_tested: tuple[int, int]) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Train, and collect what is logged; on an untested release, without private state of units."""
+    """Train, and return the log lines. An untested release trains without private state of units."""
     lines: list[str] = []
     sections: dict[str, Any] = {
         "precision": {"param_dtype": "bfloat16"},

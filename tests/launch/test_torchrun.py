@@ -1,4 +1,4 @@
-"""Training processes that are signalled, killed and started again by `launch`, for real."""
+"""Training processes that are signalled, killed and restarted by `launch`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def job(tmp_path: Path) -> dict[str, Any]:
 
 @contextmanager
 def launched(job: dict[str, Any], *options: str) -> Iterator[subprocess.Popen[str]]:
-    """`launch` with a job whose steps take long enough to be interrupted."""
+    """Start `launch` with a job whose steps are slow enough to be interrupted."""
     folder = Path(job["job"]["dump_folder"])
     path = folder / "job.json"
     path.write_text(json.dumps(job))
@@ -76,14 +76,14 @@ def launched(job: dict[str, Any], *options: str) -> Iterator[subprocess.Popen[st
 
 
 def temporary_files(folder: Path) -> Path:
-    """The folder for temporary files that `launched` gives to its processes."""
+    """Return the folder for temporary files that `launched` gives to its processes."""
     path = folder / "temporary"
     path.mkdir(exist_ok=True)
     return path
 
 
 def run_here(job: dict[str, Any]) -> dict[str, Tensor]:
-    """The same job in a rank of the tests, without pauses."""
+    """Run the same job in a rank of the tests, without pauses."""
     sys.path.insert(0, job["job"]["dump_folder"])
     return run_job(job)
 
@@ -112,7 +112,7 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("async_mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
-def test_a_killed_rank_and_a_signal_leave_no_trace_in_the_result(
+def test_a_killed_rank_and_a_signal_do_not_change_the_result(
     job: dict[str, Any], async_mode: str, tmp_path: Path
 ) -> None:
     expected = run_ranks(run_here, 2, {**job, "job": {**job["job"], "name": "whole"}})
@@ -122,14 +122,15 @@ def test_a_killed_rank_and_a_signal_leave_no_trace_in_the_result(
         first_ranks = ranks_of(process)
         os.kill(first_ranks[1], signal.SIGKILL)
         wait_for(lambda: len(set(ranks_of(process)) - set(first_ranks)) == 2, process)
-        killed_after = steps_done(tmp_path)  # they go back to a checkpoint before
+        killed_after = steps_done(tmp_path)  # the ranks resume from an earlier checkpoint
         wait_for(lambda: steps_done(tmp_path) >= killed_after + 3, process)
         ranks = ranks_of(process)
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=120)
     assert process.returncode == 0
     stopped = int(read_metrics(tmp_path)[-1]["step"])
-    assert output.count("SIGTERM: the run ends after this step") == 1  # not when the ranks beside the killed one ended
+    # The restart prints no such line, although torchrun then stops the other ranks with SIGTERM.
+    assert output.count("SIGTERM: the run ends after this step") == 1
     assert f"stopped by SIGTERM after step {stopped} of {STEPS}, which is saved; to resume, " in output.splitlines()[-1]
     assert "killed by SIGKILL" in errors and "starting all ranks again: restart 1 of at most 1" in errors
     assert "Traceback" not in errors
@@ -143,7 +144,7 @@ def test_a_killed_rank_and_a_signal_leave_no_trace_in_the_result(
 
 def test_a_lost_host_leaves_the_others_to_finish_the_run(job: dict[str, Any], tmp_path: Path) -> None:
     run_ranks(run_here, 1, {**job, "job": {**job["job"], "name": "whole"}})
-    soon = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1"  # to see that a host is gone
+    soon = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1"  # so that a lost host is noticed early
     options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
     options += ["--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "hosts", "--rdzv-conf", soon]
     with launched(job, *options, "--rdzv-conf", f"{soon},is_host=1") as stays:
@@ -165,7 +166,7 @@ def test_a_lost_host_leaves_the_others_to_finish_the_run(job: dict[str, Any], tm
 def test_a_rank_that_is_killed_while_it_starts_ends_the_launch_in_seconds(job: dict[str, Any]) -> None:
     with launched(job, "--nproc-per-node", "2") as process:
         wait_for(lambda: len(ranks_of(process)) == 2, process)
-        os.kill(ranks_of(process)[0], signal.SIGKILL)  # rank 1 waits for rank 0 at the rendezvous, or is about to
+        os.kill(ranks_of(process)[0], signal.SIGKILL)  # rank 1 waits for rank 0 at the rendezvous, or will
         _, errors = process.communicate(timeout=15)
     assert process.returncode == 128 + signal.SIGKILL
     assert errors.splitlines() == [
@@ -180,18 +181,18 @@ PARENTS = (
 
 
 def processes_with(variable: str) -> list[int]:
-    """The processes that have this environment variable."""
+    """Return the processes that have this environment variable."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # of another user, or just gone
+        with suppress(OSError):  # the process belongs to another user, or has just ended
             if f"{variable}=".encode() in (process / "environ").read_bytes():
                 found.append(int(process.name))
     return found
 
 
 def left_of_killed_parent(parent: tuple[str, ...], job: Path, seconds: float, since_first_rank: bool) -> int:
-    """Kill the parent of two ranks so many seconds after its start, or after that of its first rank. Returns the number
-    of processes that are left 5 s later."""
+    """Kill the parent of two ranks some seconds after its start, or after that of its first rank. Return the number of
+    processes that are alive 5 s later."""
     variable = f"KILLED_PARENT_{uuid.uuid4().hex}"
     command = [sys.executable, "-m", *parent, "--config", str(job), f"--job.name={variable}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary_files(job.parent)), variable: "1"}
@@ -221,7 +222,7 @@ def left_of_killed_parent(parent: tuple[str, ...], job: Path, seconds: float, si
     ids=["some", "since start", "since the first rank"],
 )
 def test_a_killed_parent_leaves_no_process(tmp_path: Path, instants: Sequence[float], since_first_rank: bool) -> None:
-    """Every other parent is torchrun."""
+    """Every second parent is torchrun."""
     path = tmp_path / "job.json"
     path.write_text(json.dumps(tiny_job(tmp_path, training={"steps": 10_000}, metrics={"log_freq": 1000})))
     with ThreadPoolExecutor(2) as executor:
@@ -234,8 +235,8 @@ def test_a_killed_parent_leaves_no_process(tmp_path: Path, instants: Sequence[fl
 
 @pytest.mark.multi_node
 @pytest.mark.timeout(900)
-def test_a_run_loses_a_host_and_takes_it_back(tmp_path: Path) -> None:
-    """Every step has the loss of an undisturbed run on one host."""
+def test_a_run_continues_after_the_loss_and_the_return_of_a_host(tmp_path: Path) -> None:
+    """Every step has the loss of an undisturbed run on one host. The script describes the steps of the test."""
     script = [str(REPO / "scripts" / "two_hosts.sh"), str(tmp_path)]
     result = subprocess.run(script, capture_output=True, text=True)
     if result.returncode == CANNOT_MAKE_NAMESPACES:

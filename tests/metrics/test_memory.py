@@ -1,4 +1,4 @@
-"""Live bytes of real tensors, by what they are held for."""
+"""Live bytes of real tensors, by category."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_storage_counts_once_and_until_its_last_reference() -> None:
     assert ledger.footprint().peak_bytes == 416
 
 
-def test_held_tensors_are_told_apart() -> None:
+def test_tensors_are_assigned_to_categories() -> None:
     ledger = a_ledger()
     tokens = torch.zeros(8, dtype=torch.int64)
     with track(torch.nn.Linear(2, 2, bias=False), ledger) as memory:
@@ -61,7 +61,8 @@ def test_held_tensors_are_told_apart() -> None:
 
 
 def train(mode: str) -> list[dict[str, int]]:
-    """Categories after forward and backward, and after the update, of two steps on this rank; and at their peaks."""
+    """Return the categories of this rank after forward and backward, after the update, and at the peaks, for two
+    steps."""
     job = tiny_job(Path("unused"), gradient_accumulation={"mode": mode}, precision={"param_dtype": "bfloat16"})
     config = JobConfig.model_validate(job)
     model = sharded_model(config, config.training.seq_len)
@@ -83,14 +84,14 @@ def named(ledger: Ledger) -> dict[str, int]:
     return {category.name: held for category, held in zip(Category, ledger.live, strict=True) if held > 600}
 
 
-def test_a_training_step_ends_with_what_stays() -> None:
+def test_after_a_step_only_lasting_tensors_are_alive() -> None:
     first, _, second, last = run_ranks(train, 2, "immediate")[0]
     held = first["PARAMETERS"]
     assert first == {"PARAMETERS": held, "GRADIENTS": held}
     assert second == last == {"PARAMETERS": held, "GRADIENTS": held, "OPTIMIZER": pytest.approx(2 * held, rel=0.01)}
 
 
-def test_nothing_is_left_replaced() -> None:
+def test_patched_functions_are_restored() -> None:
     before = (UntypedStorage.resize_, FSDPParamGroup.unshard, _fsdp_param_group.foreach_reduce)
     with pytest.raises(ZeroDivisionError), track(torch.nn.Linear(2, 2), a_ledger()):
         assert UntypedStorage.resize_ is not before[0]

@@ -25,8 +25,8 @@ from titan_launch.train.step import forward_backward
 
 
 def count(mode: str, replicate: int) -> tuple[Traffic, Traffic, Traffic, bool]:
-    """What a step on this rank communicates, counted alone, under the audit's eyes, and planned; and whether FSDP2's
-    own collectives are back."""
+    """Return the traffic of a step on this rank: counted alone, counted beside the precision audit, and planned. The
+    last value tells if FSDP2's own collectives are restored."""
     sections: dict[str, Any] = {
         "parallelism": {"data_parallel_replicate_degree": replicate},
         "gradient_accumulation": {"mode": mode},
@@ -61,7 +61,7 @@ def count(mode: str, replicate: int) -> tuple[Traffic, Traffic, Traffic, bool]:
 @pytest.mark.parametrize(
     ("mode", "ranks", "replicate"), [("immediate", 2, 1), ("deferred", 2, 2), ("deferred_all_reduce", 4, 2)]
 )
-def test_what_is_counted_is_what_was_planned(mode: str, ranks: int, replicate: int) -> None:
+def test_counted_traffic_is_the_planned_traffic(mode: str, ranks: int, replicate: int) -> None:
     for alone, observed, planned, is_restored in run_ranks(count, ranks, mode, replicate):
         assert alone == observed == planned
         assert planned.collectives.total > 0 and is_restored
@@ -77,20 +77,20 @@ GATHER, SCATTER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096
         ([("gemm", 0, 10)], 0),
         ([(GATHER, 5, 15)], 10),
         ([(GATHER, 0, 10), ("gemm", 0, 10)], 0),
-        ([(GATHER, 0, 10), ("gemm", 3, 5)], 8),  # before and after
+        ([(GATHER, 0, 10), ("gemm", 3, 5)], 8),  # the gather is exposed before and after the product
         ([("gemm", 0, 4), (GATHER, 2, 10), ("add", 8, 20)], 4),
-        ([(GATHER, 0, 10), (SCATTER, 5, 12)], 12),  # two at once count once
-        ([(GATHER, 0, 10), ("gemm", 2, 6), ("add", 4, 5)], 6),  # one kernel within another
+        ([(GATHER, 0, 10), (SCATTER, 5, 12)], 12),  # overlapping collectives count once
+        ([(GATHER, 0, 10), ("gemm", 2, 6), ("add", 4, 5)], 6),  # one kernel is inside another
         ([(GATHER, 0, 2), ("gemm", 5, 6), (SCATTER, 8, 9)], 3),
         ([("Memcpy DtoD", 0, 3), (GATHER, 1, 4)], 1),
     ],
 )
-def test_time_in_which_only_nccl_runs(kernels: list[tuple[str, int, int]], expected: int) -> None:
+def test_exposed_time_is_the_time_in_which_only_nccl_runs(kernels: list[tuple[str, int, int]], expected: int) -> None:
     assert exposed_seconds(Kernel(*kernel) for kernel in kernels) == pytest.approx(expected / 1e9)
     assert exposed_seconds(Kernel(*kernel) for kernel in reversed(kernels)) == pytest.approx(expected / 1e9)
 
 
-def test_any_kernels_against_a_count_of_moments() -> None:
+def test_random_kernels_agree_with_a_count_by_nanosecond() -> None:
     generator = random.Random(0)
     for _ in range(50):
         names = generator.choices([GATHER, SCATTER, "gemm"], k=30)

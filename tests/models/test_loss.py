@@ -66,7 +66,7 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, chunks: int) -> tuple[Ten
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("chunks", [2, 5, 24, 100])  # 24 targets: even, uneven, one each, more than there are
+@pytest.mark.parametrize("chunks", [2, 5, 24, 100])  # of 24 targets: even, uneven, one each, more than targets
 def test_chunks_change_no_bit_of_the_gradient(dtype: torch.dtype, chunks: int) -> None:
     generator = torch.Generator().manual_seed(chunks)
     logits = torch.randn(2, 3, 4, 11, generator=generator).mul(3).to(dtype)
@@ -80,7 +80,7 @@ def test_chunks_change_no_bit_of_the_gradient(dtype: torch.dtype, chunks: int) -
     assert torch.count_nonzero(gradient) > 0
 
 
-def test_chunks_of_nothing() -> None:
+def test_chunks_of_an_empty_batch() -> None:
     for shape in ((0, 5), (3, 5)):
         targets = torch.full(shape[:1], IGNORED_TARGET)
         loss, gradient = loss_and_gradient(torch.randn(shape), targets, 4)
@@ -88,7 +88,7 @@ def test_chunks_of_nothing() -> None:
 
 
 class LargestFloat32(TorchDispatchMode):
-    """Elements of the largest fp32 tensor that an operation makes."""
+    """A dispatch mode that records the elements of the largest fp32 tensor that an operation creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,8 +111,8 @@ def test_fp32_copies_of_the_logits_exist_for_one_chunk_at_a_time() -> None:
 
 
 def divided_by_class() -> list[int]:
-    """Compares the loss of logits that two ranks divide with that of the whole ones, on every rank. Returns the largest
-    fp32 tensors of both in one part and in four, and of the whole ones."""
+    """Compare the loss of logits that two ranks divide by class with that of full logits, on every rank. Return the
+    largest fp32 tensors of the divided logits in one chunk and in four, and of the full logits."""
     mesh = init_device_mesh("cpu", (2,))
     generator = torch.Generator().manual_seed(0)
     targets = torch.randint(0, 24, (2, 8), generator=generator)
@@ -120,7 +120,7 @@ def divided_by_class() -> list[int]:
     sizes = []
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.randn(2, 8, 24, generator=generator).mul(30).to(dtype)
-        logits[1, :4] = logits[1, :4].round().clamp(0, 1)  # equal ones, on both ranks
+        logits[1, :4] = logits[1, :4].round().clamp(0, 1)  # equal logits on both ranks
         own = logits.chunk(2, dim=-1)[mesh.get_local_rank()]
         expected, expected_gradient = loss_and_gradient(logits, targets, 1)
         divided = DTensor.from_local(own, mesh, [Shard(2)], run_check=False)
@@ -141,6 +141,6 @@ def divided_by_class() -> list[int]:
     return sizes[3:5]
 
 
-def test_of_logits_divided_by_class() -> None:
+def test_logits_divided_by_class_give_the_same_loss() -> None:
     own = 16 * 24 // 2
     assert run_ranks(divided_by_class, 2) == [[own, own // 4]] * 2

@@ -1,4 +1,4 @@
-"""Muon, SGD, and AdamW in several dtypes: the published algorithms, on every division of parameters among ranks."""
+"""Muon, SGD, and AdamW in several dtypes compared with the published algorithms, for every sharding of parameters."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 
 
 def small_model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Tall, wide and uneven matrices, and a last one that is the output layer's."""
+    """Return a model with tall, wide and uneven matrices and an output layer."""
     torch.manual_seed(0)
     layers = nn.Linear(12, 20), nn.LayerNorm(20), nn.Linear(20, 8, bias=False), nn.Linear(8, 33), nn.Linear(33, 3)
     return nn.Sequential(*layers).to(dtype)
 
 
 def sharded(model: nn.Module, *shape: int, names: tuple[str, ...] = ("replicate", "shard")) -> nn.Module:
-    """As the launcher does it: tensor parallelism first, where the mesh has it, with everything on the mesh."""
+    """Apply tensor parallelism, if the mesh has its axis, then FSDP2, as the launcher does."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names[-len(shape) :])
     if names[-1] == "tp":
         plan = {"0": ColwiseParallel(), "1": _Replicated(), "2": RowwiseParallel()}
@@ -81,7 +81,7 @@ def optimizer_of(model: nn.Module, case: str) -> Optimizer:
 
 
 def set_gradients(model: nn.Module, step: int, factor: float = 1.0) -> None:
-    """Random ones of each step, the same on every division."""
+    """Set random gradients that depend on the step and not on the sharding."""
     generator = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
         whole = factor * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
@@ -103,7 +103,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range, left_out: tuple[
 
 
 def values_of(model: nn.Module, optimizer: Optimizer) -> Values:
-    """Whole parameters and states."""
+    """Return parameters and optimizer states, gathered."""
     return {
         f"{name}/{key}": (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
         for name, parameter in model.named_parameters()
@@ -148,7 +148,7 @@ def test_muon_is_pytorchs(adjust_lr_fn: str, nesterov: bool) -> None:
     ("momentum", "nesterov", "weight_decay"), [(0.9, False, 1e-2), (0.9, True, 0.0), (0.0, False, 0.1)]
 )
 def test_sgd_is_pytorchs(implementation: str, momentum: float, nesterov: bool, weight_decay: float) -> None:
-    """Bit for bit with PyTorch's own implementations; the one of this package rounds otherwise."""
+    """PyTorch's own implementations agree bit for bit. The one of this package rounds differently."""
     ours, theirs = (nn.ModuleList([nn.Linear(9, 30, bias=False), nn.Linear(9, 5, bias=False)]) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     sgd = {"momentum": momentum, "nesterov": nesterov}
@@ -173,13 +173,13 @@ def test_sgd_is_pytorchs(implementation: str, momentum: float, nesterov: bool, w
         assert optimizer.state[mine].keys() == names and optimizer.state[mine]["step"] == 3
 
 
-def test_singular_values_come_near_one() -> None:
+def test_muon_updates_have_singular_values_near_one() -> None:
     values = torch.linalg.svdvals(orthogonalized(torch.randn(30, 20), MuonConfig().ns_steps).float())
     assert values.min() > 0.6 and values.max() < 1.3
 
 
 def test_adamw_without_low_precision_is_pytorchs() -> None:
-    """The same update, with its roundings left out: parameters and moments are float32."""
+    """In float32 the update for low precision rounds nothing, so it equals PyTorch's."""
     ours, theirs = small_model(), small_model()
     config = OptimizerConfig(lr=0.02)
     reference = build_optimizer(theirs, config)
@@ -190,8 +190,8 @@ def test_adamw_without_low_precision_is_pytorchs() -> None:
 
 
 def train_in_parts(optimizer_of_model: Callable[[nn.Module], Optimizer]) -> Values:
-    """Six steps, the second skipped, in which one parameter has gradients from the third step on and another one in
-    every second step; with a resume in between."""
+    """Train six steps, the second one skipped, with a resume in between. One parameter has gradients from the third
+    step on, another one in every second step."""
     model, resumed = small_model(), small_model()
     optimizer, other = optimizer_of_model(model), optimizer_of_model(resumed)
     for step in range(6):
@@ -208,8 +208,8 @@ def train_in_parts(optimizer_of_model: Callable[[nn.Module], Optimizer]) -> Valu
     return values_of(model, optimizer)
 
 
-def test_parameters_may_have_taken_different_numbers_of_steps() -> None:
-    """Each of them has the bias correction of its own steps, as in PyTorch."""
+def test_each_parameter_counts_its_own_steps() -> None:
+    """The bias correction of each parameter counts its own steps, as in PyTorch."""
     config = OptimizerConfig(lr=0.02)
     ours = train_in_parts(lambda m: MixedOptimizer(group_parameters(m, config), config, is_mixed=True, seed=0))
     theirs = train_in_parts(lambda m: build_optimizer(m, config))
@@ -218,7 +218,8 @@ def test_parameters_may_have_taken_different_numbers_of_steps() -> None:
 
 
 def test_a_deep_model_is_updated_in_as_few_operations_as_a_shallow_one() -> None:
-    """Operations that launch a kernel: one bias correction for a group, and lists of tensors everywhere."""
+    """The test counts operations that launch a kernel: a group has one bias correction, and lists of tensors are
+    updated together."""
     counts = []
     for depth in (1, 8):
         model = nn.Sequential(nn.Linear(64, 64), *(nn.LayerNorm(4) for _ in range(depth)))
@@ -234,7 +235,7 @@ def test_a_deep_model_is_updated_in_as_few_operations_as_a_shallow_one() -> None
 
 
 class _NobodyWaits(TorchDispatchMode):
-    """Fails where a number is read from the device."""
+    """A dispatch mode that fails when the host reads a number from the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func is not torch.ops.aten._local_scalar_dense.default, "the host reads a number"
@@ -253,8 +254,8 @@ def test_a_step_that_is_left_out_leaves_no_trace(case: str) -> None:
     assert_same(values_of(model, optimizer), values_of(never, other))
 
 
-def test_small_updates_are_lost_to_the_nearest_only() -> None:
-    """100 updates of 1e-4 each from 1, where the next bfloat16 below is 1 - 2^-8."""
+def test_small_updates_are_lost_by_nearest_rounding_only() -> None:
+    """100 updates of 1e-4 each start at 1. The next lower bfloat16 number is 1 - 2^-8."""
     means = {}
     for name, config in {
         "nearest": {"state_dtype": "float32"},
@@ -271,10 +272,10 @@ def test_small_updates_are_lost_to_the_nearest_only() -> None:
         means[name] = 1 - model.weight.float().mean().item()
     assert means["nearest"] == 0
     assert means["stochastic"] == pytest.approx(0.01, rel=0.1)
-    assert means["masters"] == pytest.approx(0.01, rel=0.25)  # the nearest to 0.99
+    assert means["masters"] == pytest.approx(0.01, rel=0.25)  # the number nearest to 0.99
 
 
-def test_only_what_is_stored_in_bfloat16_has_a_master() -> None:
+def test_only_bfloat16_parameters_have_master_weights() -> None:
     model = small_model(torch.bfloat16)
     model[1].float()
     optimizer = optimizer_of(model, "masters")
@@ -294,11 +295,11 @@ DIVISIONS: dict[int, list[tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...
         ((2, 2), TENSOR_PARALLEL, ("muon", "muon, stochastic", "sgd")),
     ],
 }
-"""By ranks: meshes, the names of their axes, and cases."""
+"""Meshes, the names of their axes, and cases, by number of ranks."""
 
 
 def _train_divided() -> list[tuple[str, Values]]:
-    """Half of the steps are after a resume into another model."""
+    """Train half of the steps after a resume into another model."""
     results = []
     for shape, names, cases in DIVISIONS[dist.get_world_size()]:
         for case in cases:
@@ -314,7 +315,8 @@ def _train_divided() -> list[tuple[str, Values]]:
 
 @pytest.mark.parametrize("world_size", DIVISIONS)
 def test_every_division_gives_the_same_parameters(world_size: int) -> None:
-    """To the last bit, but for PyTorch's fused AdamW (beside Muon) and SGD: they round otherwise where a shard ends."""
+    """The parameters are bitwise equal, except for PyTorch's fused AdamW (beside Muon) and SGD: they round differently
+    at the end of a shard."""
     alone = {case: trained_alone(case) for case in CASES}
     for results in run_ranks(_train_divided, world_size):
         for case, values in results:

@@ -1,4 +1,4 @@
-"""The optimizer, its learning rates, and updates that are left out."""
+"""The optimizer, its learning rates, and skipped updates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
 
 
 def _model() -> nn.Module:
-    """On two ranks the last parameter is on one of them only."""
+    """Return a model whose last parameter is on one of two ranks only."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 1))
 
@@ -40,7 +40,7 @@ def _config(implementation: str, name: str = "AdamW") -> OptimizerConfig:
 
 
 def _train(model: nn.Module, optimizer: Optimizer, steps: list[int], bad: tuple[int, ...] = ()) -> None:
-    """Steps on data of their own, of which the bad ones have NaN gradients and are to be left out."""
+    """Train on data that depends on the step. Bad steps have NaN gradients and are skipped."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         model(torch.randn(4, 5, generator=generator)).square().sum().backward()
@@ -100,7 +100,7 @@ def test_set_lr_scales_every_group() -> None:
 
 
 def _check_skipping(implementation: str, shard: bool, name: str = "AdamW") -> dict[str, torch.Tensor]:
-    """A model that skips bad steps stays, bit for bit, one that never saw them; the first step is bad too."""
+    """Check that a model that skips bad steps is bitwise equal to one without bad steps. The first step is bad, too."""
     model, never = (_sharded(_model()) if shard else _model() for _ in range(2))
     optimizer, never_optimizer = (build_optimizer(m, _config(implementation, name)) for m in (model, never))
     _train(model, optimizer, [0, 1], bad=(0,))
@@ -134,7 +134,7 @@ def test_a_skipped_step_leaves_no_trace_on_shards(world_size: int) -> None:
                 torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_the_fused_update_does_not_ask_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fused_update_does_not_read_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model()
     optimizer = build_optimizer(model, _config("fused"))
     model(torch.randn(4, 5)).sum().backward()

@@ -1,4 +1,4 @@
-"""Rounding to bfloat16: unbiased, and a function of what it is told alone."""
+"""Stochastic rounding to bfloat16 is unbiased and depends on its arguments only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def rounded(values: Tensor, name: str = "w", step: int = 1, seed: int = 0, offse
 
 
 def test_the_mean_is_right_and_values_are_the_neighbours() -> None:
-    """Of 1 and -3 and a small number, each a fraction of the way to the next bfloat16."""
+    """The values are 1, -3 and a small number, each plus a fraction of the distance to the next bfloat16."""
     for base, unit in ((1.0, 2**-7), (-3.0, -(2**-6)), (2.0**-60, 2.0**-67)):
         for fraction in (0.1, 0.5, 0.97):
             results = rounded(torch.full((300, 400), base + fraction * unit))
@@ -24,7 +24,7 @@ def test_the_mean_is_right_and_values_are_the_neighbours() -> None:
             assert abs(share - fraction) < 0.006  # 4 standard deviations of 120,000 draws
 
 
-def test_what_bfloat16_has_is_kept() -> None:
+def test_bfloat16_values_are_not_changed() -> None:
     values = torch.tensor([[0.0, -0.0, 1.0, -2.5, torch.inf, -torch.inf, 3.0e38]]).bfloat16().float()
     for step in range(20):
         assert torch.equal(rounded(values, step=step), values)
@@ -47,8 +47,8 @@ def test_every_name_step_seed_and_element_has_its_own_numbers() -> None:
     assert abs(bits.mean() / 2**16 - 0.5) < 0.005
 
 
-def test_words_are_mixed_as_published() -> None:
-    """In integers of Python, which do not overflow."""
+def test_the_hash_is_the_published_one() -> None:
+    """Python's integers do not overflow."""
     words = [0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x9E3779B9, 0x12345678, 0xDEADBEEF]
     expected = []
     for word in words:
@@ -60,7 +60,7 @@ def test_words_are_mixed_as_published() -> None:
 
 
 def test_every_bit_of_step_and_index_changes_every_bit() -> None:
-    """Half of the times."""
+    """Each output bit changes in half of the cases."""
     draws = torch.stack([Draw(0, "w", torch.tensor(step), (0, 0)).bits((32, 32)) for step in range(64)])
     bits = torch.stack([draws >> bit & 1 for bit in range(16)]).bool()
     for axis, size in enumerate(draws.shape, start=1):
@@ -68,10 +68,10 @@ def test_every_bit_of_step_and_index_changes_every_bit() -> None:
             changed = bits ^ bits.index_select(axis, torch.arange(size) ^ flipped)
             shares = changed.sum((1, 2, 3)) / draws.numel()
             assert (shares - 0.5).abs().max() < 0.02, (axis, flipped, shares)
-    assert (bits[:, 1:, :-1] ^ bits[:, :-1, 1:]).double().mean() > 0.49  # the next step is no shift by an index
+    assert (bits[:, 1:, :-1] ^ bits[:, :-1, 1:]).double().mean() > 0.49  # the next step does not shift the index
 
 
-def test_a_part_draws_what_the_whole_draws_there() -> None:
+def test_a_shard_draws_the_numbers_of_the_full_tensor() -> None:
     values = torch.linspace(1, 2, 7 * 5 * 3).view(7, 5, 3)
     whole = rounded(values, offsets=(0, 0, 0))
     part = rounded(values[2:6, 1:3], offsets=(2, 1, 0))

@@ -1,4 +1,4 @@
-"""What each accumulation mode communicates, counted on a real wrapped model."""
+"""Collectives of each gradient accumulation mode, counted on a real wrapped model."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ UNITS = LAYERS + 2  # blocks, [norm, output], embedding; nothing is left for the
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts c10d operators and the bytes of their larger buffer. (CommDebugMode cannot follow a module that has
-    several parents, like `rope`.)"""
+    """A dispatch mode that counts c10d operators and the bytes of their larger buffer. (CommDebugMode cannot follow a
+    module with several parents, such as `rope`.)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     @property
     def counted(self) -> Traffic:
-        """What came by, by kind."""
+        """Return the counted collectives, by kind."""
         kinds = ("allgather", "reduce_scatter", "allreduce")
         sizes = [[size for name, size in self.calls if kind in name] for kind in kinds]
         return Traffic(Collectives(*map(len, sizes)), *map(sum, sizes))
@@ -72,7 +72,7 @@ NORMS_IN_FP32 = {"rules": [{"type": "RMSNorm", "param_dtype": "float32"}]}
 
 
 def count(config: JobConfig, microbatches: int = 4) -> tuple[Traffic, Traffic]:
-    """The collectives of one step, counted on the model and planned."""
+    """Return the collectives of one step, counted on the model and planned."""
     layout = replace(
         plan_layout(config.parallelism, config.training, dist.get_world_size()), num_microbatches=microbatches
     )
@@ -90,7 +90,7 @@ def count(config: JobConfig, microbatches: int = 4) -> tuple[Traffic, Traffic]:
 
 
 N = MICROBATCHES
-# Blocks are gathered for forward and for backward; the last one, the head and the embedding once a microbatch.
+# Blocks are gathered for forward and for backward; the last block, the head and the embedding once a microbatch.
 GATHERS = N * (2 * (LAYERS - 1) + 3)
 
 
@@ -115,7 +115,7 @@ def test_collectives_of_a_step_on_hsdp(mode: str, keep: bool, expected: Collecti
 
 
 def test_bytes_are_those_of_padded_parameters_in_the_dtypes_of_units() -> None:
-    """61 rows of 32 on 2 ranks are padded to 62; bf16 is gathered, fp32 reduced."""
+    """61 rows of 32 on 2 ranks are padded to 62. bf16 is gathered and fp32 reduced."""
     ((counted, planned), _) = run_ranks(count, 2, make_job("deferred"), 1)
     assert counted == planned
     per_layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48 + 2 * 32
@@ -140,7 +140,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("mode", "ranks", "replicate", "sections"), LAYOUTS)
-def test_counts_and_bytes_are_as_planned(
+def test_counts_and_bytes_are_the_planned_ones(
     mode: str, ranks: int, replicate: int, sections: dict[str, dict[str, Any]]
 ) -> None:
     parallelism = {**sections.get("parallelism", {}), "data_parallel_replicate_degree": replicate}
@@ -150,7 +150,7 @@ def test_counts_and_bytes_are_as_planned(
 
 
 def count_with_frozen_weights() -> tuple[Traffic, Traffic]:
-    """A model half of whose weights take no gradient, gathered by 7 ranks that do not exist."""
+    """Count the traffic of 7 fake ranks with a model half of whose weights are frozen."""
     join_fake_group(7)
     return count(make_job(model={"name": f"{__name__}:HalfFrozen", "args": {}}), 2)
 
@@ -158,7 +158,7 @@ def count_with_frozen_weights() -> tuple[Traffic, Traffic]:
 def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
     ((counted, planned),) = run_ranks(count_with_frozen_weights, 1)
     assert counted == planned
-    assert planned.reduce_scatter_bytes < 2 * planned.all_gather_bytes  # fp32 of a part, bf16 of all
+    assert planned.reduce_scatter_bytes < 2 * planned.all_gather_bytes  # fp32 of the trained part, bf16 of all
 
 
 def test_an_fp32_rule_for_all_norms_costs_two_collectives_a_microbatch() -> None:
@@ -169,7 +169,7 @@ def test_an_fp32_rule_for_all_norms_costs_two_collectives_a_microbatch() -> None
 
 
 class DeepBlock(nn.Module):
-    """A block with two norms, as small as it can be."""
+    """A minimal block with two norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class DeepBlock(nn.Module):
 
 
 class Deep(nn.Module):
-    """32 blocks and 65 norms; the launcher knows nothing about its head."""
+    """A model with 32 blocks and 65 norms, whose head the launcher does not know."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Deep(nn.Module):
 
 
 class HalfFrozen(nn.Module):
-    """Blocks with a frozen matrix beside a trained norm, and one block that is frozen whole."""
+    """A model with blocks that have a frozen matrix and a trained norm, and one block that is completely frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class HalfFrozen(nn.Module):
 
 
 def count_among_64_ranks(name: str, rules: list[dict[str, str]]) -> tuple[Collectives, Collectives]:
-    """The collectives of a microbatch as rank 0 of 64 makes them, counted and planned.
+    """Return the collectives of a microbatch on rank 0 of 64, counted and planned.
 
     The fake backend communicates nothing.
     """
@@ -235,7 +235,7 @@ def count_among_64_ranks(name: str, rules: list[dict[str, str]]) -> tuple[Collec
 
 
 @pytest.mark.skipif(not CAN_SHARE_UNITS, reason="before torch 2.13 every norm has a unit of its own")
-def test_fp32_for_65_norms_in_32_blocks_takes_99_collectives_where_no_rule_takes_97() -> None:
+def test_an_fp32_rule_for_65_norms_takes_99_collectives_instead_of_97() -> None:
     rule = {"type": "RMSNorm", "param_dtype": "float32"}
     for rules, expected in (([], Collectives(64, 33)), ([rule], Collectives(65, 34))):
         counted, planned = run_ranks(count_among_64_ranks, 1, f"{__name__}:Deep", rules)[0]

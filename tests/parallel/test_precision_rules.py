@@ -1,4 +1,4 @@
-"""Precision rules divide a model into other units; with equal dtypes that changes nothing, bit for bit."""
+"""Precision rules change the units of a model. With equal dtypes they change no bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNITS = ("model", "block", "module")
 
 
 def gradients(model: nn.Module, mode: str, inputs: list[Tensor], targets: list[Tensor]) -> dict[str, Tensor]:
-    """The whole gradients and buffers after the microbatches of a step."""
+    """Return full gradients and buffers after the microbatches of a step."""
     strategy = build_strategy(JobConfig.model_validate({"gradient_accumulation": {"mode": mode}}).gradient_accumulation)
     for index, (x, y) in enumerate(zip(inputs, targets, strict=True)):
         strategy.begin_microbatch(model, is_last=index == len(inputs) - 1)
@@ -41,7 +41,8 @@ RECOMPUTATIONS: list[dict[str, Any]] = [
 
 
 def with_and_without_rules(norm: str, replicate: int, param_dtype: str) -> None:
-    """With a rule that says for the norms what holds for the model (or what BatchNorm gets by default in bf16)."""
+    """Compare a run without rules and one with a rule that gives the norms the dtypes of the model (or, in bf16,
+    BatchNorm's default)."""
     rule: dict[str, Any] = {"type": CLASSES[norm], "param_dtype": param_dtype}
     if "batch" in norm:
         rule |= {"param_dtype": "float32", "cast_forward_inputs": False}
@@ -81,7 +82,7 @@ def test_rules_with_the_models_dtypes_change_no_bit(ranks: int, replicate: int, 
 
 
 class Unusual(nn.Module):
-    """Norms that run twice, in another order than they stand, now and then, and never; one owns a parameter itself."""
+    """A model with norms that run twice, out of order, sometimes, and never. One norm owns a parameter directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ def unusual_units() -> None:
 
 
 def outputs_of_unusual_units() -> set[str]:
-    """The dtypes of fp32 logits, where a unit of norms is left incomplete by the one that never runs."""
+    """Return the dtypes of fp32 logits, while the unit of norms is incomplete because one norm never runs."""
     rules = [
         {"match": "output", "param_dtype": "float32", "output_dtype": "float32"},
         {"type": "LayerNorm", "param_dtype": "float32"},
@@ -139,7 +140,7 @@ def outputs_of_unusual_units() -> set[str]:
     return {str(logits.dtype) for logits in (trained, model.eval()(tokens))}
 
 
-def test_a_module_that_does_not_run_leaves_the_models_outputs_alone() -> None:
+def test_a_module_that_does_not_run_does_not_change_the_models_outputs() -> None:
     assert run_ranks(outputs_of_unusual_units, 2) == [{"torch.float32"}] * 2
 
 

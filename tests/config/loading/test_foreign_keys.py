@@ -1,4 +1,4 @@
-"""Hints for keys that do not exist: those of other tools, from a table, and those that are misspelt."""
+"""Hints for unknown keys: keys of other tools come from a table, misspelt keys from similarity."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS |= {f"model.args.{name}" for model in ARCHITECTURES.values() for name in mo
 
 
 def complaint(text: str) -> str:
-    """What is said about a job with this text."""
+    """Return the error for a job file with this text."""
     Path("job.toml").write_text(text)
     with pytest.raises(UserError) as caught:
         load_job("job.toml")
@@ -59,7 +59,9 @@ def test_a_key_of_another_tool_is_explained(key: str, tmp_path: Path, monkeypatc
         ("data.storage_dtypes", 'did you mean "precision.storage_dtype"?'),
     ],
 )
-def test_a_hint_is_near_in_meaning(key: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hint_names_a_key_with_a_similar_meaning(
+    key: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     section, name = key.split(".")
     assert complaint(f"[{section}]\n{name} = 1\n") == f"error: job.toml:2: {key} = 1: unknown key; {remedy}"
@@ -89,8 +91,8 @@ GUESSES = {
 
 
 @pytest.mark.parametrize("section", GUESSES)
-def test_no_hint_is_given_for_a_guess(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the keys of the section are listed."""
+def test_a_key_that_resembles_none_gets_no_hint(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error lists only the keys of the section."""
     monkeypatch.chdir(tmp_path)
     for name in GUESSES[section]:
         has = f"error: job.toml:2: {section}.{name} = 1: unknown key; {section} has "
@@ -98,6 +100,6 @@ def test_no_hint_is_given_for_a_guess(section: str, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("name", ["rope", "moe", "zero", "foo", "adapter", "loss", "io", "logger", "callbacks"])
-def test_no_section_is_suggested_for_a_guess(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_that_resembles_none_gets_no_hint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert complaint(f"[{name}]\nx = 1\n").startswith(f"error: job.toml:1: {name}: unknown section; the sections are ")

@@ -1,4 +1,4 @@
-"""From files to a configuration: merging, kinds, the round trip through JSON, and what a check must not import."""
+"""Loading job files: merging, kinds, the round trip through JSON, and the modules that a check must not import."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load(text: str, *overrides: str, **bases: str) -> LoadedJob:
 
 
 def complaint(text: str, *overrides: str, **bases: str) -> str:
-    """What is said about a job with this text."""
+    """Return the error for a job file with this text."""
     with pytest.raises(UserError) as caught:
         load(text, *overrides, **bases)
     return str(caught.value)
@@ -44,7 +44,7 @@ def test_an_empty_file_is_a_job_of_defaults() -> None:
     assert load("").config == JobConfig()
 
 
-def test_tables_merge_arrays_replace_and_the_file_itself_wins() -> None:
+def test_tables_merge_arrays_replace_and_the_extending_file_wins() -> None:
     config = load(
         "extends = ['one.toml', 'two.toml']\n[training]\nsteps = 3\n",
         one="[training]\nsteps = 1\nseq_len = 1\nseed = 1\n[precision]\nrules = [{type = 'A'}, {type = 'B'}]",
@@ -63,7 +63,7 @@ def test_extends_is_relative_to_the_file_it_stands_in() -> None:
     assert (training.seed, training.steps, training.seq_len) == (1, 2, 3)
 
 
-def test_a_file_reached_twice_is_laid_once() -> None:
+def test_a_file_that_is_extended_twice_is_merged_once() -> None:
     training = load(
         "extends = ['one.toml', 'two.toml']",
         one="extends = 'common.toml'\n[training]\nsteps = 1\n",
@@ -136,7 +136,7 @@ def test_round_trip_of_a_factory() -> None:
 
 
 def reload(config: JobConfig, folder: Path = Path()) -> JobConfig:
-    """The configuration, from the file that a run leaves."""
+    """Return the config, read from the file that a run writes."""
     path = folder / "config.json"
     path.write_text(dump_job(config), encoding="utf-8")
     return load_job(str(path)).config
@@ -174,25 +174,26 @@ def test_a_folder_is_no_job_file(tmp_path: Path) -> None:
         load_job(str(tmp_path))
 
 
-def test_a_byte_order_mark_is_harmless() -> None:
+def test_a_byte_order_mark_is_accepted() -> None:
     assert load("\ufeff[training]\nsteps = 7\n").config.training.steps == 7
 
 
-def test_all_files_are_judged_at_once() -> None:
+def test_problems_of_all_files_are_reported_together() -> None:
     text = complaint("extends = ['one.toml', 'two.toml', 'three.toml']", one="x =", three="[x")
     assert text.splitlines()[0] == "error: 3 problems in job.toml"
     assert 'extends = "two.toml": two.toml: no such file' in text
 
 
-def test_a_rule_is_silent_about_what_is_wrong_already() -> None:
-    """The default of `storage_dtype` does not go with master weights, but the job meant to set another value."""
+def test_a_rule_does_not_report_a_section_that_already_has_an_error() -> None:
+    """The default of `storage_dtype` conflicts with master weights, but the job has set a key with a typing error
+    instead."""
     text = "[precision]\nstorage_dtype = 'bf16'\n[optimizer]\nmaster_weights = true\n"
     assert "master_weights" not in complaint(text)
     assert "master_weights" not in complaint(text.replace("storage_dtype = 'bf16'", "storage_dtyp = 'bfloat16'"))
     assert "master_weights" in complaint(text.replace("bf16", "float32"))
 
 
-def test_extra_rules_report_along() -> None:
+def test_extra_rules_are_reported_together_with_the_others() -> None:
     def refuse(config: JobConfig) -> Iterator[Problem]:
         yield Problem(("training", "steps"), "not today", config.training.steps)
 
@@ -203,7 +204,7 @@ def test_extra_rules_report_along() -> None:
 
 
 @pytest.mark.parametrize("junk", ["3", "'x'", "[]", "[{}]", "{}", "{kind = []}", "{kind = {}}", "true"])
-def test_no_section_survives_junk_silently_or_crashes(junk: str) -> None:
+def test_invalid_values_of_a_section_are_reported_as_errors(junk: str) -> None:
     for name in JobConfig.model_fields:
         table: dict[str, Any] = tomli.loads(f"x = {junk}")
         if table["x"] != {}:

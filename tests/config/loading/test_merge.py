@@ -47,13 +47,13 @@ def test_flag_before_another_override() -> None:
     assert (flag.value, other.value) == (True, 1)
 
 
-def test_floats_that_json_lacks_are_still_values() -> None:
+def test_nan_and_infinity_are_values() -> None:
     (override,) = parse_overrides(["--training.max_norm=inf"])
     assert override.value == math.inf
 
 
 @pytest.mark.parametrize("argument", ["steps", "training.steps=1", "-x", "--", "--=1", "--a..b=1", "--a.'b=1"])
-def test_what_is_not_an_override(argument: str) -> None:
+def test_invalid_overrides_are_refused(argument: str) -> None:
     with pytest.raises(UserError, match="not an override"):
         parse_overrides([argument])
 

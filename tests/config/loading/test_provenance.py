@@ -1,4 +1,4 @@
-"""How problems are put into words."""
+"""Wording of problems: file and line, key, value and reason."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def provenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Provenance:
         (Problem(("comm", "timeout_seconds"), "r", 600), "job.toml: comm.timeout_seconds = 600 (default): r"),
     ],
 )
-def test_a_problem_found_later(problem: Problem, line: str, provenance: Provenance) -> None:
+def test_a_problem_found_after_loading_names_its_line(problem: Problem, line: str, provenance: Provenance) -> None:
     assert provenance.describe([problem]) == f"error: {line}"
 
 
-def test_several_problems_stand_in_the_order_of_the_job(provenance: Provenance) -> None:
+def test_problems_are_listed_in_the_order_of_the_job(provenance: Provenance) -> None:
     keys = [("job", "name"), ("precision", "rules", 0), ("training", "steps")]
     text = provenance.describe(Problem(key, "wrong") for key in keys)
     assert text.splitlines() == [

@@ -1,4 +1,4 @@
-"""Line numbers of TOML keys, on TOML that is meant to mislead."""
+"""Line numbers of TOML keys, in TOML that is easy to misread."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_quoted_keys(text: str, key: KeyPath) -> None:
         '""',
     ],
 )
-def test_strings_hide_what_looks_like_keys(string: str) -> None:
+def test_keys_inside_strings_are_ignored(string: str) -> None:
     text = f"a = {string}\nz = 1\n"
     assert tomli.loads(text).keys() == {"a", "z"}
     assert key_lines(text) == {("a",): 1, ("z",): text.count("\n")}

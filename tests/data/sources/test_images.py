@@ -1,4 +1,4 @@
-"""Images: real digits and files of one's own, split, scaled, and in the same batches on any number of ranks."""
+"""Images: real digits and the user's files are split, scaled, and in the same batches on any number of ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write(path: Path, images: npt.ArrayLike, labels: npt.ArrayLike) -> str:
 
 
 def numbered(path: Path, number: int = 60) -> str:
-    """Image i is filled with i, and its label is i."""
+    """Write images with their labels: image i is filled with i, and its label is i."""
     images = np.broadcast_to(np.arange(number, dtype=np.float32)[:, None, None], (number, 2, 3))
     return write(path, images, np.arange(number))
 
@@ -53,13 +53,13 @@ def test_digits_are_images_with_a_class_each() -> None:
         source[1797]
 
 
-def test_scikit_learn_is_not_needed_until_the_digits_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scikit_learn_is_needed_only_for_the_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert problem() == "data.path: needs scikit-learn, which is not installed: pip install scikit-learn"
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "float64"])
-def test_pixels_are_scaled_after_uint8_became_0_to_1(tmp_path: Path, dtype: str) -> None:
+def test_mean_and_std_apply_after_uint8_pixels_are_scaled_to_0_to_1(tmp_path: Path, dtype: str) -> None:
     stored = np.arange(24).reshape(2, 3, 2, 2).astype(dtype)
     path = write(tmp_path / "a.npz", stored, np.array([1, 0], dtype=np.int32))
     image, label = build(path=path, mean=[0.1, 0.2, 0.3], std=0.5)[1]
@@ -74,8 +74,8 @@ def test_gray_images_get_a_channel(tmp_path: Path) -> None:
     assert torch.equal(image, torch.full((1, 2, 3), 4.0))
 
 
-def test_a_part_has_the_classes_of_the_whole(tmp_path: Path) -> None:
-    """A class may be in one part only."""
+def test_a_split_has_the_number_of_classes_of_the_data_set(tmp_path: Path) -> None:
+    """A class may occur in one part only."""
     held_out = build(path=numbered(tmp_path / "a.npz"), split="validation", validation_percent=20)
     assert held_out.num_classes == 60
     assert held_out.describe() == f"{len(held_out)} images (1, 2, 3) of 60 classes"
@@ -93,13 +93,13 @@ def test_the_split_is_disjoint_and_complete(tmp_path: Path) -> None:
     assert labels_of(build(path=path)) == list(range(300))
 
 
-def test_a_larger_share_keeps_what_a_smaller_one_holds_out() -> None:
+def test_a_larger_validation_share_contains_a_smaller_one() -> None:
     small = {i for i in range(500) if is_validation_image(i, 5)}
     assert small < {i for i in range(500) if is_validation_image(i, 20)}
 
 
 def global_batches(source: SampleSource, ranks: int, local: int, steps: int, num_workers: int = 0) -> list[list[int]]:
-    """The labels of each step, over all ranks."""
+    """Return the labels of each step, over all ranks."""
     layout = Layout(replicate=1, shard=ranks, local_batch_size=local, num_microbatches=8 // (ranks * local))
     order = SampleOrder(len(source), seed=1, shuffle=True)
     by_rank = []
@@ -180,11 +180,11 @@ IMAGES, LABELS = np.zeros((4, 8, 8), np.float32), np.arange(4)
         ),
     ],
 )
-def test_arrays_that_are_no_images(tmp_path: Path, images: Any, labels: Any, reason: str) -> None:
+def test_arrays_that_are_not_images_are_refused(tmp_path: Path, images: Any, labels: Any, reason: str) -> None:
     assert problem(path=write(tmp_path / "a.npz", images, labels)) == f"data.path: {reason}"
 
 
-def test_files_that_are_no_images(tmp_path: Path) -> None:
+def test_files_that_are_not_images_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     unsound = "data.path: is not a valid .npz file of plain arrays (numpy.savez)"
     assert problem(path=str(path)) == "data.path: cannot be read: No such file or directory"
@@ -200,7 +200,7 @@ def test_files_that_are_no_images(tmp_path: Path) -> None:
     assert problem(path=str(path), key=("validation", "data")) == "validation.data.path: holds no array named labels"
 
 
-def test_images_that_the_model_does_not_take(tmp_path: Path) -> None:
+def test_images_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.npz", np.zeros((4, 3, 8, 8), np.uint8), np.array([0, 1, 2, 12]))
     build(path=path, taken=ImageFormat(3, 8, 8, num_classes=13))
     assert problem(path=path, taken=ImageFormat(1, 9, 9, num_classes=12)).splitlines() == [
@@ -218,7 +218,7 @@ def test_images_that_the_model_does_not_take(tmp_path: Path) -> None:
     )
 
 
-def test_keys_that_do_not_fit_the_images(tmp_path: Path) -> None:
+def test_keys_that_do_not_fit_the_images_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.npz", np.zeros((4, 3, 8, 8), np.uint8), LABELS)
     assert problem(path=path, std=[1.0, 1.0]) == (
         "data.std: must be one number, or one number for each of the 3 channels of the images"

@@ -13,7 +13,7 @@ def build(seq_len: int = 64, **keys: float) -> SampleSource:
 
 
 def successors(source: SampleSource) -> dict[int, int]:
-    """Token -> next token, from samples without noise."""
+    """Return the next token of each token, from samples without noise."""
     pairs: dict[int, int] = {}
     for i in range(len(source)):
         for token, following in zip(*(t.tolist() for t in source[i]), strict=True):
@@ -32,7 +32,7 @@ def test_a_sample_is_a_pure_function_of_seed_and_index() -> None:
         one[50]
 
 
-def test_the_stream_never_changes() -> None:
+def test_the_stream_is_fixed() -> None:
     assert build(seq_len=8, seed=-1)[2][0].tolist() == [3, 11, 9, 14, 10, 8, 2, 1]
 
 

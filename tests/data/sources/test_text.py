@@ -65,7 +65,7 @@ def test_the_split_is_disjoint_and_complete(tmp_path: Path) -> None:
         assert (text in sides["train"]) == (name not in held_out)
 
 
-def test_a_larger_share_keeps_what_a_smaller_one_holds_out() -> None:
+def test_a_larger_validation_share_contains_a_smaller_one() -> None:
     names = [f"{i}.py" for i in range(200)]
     small = {name for name in names if is_validation_document(name, 5)}
     assert small < {name for name in names if is_validation_document(name, 20)}
@@ -156,7 +156,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         (b"", True),
         ("Grüße, \N{SNOWMAN} \N{GRINNING FACE}".encode(), True),
-        (b"a" * ((1 << 20) - 1) + "é".encode(), True),  # a character across two parts
+        (b"a" * ((1 << 20) - 1) + "é".encode(), True),  # a character spans two parts
         ("Grüße".encode("latin-1"), False),
         (b"a" * (1 << 20) + b"\xc3", False),  # a character that ends too early
         (b"text\0", False),

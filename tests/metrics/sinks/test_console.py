@@ -26,7 +26,7 @@ class Terminal(io.StringIO):
         return True
 
     def screen(self) -> list[str]:
-        """The lines that a person sees, without colours."""
+        """Return the lines that a terminal shows, without colours."""
         text = re.sub(r"\x1b\[\d+m", "", self.getvalue())
         return [line.split("\r\x1b[K")[-1] for line in text.split("\n")]
 
@@ -48,7 +48,7 @@ def printed(*reports: dict[str, float], total_steps: int = 1000) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def test_a_line() -> None:
+def test_the_fields_of_a_line() -> None:
     assert printed(REPORT) == [
         "step    1/1000  loss   5.4321  grad norm    1.500  lr 3.000e-04       12,346 tok/s  MFU  41.2 %     0.123"
         " s/step  reserved memory  60.50 GiB"
@@ -132,7 +132,7 @@ def test_a_dumb_terminal_is_treated_like_a_file(monkeypatch: pytest.MonkeyPatch)
     assert "\x1b" not in terminal.getvalue()
 
 
-def test_what_is_not_finite_is_red() -> None:
+def test_values_that_are_not_finite_are_red() -> None:
     terminal = Terminal()
     ConsoleSink(100, stream=terminal).write(1, {"train/loss": math.nan})
     assert "\x1b[31mloss      nan\x1b[0m" in terminal.getvalue()

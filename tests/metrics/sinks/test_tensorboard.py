@@ -1,4 +1,4 @@
-"""TensorBoard's own reader finds what a run writes."""
+"""The events that a run writes, read by TensorBoard's own reader."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def job(folder: Path, steps: int) -> dict[str, dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks that was stopped at step 2 and went on to step 4."""
+    """Return the folder of a run of two ranks that stopped at step 2 and resumed to step 4."""
     folder = tmp_path_factory.mktemp("runs")
     run_ranks(run_job, 2, job(folder, 2))
     run_ranks(run_job, 2, job(folder, 4))
@@ -43,14 +43,14 @@ def events(folder: Path) -> EventAccumulator:
 
 
 CUDA_ONLY = {"memory/max_reserved_gib", "memory/alloc_retries", "memory/ooms", "comm/exposed_s"}
-OF_THE_THIRD_STEP = {"memory/max_active_gib"}  # of a process, on a CPU; these two processes have two steps each
+OF_THE_THIRD_STEP = {"memory/max_active_gib"}  # on a CPU from a process's third step on; these have two steps each
 OF_IMAGES = {"throughput/images_per_second", "throughput/images_per_second_per_device"}
 OF_COMPILED = {"time/compile_s"}
 ON_CPU = [tag.name for tag in TAGS if tag.name not in CUDA_ONLY | OF_IMAGES | OF_THE_THIRD_STEP | OF_COMPILED]
 
 
 @pytest.mark.parametrize("tag", ON_CPU)
-def test_every_tag_is_there(events: EventAccumulator, folder: Path, tag: str) -> None:
+def test_a_run_writes_every_tag(events: EventAccumulator, folder: Path, tag: str) -> None:
     scalars = events.Scalars(tag)
     expected = [2, 4] if tag.startswith(("validation/", "batchnorm/")) else [1, 2, 3, 4]
     assert [event.step for event in scalars] == expected  # a resumed run continues the same folder, without repeats
@@ -58,6 +58,6 @@ def test_every_tag_is_there(events: EventAccumulator, folder: Path, tag: str) ->
     assert [event.value for event in scalars] == pytest.approx([in_file[step] for step in expected], rel=1e-6)
 
 
-def test_the_configuration_and_a_dashboard_are_there(events: EventAccumulator) -> None:
+def test_a_run_writes_its_config_and_a_dashboard(events: EventAccumulator) -> None:
     assert b'"tiny"' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     assert events.Tensors("custom_scalars__config__")
