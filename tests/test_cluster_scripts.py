@@ -53,7 +53,7 @@ def submit(folder: Path, status: str = "", after_signal: str = "0", nodes: str =
     return script.returncode, [line.rstrip() for line in lines]
 
 
-def test_a_run_that_saved_when_the_time_was_over_is_queued_again(tmp_path: Path) -> None:
+def test_a_run_that_saved_at_its_time_limit_is_requeued(tmp_path: Path) -> None:
     status, lines = submit(tmp_path, nodes="2")
     assert status == 0 and lines[-1] == "scontrol requeue 4711"
     assert "-m titan_launch launch --config job.toml" in lines[0]
@@ -62,7 +62,9 @@ def test_a_run_that_saved_when_the_time_was_over_is_queued_again(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("status", "after_signal", "ends_with"), [("0", "", 0), ("2", "", 2), ("", "138", 138)])
-def test_a_run_that_is_done_or_failed_is_not(status: str, after_signal: str, ends_with: int, tmp_path: Path) -> None:
+def test_a_finished_or_failed_run_is_not_requeued(
+    status: str, after_signal: str, ends_with: int, tmp_path: Path
+) -> None:
     ended, lines = submit(tmp_path, status, after_signal)
     assert ended == ends_with and len(lines) == 1 and "--nnodes" not in lines[0]
 

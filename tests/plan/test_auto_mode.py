@@ -1,4 +1,4 @@
-"""Which mode `auto` takes, and what is said where none will do."""
+"""The mode that `auto` chooses, and the error if no mode fits."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def resolved(config: JobConfig, ranks: int = 2) -> Resolution:
     ("memory", "expected"),
     [(12, f"deferred{UNSHARDED}"), (10, f"immediate{UNSHARDED}"), (9.5, f"immediate{UNSHARDED}"), (8, "immediate")],
 )
-def test_auto_takes_the_least_traffic_of_what_fits(memory: float, expected: str) -> None:
-    """Keeping parameters saves more here than deferring: 7 of a block's 8 all-gathers in bfloat16 (3 of 4 in the last
+def test_auto_takes_the_least_traffic_of_the_choices_that_fit(memory: float, expected: str) -> None:
+    """Unsharded parameters save more here than deferring: 7 of a block's 8 all-gathers in bfloat16 (3 of 4 in the last
     block) against 3 of 4 reduce-scatters in float32."""
     resolution = resolved(make_job(**auto(memory_gib=memory)))
     choice = configured_choice(resolution.config)
@@ -44,8 +44,8 @@ def test_auto_keeps_to_what_the_job_says() -> None:
     assert configured_choice(resolved(make_job(**sections)).config).label == choice_label("deferred", "full")
 
 
-def test_what_is_tight_is_never_chosen() -> None:
-    """Deferred, kept: 11 GiB active under a limit of 12, but 13.2 reserved."""
+def test_a_tight_choice_is_never_taken() -> None:
+    """Deferred with unsharded parameters needs 11 GiB active below a limit of 12, but 13.2 GiB reserved."""
     resolution = resolved(make_job(**auto(memory_gib=12, fragmentation=0.2)))
     assert resolution.row.choice.accumulation_label == f"immediate{UNSHARDED}"
 
@@ -62,12 +62,12 @@ def test_auto_recomputation_looks_for_the_shortest_step_first() -> None:
     assert deferred.row.choice.label == choice_label("deferred", "selective (per operation)")
 
 
-def test_ties_in_time_are_called_so() -> None:
+def test_ties_in_step_time_are_reported() -> None:
     sections = {**auto(memory_gib=12, intra_node_gb_per_s=100), **PEAK}
     assert resolved(make_job(**sections)).reason.endswith("; the predicted step times of 3 others overlap with it")
 
 
-def test_where_nothing_fits_the_error_has_the_table_and_remedies() -> None:
+def test_if_nothing_fits_the_error_has_the_table_and_remedies() -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(make_job(**auto(memory_gib=1.5)))
     text = str(caught.value)
@@ -87,14 +87,14 @@ def test_what_fits_only_with_another_recomputation_is_named() -> None:
         resolved(make_job(**auto(memory_gib=4.5)))
 
 
-def test_tight_ones_are_named_too() -> None:
+def test_the_error_names_tight_choices() -> None:
     with pytest.raises(
         ConfigError, match=r"are tight and may run if the job sets them: gradient accumulation immediate, .* none;"
     ):
         resolved(make_job(**auto(memory_gib=7.5, fragmentation=0.2)))
 
 
-def test_without_a_limit_auto_has_nothing_to_go_by() -> None:
+def test_auto_without_a_memory_limit_is_an_error() -> None:
     sections = {**auto(), "job": {"device": "cuda"}}
     with pytest.raises(ConfigError, match=r"set planner\.device or planner\.memory_gib"):
         resolved(make_job(**sections))
@@ -127,7 +127,7 @@ def test_auto_never_uses_the_margin_for_a_shorter_step() -> None:
     assert greedy.row.time.interval[0] <= careful.row.time.interval[0]
 
 
-def test_nothing_reads_an_undecided_mode() -> None:
+def test_an_unresolved_auto_mode_cannot_be_planned() -> None:
     config = make_job(gradient_accumulation={"mode": "auto"}, activation_checkpoint={"mode": "auto"})
     with pytest.raises(ValueError, match="resolve it first"):
         configured_choice(config)
@@ -137,7 +137,7 @@ def test_nothing_reads_an_undecided_mode() -> None:
         checkpointed_modules(Inventory((), ("layers.0",)), config.activation_checkpoint)
 
 
-def test_traffic_between_nodes_counts_too() -> None:
+def test_traffic_between_nodes_counts() -> None:
     resolution = resolved(make_job(**auto(memory_gib=12, gpus_per_node=1)))
     assert (
         resolution.row.link_traffic.within == 0 and resolution.row.choice.accumulation_label == f"deferred{UNSHARDED}"

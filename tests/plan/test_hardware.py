@@ -18,7 +18,7 @@ def hardware(device: str = "auto", tflops: float | None = None, **planner: Any) 
     return hardware_of(JobConfig.model_validate(job), 4)
 
 
-def test_a_device_gives_what_no_key_does() -> None:
+def test_a_device_gives_the_values_that_no_key_sets() -> None:
     known = hardware(device="auto")
     assert (known.memory_gib, known.peak_tflops, known.intra_node_gb_per_s) == (None, None, None)
     config = {"planner": {"device": "h100-80gb", "memory_gib": 70, "inter_node_gb_per_s": 25}}
@@ -28,11 +28,11 @@ def test_a_device_gives_what_no_key_does() -> None:
     assert (given.kernels, given.overhead_gib, given.fragmentation) == ("cuda", 2, 0.15)
 
 
-def test_the_peak_of_metrics_comes_first() -> None:
+def test_the_peak_tflops_of_metrics_take_precedence() -> None:
     assert hardware(tflops=100, device="auto").peak_tflops == 100
 
 
-def test_an_unknown_device_lists_those_there_are() -> None:
+def test_the_error_for_an_unknown_device_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         hardware_of(JobConfig.model_validate({"planner": {"device": "h100"}}), 1)
     text = str(caught.value)
@@ -40,7 +40,7 @@ def test_an_unknown_device_lists_those_there_are() -> None:
     assert text.endswith('did you mean "h100-80gb", "h100-pcie" or "h100-nvl"?')
 
 
-def test_a_cpu_shares_the_machines_memory_and_gives_back_what_it_frees() -> None:
+def test_ranks_on_a_cpu_share_the_machines_memory_without_fragmentation() -> None:
     cpu = hardware(device="cpu")
     assert cpu.memory_gib == pytest.approx(machine_memory_gib() / 4) and "/ 4 ranks" in cpu.memory_source
     assert (cpu.kernels, cpu.overhead_gib, cpu.fragmentation) == ("cpu", 0.5, 0)
@@ -108,7 +108,7 @@ def test_reported_names_are_found(reported: str, name: str) -> None:
         "NVIDIA L40",
         "NVIDIA H800",
         "NVIDIA H20",
-        "NVIDIA H100",  # 96 GB of another kind, seen in the wild: not in the table
+        "NVIDIA H100",  # a variant with 96 GB that is not in the table
         "NVIDIA H200 NVL",
         "NVIDIA GB200",
         "NVIDIA GeForce RTX 3090 Ti",

@@ -1,4 +1,4 @@
-"""PyTorch's dtype failures, provoked on wrapped models: each becomes a sentence, and what it says to write helps."""
+"""Dtype failures of PyTorch, provoked on wrapped models: each has an explanation, and its remedy works."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DIM = 16
 
 
 class Model(nn.Module):
-    """An embedding, two blocks with a residual stream, an output layer."""
+    """A model with an embedding, two blocks with a residual stream, and an output layer."""
 
     def __init__(self, block: str) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Transforms(Block):
 
 
 class RunningNorm(nn.Module):
-    """A batch norm that is not PyTorch's class, so that no default protects it."""
+    """A batch norm that does not derive from PyTorch's class, so that no default protects it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,8 @@ class HasRunningNorm(Block):
 
 
 class Projection(nn.Module):
-    """A matrix product that is not PyTorch's class, so that the plan cannot know that it takes one dtype."""
+    """A matrix product that does not derive from PyTorch's class, so that the plan does not know that it takes one
+    dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,23 +237,23 @@ BLOCKS |= {block.__name__: block for block in (Block, HasProjection, RunsNowAndT
 
 @dataclass(frozen=True)
 class Case:
-    """A failure, what is said about it, and jobs that do what is said."""
+    """A failure, its explanation, and jobs that follow the remedy."""
 
     block: str
     reason: str
-    """Without PyTorch's words; LINE stands for the number of a line."""
+    """The explanation without PyTorch's words. LINE stands for a line number."""
 
     key: str = "precision"
     value: Any = UNSET
     rules: tuple[dict[str, Any], ...] = ()
     helps: tuple[tuple[dict[str, Any], ...], ...] = ()
-    """Rules that do what the sentence says, each a job that trains."""
+    """Rules that follow the remedy, each a job that trains."""
 
     mode: str = "immediate"
     helpful_modes: tuple[str, ...] = ()
     model: str = "Model"
     until: tuple[int, int] = NEWEST_TESTED
-    """The last release of PyTorch on which it fails; later ones train."""
+    """The last release of PyTorch on which the job fails. Later ones train."""
 
 
 def rule(match: str, param_dtype: str | None = None, **others: Any) -> dict[str, Any]:
@@ -417,7 +418,7 @@ def failure_of(config: JobConfig) -> ConfigError:
 
 
 def words(problem: Problem) -> str:
-    """The reason without PyTorch's words and without numbers of lines."""
+    """Return the explanation without PyTorch's words and without line numbers."""
     return re.sub(r"\.py:\d+", ".py:LINE", problem.reason.partition(" (PyTorch: ")[0])
 
 
@@ -450,7 +451,7 @@ def every_failure() -> None:
         check(case)
 
 
-def test_every_failure_is_explained_and_what_is_said_to_write_helps() -> None:
+def test_every_failure_is_explained_and_its_remedy_works() -> None:
     run_ranks(every_failure, 2)
 
 
@@ -465,18 +466,19 @@ SETS_FACTOR = Case(
 def failed_collective() -> None:
     check(SETS_FACTOR)
     gc.collect()
-    time.sleep(0.3)  # gloo raises the error once more in a collective that comes at once
+    time.sleep(0.3)  # gloo raises the error again in the next collective
 
 
-def test_a_gradient_divide_factor_of_the_models_own_is_explained() -> None:
+def test_a_gradient_divide_factor_set_by_the_model_is_explained() -> None:
     run_ranks(failed_collective, 2)
 
 
 def what_no_job_can_provoke() -> None:
-    """What happens on CUDA only, and what a model would have to do in the middle of everything."""
+    """Raise errors that occur on CUDA only, or that need a model which changes its own state during the step."""
     config = job(Case("HasRunningNorm", ""), (), "immediate")
     model, plan, _ = wrapped(config)
-    on_cuda = RuntimeError("Expected running_mean to have type BFloat16 but got Float")  # PyTorch issue 105548's words
+    # The words are those of PyTorch issue 105548.
+    on_cuda = RuntimeError("Expected running_mean to have type BFloat16 but got Float")
     problem = explain(Failure(on_cuda, model, plan, config.precision))
     assert problem is not None and words(problem) == next(
         case.reason for case in CASES if case.block == "HasRunningNorm"
@@ -497,7 +499,7 @@ def what_no_job_can_provoke() -> None:
     )
 
 
-def test_failures_of_other_devices_and_of_models_that_are_tampered_with_are_explained() -> None:
+def test_failures_that_no_job_on_a_cpu_provokes_are_explained() -> None:
     run_ranks(what_no_job_can_provoke, 2)
 
 
@@ -528,5 +530,5 @@ def in_a_run(folder: Path) -> None:
             assert run.progress.step == steps_done
 
 
-def test_steps_and_validations_of_a_run_are_covered(tmp_path: Path) -> None:
+def test_steps_and_validations_of_a_run_are_explained(tmp_path: Path) -> None:
     run_ranks(in_a_run, 1, tmp_path)

@@ -1,4 +1,4 @@
-"""What modules compute in and store, seen by the audit's hooks on wrapped models, beside what a reader expects."""
+"""Compute and storage dtypes that the audit's hooks observe on wrapped models, compared with expected ones."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Seen = dict[str, dict[str, set[str]]]
 
 
 def observe_step(precision: dict[str, Any], norm: str) -> Seen:
-    """A step of a wrapped model: by module, the dtypes of its inputs, parameters and outputs while it computes, and of
-    what is stored afterwards."""
+    """Run a step of a wrapped model. Return, by module, the dtypes of inputs, parameters and outputs during the step,
+    and of stored tensors after it."""
     config = JobConfig.model_validate({"model": {"args": {**TINY_ARGS, "norm": norm}}, "precision": precision})
     model, plan, _ = wrapped(config)
     with observe(model, plan) as observed:
@@ -37,7 +37,7 @@ def all_are(seen: Seen, paths: list[str], **expected: str) -> None:
 
 
 def stored(seen: Seen, *kinds: str) -> set[str]:
-    """All dtypes of stored parameters and gradients (`stored`), or of buffers (`buffer`)."""
+    """Return all dtypes of stored parameters and gradients (`stored`), or of buffers (`buffer`)."""
     found = [dtypes for things in seen.values() for what, dtypes in things.items() if what.startswith(kinds)]
     assert found
     return set().union(*found)
@@ -68,7 +68,7 @@ def test_batchnorm_keeps_fp32_statistics_under_bf16_without_any_rule() -> None:
     all_are(seen, [*NORMS, "norm"], **{"buffer running_mean": "float32", "buffer running_var": "float32"})
 
 
-def test_an_fp32_head_gives_fp32_logits_and_an_inner_rule_hands_on_what_its_consumer_takes() -> None:
+def test_an_fp32_head_gives_fp32_logits_and_an_inner_rule_returns_the_dtype_of_its_consumer() -> None:
     rules = [
         {"match": "output", "param_dtype": "float32"},
         {"match": "layers.*.attention.wo", "param_dtype": "float32"},
@@ -82,7 +82,7 @@ def test_an_fp32_head_gives_fp32_logits_and_an_inner_rule_hands_on_what_its_cons
     all_are(seen, ["layers.1", "layers.0"], outputs="bfloat16")
 
 
-def test_inputs_stay_as_they_come_when_a_rule_says_so() -> None:
+def test_cast_inputs_false_does_not_cast_inputs() -> None:
     rule = {"type": "LayerNorm", "param_dtype": "float32", "cast_forward_inputs": False}
     seen = run_ranks(observe_step, 1, {"rules": [rule]}, "layernorm")[0]
     all_are(seen, NORMS, inputs="bfloat16", parameters="float32", outputs="bfloat16")

@@ -1,4 +1,4 @@
-"""What is kept for backward while CUDA's kernels are stood in for."""
+"""Tensors saved for backward while stand-ins replace CUDA's kernels."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_flash_attention_keeps_inputs_output_and_a_number_for_each_query() -> No
 
 
 def test_fp32_attention_repeats_keys_and_values() -> None:
-    """As `models.layers.attention` does on CUDA, where the fused kernel wants equal heads."""
+    """`models.layers.attention` does so on CUDA, where the fused kernel needs as many heads of keys as of queries."""
     tokens = B * T * HEAD * 4
     assert attention(causal_attention, FP32, K) == pytest.approx(tokens * 4 * H + 4 * B * H * T, abs=64)
 
@@ -93,7 +93,7 @@ def test_attention_that_no_fused_kernel_takes_stores_all_scores() -> None:
     assert attention(plain, BF16, H, mask=(B, 1, T, T)) < scores
 
 
-def test_cpu_kernels_are_left_as_they_are() -> None:
+def test_kernels_of_a_cpu_job_are_not_replaced() -> None:
     before = (F.rms_norm, torch.rms_norm, F.layer_norm, F.scaled_dot_product_attention)
     with kernels_in_place("cpu"):
         assert (F.rms_norm, torch.rms_norm, F.layer_norm, F.scaled_dot_product_attention) == before

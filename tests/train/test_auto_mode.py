@@ -1,4 +1,5 @@
-"""`mode = "auto"` in a run: by memory, the same on all ranks, recorded, and kept on resume."""
+"""`mode = "auto"` in a run: it depends on memory, is the same on all ranks, is recorded, and stays the same on
+resume."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def job(folder: Path, memory_gib: float | None, mode: str = "auto", **sections: 
 
 
 def between_modes(folder: Path) -> float:
-    """A limit that the deferred mode exceeds and the immediate one does not."""
+    """Return a memory limit that the deferred mode exceeds and the immediate one does not."""
     return sum(needs(folder, mode) for mode in ("immediate", "deferred")) / 2
 
 
@@ -45,7 +46,7 @@ def needs(folder: Path, mode: Any) -> float:
 
 
 def recorded(folder: Path) -> Modes:
-    """What the run's folder says, which has no `auto` in it."""
+    """Return the config in the run folder, in which `auto` is resolved."""
     saved = json.loads((folder / "tiny" / "config.json").read_text())
     accumulation = saved["gradient_accumulation"]
     return accumulation["mode"], accumulation["keep_params_unsharded"], saved["activation_checkpoint"]["mode"]
@@ -66,7 +67,7 @@ def run_and_log(job: dict[str, Any], until: int | None = None) -> tuple[dict[str
     return state, [message for message in messages if message.startswith("auto:")]
 
 
-def test_deferred_where_it_fits_and_immediate_where_not_with_equal_results(tmp_path: Path) -> None:
+def test_auto_defers_if_memory_allows_with_equal_results(tmp_path: Path) -> None:
     limit = between_modes(tmp_path)
     plenty = run_ranks(run_and_log, 2, job(tmp_path / "plenty", 10 * limit))
     scarce = run_ranks(run_and_log, 2, job(tmp_path / "scarce", limit))
@@ -89,7 +90,7 @@ def test_a_resumed_run_keeps_the_mode_it_began_with(tmp_path: Path) -> None:
     assert [report["step"] for report in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_a_mode_that_the_job_does_not_admit_any_more_is_decided_anew(tmp_path: Path) -> None:
+def test_a_mode_that_the_job_no_longer_allows_is_chosen_again(tmp_path: Path) -> None:
     limit = between_modes(tmp_path)
     run_ranks(run_and_log, 2, job(tmp_path, limit), 2)
     kept = job(tmp_path, 10 * limit, accumulation={"keep_params_unsharded": True})
@@ -115,7 +116,7 @@ def fail_to_run(job: dict[str, Any]) -> str:
     return "it ran"
 
 
-def test_where_nothing_fits_all_ranks_say_so_and_nothing_is_written(tmp_path: Path) -> None:
+def test_if_nothing_fits_all_ranks_fail_and_nothing_is_written(tmp_path: Path) -> None:
     messages = run_ranks(fail_to_run, 2, job(tmp_path, needs(tmp_path, "immediate") / 2))
     assert messages[0] == messages[1]
     assert messages[0].startswith("gradient_accumulation.mode: none of 2 choices fits into")
@@ -123,7 +124,7 @@ def test_where_nothing_fits_all_ranks_say_so_and_nothing_is_written(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("memory_gib", "expected"), [(1.0, "deferred"), (1e-6, "none of")])
-def test_a_model_of_ones_own_is_traced(tmp_path: Path, memory_gib: float, expected: str) -> None:
+def test_a_users_model_is_traced(tmp_path: Path, memory_gib: float, expected: str) -> None:
     wanted = job(tmp_path, memory_gib, checkpoint={"enable": False})
     wanted["model"] = {"name": "tests.parallel.conv_model:ConvNet"}
     messages = run_ranks(fail_to_run, 2, wanted)
@@ -131,11 +132,11 @@ def test_a_model_of_ones_own_is_traced(tmp_path: Path, memory_gib: float, expect
         assert messages == ["it ran"] * 2 and recorded(tmp_path)[0] == expected
     else:
         assert messages[0] == messages[1] and expected in messages[0]
-        assert messages[0].startswith("gradient_accumulation.mode = ")  # not the file that the trace was given
+        assert messages[0].startswith("gradient_accumulation.mode = ")  # the run does not keep the file of the trace
         assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_recorded_can_be_run_as_it_is(tmp_path: Path) -> None:
+def test_the_recorded_config_can_be_run(tmp_path: Path) -> None:
     run_ranks(run_job, 2, job(tmp_path, 1.0))
     saved = JobConfig.model_validate_json((tmp_path / "tiny" / "config.json").read_text(), strict=False)
     assert saved.gradient_accumulation.mode == "deferred"

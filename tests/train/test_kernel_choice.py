@@ -47,7 +47,7 @@ def test_the_first_backend_that_can_be_used_is_taken_and_the_others_are_explaine
         choose("flash", priority((9, 0)), obstacle)
 
 
-def test_why_a_backend_is_refused_comes_from_a_call_with_that_backend_alone() -> None:
+def test_the_reason_of_a_refused_backend_comes_from_a_call_with_that_backend_only() -> None:
     query = torch.randn(1, 2, 8, 16)
 
     def call(dropout: float) -> Callable[[], Tensor]:
@@ -55,7 +55,7 @@ def test_why_a_backend_is_refused_comes_from_a_call_with_that_backend_alone() ->
 
     refused = [refusal(BACKENDS[name], call(dropout)) for name in ("flash", "math") for dropout in (0.0, 0.1)]
     assert refused == [None, "Both fused kernels do not support non-zero dropout", None, None]
-    failed = refusal(BACKENDS["flash"], lambda: torch.ones(2) @ torch.ones(3))  # an error of its own, in one line
+    failed = refusal(BACKENDS["flash"], lambda: torch.ones(2) @ torch.ones(3))  # another error, shortened to one line
     assert failed is not None and failed.startswith("inconsistent tensor size") and "\n" not in failed
 
 
@@ -121,7 +121,7 @@ def test_a_cpu_has_two_backends() -> None:
 
 
 class Dropping(nn.Module):
-    """A model of somebody's own, which drops some of its scores: PyTorch's fused kernels for CPUs do not."""
+    """A user's model with attention dropout, which PyTorch's fused kernels for CPUs do not support."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Dropping(nn.Module):
 
 
 def attention_that_drops(folder: Path) -> list[str]:
-    """What a run with each backend says: errors, and warnings that reach the user."""
+    """Return the errors and the warnings of a run with each backend."""
     shown: list[str] = []
     warnings.showwarning = lambda message, *_: shown.append(str(message))
     found = []
@@ -150,7 +150,7 @@ def attention_that_drops(folder: Path) -> list[str]:
     return found + [text for text in shown if "kernel" in text]
 
 
-def test_a_backend_that_does_not_take_the_models_attention_is_explained(tmp_path: Path) -> None:
+def test_a_backend_that_does_not_support_the_models_attention_is_explained(tmp_path: Path) -> None:
     explained, *others = run_ranks(attention_that_drops, 1, tmp_path)[0]
     assert re.fullmatch(
         r"kernels.attention: cannot be used at .*test_kernels.py:\d+: Both fused kernels do not support non-zero "

@@ -1,4 +1,4 @@
-"""Runs with other optimizers than AdamW in float32: they resume with the same bits, under another division too."""
+"""Runs with optimizers other than AdamW in float32 resume bitwise, also with another division of ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _train(folder: Path) -> None:
     moved = run_job(_job(folder, "moved", "muon", parallelism=REPLICATED))
     alone = run_job(_job(folder, "alone", "muon"))
     for name, tensor in alone.items():
-        torch.testing.assert_close(moved[name], tensor, rtol=0, atol=2e-4, msg=name)  # sums in another order, in bf16
+        torch.testing.assert_close(moved[name], tensor, rtol=0, atol=2e-4, msg=name)  # bf16 sums have another order
     with pytest.raises(UserError, match=r"is of another optimizer: of .* keeps momentum_buffer, step, and this"):
         run_job(_job(folder, "alone", "masters", training={"steps": 5}))
 

@@ -1,4 +1,4 @@
-"""What a step costs beside forward and backward: a few collectives, and as many operations for a deep model as for a
+"""Cost of a step outside forward and backward: a few collectives, and as many operations for a deep model as for a
 shallow one."""
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from titan_launch.train.step import forward_backward
 
 
 def quiet_step(job: dict[str, Any]) -> dict[str, int]:
-    """The operations of a third step outside of forward and backward, collectives included; FSDP2's are not."""
+    """Return the operations of a third step outside forward and backward, with collectives and without those of
+    FSDP2."""
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         for _ in range(2):
@@ -40,7 +41,7 @@ def quiet_step(job: dict[str, Any]) -> dict[str, int]:
         return dict(operations.counts)
 
 
-def test_a_quiet_step_does_little_beside_forward_and_backward(tmp_path: Path) -> None:
+def test_a_step_has_few_operations_outside_forward_and_backward(tmp_path: Path) -> None:
     def job(layers: int) -> dict[str, Any]:
         return tiny_job(
             tmp_path / str(layers),
@@ -52,8 +53,8 @@ def test_a_quiet_step_does_little_beside_forward_and_backward(tmp_path: Path) ->
         )
 
     shallow, deep = (run_ranks(quiet_step, 2, job(layers))[0] for layers in (1, 4))
-    assert shallow == deep  # norms, clipping and update are of all parameters at once
+    assert shallow == deep  # norms, clipping and update handle all parameters together
     collectives = {name: count for name, count in deep.items() if name.startswith(("c10d", "_c10d"))}
     # The count of targets, the gradient's norm, the guard, and what ranks agree on:
     assert collectives == {"c10d.allreduce_": 4}
-    assert "_local_scalar_dense" not in deep  # the host reads nothing
+    assert "_local_scalar_dense" not in deep  # the host reads nothing from the device

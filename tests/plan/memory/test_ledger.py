@@ -42,11 +42,11 @@ def test_a_place_that_is_entered_again_keeps_its_peak() -> None:
     ledger = two_places()
     ledger.enter(FORWARD)
     ledger.free(100, Category.PARAMETERS)
-    assert ledger.footprint().peaks[FORWARD].total == 135  # it begins with what backward left
+    assert ledger.footprint().peaks[FORWARD].total == 135  # the point starts with the tensors of backward
     assert ledger.footprint().peaks[BACKWARD].total == 160
 
 
-def test_moving_between_categories_is_no_peak() -> None:
+def test_moving_between_categories_does_not_raise_the_peak() -> None:
     ledger = Ledger()
     ledger.enter(FORWARD)
     ledger.allocate(50, Category.REDUCE_SCATTER)
@@ -56,7 +56,8 @@ def test_moving_between_categories_is_no_peak() -> None:
 
 
 def of_depth(depth: int) -> Footprint:
-    """Memory grows with each of the first blocks' forwards; only first and last have names at every depth."""
+    """Return a footprint that grows with the forward of each early block. Only the first and last blocks have names at
+    every depth."""
     ledger = Ledger()
     for index in range(depth):
         ledger.enter(StepPoint(0, "forward", f"layers.{index if index < 2 else 100 - depth + index}"))

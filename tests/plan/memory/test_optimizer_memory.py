@@ -1,4 +1,4 @@
-"""What the planner says of an optimizer's state and update, against real ones."""
+"""Planned bytes of an optimizer's state and update, compared with measured ones."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 def measure(
     settings: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Temporaries and state of a step, the first one aside, in bytes: measured, and planned.
+    """Return temporary and state bytes of a step that is not the first: measured, and planned.
 
-    Measured is the least of some steps: gloo's thread may hold on to what it has sent for a moment.
+    The measured number is the minimum of several steps: gloo's thread may briefly hold a tensor that it has sent.
     """
     config = OptimizerConfig.model_validate(settings)
     layers = nn.Linear(128, 320), nn.Linear(320, 192, bias=False), nn.Linear(192, 256), nn.Linear(256, 256)
@@ -81,7 +81,7 @@ def measure_all() -> dict[str, Any]:
     return {f"{name} {shape}": measure(*case, shape) for name, case in CASES.items() for shape in ((2,), (2, 1))}
 
 
-def test_bytes_are_the_measured_ones() -> None:
-    """On the rank that has the larger shards, of two and of one."""
+def test_planned_bytes_are_the_measured_ones() -> None:
+    """The rank has the larger shards of two, or all of one."""
     for name, (measured, planned) in run_ranks(measure_all, 2)[0].items():
         assert measured == pytest.approx(planned, rel=0.01, abs=64), name  # a few scalars

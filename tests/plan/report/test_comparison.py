@@ -1,4 +1,4 @@
-"""The choices of modes that a plan compares, and their table."""
+"""The choices of modes that a plan compares, and the table of them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ RECOMPUTATION = {"none": 6, "selective": 3, "full": 1}
 
 
 def predict(choice: Choice) -> Footprint:
-    """In GiB: 1 or 3 for gradients, 2 for unsharded parameters, 6, 3 or 1 for activations."""
+    """Return a footprint in GiB: 1 or 3 for gradients, 2 for unsharded parameters, and 6, 3 or 1 for activations."""
     unsharded = 2 if choice.accumulation.keep_params_unsharded else 0
     return footprint(
         ACCUMULATION[choice.accumulation.mode] + unsharded + RECOMPUTATION[choice.activation_checkpoint.mode]
@@ -90,7 +90,7 @@ def test_replicas_add_deferred_all_reduce() -> None:
     assert "deferred_all_reduce" in labels(comparison) and f"deferred_all_reduce{UNSHARDED}" in labels(comparison)
 
 
-def test_modes_that_do_the_same_share_a_row_under_the_jobs_name() -> None:
+def test_equivalent_modes_share_a_row_under_the_name_of_the_jobs_mode() -> None:
     one_microbatch = {"seq_len": 16, "local_batch_size": 4}
     comparison, _ = compared(make_job(training=one_microbatch, gradient_accumulation={"mode": "deferred"}))
     assert labels(comparison) == ["deferred", f"immediate{UNSHARDED}"]
@@ -138,7 +138,7 @@ def test_a_schedule_that_splits_backward_leaves_out_what_it_does_not_go_with() -
     ("planner", "last_that_fits"), [({}, 7.0), ({"margin_gib": 0}, 7.4), ({"margin_gib": 1.2}, 6.4)]
 )
 def test_three_verdicts(planner: dict[str, float], last_that_fits: float) -> None:
-    """Reserved memory of 9.4 GiB (7 active) leaves the default margin of a GPU, 0.5 GiB here, free below 10 GiB."""
+    """Reserved memory of 9.4 GiB (7 active) with the default margin of a GPU (0.5 GiB here) fits in 10 GiB."""
     assumed = {"memory_gib": 10, "overhead_gib": 1, "fragmentation": 0.2, **planner}
     hardware = hardware_of(make_job(planner=assumed, job={"device": "cuda"}), 8)
     sizes = (last_that_fits, last_that_fits + 0.2, 8.9, 9.1)
@@ -151,7 +151,7 @@ def test_the_default_margin_is_a_share_of_the_limit() -> None:
     assert hardware_of(make_job(planner={"memory_gib": 0.1}), 8).margin_gib == pytest.approx(0.005)
 
 
-def test_the_table_marks_the_jobs_rows_and_the_chosen_one() -> None:
+def test_the_table_marks_the_rows_of_the_job_and_the_choice() -> None:
     config = make_job(**auto(memory_gib=12))
     comparison, hardware = compared(config)
     resolution = resolve(comparison, hardware)
@@ -180,7 +180,8 @@ def test_rows_as_data_hold_everything() -> None:
 
 
 def test_streams_of_a_gpu_do_not_share_memory() -> None:
-    """1 GiB of activations is gone when 3 GiB are gathered, but the allocator keeps it for the compute stream."""
+    """1 GiB of activations is freed when 3 GiB are all-gathered, but the allocator reserves it for the compute
+    stream."""
     ledger = Ledger()
     ledger.enter(StepPoint(0, "forward", ""))
     ledger.allocate(GIB, Category.ACTIVATIONS)

@@ -25,14 +25,14 @@ def test_a_picture_has_a_bar_for_every_choice(tmp_path: Path, suffix: str) -> No
         assert "limit 10 GiB" in text and "activations" in text and "far to the right" not in text
 
 
-def test_a_limit_far_away_is_only_named(tmp_path: Path) -> None:
+def test_a_limit_outside_of_the_picture_is_only_named(tmp_path: Path) -> None:
     comparison, hardware = compared(make_job())
     path = tmp_path / "plan.svg"
     plot_comparison(comparison, replace(hardware, memory_gib=1000.0), "tiny", str(path), comparison.rows[0])
     assert "limit 1000 GiB, far to the right" in path.read_text()
 
 
-def test_where_it_cannot_be_written_is_said_first(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_an_error_before_planning(tmp_path: Path) -> None:
     (tmp_path / "a.png").mkdir()
     for name, words in (("plan.jpg", "must end in"), ("no/plan.png", "there is no folder"), ("a.png", "is a folder")):
         with pytest.raises(UserError, match=words):

@@ -1,4 +1,4 @@
-"""Precision rules become units."""
+"""FSDP2 units from precision rules."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_unit_larger_than_a_block_is_divided_by_blocks() -> None:
     linear = [unit.modules for unit in units if unit.reason == "precision.rules.0"]
     assert linear == [(f"layers.{i}.mix", f"layers.{i}.inner.0") for i in range(3)] + [("output",)]
     small = [len(unit.modules) for unit in units_of(rule) if unit.reason == "precision.rules.0"]
-    assert small == [6, 1]  # the output layer returns another dtype
+    assert small == [6, 1]  # the dtype of the output layer differs
 
 
 def test_a_head_that_is_named_as_a_block_is_in_one_unit() -> None:
@@ -205,7 +205,7 @@ def test_a_module_shared_between_blocks_is_an_error_that_names_both() -> None:
         plan_model(inventory, PrecisionConfig(), RESHARDING)
     rules = (PrecisionRule(type="LayerNorm", param_dtype="float32"),)
     units = plan_model(inventory, PrecisionConfig(rules=rules), RESHARDING).units
-    assert len(units[0].modules) == 6  # one unit holds it, so that the blocks need not
+    assert len(units[0].modules) == 6  # one unit holds the module, so no block does
     with pytest.raises(ConfigError, match=r"layers\.1\.norm1 is the same module as layers\.0\.norm1"):
         plan_model(inventory, PrecisionConfig(rules=(PrecisionRule(match="layers.1.norm1"),)), RESHARDING)
 
@@ -238,7 +238,7 @@ def test_a_declared_embedding_is_held_where_everything_is() -> None:
     assert (kept.reshard_after_forward, kept.unshard_in_backward, kept.num_gathers) == (False, True, 1)
 
 
-def test_a_declared_embedding_under_a_rule_or_in_a_block_is_what_these_make_of_it() -> None:
+def test_a_rule_or_a_block_overrides_the_unit_of_a_declared_embedding() -> None:
     ruled = plan_model(declare_embedding(), PrecisionConfig(rules=(PrecisionRule(type="Embedding"),)), RESHARDING)
     assert ruled.unit_of["embedding"].reason == "precision.rules.0"
     block = plan_model(replace(declare_embedding(), blocks=("embedding",)), PrecisionConfig(), RESHARDING)
@@ -299,7 +299,7 @@ def test_a_rule_for_one_of_two_tied_modules_is_an_error() -> None:
 
 
 class Tables(nn.Module):
-    """Floating and other buffers, at two depths, and a BatchNorm."""
+    """A model with floating-point and other buffers at two depths, and a BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ def buffers_of(*rules: dict[str, object], **precision: object) -> dict[str, str]
     return dict(plan_model(take_inventory(Model(), ()), config, RESHARDING).buffer_dtypes)
 
 
-def test_buffers_stay_as_they_are_without_a_word_about_them() -> None:
+def test_buffers_keep_their_dtype_by_default() -> None:
     buffers = buffers_of()
     assert set(buffers.values()) == {"float32"} and not any("count" in name for name in buffers)
 
@@ -364,7 +364,7 @@ def test_a_rule_can_store_its_parameters_in_another_dtype() -> None:
 
 
 @pytest.mark.parametrize(("unit_per", "sizes"), [("model", [7]), ("block", [2, 2, 2, 1]), ("module", [1] * 7)])
-def test_a_rule_says_how_many_units_its_modules_become(unit_per: str, sizes: list[int]) -> None:
+def test_unit_per_sets_the_number_of_units_of_a_rule(unit_per: str, sizes: list[int]) -> None:
     units = units_of({"type": "LayerNorm", "param_dtype": "float32", "unit_per": unit_per})
     ruled = [unit for unit in units if unit.reason == "precision.rules.0"]
     assert [len(unit.modules) for unit in ruled] == sizes
@@ -401,7 +401,7 @@ def test_a_rule_may_match_several_paths_and_each_must_match() -> None:
         units_of({"match": ["layers.0.mix", "nrom"]})
 
 
-def test_tied_modules_go_together_where_one_rule_says_everything_for_both() -> None:
+def test_tied_modules_may_be_in_one_rule() -> None:
     rule: dict[str, object] = {"match": ["embedding", "output"], "param_dtype": "float32"}
     with pytest.raises(ConfigError, match="one rule must match both"):
         units_of({**rule, "match": "output"}, model={"tied": True})
@@ -411,18 +411,18 @@ def test_tied_modules_go_together_where_one_rule_says_everything_for_both() -> N
     assert by_reason(units, "precision.rules.0").modules == ("embedding", "output")
 
 
-def test_a_rule_that_asks_for_another_class_says_what_is_there() -> None:
+def test_a_rule_for_an_absent_class_names_the_classes_of_the_model() -> None:
     with pytest.raises(ConfigError, match=r"no module of class LayerNorm: layers\.0\.mix is a Linear"):
         units_of({"match": "layers.*.mix", "type": "LayerNorm"})
 
 
-def test_torchs_classes_have_their_public_names_too() -> None:
+def test_classes_of_pytorch_match_by_their_public_names() -> None:
     units = units_of({"type": "torch.nn.LayerNorm", "param_dtype": "float32"})
     assert len(by_reason(units, "precision.rules.0").modules) == 7
 
 
 class Table(nn.Module):
-    """A floating buffer."""
+    """A module with a floating-point buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -433,7 +433,7 @@ class Table(nn.Module):
 
 
 class SharesTable(nn.Module):
-    """One module with a buffer and three parents."""
+    """A model in which one module with a buffer has three parents."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -443,7 +443,7 @@ class SharesTable(nn.Module):
             layer.append(self.table)
 
 
-def test_the_buffers_of_a_shared_module_are_its_first_paths() -> None:
+def test_buffers_of_a_shared_module_have_its_first_path() -> None:
     inventory = take_inventory(SharesTable(), ("layers.0", "layers.1"))
     rules = [{"match": "table", "buffer_dtype": "bfloat16"}]
     plan = plan_model(inventory, PrecisionConfig.model_validate({"rules": rules}), RESHARDING)

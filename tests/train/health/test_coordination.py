@@ -1,4 +1,4 @@
-"""What no rank decides alone."""
+"""Decisions that all ranks take together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from titan_launch.train.health.coordination import StepCoordinator
 
 
 class Clock:
-    """Seconds, as set."""
+    """A clock that a test sets."""
 
     now = 0.0
 
@@ -18,13 +18,13 @@ class Clock:
 
 
 class Signal:
-    """A signal that has arrived, or not."""
+    """A signal that a test sets."""
 
     signal = 0
 
 
 def agree() -> list[tuple[int, bool]]:
-    """Rank 0's clock reaches the interval, later rank 1 hears a signal: what each rank is told."""
+    """Let rank 0's clock reach the interval, and later rank 1 receive a signal. Return the decisions of each step."""
     clock, request = Clock(), Signal()
     control = StepCoordinator(request, interval_minutes=2, clock=clock)  # type: ignore[arg-type]
     told = []
@@ -39,6 +39,6 @@ def agree() -> list[tuple[int, bool]]:
     return [*told, (control.stop_signal, control.save_is_due)]
 
 
-def test_one_rank_knows_and_all_act() -> None:
+def test_all_ranks_act_on_the_clock_or_signal_of_one() -> None:
     expected = [(0, False), (0, True), (0, False), (0, True), (15, False)]
     assert run_ranks(agree, 2) == [expected, expected]

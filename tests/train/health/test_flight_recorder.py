@@ -1,4 +1,4 @@
-"""The collective that did not finish is found in the records of all ranks."""
+"""Flight records of all ranks name the collective that did not finish."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def wait_for_the_last_rank(folder: Path) -> int:
     return number
 
 
-def test_collectives_that_did_not_finish_are_named_with_the_ranks_that_did_not_begin_them(tmp_path: Path) -> None:
+def test_unfinished_collectives_are_named_with_the_ranks_that_did_not_start_them(tmp_path: Path) -> None:
     assert run_ranks(wait_for_the_last_rank, 3, tmp_path) == [2, 2, 1]
     last = "gloo:all_reduce number 1 of group default_pg"
     assert list(unfinished_collectives(tmp_path, since=0)) == [
@@ -61,7 +61,7 @@ def test_collectives_that_did_not_finish_are_named_with_the_ranks_that_did_not_b
         f"(last started on rank 1: gloo:all_reduce number 1 of group pair, on rank 2: {last})",
         f"gloo:all_reduce number 1 of group pair: started by rank 1, not by rank 2 (last started on rank 2: {last})",
     ]
-    assert list(unfinished_collectives(tmp_path, since=time.time() + 60)) == []  # of an earlier start
+    assert list(unfinished_collectives(tmp_path, since=time.time() + 60)) == []  # the record of an earlier start
     assert _abort_cause(tmp_path, since=0).startswith(": native code aborted the process, and may have said why above")
 
 
@@ -109,7 +109,7 @@ def test_a_record_cannot_run_code(tmp_path: Path) -> None:
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
-    """A pickle with opcodes inserted, swapped, or nested, with arguments of any kind."""
+    """Return a pickle with opcodes inserted, swapped, or nested, with arguments of any kind."""
     spots = [position for _, _, position in pickletools.genops(content)]
     data = bytearray(content)
     for _ in range(rng.randint(1, 3)):
@@ -123,14 +123,14 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-def test_mutated_records_make_plain_values_or_nothing() -> None:
+def test_mutated_records_load_as_plain_values_or_not_at_all() -> None:
     rng = random.Random(0)
     trace = {
         "pg_config": {"0": {"ranks": "[0, 1]"}},
         "entries": [entry(1, "started"), {"state": 2.5, "of": (None, True)}],
     }
     records = [pickle.dumps(trace, protocol) for protocol in range(6)]
-    codecs.lookup("raw-unicode-escape")  # Python imports it when a string is not valid
+    codecs.lookup("raw-unicode-escape")  # Python imports this module for an invalid string
     events: list[str] = []
     is_watching = True
 
@@ -138,7 +138,7 @@ def test_mutated_records_make_plain_values_or_nothing() -> None:
         if is_watching and event in ("pickle.find_class", "import", "exec", "os.mkdir", "os.system"):
             events.append(f"{event} {args[:2]}")
 
-    sys.addaudithook(watch)  # it can never be removed
+    sys.addaudithook(watch)  # an audit hook cannot be removed
     before, loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
     for _ in range(6000):
         with suppress(Exception):
@@ -151,7 +151,7 @@ def test_mutated_records_make_plain_values_or_nothing() -> None:
 
 
 def dump_beside_nccl(folder: Path) -> tuple[bytes, int]:
-    """Write the records where NCCL has one, too; that one, and the collectives started in both."""
+    """Write the records beside one of NCCL. Return NCCL's record, and the collectives started in both."""
     dist.all_reduce(torch.ones(1))
     json = b'{"entries": [{"process_group": ["0", "default_pg"], "collective_seq_id": 40}]}'
     with pytest.MonkeyPatch.context() as patch:
@@ -163,7 +163,7 @@ def dump_beside_nccl(folder: Path) -> tuple[bytes, int]:
         return record_path(folder, FOLDER, dist.get_rank()).read_bytes(), collectives_started()
 
 
-def test_gloos_record_is_written_beside_nccls(tmp_path: Path) -> None:
+def test_the_record_of_gloo_is_written_beside_that_of_nccl(tmp_path: Path) -> None:
     assert run_ranks(dump_beside_nccl, 2, tmp_path) == [(b"of NCCL", 41)] * 2
     trace = pickle.loads(record_path(tmp_path, GLOO_FOLDER, 1).read_bytes())
     assert [entry["profiling_name"] for entry in trace["entries"]] == ["gloo:all_reduce"]

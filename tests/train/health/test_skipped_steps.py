@@ -1,4 +1,5 @@
-"""Skipped steps: records with their samples. Too many of them in a row stop the run, or make it go back."""
+"""Skipped steps: records with their samples, and the stop or the return to a checkpoint after too many of them in a
+row."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from titan_launch.train.run import Run
 
 
 def job_with(folder: Path, steps: int, **debug: Any) -> dict[str, Any]:
-    """Checkpoints after steps 3, 6, ...; two microbatches of one sample on each of two ranks."""
+    """Return a job with checkpoints after steps 3, 6, ..., and two microbatches of one sample on each of two ranks."""
     return tiny_job(
         folder,
         training={"steps": steps},
@@ -37,8 +38,8 @@ def job_with(folder: Path, steps: int, **debug: Any) -> dict[str, Any]:
 
 
 def poison(run: Run, bad: range, inputs: dict[int, list[Tensor]]) -> None:
-    """Make the activations infinite where the step begins at one of these positions, on the last rank; keep what all
-    such steps are given, by position."""
+    """Make the last rank's activations infinite in steps that begin at one of these positions. Record the inputs of
+    these steps by position."""
 
     def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         position = run.progress.data_position
@@ -51,7 +52,8 @@ def poison(run: Run, bad: range, inputs: dict[int, list[Tensor]]) -> None:
 
 
 def train_poisoned(job: dict[str, Any], bad: range) -> tuple[dict[str, Tensor], str, dict[int, list[Tensor]]]:
-    """Parameters at the end, the error that ended the run, and the inputs of the poisoned steps."""
+    """Train on poisoned data. Return the parameters at the end, the error that ended the run, and the inputs of the
+    poisoned steps."""
     inputs: dict[int, list[Tensor]] = {}
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
@@ -64,7 +66,7 @@ def train_poisoned(job: dict[str, Any], bad: range) -> tuple[dict[str, Tensor], 
 
 
 def train_past(job: dict[str, Any], step: int, position: int) -> dict[str, Tensor]:
-    """Train, but go on from another position after a step, in a run without any fault."""
+    """Train without bad numbers, but continue from another data position after a step."""
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         while run.progress.step < job["training"]["steps"]:
@@ -77,14 +79,15 @@ def train_past(job: dict[str, Any], step: int, position: int) -> dict[str, Tenso
 BAD = range(16, 24)  # steps 5 and 6
 
 
-def test_a_run_goes_back_to_its_checkpoint_and_past_the_bad_data(tmp_path: Path) -> None:
+def test_a_run_returns_to_its_checkpoint_and_skips_the_bad_data(tmp_path: Path) -> None:
     job = job_with(tmp_path / "run", 8, on_repeated_skips="rollback")
     reference = run_ranks(train_past, 2, job_with(tmp_path / "reference", 10), 3, 24)
     first = run_ranks(train_poisoned, 2, job, BAD)
     assert [message for _, message, _ in first] == ["", ""]
     resumed = run_ranks(train_poisoned, 2, {**job, "training": {**job["training"], "steps": 10}}, BAD)
     for (state, _, inputs), expected in zip(resumed, reference, strict=True):
-        assert_equal(state, expected)  # no sample of steps 4 to 6 was trained on, and the resume did not return to them
+        # The run has skipped the samples of steps 4 to 6, and the resume did not return to them.
+        assert_equal(state, expected)
         assert not inputs
 
     reports = read_metrics(tmp_path / "run")
@@ -107,7 +110,7 @@ def test_a_run_goes_back_to_its_checkpoint_and_past_the_bad_data(tmp_path: Path)
             assert len(given) == len(named) == 2 and all(map(torch.equal, given, named))
 
 
-def test_weights_gathered_in_8_bits_have_the_scales_of_the_checkpoint_again(tmp_path: Path) -> None:
+def test_weights_gathered_in_8_bits_return_to_the_scales_of_the_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     jobs = [job_with(tmp_path / name, 8, on_repeated_skips="rollback") for name in ("run", "other")]
     for job in jobs:
@@ -119,7 +122,7 @@ def test_weights_gathered_in_8_bits_have_the_scales_of_the_checkpoint_again(tmp_
     assert_equal(run_ranks(train_past, 2, jobs[1], 3, BAD.stop)[0], state)
 
 
-def test_a_run_does_not_go_back_for_ever(tmp_path: Path) -> None:
+def test_a_run_returns_to_a_checkpoint_a_limited_number_of_times(tmp_path: Path) -> None:
     job = job_with(tmp_path, 8, on_repeated_skips="rollback", max_rollbacks=2)
     ((_, message, _),) = run_ranks(train_poisoned, 1, job, range(16, 1000))
     assert message.startswith("step 5: the loss or the gradient is not finite")
@@ -127,13 +130,13 @@ def test_a_run_does_not_go_back_for_ever(tmp_path: Path) -> None:
     assert str(tmp_path / "tiny" / "faults" / "step-5.rollback-2.json") in message
 
 
-def test_a_run_without_a_checkpoint_cannot_go_back(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_stops_with_an_error(tmp_path: Path) -> None:
     job = job_with(tmp_path, 8, on_repeated_skips="rollback")
     ((_, message, _),) = run_ranks(train_poisoned, 1, job, range(8))
     assert message.endswith("; there is no checkpoint to go back to, and the run stops")
 
 
-def test_too_many_skips_stop_the_run_and_a_resume_counts_on(tmp_path: Path) -> None:
+def test_too_many_skipped_steps_stop_the_run_and_a_resume_continues_the_count(tmp_path: Path) -> None:
     job = job_with(tmp_path, 3)
     bad = range(8, 16)  # steps 3 and 4
     assert run_ranks(train_poisoned, 1, job, bad)[0][1] == ""
@@ -142,4 +145,4 @@ def test_too_many_skips_stop_the_run_and_a_resume_counts_on(tmp_path: Path) -> N
         (faults / f"step-{number + 100}.json").touch()
     ((_, message, _),) = run_ranks(train_poisoned, 1, {**job, "training": {**job["training"], "steps": 8}}, bad)
     assert message.startswith("step 4: ") and "the last of 2 skipped steps in a row" in message
-    assert (faults / "step-4.json").exists()  # the one that ends the run is recorded in any case
+    assert (faults / "step-4.json").exists()  # the step that ends the run is always recorded

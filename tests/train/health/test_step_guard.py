@@ -1,4 +1,4 @@
-"""The decision to leave a step out: common to all ranks, without traces, and the same after a resume."""
+"""The decision to skip a step is common to all ranks, leaves no trace, and is the same after a resume."""
 
 from __future__ import annotations
 
@@ -28,26 +28,28 @@ CPU = torch.device("cpu")
 
 
 def decide(config: DebugConfig, bad_rank: int, values: list[tuple[float, float]]) -> tuple[list[float], SkippedSteps]:
-    """Steps of which one rank sees these losses and norms, and the others ones: decisions, and skipped steps."""
+    """Run steps in which one rank has these losses and norms, and the others have ones. Return the decisions and the
+    skipped steps."""
     guard = StepGuard(config, CPU)
     decisions = []
     for pair in values:
         loss, norm = pair if dist.get_rank() == bad_rank else (1.0, 1.0)
         decisions.append(guard.check(torch.tensor(loss), torch.tensor(norm)).item())
-    return decisions, guard.pop_skipped_steps(12)  # the run was resumed before step 13 - len(values)
+    return decisions, guard.pop_skipped_steps(12)  # the run resumed before step 13 - len(values)
 
 
 GOOD = (1.0, 1.0)
 
 
 @pytest.mark.parametrize("bad", [(math.nan, 1.0), (1.0, math.inf)])
-def test_one_rank_decides_for_all(bad: tuple[float, float]) -> None:
+def test_a_bad_step_of_one_rank_is_skipped_on_all_ranks(bad: tuple[float, float]) -> None:
     config = DebugConfig(on_nonfinite="skip")
     for rank, (decisions, skipped) in enumerate(run_ranks(decide, 2, config, 1, [GOOD, bad, GOOD])):
         assert decisions == [0, 1, 0] and skipped.last is None
         (skipped_step,) = skipped.steps
         assert (skipped_step.step, skipped_step.reason) == (11, "nonfinite")
-        assert math.isfinite(skipped_step.own_loss) == (rank == 0 or math.isfinite(bad[0]))  # whose batch it was
+        # Rank 1 has the bad batch.
+        assert math.isfinite(skipped_step.own_loss) == (rank == 0 or math.isfinite(bad[0]))
 
 
 def test_stop_leaves_out_all_that_follow() -> None:
@@ -71,8 +73,8 @@ SPIKES = DebugConfig(spike_sigma=3.0, spike_window=6)
 
 
 def find_spikes(saved_before: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Feed the losses, half of each on either rank, to a guard that is saved and restored on the way: decisions, the
-    limits of the spikes, and the guard's last state."""
+    """Feed half of each loss on either rank to a guard that is saved and restored on the way. Return the decisions, the
+    limits, and the guard's last state."""
     guard, decisions, limits = StepGuard(SPIKES, CPU), [], []
     for index, loss in enumerate(LOSSES):
         if index == saved_before:
@@ -83,7 +85,7 @@ def find_spikes(saved_before: int) -> tuple[list[float], list[float], dict[str, 
     return decisions, limits, guard.state_dict()  # type: ignore[return-value]
 
 
-def test_a_spike_is_measured_against_the_steps_that_were_trained_on() -> None:
+def test_a_spike_is_relative_to_the_steps_that_were_not_skipped() -> None:
     trained, decisions, limits = list[float](), [], []
     for loss in LOSSES:
         window = trained[-6:]
@@ -96,7 +98,7 @@ def test_a_spike_is_measured_against_the_steps_that_were_trained_on() -> None:
         assert found[1] == pytest.approx(limits, rel=1e-6)
 
 
-def test_a_restored_guard_goes_on_bitwise() -> None:
+def test_a_restored_guard_continues_bitwise() -> None:
     (_, limits, state), *_ = run_ranks(find_spikes, 2, 9)
     (_, uninterrupted, same), *_ = run_ranks(find_spikes, 2, 10**9)
     assert limits == uninterrupted
@@ -104,17 +106,17 @@ def test_a_restored_guard_goes_on_bitwise() -> None:
 
 
 def test_a_spike_does_not_count_as_not_finite() -> None:
-    """`on_nonfinite = "stop"` goes on after it."""
+    """`on_nonfinite = "stop"` continues after a spike."""
     (_, limits, state), *_ = run_ranks(find_spikes, 1, 10**9)
     assert len(limits) == 2 and state["skips"] == 0
 
 
 SHARED = ({"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2})
-"""Divisions in which ranks have the same samples: their losses and norms must not count twice."""
+"""Divisions in which ranks have the same samples. Their losses and norms must count once."""
 
 
 def train_with_spikes(folder: Path) -> list[list[tuple[float, float]]]:
-    """Loss and norm of every skipped step, of jobs whose learning rate is far too high."""
+    """Train jobs whose learning rate is far too high. Return loss and gradient norm of every skipped step."""
     found = []
     for index, parallelism in enumerate(SHARED if dist.get_world_size() == 2 else ({},)):
         job = tiny_job(
@@ -136,7 +138,7 @@ def train_with_spikes(folder: Path) -> list[list[tuple[float, float]]]:
     return found
 
 
-def test_spikes_are_the_same_however_ranks_share_the_work(tmp_path: Path) -> None:
+def test_spikes_do_not_depend_on_the_division_of_ranks(tmp_path: Path) -> None:
     ((alone,),) = run_ranks(train_with_spikes, 1, tmp_path / "1")
     for of_rank in run_ranks(train_with_spikes, 2, tmp_path / "2"):
         for spikes in of_rank:
@@ -145,7 +147,8 @@ def test_spikes_are_the_same_however_ranks_share_the_work(tmp_path: Path) -> Non
 
 
 def train_with_poison(job: dict[str, Any], bad_step: int, bad_rank: int) -> tuple[list[dict[str, Tensor]], str]:
-    """Train while one rank's activations are infinite at one step; the state after every step, and the outcome."""
+    """Train while one rank's activations are infinite at one step. Return the state after every step, and the
+    outcome."""
     states = []
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
@@ -174,7 +177,7 @@ def test_a_step_that_is_left_out_changes_nothing(tmp_path: Path, norm: str) -> N
         parallelism={"data_parallel_replicate_degree": 2},
     )
     for states, message in run_ranks(train_with_poison, 4, job, 2, 3):
-        assert_equal(states[0], states[1])  # running statistics included
+        assert_equal(states[0], states[1])  # this includes running statistics
         assert not torch.equal(states[1]["output.weight"], states[2]["output.weight"])
         assert all(bool(tensor.isfinite().all()) for tensor in states[-1].values())
         assert message == "skipped 1"

@@ -1,4 +1,4 @@
-"""Hang detection: reports of the ranks behind and of all stacks; timeouts report the same."""
+"""Hang detection: reports of the ranks behind and of all stacks. Timeouts give the same reports."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def a_slow_disk(batches: Iterator[Microbatch], microbatches: int, seconds: float
 
 
 def train_with_a_slow_disk(job: dict[str, Any], seconds: float) -> list[str]:
-    """Train while the last of the ranks waits for its data in step 3: what was logged."""
+    """Train while the last rank waits for its data in step 3. Return the log lines."""
     records: list[str] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -95,7 +95,7 @@ def build():
 
 
 def launched(folder: Path, model: str, comm: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    """Train that model on two ranks, to the end."""
+    """Train the model on two ranks to the end, with `launch`."""
     (folder / "hanging.py").write_text(model)
     job = tiny_job(folder, comm=comm, debug={"audit_precision": False})
     job = {**job, "model": {"name": "hanging:build"}, "training": {**job["training"], "local_batch_size": 2}}
@@ -116,19 +116,19 @@ def test_a_timeout_ends_the_run_with_the_rank_that_was_behind(tmp_path: Path) ->
     error = ended.stderr[ended.stderr.index("error: ") :]
     assert error.startswith("error: a collective took longer than comm.timeout_seconds: Timed out waiting 3000ms")
     assert "rank 1 is behind: all are in step 3 (forward, backward and update), but rank 1 started" in error
-    assert error.count("\n") == 2  # nothing else, and nobody killed the rank that hung: it ended by itself
+    assert error.count("\n") == 2  # there is no other error, and the rank that hung ended without a signal
     run = tmp_path / "tiny"
     assert "in wait_for_ever" in (run / "hangs" / "rank_1.txt").read_text()
     assert "and this rank hangs in step 3" in next(run.glob("logs/*/rank_1.log")).read_text()
     traces = {rank: pickle.loads((run / "flight_recorder" / f"rank_{rank}").read_bytes()) for rank in (0, 1)}
     assert len(traces[0]["entries"]) == len(traces[1]["entries"]) + 1
-    for trace in traces.values():  # what torchfrtrace needs to compare ranks, and gloo leaves out
+    for trace in traces.values():  # torchfrtrace needs these fields to compare ranks, and gloo does not write them
         assert {entry["process_group"][0] for entry in trace["entries"]} <= trace["pg_config"].keys()
         assert "[0, 1]" in {group["ranks"] for group in trace["pg_config"].values()}
 
 
-def test_a_rank_that_native_code_aborts_at_a_hang_ends_the_run_with_the_collective(tmp_path: Path) -> None:
-    """As NCCL's watchdog thread does: rank 0 waits for rank 1, and is aborted after the hang is reported."""
+def test_a_rank_that_native_code_aborts_at_a_hang_is_reported_with_its_collective(tmp_path: Path) -> None:
+    """NCCL's watchdog thread does so. Rank 0 waits for rank 1, and is aborted after the hang is reported."""
     abort = 'if self.calls == 3 and os.environ["RANK"] == "0": threading.Timer(3, os.abort).start()'
     model = MODEL_THAT_HANGS.replace("self.calls += 1", f"self.calls += 1\n        {abort}")
     model = model.replace("import os, time", "import os, threading, time").replace(
@@ -146,7 +146,7 @@ def test_a_rank_that_native_code_aborts_at_a_hang_ends_the_run_with_the_collecti
 
 
 def hang_within_a_phase(comm: CommConfig) -> str:
-    """Two ranks are in the same phase, where one has begun a collective that the other has not."""
+    """Put two ranks into the same phase, in which one rank has started a collective and the other has not."""
     ranks = this_rank()
     with Watchdog(comm, ranks) as watchdog:
         watchdog.end_warm_up()
@@ -158,14 +158,14 @@ def hang_within_a_phase(comm: CommConfig) -> str:
     return sentence
 
 
-def test_a_rank_that_is_behind_within_a_phase(tmp_path: Path) -> None:
-    """What is told apart by the collectives that ranks have begun."""
+def test_the_rank_behind_within_a_phase_is_named(tmp_path: Path) -> None:
+    """The started collectives of the ranks tell which rank is behind."""
     sentence, _ = run_ranks(hang_within_a_phase, 2, CommConfig(timeout_seconds=60, hang_seconds=1))
     assert sentence.startswith("rank 1 is behind: all are in step 7 (forward, backward and update), but rank 1 started")
 
 
 def timeouts_of_groups(job: dict[str, Any]) -> tuple[set[float], set[float]]:
-    """The timeouts of all groups, while a run is built and at its end."""
+    """Return the timeouts of all groups while a run is built and at its end."""
 
     def seconds() -> set[float]:
         groups = distributed_c10d._world.pg_map

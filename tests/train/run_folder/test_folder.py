@@ -1,4 +1,4 @@
-"""Run folders: nothing is overwritten, mixed up or lost."""
+"""Run folders: no run overwrites, mixes up or loses data."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ from titan_launch.train.run_folder.folder import (
 from titan_launch.train.run_folder.records import record_run
 
 ALONE = Attempt()
-"""A process that nothing restarts."""
+"""An attempt of a process that no agent restarts."""
 
 CHECKPOINT = {"enable": True, "interval": 2}
 
 
 def prepare(folder: Path, stack: ExitStack | None = None, attempt: Attempt = ALONE, **sections: dict[str, Any]) -> None:
-    """Prepare and record a run's folder as a process would; without a stack of the caller's, the process ends."""
+    """Prepare and record a run folder as a process does. Without `stack` of the caller, release it, as the end of a
+    process does."""
     config = JobConfig.model_validate(tiny_job(folder, **sections))
     with ExitStack() as own:
         used = own if stack is None else stack
@@ -51,7 +52,7 @@ def prepare(folder: Path, stack: ExitStack | None = None, attempt: Attempt = ALO
 
 
 def save_steps(folder: Path, *steps: int) -> Path:
-    """Folders that count as complete checkpoints."""
+    """Create folders that count as complete checkpoints."""
     checkpoints = folder / "tiny" / "checkpoints"
     for step in steps:
         (checkpoints / f"step-{step}").mkdir(parents=True)
@@ -64,7 +65,7 @@ def names(folder: Path) -> list[str]:
 
 
 def set_start(folder: Path, started: datetime) -> str:
-    """Let the run in a folder have started at that time; returns the name that it gets when it is moved aside."""
+    """Set the start time of the run in a folder. Return the name that the folder gets when it is moved aside."""
     os.utime(folder / "tiny/lock", (started.timestamp(), started.timestamp()))
     return f"tiny.{started:%Y-%m-%d_%H-%M-%S}"
 
@@ -74,7 +75,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def refusal(folder: Path, **sections: dict[str, Any]) -> str:
-    """The message with which a start is refused that must leave everything as it is."""
+    """Return the error of a start that is refused, and check that the folder is unchanged."""
     before = contents(folder)
     with pytest.raises(ConfigError) as error:
         prepare(folder, **sections)
@@ -109,14 +110,14 @@ def test_a_resumed_run_keeps_the_time_of_its_first_start(tmp_path: Path) -> None
     assert names(tmp_path) == ["tiny", aside]
 
 
-def test_a_folder_that_is_not_a_runs_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_folder_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "thesis.txt").write_text("years of work")
     assert "exists and is not a run folder" in refusal(tmp_path)
 
 
-def test_what_is_left_of_a_runs_folder_is_a_runs(tmp_path: Path) -> None:
-    """Somebody deleted the folder while a checkpoint was being written."""
+def test_the_rest_of_a_deleted_run_folder_is_still_a_run_folder(tmp_path: Path) -> None:
+    """The folder was deleted while a checkpoint was being written."""
     (tmp_path / "tiny/checkpoints/step-2.tmp").mkdir(parents=True)
     prepare(tmp_path, checkpoint=CHECKPOINT)
     assert names(tmp_path) == ["tiny"]
@@ -135,14 +136,14 @@ def test_a_start_that_failed_before_the_run_began_leaves_no_folder_behind(tmp_pa
 def test_two_runs_cannot_write_into_one_folder(tmp_path: Path) -> None:
     with ExitStack() as first:
         prepare(tmp_path, first)
-        messages = run_ranks(refused, 2, tiny_job(tmp_path))  # processes of their own, as the locks are
+        messages = run_ranks(refused, 2, tiny_job(tmp_path))  # locks belong to processes
         assert len(messages) == 2 and all("another run is writing" in message for message in messages)
         assert names(tmp_path) == ["tiny"]
     prepare(tmp_path)
 
 
 def refused(job: dict[str, Any]) -> str:
-    """Train a job on this rank; the message with which it is refused, or nothing."""
+    """Train a job on this rank. Return the error with which it is refused, or an empty string."""
     try:
         run_job(job)
     except UserError as error:
@@ -151,7 +152,7 @@ def refused(job: dict[str, Any]) -> str:
 
 
 def hold(folder: Path) -> int:
-    """Prepare a folder and die; a child, like a data worker, lives on. Returns the child's number."""
+    """Prepare a folder and die, while a child, such as a data worker, lives on. Return the child's process id."""
     with ExitStack() as stack:
         prepare(folder, stack)
         child = os.fork()
@@ -208,7 +209,7 @@ def test_another_experiment_with_nothing_to_resume_is_moved_aside(
 ) -> None:
     prepare(tmp_path)
     if not enable:
-        save_steps(tmp_path, 2)  # the result of a run that is over
+        save_steps(tmp_path, 2)  # the result of a finished run
     (tmp_path / "tiny/metrics.jsonl").write_text("reports")
     before = {path.name: path.read_bytes() for path in (tmp_path / "tiny").rglob("*") if path.is_file()}
     aside = set_start(tmp_path, datetime(2026, 11, 22, 15, 4, 5))
@@ -226,7 +227,7 @@ def test_another_model_is_refused_whatever_is_accepted(tmp_path: Path) -> None:
     assert "accept_changes" not in message
 
 
-def test_damaged_checkpoints_are_not_moved_aside_unasked(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_not_moved_aside_without_consent(tmp_path: Path) -> None:
     prepare(tmp_path, checkpoint=CHECKPOINT)
     (save_steps(tmp_path, 2) / "step-2/manifest.json").unlink()
     message = refusal(tmp_path, checkpoint={**CHECKPOINT, "accept_changes": True}, training={"seed": 1})
@@ -316,7 +317,7 @@ def test_later_checkpoints_are_moved_aside_with_the_reports(tmp_path: Path) -> N
     (checkpoints / "latest").symlink_to("step-6")
     (checkpoints / "best").symlink_to("step-4")
     (tmp_path / "tiny" / "metrics.jsonl").write_text("reports")
-    for _ in range(2):  # the second time there is nothing to do
+    for _ in range(2):  # the second call has nothing to do
         supersede_later_checkpoints(tmp_path / "tiny", 2)
         assert names(checkpoints) == ["latest", "step-2", "superseded-1"]
         assert names(checkpoints / "superseded-1") == ["metrics.jsonl", "step-4", "step-6"]
@@ -324,7 +325,7 @@ def test_later_checkpoints_are_moved_aside_with_the_reports(tmp_path: Path) -> N
 
 
 def test_a_launch_between_two_attempts_keeps_its_folder(tmp_path: Path) -> None:
-    """The ranks have died, so the lock is free; their torchrun (here: this process) is about to start them again."""
+    """The ranks have died, so the lock is free. Their torchrun (here: this process) is about to restart them."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     agent = AgentProcess(socket.gethostname(), "/tmp/torchelastic_1/none_2", os.getpid(), ticks)
     with pytest.raises(UserError), ExitStack() as stack:
@@ -333,14 +334,14 @@ def test_a_launch_between_two_attempts_keeps_its_folder(tmp_path: Path) -> None:
     save_steps(tmp_path, 2)
     message = refusal(tmp_path, checkpoint={**CHECKPOINT, "load": "none"})
     assert f"another launch (process {os.getpid()}) is about to restart its ranks" in message
-    prepare(tmp_path, attempt=Attempt((agent,)), checkpoint=CHECKPOINT)  # its own restart, which ends well
+    prepare(tmp_path, attempt=Attempt((agent,)), checkpoint=CHECKPOINT)  # the launch's own restart succeeds
     prepare(tmp_path, checkpoint=CHECKPOINT)
     assert names(tmp_path) == ["tiny"]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a job file and its run, with checkpoints of two steps."""
+    """Return a folder with a job file and its run, with checkpoints of two steps."""
     folder = tmp_path_factory.mktemp("finished")
     sections = {"training": {"steps": 2}, "metrics": {"enable_tensorboard": True}}
     job = tiny_job(Path("."), checkpoint={"enable": True, "interval": 1}, **sections)
@@ -353,7 +354,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tampered(finished: Path, tmp_path: Path) -> Path:
-    """A copy of the folder."""
+    """Return a copy of the folder."""
     return Path(shutil.copytree(finished, tmp_path / "copy", symlinks=True))
 
 
@@ -378,7 +379,7 @@ NO_MANIFEST: dict[str, bytes | None] = {
 
 
 def replace(path: Path, kind: str) -> None:
-    """Put a FIFO, a folder or a link in the place of a file or folder, which need not be there."""
+    """Put a FIFO, a folder or a link in place of a file or folder, which may be missing."""
     remove(path)
     path.parent.mkdir(exist_ok=True)
     if kind == "fifo":
@@ -391,8 +392,8 @@ def replace(path: Path, kind: str) -> None:
         path.symlink_to(kind)
 
 
-def test_tampered_checkpoints_are_damaged_and_the_one_before_is_taken(tampered: Path) -> None:
-    """All kinds at once: each is a newer checkpoint than the intact one."""
+def test_a_run_resumes_from_the_checkpoint_before_tampered_ones(tampered: Path) -> None:
+    """All kinds of damage are present together, each in a checkpoint newer than the intact one."""
     checkpoints = tampered / "tiny/checkpoints"
 
     def copy() -> Path:
@@ -432,7 +433,7 @@ KINDS = [
     ("metrics.jsonl", "../job.json"),
     ("checkpoints", "nowhere"),
 ]
-"""Names in a run's folder, and what is put there."""
+"""Names in a run folder, and the kinds of objects that replace them."""
 
 CONTENTS = [
     *[("config.json", content, "is damaged (") for content in (b"[]", b"null", b"", b"\xff", DEEP, b'{"training": 1}')],
@@ -457,13 +458,13 @@ CONTENTS = [
         )
     ],
 ]
-"""Files of a run's folder, other contents, and what the refusal says."""
+"""Files of a run folder, other contents, and the text of the error."""
 
 
 def test_tampered_folders_are_refused_in_one_sentence(
     tampered: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No traceback, no hang, and nothing is changed by the refusal. `check` and `train` refuse alike."""
+    """The refusal has no traceback, does not hang and changes nothing. `check` and `train` refuse alike."""
     folder = tampered / "tiny"
     moved = tampered / "moved"
     monkeypatch.chdir(tampered)
@@ -497,11 +498,11 @@ VANISHING = {
     "moved": ("disabled", "os.rename('tiny', 'moved')"),
     "replaced": ("thread", "os.rename('tiny', 'moved'), os.mkdir('tiny')"),
 }
-"""Statements that are executed after the first checkpoint of a run, and its `async_mode`."""
+"""Statements that run after the first checkpoint of a run, and its `async_mode`."""
 
 
 @pytest.mark.parametrize("kind", VANISHING)
-def test_a_folder_that_vanishes_ends_the_run_and_the_same_command_goes_on(tmp_path: Path, kind: str) -> None:
+def test_a_folder_that_vanishes_ends_the_run_and_the_same_command_starts_again(tmp_path: Path, kind: str) -> None:
     mode, action = VANISHING[kind]
     is_due = "not os.path.exists('is_done') and os.path.exists('tiny/checkpoints/latest')"
     statement = f"{is_due} and (os.mkdir('is_done'), {action})"

@@ -1,4 +1,4 @@
-"""Logs of ranks: complete, one file a rank and attempt, closed on the way out."""
+"""Logs of ranks: complete, one file per rank and attempt, closed at exit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOG = logging.getLogger("titan_launch.somewhere")
 
 
 def run(path: Path, error: Exception | None, is_rank_0: bool = True, verbose: bool = False) -> None:
-    """Say something before the file is known and after, and end."""
+    """Log lines before and after the file is known, then raise `error`, if given."""
     with rank_log() as file, console_log(is_rank_0, verbose):
         LOG.info("early")
         LOG.debug("detail")
@@ -30,7 +30,7 @@ def run(path: Path, error: Exception | None, is_rank_0: bool = True, verbose: bo
     ("is_rank_0", "verbose", "printed"),
     [(True, False, "early\nlater\n"), (True, True, "early\ndetail\nlater\n"), (False, True, "")],
 )
-def test_a_ranks_file_holds_everything_and_its_console_what_it_should(
+def test_the_file_of_a_rank_holds_all_lines_and_its_console_the_selected_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], is_rank_0: bool, verbose: bool, printed: str
 ) -> None:
     with pytest.warns(UserWarning, match="python warns"):

@@ -1,4 +1,4 @@
-"""Runs that start from a checkpoint: another run's, or their own when the data has changed."""
+"""Runs that start from a checkpoint of another run, or from their own after the data has changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from titan_launch.train.build import build_run
 
 
 def job(folder: Path, name: str, steps: int, **checkpoint: Any) -> dict[str, Any]:
-    """A job with a plateau, so that more steps do not change earlier ones."""
+    """Return a job whose learning rate has a plateau, so that more steps do not change earlier ones."""
     return tiny_job(
         folder,
         job={"name": name},
@@ -37,13 +37,13 @@ def job(folder: Path, name: str, steps: int, **checkpoint: Any) -> dict[str, Any
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
-    """A folder with a run of four steps, and its end."""
+    """Return a folder with a run of four steps, and the state at its end."""
     folder = tmp_path_factory.mktemp("runs")
     return folder, run_ranks(run_job, 2, job(folder, "source", 4))[0]
 
 
 def logged(config: dict[str, Any], beginning: str) -> list[str]:
-    """Train a job on this rank and return its log lines with a beginning."""
+    """Train a job on this rank. Return its log lines that start with `beginning`."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -54,7 +54,7 @@ def logged(config: dict[str, Any], beginning: str) -> list[str]:
     return [line for line in lines if line.startswith(beginning)]
 
 
-def test_clipped_warm_up_is_not_clipped_any_more_when_a_run_is_resumed_with_more_steps(tmp_path: Path) -> None:
+def test_a_resume_with_more_steps_no_longer_clips_the_warm_up(tmp_path: Path) -> None:
     config = job(tmp_path, "tiny", 2) | {"lr_scheduler": {"kind": "constant", "warmup_steps": 5}}
     clipped = "learning rate: warm-up is clipped from 5 to 2 steps, because training.steps = 2"
     assert run_ranks(logged, 1, config, "learning rate") == [[clipped]]
@@ -66,14 +66,17 @@ def test_clipped_warm_up_is_not_clipped_any_more_when_a_run_is_resumed_with_more
 
 
 def start(config: dict[str, Any]) -> tuple[int, int, dict[str, Tensor], int]:
-    """Where a run starts: step, position in the data, parameters and buffers, tensors of the optimizer."""
+    """Return the start of a run: step, position in the data, parameters and buffers, and number of optimizer
+    tensors."""
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(config), this_rank(), stack)
         return run.progress.step, run.progress.data_position, whole_state(run.model), len(run.optimizer.state)
 
 
-def test_a_copied_checkpoint_does_not_take_a_run_back(tmp_path: Path, source: tuple[Path, dict[str, Tensor]]) -> None:
-    """Whoever copies step-2 to step-50 gets the run that goes on from step 4, at this start and at every later one."""
+def test_a_copied_checkpoint_does_not_change_the_resumed_step(
+    tmp_path: Path, source: tuple[Path, dict[str, Tensor]]
+) -> None:
+    """After a copy of step-2 to step-50, this start and every later one resume from step 4."""
     checkpoints = Path(shutil.copytree(source[0] / "source", tmp_path / "source", symlinks=True)) / "checkpoints"
     shutil.copytree(checkpoints / "step-2", checkpoints / "step-50")
     for steps in (5, 6):
@@ -100,7 +103,7 @@ def test_a_run_goes_on_from_another_runs_checkpoint(tmp_path: Path, source: tupl
     assert len(list((source[0] / "source/checkpoints").glob("step-*"))) == 2  # nothing is written there
 
 
-def test_a_run_begins_with_another_runs_parameters(tmp_path: Path, source: tuple[Path, dict[str, Tensor]]) -> None:
+def test_a_run_starts_from_another_runs_parameters(tmp_path: Path, source: tuple[Path, dict[str, Tensor]]) -> None:
     folder, end = source
     begun = job(tmp_path, "begun", 4, initial_load_path=str(folder / "source"))
     fresh_head = job(tmp_path, "head", 4, initial_load_path=str(folder / "source"), exclude_from_loading=["output.*"])
@@ -110,10 +113,10 @@ def test_a_run_begins_with_another_runs_parameters(tmp_path: Path, source: tuple
     trained = run_ranks(run_job, 1, fresh_head)[0]
     step, position, state, _ = run_ranks(start, 1, {**fresh_head, "training": {**begun["training"], "steps": 9}})[0]
     assert (step, position) == (4, 16)
-    assert_equal(state, trained)  # its own, with nothing excluded
+    assert_equal(state, trained)  # its own checkpoint, with nothing excluded
 
 
-def test_without_checkpoints_of_its_own_a_run_can_begin_with_anothers(
+def test_a_run_without_checkpoints_can_start_from_those_of_another_run(
     tmp_path: Path, source: tuple[Path, dict[str, Tensor]]
 ) -> None:
     config = job(tmp_path, "only", 1, initial_load_path=str(source[0] / "source"), exclude_from_loading=["output.*"])
@@ -123,7 +126,7 @@ def test_without_checkpoints_of_its_own_a_run_can_begin_with_anothers(
     assert (state["tok_embeddings.weight"] == source[1]["tok_embeddings.weight"]).all()
 
 
-def test_schedule_or_data_can_begin_anew(tmp_path: Path, source: tuple[Path, dict[str, Tensor]]) -> None:
+def test_schedule_or_data_can_be_excluded_from_a_resume(tmp_path: Path, source: tuple[Path, dict[str, Tensor]]) -> None:
     path = str(source[0] / "source")
     excluded = job(tmp_path, "excluded", 9, load=path, exclude_from_loading=["step"])
     assert run_ranks(start, 1, excluded)[0][:2] == (0, 16)
@@ -133,7 +136,7 @@ def test_schedule_or_data_can_begin_anew(tmp_path: Path, source: tuple[Path, dic
 
 
 def refused(config: dict[str, Any]) -> str:
-    """Why a run cannot start."""
+    """Return the error with which a run cannot start."""
     with pytest.raises(UserError) as caught:
         start(config)
     return str(caught.value)
@@ -150,7 +153,7 @@ def test_a_damaged_step_is_not_replaced_by_another(tmp_path: Path, source: tuple
 
 
 def write_text(folder: Path, num_files: int, mark: str = "a") -> None:
-    """Write a data set with 5 samples of 16 tokens for each file, over whatever there is."""
+    """Write a data set with 5 samples of 16 tokens in each file, over existing files."""
     folder.mkdir(exist_ok=True)
     for file in folder.iterdir():
         file.unlink()
@@ -159,7 +162,7 @@ def write_text(folder: Path, num_files: int, mark: str = "a") -> None:
 
 
 def text_job(folder: Path, data: str, steps: int, **checkpoint: Any) -> dict[str, Any]:
-    """A job on text that validates, too."""
+    """Return a job on text that also validates."""
     config = job(folder, "tiny", steps, **checkpoint)
     config["model"]["args"]["vocab_size"] = 257
     config["data"] = {"kind": "text", "path": str(folder / data)}
@@ -168,12 +171,12 @@ def text_job(folder: Path, data: str, steps: int, **checkpoint: Any) -> dict[str
 
 
 def all_refused(configs: list[dict[str, Any]]) -> list[str]:
-    """Why each of several runs cannot start."""
+    """Return the error of each of several runs that cannot start."""
     return [refused(config) for config in configs]
 
 
 def next_inputs(config: dict[str, Any]) -> list[list[int]]:
-    """The inputs of the next microbatch of a run that is resumed on this rank."""
+    """Return the inputs of the next microbatch of a run that resumes on this rank."""
     with ExitStack() as stack:
         inputs: Tensor = next(build_run(JobConfig.model_validate(config), this_rank(), stack).train_batches)[0]
         return inputs.tolist()
@@ -181,7 +184,7 @@ def next_inputs(config: dict[str, Any]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def on_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of two steps on text, which two ranks have saved."""
+    """Return a folder with a run of two steps on text, saved by two ranks."""
     folder = tmp_path_factory.mktemp("runs")
     write_text(folder / "text", 20)
     write_text(folder / "held-out", 2)
@@ -205,14 +208,14 @@ def test_data_that_changed_is_refused(on_text: Path) -> None:
             "data with --checkpoint.accept_changes=true, or start anew with --checkpoint.load=none"
             for change in changes
         ]
-    # The position in the data is not taken over, or the checkpoint is another run's: the data may be any.
+    # If the data position is excluded or the checkpoint is another run's, the data may differ.
     again = text_job(on_text, "fewer", 4, load=2, exclude_from_loading=["data"])
     assert run_ranks(start, 1, again)[0][:2] == (2, 0)
     copy = text_job(on_text, "fewer", 4, load=str(step_2)) | {"job": {**again["job"], "name": "copy"}}
     assert run_ranks(start, 1, copy)[0][:2] == (2, 8)
 
 
-def test_a_run_goes_on_with_moved_data_and_with_changed_data_that_is_accepted(tmp_path: Path, on_text: Path) -> None:
+def test_a_run_resumes_with_moved_data_and_with_accepted_changes_of_data(tmp_path: Path, on_text: Path) -> None:
     for part in ("tiny", "text"):
         shutil.copytree(on_text / part, tmp_path / part, symlinks=True)
     write_text(tmp_path / "held-out", 3)
@@ -230,4 +233,5 @@ def test_a_run_goes_on_with_moved_data_and_with_changed_data_that_is_accepted(tm
         f"the data has changed since {checkpoints / 'step-4'} was saved: it now has 10 samples (before: 101) and 2 "
         "files (before: 20); training continues at epoch 1.60 of the new data"
     ]
-    assert run_ranks(start, 1, text_job(tmp_path, "text", 8))[0][:2] == (6, 24)  # it is the run's data now
+    # The changed data is accepted from now on.
+    assert run_ranks(start, 1, text_job(tmp_path, "text", 8))[0][:2] == (6, 24)
