@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 TESTS = [
-    "tests/parallel/test_gloo_all_gather.py",
+    "tests/distributed/test_collectives.py",
     "tests/parallel/test_batchnorm.py",
     "tests/parallel/test_context_parallel.py",
     "tests/cpu/test_blocked_attention.py",

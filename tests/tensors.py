@@ -1,4 +1,4 @@
-"""Tensors and states of models, whole, to be compared; and the operations on them, counted."""
+"""Comparison of tensors and model states, gathered from their shards, and counts of operations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations on tensors, by name."""
+    """A dispatch mode that counts the operations on tensors, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Operations(TorchDispatchMode):
 
 
 def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    """Two states are the same, bit for bit."""
+    """Check that two states are equal bit for bit."""
     assert a.keys() == b.keys()
     assert [name for name, tensor in a.items() if not torch.equal(tensor, b[name])] == []
 

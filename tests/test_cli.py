@@ -1,4 +1,4 @@
-"""The command line from outside: exit statuses, messages printed once, and runs under torchrun."""
+"""The command line as a user sees it: exit statuses, messages printed once, and runs under torchrun."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def run(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a module, and check that it leaves no temporary files but torchrun's, and PyTorch's cache of kernels."""
+    """Run a module. Check that it leaves no temporary files except torchrun's and PyTorch's cache of kernels."""
     command = [sys.executable, "-m", *map(str, args)]
     of_torch = ("torchinductor_", "torchelastic_") if args[0] == "torch.distributed.run" else "torchinductor_"
     with tempfile.TemporaryDirectory() as temporary:
@@ -100,7 +100,7 @@ def test_check_lists_every_mistake_with_file_line_and_remedy(job: Path) -> None:
     assert 'did you mean "training.steps"' in result.stderr
 
 
-def test_plan_shows_what_every_module_becomes_and_which_line_says_so(job: Path, tmp_path: Path) -> None:
+def test_plan_shows_every_module_with_its_unit_and_the_line_of_its_rule(job: Path, tmp_path: Path) -> None:
     job.write_text(job.read_text() + '\n[[precision.rules]]\ntype = "RMSNorm"\nparam_dtype = "float32"\n')
     override = "--precision.param_dtype=bfloat16"
     text = run("titan_launch", "plan", "--config", job, "--world-size", "4", "--verbose", override)
@@ -116,7 +116,7 @@ def test_plan_shows_what_every_module_becomes_and_which_line_says_so(job: Path, 
     assert not (tmp_path / "tiny").exists()
 
 
-def test_plan_finds_what_only_the_model_can_tell(job: Path) -> None:
+def test_plan_reports_problems_that_only_the_model_shows(job: Path) -> None:
     job.write_text(job.read_text() + '\n[[precision.rules]]\ntype = "LayerNorm"\n')
     result = run("titan_launch", "plan", "--config", job)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
@@ -135,7 +135,7 @@ def test_check_and_help_never_import_torch_or_other_commands(job: Path) -> None:
 
 
 def run_without_torch(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    """A command that fails where it imports torch."""
+    """Run a command in a process in which `import torch` fails."""
     code = "import sys; sys.modules['torch'] = None; from titan_launch.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=60)
@@ -189,7 +189,7 @@ def test_plan_resolves_auto_and_says_why(job: Path) -> None:
     assert fixed["resolved"]["reason"] == "set by the job"
 
 
-def test_plan_fails_with_the_table_where_nothing_fits(job: Path) -> None:
+def test_plan_fails_with_the_table_if_nothing_fits(job: Path) -> None:
     command = (
         "plan",
         "--config",
@@ -321,7 +321,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("command", OPTIONS)
-def test_help_of_a_command_names_its_options_and_an_example_that_works(
+def test_help_of_a_command_names_its_options_and_a_working_example(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, "--help"]) == 0
@@ -334,7 +334,7 @@ def test_help_of_a_command_names_its_options_and_an_example_that_works(
     load_job(arguments.config, arguments.overrides, aliases=arguments.key_options)
 
 
-def test_overrides_and_options_are_told_apart() -> None:
+def test_overrides_and_options_are_distinguished() -> None:
     words = (
         "--config a.toml --training.steps 20 --debug.x --world_size 2 --lr_scheduler={} --memory_gib=3 --job.name -n"
     )
@@ -368,10 +368,11 @@ def test_another_experiment_is_refused_before_torch_is_imported(job: Path) -> No
     job.write_text(job.read_text().replace("global_batch_size = 8\n", ""))
     sizes = {ranks: run_without_torch("check", "--config", job, "--world-size", ranks) for ranks in ("2", "4")}
     assert "training.global_batch_size was 8, is 4" in sizes["2"].stderr and sizes["4"].returncode == 0
-    assert run_without_torch("check", "--config", job).returncode == 0  # no number of ranks, no batch to compare
+    # Without a number of ranks there is no batch to compare.
+    assert run_without_torch("check", "--config", job).returncode == 0
 
 
-def test_launch_wants_to_know_the_batch_where_ranks_may_change(job: Path) -> None:
+def test_launch_requires_a_global_batch_size_if_the_number_of_ranks_may_change(job: Path) -> None:
     job.write_text(job.read_text().replace("global_batch_size = 8\n", ""))
     result = run("titan_launch", "launch", "--nnodes", "1:2", "--config", job)
     assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
@@ -380,16 +381,16 @@ def test_launch_wants_to_know_the_batch_where_ranks_may_change(job: Path) -> Non
 
 def test_torchrun_prints_a_bad_jobs_message_once(job: Path) -> None:
     result = run("torch.distributed.run", "--nproc-per-node", "3", "-m", "titan_launch", "--config", job)
-    assert result.returncode == 1  # torchrun's own, whatever the workers' was
+    assert result.returncode == 1  # torchrun has this status for every status of its workers
     assert result.stderr.count("training.global_batch_size = 8") == 1
 
 
-def test_what_only_the_trainer_can_see_is_one_message_and_status_2(job: Path) -> None:
+def test_an_error_that_only_the_trainer_finds_is_one_message_and_status_2(job: Path) -> None:
     rule = '[[precision.rules]]\nmatch = "layers.*.attention_nrom"\n'
     job.write_text(job.read_text() + rule)
     line = len(job.read_text().splitlines())
     result = run("titan_launch", "launch", "--nproc-per-node", "2", "--max-restarts", "2", "--config", job)
-    assert result.returncode == 2  # and no restart, which would find the same
+    assert result.returncode == 2  # a restart would fail in the same way
     message = f'{job}:{line}: precision.rules.0.match = "layers.*.attention_nrom": matches no module'
     assert result.stderr.count(message) == 1
     assert "attention_norm" in result.stderr and "Traceback" not in result.stderr
@@ -411,7 +412,7 @@ BUSY = "\n        else: time.sleep(1)"
 def run_with_model(
     job: Path, action: str = "pass", build: str = "pass", command: Sequence[str] = LAUNCH
 ) -> subprocess.CompletedProcess[str]:
-    """Train on two ranks a model that does `action` in rank 1's forward."""
+    """Train a model on two ranks whose forward runs `action` on rank 1."""
     in_forward = f'if os.environ["RANK"] == "1": {action}'
     job.with_name("my_model.py").write_text(model_source(in_forward, build))
     text = job.read_text()
@@ -420,7 +421,7 @@ def run_with_model(
     return run(*command, "--config", job, PYTHONPATH=str(job.parent))
 
 
-def test_a_model_of_ones_own_trains(job: Path) -> None:
+def test_a_users_model_trains(job: Path) -> None:
     result = run_with_model(job)
     assert result.returncode == 0, result.stderr
     assert len(losses(job.parent)) == 3
@@ -435,7 +436,7 @@ def test_a_model_that_cannot_be_built_shows_its_own_traceback_once(job: Path) ->
 
 @pytest.mark.parametrize("command", [LAUNCH, TORCHRUN], ids=["launch", "torchrun"])
 def test_a_run_that_fails_ends_with_the_failing_ranks_traceback(job: Path, command: Sequence[str]) -> None:
-    """Rank 0 is busy when it is ended, so that it would have time to announce the SIGTERM. The banner is torchrun's."""
+    """Rank 0 is busy when it is stopped, so it would have time to log the SIGTERM. torchrun prints the banner."""
     result = run_with_model(job, "raise RuntimeError('no forward today')" + BUSY, command=command)
     assert result.returncode == 1
     assert result.stderr.count("RuntimeError: no forward today") == 1
@@ -454,7 +455,7 @@ def test_a_run_that_fails_ends_with_the_failing_ranks_traceback(job: Path, comma
     ],
     ids=["killed", "status 7", "status 0"],
 )
-def test_a_rank_that_ends_without_a_word_is_named(job: Path, action: str, status: int, message: str) -> None:
+def test_a_rank_that_exits_without_a_message_is_named(job: Path, action: str, status: int, message: str) -> None:
     result = run_with_model(job, action + BUSY)
     assert result.returncode == status
     assert result.stderr.splitlines()[-1].startswith(f"error: rank 1 {message}")
@@ -462,7 +463,7 @@ def test_a_rank_that_ends_without_a_word_is_named(job: Path, action: str, status
 
 
 def assert_header(printed: str, ranks: int) -> None:
-    """A run begins with about ten aligned lines `name: value`."""
+    """Check that a run starts with about ten aligned lines `name: value`."""
     lines = dict(re.findall(r"^(\S[^:\n]*): +(\S.*)$", printed.partition("\nstep ")[0], flags=re.MULTILINE))
     names = ["model", "ranks", "global batch", "precision", "gradient accumulation", "activation checkpointing"]
     names += ["optimizer", "steps", "device", "data", "folder"]
@@ -501,8 +502,8 @@ def test_the_resolved_config_runs_the_same_again(job: Path) -> None:
 
 
 def test_some_runs_end_cleanly(job: Path) -> None:
-    """Without care for the exit, one in four of these dies of SIGABRT after its work is done; the many other starts of
-    these tests look for the same."""
+    """If the exit were not handled, one in four of these runs would die of SIGABRT after its work. The many other runs
+    of the tests check the same."""
     for _ in range(3):
         result = run("titan_launch", "launch", "--nproc-per-node", "2", "--config", job, "--training.steps=1")
         assert (result.returncode, result.stderr) == (0, "")

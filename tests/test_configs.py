@@ -1,4 +1,4 @@
-"""Every config that ships parses, plans its units, and, where a CPU will do, trains a step."""
+"""Every shipped config parses, plans its units, and trains a step if a CPU can."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def name_of(path: Path) -> str:
 
 
 def ranks_of(path: Path) -> int:
-    """The number of ranks in the config's launch line."""
+    """Return the number of ranks in the config's launch line."""
     launch = re.search(r"--nproc-per-node (\d+)", path.read_text())
     return NEEDS_GPUS.get(path.stem) or (int(launch[1]) if launch else 1)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=name_of)
-def test_it_says_what_it_is_and_how_to_launch_it(path: Path) -> None:
+def test_a_config_describes_itself_and_its_launch(path: Path) -> None:
     schema, comment, *rest = path.read_text().splitlines()
     assert (path.parent / schema.removeprefix("#:schema ")).resolve() == REPO / "docs/reference/job.schema.json"
     assert comment.startswith("# ")
@@ -54,12 +54,12 @@ def test_it_says_what_it_is_and_how_to_launch_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=name_of)
-def test_it_passes_the_check(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_passes_the_check(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--config", str(path), "--world-size", str(ranks_of(path))]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=name_of)
-def test_its_units_hold_every_parameter_once(path: Path) -> None:
+def test_units_of_a_config_hold_every_parameter_once(path: Path) -> None:
     config = load_job(str(path)).config
     layout = plan_layout(config.parallelism, config.training, ranks_of(path))
     plan = plan_precision(config, build_model(config.model, config.training.seq_len))
@@ -75,7 +75,7 @@ def train_a_step(path: str, folder: str) -> None:
         "--training.seq_len=32",
     ]
     if load_job(path).config.data.unit == "tokens":
-        overrides.append("--data={kind='synthetic'}")  # nothing to read
+        overrides.append("--data={kind='synthetic'}")  # this directory has no data
     config = load_job(path, overrides).config
     torch.set_num_threads(1)
     with ExitStack() as stack:
@@ -83,7 +83,7 @@ def train_a_step(path: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("path", ON_CPU, ids=name_of)
-def test_it_trains_a_step(path: Path, tmp_path: Path) -> None:
+def test_a_config_trains_a_step(path: Path, tmp_path: Path) -> None:
     data = load_job(str(path)).config.data
     if isinstance(data, ImageData):
         pytest.importorskip("sklearn")
@@ -91,4 +91,5 @@ def test_it_trains_a_step(path: Path, tmp_path: Path) -> None:
     (folder,) = tmp_path.iterdir()
     report = json.loads((folder / "metrics.jsonl").read_text())
     num_classes = 10 if isinstance(data, ImageData) else 257
-    assert report["step"] == 1 and 0.7 < report["train/loss"] / math.log(num_classes) < 1.5  # a guess among so many
+    # The loss of a uniform guess is log(num_classes).
+    assert report["step"] == 1 and 0.7 < report["train/loss"] / math.log(num_classes) < 1.5

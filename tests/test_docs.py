@@ -39,7 +39,7 @@ REPO = Path(__file__).parent.parent
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
 CONFIGS = sorted((REPO / "configs").rglob("*.toml"))
 NO_EARLIER_RUN = "--job.dump_folder=no_such_folder"
-"""Runs in `outputs/` of whoever runs the tests do not decide what `check` finds."""
+"""Override of the run folder: `check` must not find runs in the user's `outputs/`."""
 
 
 def blocks(language: str) -> Iterator[tuple[str, str]]:
@@ -74,7 +74,7 @@ def test_toml_blocks_pass_the_check(name: str, block: str, tmp_path: Path, capsy
     assert main(command) == 0, capsys.readouterr().err
 
 
-RESULT = [  # less and smaller than the main job, and in fp32, so that the same numbers come out
+RESULT = [  # smaller than the main job, and in fp32, so that the numbers are equal
     "--model.args.n_layers=2",
     "--model.args.dim=64",
     "--training.steps=2",
@@ -87,7 +87,7 @@ RESULT = [  # less and smaller than the main job, and in fp32, so that the same 
 
 
 def train_main_job(folder: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """Train on this rank; return held-out tokens, their targets, and the logits of the trained model."""
+    """Train on this rank. Return held-out tokens, their targets, and the logits of the trained model."""
     os.chdir(folder)
     config = load_job(str(REPO / "configs/llama_bn.toml"), RESULT).config
     with ExitStack() as stack:
@@ -120,7 +120,7 @@ def test_the_docs_load_the_result_in_plain_pytorch(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("command", commands())
 def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command)
-    words = words[next(i for i, word in enumerate(words) if "=" not in word) :]  # behind VARIABLE=value
+    words = words[next(i for i, word in enumerate(words) if "=" not in word) :]  # commands may follow VARIABLE=value
     match words:
         case ["titan-launch" | "python", *rest] if words[0] == "titan-launch" or rest[:2] == ["-m", "titan_launch"]:
             arguments = rest if words[0] == "titan-launch" else rest[2:]
@@ -151,13 +151,13 @@ def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.Capture
         case ["pip", "install", "-e", target]:
             check_install(target)
         case ["python", "-m", "titan_launch.config.reference"]:
-            pass  # tests/config/test_schema.py runs what it does
+            pass  # tests/config/test_reference.py runs the generator
         case _:
             pytest.fail(f"nothing checks this command: {command}")
 
 
 def check(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """`check` reads the same job file and overrides as the other commands."""
+    """Check that `check` accepts the job file and overrides."""
     if arguments[0] == "launch" or "--fake-world-size" in arguments:
         started = parse_arguments(arguments)
         given = {name: value for name, value in vars(started).items() if name in LAUNCH_OPTIONS}
@@ -170,7 +170,7 @@ def check(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def plan(arguments: list[str]) -> str:
-    """What the command prints, in a process of its own, as it ends its process."""
+    """Return the output of `plan`, run in a process of its own, because the command ends its process."""
     command = [sys.executable, "-m", "titan_launch", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, cwd=REPO)
     assert result.returncode == 0, result.stderr
@@ -178,7 +178,8 @@ def plan(arguments: list[str]) -> str:
 
 
 def check_benchmark(script: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The script exists, imports what it needs, and knows its options. It runs in this process, which has torch."""
+    """Check that the script exists, imports its modules and knows its options. The script runs in this process, which
+    has imported torch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [script, *arguments, "--help"])
         patch.syspath_prepend(REPO / "benchmarks")
@@ -192,7 +193,7 @@ def check_benchmark(script: str, arguments: list[str], capsys: pytest.CaptureFix
 
 
 def check_install(target: str) -> None:
-    """The extras exist, and what is installed has the command."""
+    """Check that the extras exist, and that the installed package has the command."""
     project = tomli.loads((REPO / "pyproject.toml").read_text())["project"]
     extras = target.removeprefix(".").strip("[]")
     assert target.startswith(".") and set(filter(None, extras.split(","))) <= project["optional-dependencies"].keys()
@@ -209,7 +210,7 @@ def check_script(script: str, arguments: list[str]) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives the headings of a page."""
+    """Return the anchors that GitHub gives to the headings of a page."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -225,7 +226,8 @@ def test_links_and_anchors_resolve(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 def test_paths_exist(page: Path) -> None:
-    """Paths in backticks, relative to the repository; on the page about the code also relative to the package."""
+    """Paths in backticks are relative to the repository. On the page about the code they may be relative to the
+    package."""
     roots = [REPO, REPO / "titan_launch"] if page.name == "architecture.md" else [REPO]
     package = "|".join(path.name for path in (REPO / "titan_launch").iterdir()) if len(roots) == 2 else "titan_launch"
     paths = re.findall(
@@ -248,7 +250,7 @@ def test_the_layers_are_those_of_the_code() -> None:
 
 
 def messages() -> list[str]:
-    """The strings in the code of the program, with `…` in place of what is filled in."""
+    """Return the strings in the program's code, with `…` in place of inserted values."""
     found = []
     for path in (REPO / "titan_launch").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -270,7 +272,7 @@ def test_troubleshooting_quotes_messages_of_the_program() -> None:
 
 
 @pytest.mark.skipif(not CAN_SHARE_UNITS, reason="before torch 2.13 every norm has a unit of its own")
-def test_the_table_of_the_8b_model_is_what_plan_prints() -> None:
+def test_the_table_of_the_8b_model_is_printed_by_plan() -> None:
     printed = plan(["plan", "--config", "configs/llama3_8b.toml", "--world-size", "8", "--device", "h100-80gb"])
     page = (REPO / "docs" / "explanation" / "planner.md").read_text()
     shown = re.findall(r"^>? +none +immediate .*$", page, flags=re.MULTILINE)
@@ -278,14 +280,14 @@ def test_the_table_of_the_8b_model_is_what_plan_prints() -> None:
 
 
 def test_predictions_are_below_published_memory() -> None:
-    """And within 25 % of it: the benchmark's status says so."""
+    """The predictions are also within 25 % of the published memory; the benchmark's exit status tells."""
     command = [sys.executable, "benchmarks/published_memory.py"]
     table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert table.strip() in (REPO / "docs" / "verification" / "planner.md").read_text()
 
 
-def test_a_row_of_the_table_of_layouts_is_what_is_predicted() -> None:
-    """One that is replayed; the others take seconds each."""
+def test_a_row_of_the_table_of_layouts_is_the_prediction() -> None:
+    """The test replays one row. Each of the others takes seconds."""
     command = [
         sys.executable,
         "benchmarks/parallelism_tables.py",
@@ -305,12 +307,12 @@ def test_the_table_of_metrics_is_current() -> None:
     assert (REPO / "docs" / "reference" / "metrics.md").read_text().endswith(markdown_table())
 
 
-def test_the_train_script_explains_itself() -> None:
+def test_the_train_script_has_a_help_text() -> None:
     help_text = subprocess.run(["scripts/run_train.sh", "--help"], capture_output=True, text=True, check=True).stdout
     assert all(name in help_text for name in ("CONFIG", "NPROC", "NNODES", "RDZV_ENDPOINT", "--section.key=value"))
 
 
-def test_the_train_script_wants_a_rendezvous_for_several_hosts() -> None:
+def test_the_train_script_requires_a_rendezvous_for_several_hosts() -> None:
     environment = {**os.environ, "NNODES": "2", "RDZV_ENDPOINT": ""}
     result = subprocess.run(["scripts/run_train.sh"], env=environment, capture_output=True, text=True)
     assert (result.returncode, len(result.stderr.splitlines())) == (2, 1) and "RDZV_ENDPOINT" in result.stderr

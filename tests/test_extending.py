@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
-from tests.plan.test_optimizer_memory import measure
+from tests.plan.memory.test_optimizer_memory import measure
 from tests.train.jobs import read_metrics, run_job, tiny_job
 from titan_launch import cli
 
@@ -27,7 +27,7 @@ RECIPES = {
 
 
 def files_of(heading: str) -> Iterator[tuple[str, str]]:
-    """The path and the diff of every file of a recipe."""
+    """Yield the path and the diff of every file of a recipe."""
     (diff,) = RECIPES[heading]
     for file in re.split(r"^\+\+\+ ", diff, flags=re.MULTILINE)[1:]:
         path, _, changes = file.partition("\n")
@@ -70,7 +70,7 @@ def test_the_lines_around_a_change_are_in_the_package(heading: str) -> None:
 
 
 def train(folder: Path) -> dict[str, Any]:
-    """Train a job with every recipe in turn, then with all of them; return the losses, the reported sum and the bytes
+    """Train a job with every recipe in turn, then with all of them. Return the losses, the reported sum and the bytes
     of the optimizer."""
     for heading in ("A model", "A data source", "A metric", "An optimizer"):
         apply(heading)
@@ -93,8 +93,9 @@ def train(folder: Path) -> dict[str, Any]:
     return {"losses": losses, "elements": elements, "bytes": bytes_of}
 
 
-def test_the_package_trains_with_what_the_recipes_add(tmp_path: Path) -> None:
-    """On two ranks; `sum` adds what each of them holds; the planned bytes of the optimizer are the measured ones."""
+def test_the_package_trains_with_the_additions_of_the_recipes(tmp_path: Path) -> None:
+    """The test runs on two ranks. `sum` adds a value of each rank. The planned bytes of the optimizer are the measured
+    ones."""
     found, _ = run_ranks(train, 2, tmp_path)
     for name, losses in found["losses"].items():
         assert len(losses) == 4 and losses[-1] < losses[0], name

@@ -33,7 +33,7 @@ RANKS = {
 }
 TORCH_FREE = {"core", "config", "plan", "launch", "commands", "cli", "__main__"}
 IMPORTS_TORCH = ROOT / "launch" / "agent.py"
-"""The one file of these packages that imports torch at its top; `launch` imports it when ranks are started."""
+"""The only file of these packages that imports torch at its top. `launch` imports it when ranks are started."""
 
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
@@ -43,7 +43,7 @@ def package_of(path: Path) -> str:
 
 
 def imports(tree: ast.AST, top_level_only: bool = False) -> Iterator[str]:
-    """Full names of imported modules; not those that only the type checker sees."""
+    """Yield full names of imported modules, without those of `if TYPE_CHECKING`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -74,14 +74,15 @@ def test_imports_point_down(path: Path) -> None:
     [p for p in MODULES if package_of(p) in TORCH_FREE and p != IMPORTS_TORCH],
     ids=lambda p: str(p.relative_to(ROOT)),
 )
-def test_what_answers_a_bad_config_does_not_import_torch(path: Path) -> None:
+def test_packages_that_report_config_errors_do_not_import_torch(path: Path) -> None:
     tree = ast.parse(path.read_text())
     heavy = {"torch", "numpy", "torchdata", "tensorboard"}
     assert not heavy & {name.split(".")[0] for name in imports(tree, top_level_only=True)}
 
 
-def test_only_the_switch_in_train_imports_what_is_for_cpus() -> None:
-    """So a program without the folder `cpu/` and that one call is complete; tests/cpu/test_switch.py trains without."""
+def test_only_the_switch_in_train_imports_the_cpu_package() -> None:
+    """The program is complete without the folder `cpu/` and that one call; tests/cpu/test_switch.py trains without
+    them."""
     importers = [
         str(path.relative_to(ROOT))
         for path in MODULES

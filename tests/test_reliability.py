@@ -1,4 +1,4 @@
-"""Runs that are disturbed for real: killed, signalled in the middle of a save, on a full disk or a read-only one."""
+"""Runs that are disturbed: killed, signalled during a save, on a full file system, or on a read-only one."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from titan_launch.train.main import full_disk_explained
 REPO = Path(__file__).parent.parent
 
 
-def test_a_slice_of_the_campaign_loses_nothing() -> None:
-    """Run three jobs with kills, and one of each other disturbance; docs/verification/reliability.md has the whole."""
+def test_a_part_of_the_fault_campaign_loses_nothing() -> None:
+    """Run three jobs with kills, and one of each other disturbance. docs/verification/reliability.md has the full
+    campaign."""
     command = [sys.executable, "benchmarks/fault_injection.py", "--runs", "3", "--strikes", "10", "--seed", "5"]
     command += ["--modes", "disabled", "thread"]
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
@@ -42,7 +43,8 @@ def test_a_slice_of_the_campaign_loses_nothing() -> None:
 
 
 def run_signalled_while_writing(job: dict[str, Any]) -> str:
-    """Train; the last rank gets SIGTERM while it writes the second checkpoint. How the run says that it ended."""
+    """Train while the last rank gets SIGTERM during its write of the second checkpoint. Return the run's last
+    message."""
     written = 0
 
     def write_and_signal(write: Callable[..., int]) -> Callable[..., int]:
@@ -78,7 +80,7 @@ def test_a_signal_during_a_save_stops_the_run_after_it(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MB, where this user may mount one."""
+    """Mount a file system of 2 MB, if this user may."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
@@ -91,12 +93,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def remount(folder: Path, options: str) -> None:
-    """Change a mounted file system."""
+    """Remount a file system with other options."""
     subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
 
 
 def error_of(job: dict[str, Any]) -> str:
-    """Train a job on this rank; the error that it ends with, or nothing."""
+    """Train a job on this rank, and return its error or an empty string."""
     try:
         run_job(job)
     except (RunError, UserError) as error:

@@ -1,4 +1,4 @@
-"""A small training state on the ranks of a test, and its manager."""
+"""A small training state on the ranks of a test, and its checkpoint manager."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Trained:
-    """A model of uneven shards, with buffers, a parameter that is never updated, and its optimizer."""
+    """A model with uneven shards, buffers and a parameter that is never updated, and its optimizer."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -32,7 +32,7 @@ class Trained:
     state: TrainingState
 
     def step(self) -> None:
-        """Update it, differently from one time to the next."""
+        """Update the model. Each call uses other gradients."""
         inputs = torch.full((4, 5), 0.1 * (self.progress.step + 1))
         self.model[0](inputs).square().sum().backward()
         self.optimizer.step()
@@ -51,7 +51,7 @@ class Trained:
 
 
 def trained(steps: int, replicas: int = 1, width: int = 7) -> Trained:
-    """The state after so many steps, on the ranks of the test."""
+    """Return the state after `steps` steps on the ranks of the test."""
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3)), nn.Linear(3, 3)])
     model.register_buffer("counts", torch.zeros(2))
@@ -71,13 +71,13 @@ def trained(steps: int, replicas: int = 1, width: int = 7) -> Trained:
 
 
 def manager_of(own: Trained, folder: Path, **config: Any) -> CheckpointManager:
-    """A manager for it, which writes into `folder`."""
+    """Return a checkpoint manager for the state that writes into `folder`."""
     settings = CheckpointConfig(enable=True, **config)
     return CheckpointManager(folder, settings, own.state, own.progress, ORIGIN, CPU)
 
 
 def saved(folder: Path, steps: int, replicas: int = 1, **config: Any) -> dict[str, Tensor]:
-    """Train and save after every step; the state at the end."""
+    """Train, save after every step, and return the state at the end."""
     own = trained(0, replicas)
     manager = manager_of(own, folder, **config)
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""A checkpoint from somebody else executes nothing, whatever is in it: named attacks, and files mutated at random."""
+"""A checkpoint from an untrusted source cannot execute code. The tests use named attacks and randomly mutated files."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from titan_launch.core.errors import UserError
 from titan_launch.distributed.random_state import RandomState
 
 MARK = "titan_launch_attack_mark"
-"""The module that payloads import, and the folder that they make in the working directory."""
+"""The module that payloads import, and the folder that they create in the working directory."""
 
 
 SLOTS = "__slotnames__"
-"""Attribute that `copyreg` sets on a class when an object of it is pickled, as ranks do to send it."""
+"""Attribute that `copyreg` sets on a class when an object of the class is pickled, as ranks do to send objects."""
 
 
 OF_AN_ERROR = ("pickle.find_class ('traceback'", "pickle.find_class ('titan_launch.checkpoint.manifest'")
-"""Names in the pickles by which DCP sends an error to the other ranks."""
+"""Names in the pickles with which DCP sends an error to the other ranks."""
 
 
 class _Calls:
-    """Pickled, it calls a function: the opcodes GLOBAL (or STACK_GLOBAL) and REDUCE."""
+    """An object whose pickle calls a function with the opcodes GLOBAL (or STACK_GLOBAL) and REDUCE."""
 
     def __init__(self, function: Callable[..., Any], *args: Any):
         self._call = (function, args)
@@ -56,7 +56,7 @@ class _Calls:
 
 
 def _set_attribute(index: bytes) -> bytes:
-    """The pickle of DCP's index, after BUILD with a state of slots, which sets an attribute of a class."""
+    """Return a pickle of DCP's index followed by BUILD with a slot state, which sets an attribute of a class."""
     name = f"outputs.other.checkpoints.step-3.{MARK}".encode()
     head = b"ctorch.distributed.checkpoint.metadata\nMetadata\nN}X\x0a\x00\x00\x00__module__X"
     return head + struct.pack("<I", len(name)) + name + b"s\x86b0" + index.removeprefix(b"\x80\x02")
@@ -79,7 +79,7 @@ _NAMED = (
     "numpy.load",
     "torch.hub.load",
 )
-"""Functions that an attack may call, by the modules that scanners of pickles refuse."""
+"""Functions that an attack may call. Scanners of pickles refuse their modules."""
 
 
 def _calling(name: str) -> Callable[[bytes], bytes]:
@@ -112,13 +112,13 @@ and the functions on the lists of pickle scanners such as fickling."""
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
-    """A checkpoint and its state."""
+    """Return the folder of a checkpoint, and its state."""
     folder = tmp_path_factory.mktemp("run") / "checkpoints"
     return folder / "step-1", run_ranks(saved, 2, folder, 1)[0]
 
 
 def forge(checkpoint: Path, name: str, content: bytes) -> None:
-    """Replace a file and make its checksum right, as an attacker would."""
+    """Replace a file and correct its checksum in the manifest, as an attacker would."""
     (checkpoint / name).write_bytes(content)
     manifest = read_manifest(checkpoint)
     files = {**manifest.files, name: record_of(checkpoint / name)}
@@ -127,7 +127,8 @@ def forge(checkpoint: Path, name: str, content: bytes) -> None:
 
 @contextmanager
 def watched() -> Iterator[set[str]]:
-    """Collect what pickles name in the block, and what is imported, run or started. Fail if a class has changed."""
+    """Collect the names that pickles load, and what is imported, run or started in the block. Fail if a class has
+    changed."""
     events = ("import", "pickle.find_class", "exec", "os.system", "os.exec", "os.mkdir", "subprocess.Popen")
     seen: set[str] = set()
     is_watching = True
@@ -136,20 +137,20 @@ def watched() -> Iterator[set[str]]:
         if is_watching and event in events:
             seen.add(f"{event} {args[:2]}")
 
-    sys.addaudithook(watch)  # it can never be removed
+    sys.addaudithook(watch)  # an audit hook cannot be removed
     before = _classes()
     try:
         yield seen
     finally:
         is_watching = False
-    now = _classes()  # with those of modules imported meanwhile
+    now = _classes()  # includes classes of modules imported meanwhile
     changed = [(name, key) for name in before for key in before[name].items() ^ now[name].items()]
     assert not changed, changed
     assert not any(MARK in name for name in sys.modules)
 
 
 def _classes() -> dict[str, dict[str, int]]:
-    """Attributes of the classes that DCP and the launcher define, by identity."""
+    """Return the attributes of the classes that DCP and the launcher define, by identity."""
     return {
         f"{name}.{key}": {attribute: id(value) for attribute, value in vars(cls).items() if attribute != SLOTS}
         for name, module in list(sys.modules.items())
@@ -160,10 +161,11 @@ def _classes() -> dict[str, dict[str, int]]:
 
 
 def load_all(paths: list[Path], folder: Path) -> list[tuple[str, dict[str, Tensor]]]:
-    """For each checkpoint the refusal, or nothing; and the state afterwards. The first is as it was written."""
+    """Load each checkpoint, and return its refusal or an empty string, and the state at the end. The first checkpoint
+    is intact."""
     os.chdir(folder)
     results = []
-    usual: set[str] = set()  # ranks send each other pickles
+    usual: set[str] = set()  # ranks exchange pickles
     for path in [paths[0], *paths]:
         own = trained(0)
         problem = ""
@@ -181,7 +183,8 @@ def load_all(paths: list[Path], folder: Path) -> list[tuple[str, dict[str, Tenso
 
 
 def test_named_attacks_are_refused(tmp_path: Path, checkpoint: tuple[Path, dict[str, Tensor]]) -> None:
-    """An attacker who also forges the digest of DCP's index in the launcher's changes nothing: it is never read."""
+    """An attacker may also correct the digest of DCP's index in the launcher's index. The launcher never reads DCP's
+    index."""
     path, state = checkpoint
     (tmp_path / f"{MARK}.py").write_text("raise SystemExit('executed')")
     paths, expected = [path], [""]
@@ -206,7 +209,7 @@ def test_named_attacks_are_refused(tmp_path: Path, checkpoint: tuple[Path, dict[
 
 
 def _forged_record(path: Path, content: Callable[[bytes], bytes]) -> None:
-    """Append a changed record of the first tensor to its file, and have the index name it."""
+    """Append a changed record of the first tensor to its file, and point the index at the record."""
     index = json.loads((path / INDEX_FILE).read_text())
     chunk = next(iter(index["tensors"].values()))["chunks"][0]
     data = (path / chunk["file"]).read_bytes()
@@ -227,17 +230,15 @@ def test_records_of_tensors_are_not_unpickled(tmp_path: Path, checkpoint: tuple[
     with_payload = Path(shutil.copytree(path, tmp_path / "payload"))
     _forged_record(with_payload, lambda _: _saved(_Calls(os.mkdir, MARK)))
     with_both = Path(shutil.copytree(path, tmp_path / "both"))
-    genuine = b"torch._utils"  # within the pickle in the record
+    genuine = b"torch._utils"  # an offset inside the pickle of the record
     _forged_record(with_both, lambda record: record.replace(genuine, b"os" + b"x" * (len(genuine) - 2)))
     (results,) = run_ranks(load_all, 1, [path, with_payload, with_both], tmp_path)
     assert results[0][0] == results[2][0] == "" and "does not hold" in results[1][0]
     assert_equal(results[2][1], state)
 
 
-def test_an_index_names_no_file_but_those_of_its_folder(
-    tmp_path: Path, checkpoint: tuple[Path, dict[str, Tensor]]
-) -> None:
-    """A FIFO would be waited for, even for nothing to be read of it."""
+def test_an_index_may_only_name_files_of_its_folder(tmp_path: Path, checkpoint: tuple[Path, dict[str, Tensor]]) -> None:
+    """An index that names a FIFO is refused, even for a read of 0 bytes, because opening a FIFO blocks."""
     os.mkfifo(tmp_path / "fifo")
     for file in (str(tmp_path / "fifo"), "link", "fifo", "a\0b", ""):
         copy = Path(shutil.copytree(checkpoint[0], tmp_path / "step-1"))
@@ -252,7 +253,7 @@ def test_an_index_names_no_file_but_those_of_its_folder(
 
 
 @pytest.mark.parametrize("name", ["numpy", "python", "torch"])
-def test_a_random_state_that_cannot_be_is_refused(name: str) -> None:
+def test_an_impossible_random_state_is_refused(name: str) -> None:
     state = RandomState(torch.device("cpu"), 0, 0)
     saved = state.state_dict()
     wrong = {**saved, name: torch.zeros_like(saved[name])}
@@ -263,14 +264,14 @@ def test_a_random_state_that_cannot_be_is_refused(name: str) -> None:
     state.load_state_dict(state.state_dict())
 
 
-def test_progress_that_cannot_be_is_refused() -> None:
+def test_impossible_progress_is_refused() -> None:
     for number in (-5, 2**62):
         with pytest.raises(ValueError, match=f"the run's progress has samples_seen = {number}"):
             Progress().load_state_dict({"samples_seen": torch.tensor(number)})
 
 
 def _mutated(content: bytes, rng: random.Random) -> bytes:
-    """A few bytes changed, inserted, removed, repeated, or cut off."""
+    """Return the data with a few bytes changed, inserted, removed, repeated, or truncated."""
     data = bytearray(content)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(data) + 1)
@@ -289,7 +290,7 @@ def _mutated(content: bytes, rng: random.Random) -> bytes:
 
 
 def _mutated_json(content: bytes, rng: random.Random) -> bytes:
-    """Valid JSON with a value replaced by one of another kind, or nested deeply."""
+    """Return valid JSON in which one value has another type or is nested deeply."""
     table = json.loads(content)
     spots: list[tuple[Any, Any]] = []
     todo = [table]
@@ -306,7 +307,7 @@ def _mutated_json(content: bytes, rng: random.Random) -> bytes:
 
 
 def _read(folder: Path) -> None:
-    """Everything that a load reads, without a model."""
+    """Read everything that a load reads, without a model."""
     check(folder)
     for tensor in read_index(folder).values():
         for chunk in tensor.chunks:
@@ -315,13 +316,13 @@ def _read(folder: Path) -> None:
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A folder in the host's memory where there is one: thousands of files are synced in it."""
+    """Return a folder in host memory if the host has one: the test syncs thousands of files in it."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         yield Path(folder)
 
 
 def test_mutated_files_are_damaged_or_load(memory: Path, checkpoint: tuple[Path, dict[str, Tensor]]) -> None:
-    """Every file of a checkpoint, mutated with its checksums made right, over and over."""
+    """Mutate every file of a checkpoint many times, and correct the checksums."""
     rng = random.Random(0)
     path = Path(shutil.copytree(checkpoint[0], memory / "step-1"))
     originals = {file.name: file.read_bytes() for file in path.iterdir()}

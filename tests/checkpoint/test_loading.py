@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded, what of it, and what is refused."""
+"""Loading: the checkpoint that is chosen, the parts of it that are loaded, and checkpoints that are refused."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from titan_launch.distributed.random_state import RandomState
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
-    """Checkpoints of three steps, and the state of the last."""
+    """Return a folder with checkpoints of three steps, and the state of the last one."""
     folder = tmp_path_factory.mktemp("run") / "checkpoints"
     return folder, run_ranks(saved, 2, folder, 3)[0]
 
 
 @pytest.fixture
 def copied(tmp_path: Path, checkpoints: tuple[Path, dict[str, Tensor]]) -> Path:
-    """A copy of them, to be damaged."""
+    """Return a copy of the checkpoints, to be damaged."""
     return Path(shutil.copytree(checkpoints[0], tmp_path / "checkpoints", symlinks=True))
 
 
 def choose(folder: Path) -> tuple[str, list[str]]:
-    """The checkpoint that a run would resume from, or why there is none; and what is there afterwards."""
+    """Return the checkpoint that a run would resume from, or the reason for none, and the entries of the folder
+    afterwards."""
     try:
         found = newest_valid(folder, set_damaged_aside=True)
     except UserError as error:
@@ -43,7 +44,7 @@ def choose(folder: Path) -> tuple[str, list[str]]:
     return "" if found is None else found.name, sorted(os.listdir(folder)) if folder.exists() else []
 
 
-def test_the_newest_undamaged_one_is_chosen(copied: Path, tmp_path: Path) -> None:
+def test_the_newest_intact_checkpoint_is_chosen(copied: Path, tmp_path: Path) -> None:
     shard = max((copied / "step-3").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
     (copied / "step-4.tmp").mkdir()
@@ -53,8 +54,8 @@ def test_the_newest_undamaged_one_is_chosen(copied: Path, tmp_path: Path) -> Non
     assert run_ranks(choose, 1, tmp_path / "nowhere") == [("", [])]
 
 
-def test_copies_below_the_name_of_another_step_are_damaged_and_nothing_else_is(copied: Path) -> None:
-    """The second copy has a manifest with the step of its name, and a right checksum."""
+def test_only_copies_with_the_name_of_another_step_are_damaged(copied: Path) -> None:
+    """The second copy has a manifest with the step of its name and a correct checksum."""
     for step in (50, 60):
         shutil.copytree(copied / "step-1", copied / f"step-{step}")
     (copied / "step-60").rename(copied / "copy")
@@ -67,7 +68,7 @@ def test_copies_below_the_name_of_another_step_are_damaged_and_nothing_else_is(c
     assert run_ranks(choose, 2, copied) == [("step-3", there)] * 2
 
 
-def test_without_an_undamaged_one_nothing_is_begun_anew_by_itself(copied: Path) -> None:
+def test_a_run_does_not_start_anew_if_all_checkpoints_are_damaged(copied: Path) -> None:
     for step in (1, 2, 3):
         (copied / f"step-{step}" / ".metadata").unlink()
     for message, there in run_ranks(choose, 2, copied):
@@ -76,7 +77,7 @@ def test_without_an_undamaged_one_nothing_is_begun_anew_by_itself(copied: Path) 
 
 
 def attempt(path: Path, selection: Selection, width: int = 7) -> tuple[str, dict[str, Tensor], int]:
-    """Load into a state of step 0: the refusal, or nothing; the tensors; the step."""
+    """Load into a state of step 0. Return the refusal or an empty string, the tensors, and the step."""
     own = trained(0, width=width)
     try:
         load_state(find_checkpoint(path, ("checkpoint", "load")), own.state, selection)
@@ -94,7 +95,7 @@ def test_another_model_is_refused_parameter_by_parameter(checkpoints: tuple[Path
 
 
 def attempt_with_other_names(folder: Path) -> str:
-    """Load into a model with a module of another name."""
+    """Load into a model in which a module has another name."""
     own = trained(0)
     model = own.model
     model[1] = torch.nn.ModuleDict({"new": torch.nn.Linear(3, 3)})  # type: ignore[operator]
@@ -103,7 +104,7 @@ def attempt_with_other_names(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_what_is_excluded_begins_anew(checkpoints: tuple[Path, dict[str, Tensor]]) -> None:
+def test_excluded_parts_keep_their_initial_state(checkpoints: tuple[Path, dict[str, Tensor]]) -> None:
     folder, state = checkpoints
     ((_, fresh, _),) = run_ranks(attempt, 1, folder, Selection(("**", "step")))
     assert not any("/" in name for name in fresh)
@@ -136,5 +137,5 @@ def test_random_states_are_plain_tensors() -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of this rank's generators."""
+    """Return the random state of this rank."""
     return RandomState(torch.device("cpu"), 0, 0).state_dict()

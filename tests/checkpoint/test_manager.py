@@ -1,4 +1,5 @@
-"""Saving and loading on gloo ranks: complete or not there, of one moment, for any mesh."""
+"""Saving and loading on gloo ranks: a checkpoint is complete or absent, holds the state of one moment, and loads on any
+mesh."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from titan_launch.core.signals import RESTART_SIGNAL
 
 
 def loaded(folder: Path, replicas: int = 1) -> tuple[dict[str, Tensor], int]:
-    """A new state, brought to the newest checkpoint: its tensors and its step."""
+    """Create a new state, load the newest checkpoint into it, and return its tensors and its step."""
     own = trained(0, replicas)
     checkpoint = newest_valid(folder, set_damaged_aside=True)
     assert checkpoint is not None
@@ -38,11 +39,11 @@ def loaded(folder: Path, replicas: int = 1) -> tuple[dict[str, Tensor], int]:
 
 
 def saved_with(folder: Path, config: dict[str, Any], replicas: int = 1) -> dict[str, Tensor]:
-    """`saved`, with its settings in one argument."""
+    """Call `saved` with its settings in one argument."""
     return saved(folder, 3, replicas, **config)
 
 
-def test_a_state_comes_back_bitwise_and_older_ones_go(tmp_path: Path) -> None:
+def test_a_state_is_restored_bitwise_and_older_checkpoints_are_deleted(tmp_path: Path) -> None:
     before = run_ranks(saved_with, 2, tmp_path, {"keep_latest": 2})[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-2", "step-3"]
     after, step = run_ranks(loaded, 2, tmp_path)[0]
@@ -54,14 +55,14 @@ def test_a_state_comes_back_bitwise_and_older_ones_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [((2, 1), (4, 2)), ((4, 2), (1, 1)), ((1, 1), (4, 1))])
-def test_any_mesh_loads_it(tmp_path: Path, first: tuple[int, int], second: tuple[int, int]) -> None:
+def test_a_checkpoint_loads_on_any_mesh(tmp_path: Path, first: tuple[int, int], second: tuple[int, int]) -> None:
     before = run_ranks(saved_with, first[0], tmp_path, {"async_mode": "thread"}, first[1])[0]
     for after, _ in run_ranks(loaded, second[0], tmp_path, second[1]):
         assert_equal(before, after)
 
 
 def changed_while_written(folder: Path, mode: str) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
-    """Save, and go on training while nothing can be written yet: the state at the save and later."""
+    """Save, and continue training while writing is blocked. Return the state at the save and the later one."""
     own = trained(2)
     manager = manager_of(own, folder, async_mode=mode)
     background = manager._background
@@ -84,7 +85,7 @@ def changed_while_written(folder: Path, mode: str) -> tuple[dict[str, Tensor], d
 
 
 def stop_thread(patch: pytest.MonkeyPatch, background: Any) -> Any:
-    """Have the writing thread wait."""
+    """Block the thread that writes."""
     import threading
 
     assert isinstance(background, InThread)
@@ -94,7 +95,7 @@ def stop_thread(patch: pytest.MonkeyPatch, background: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_a_checkpoint_is_of_the_moment_it_was_begun(tmp_path: Path, mode: str) -> None:
+def test_a_checkpoint_holds_the_state_of_the_moment_of_its_save(tmp_path: Path, mode: str) -> None:
     before, later, was_waiting = run_ranks(changed_while_written, 2, tmp_path, mode)[0]
     after, step = run_ranks(loaded, 2, tmp_path)[0]
     assert was_waiting and step == 2
@@ -103,7 +104,7 @@ def test_a_checkpoint_is_of_the_moment_it_was_begun(tmp_path: Path, mode: str) -
 
 
 def save_in_vain(folder: Path) -> list[Any]:
-    """Three saves: without space, with files that cannot grow on one rank, and at last a good one."""
+    """Save three times: with no space left, with files that cannot grow on one rank, and then successfully."""
     own = trained(1)
     manager = manager_of(own, folder)
     seen: list[Any] = []
@@ -118,7 +119,7 @@ def save_in_vain(folder: Path) -> list[Any]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
     manager.save()
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    dist.barrier()  # rank 0 removes what there is
+    dist.barrier()  # rank 0 removes the incomplete checkpoint
     seen += [failure_of(manager), os.listdir(folder)]
     dist.barrier()
     own.step()
@@ -134,13 +135,13 @@ def save_in_vain(folder: Path) -> list[Any]:
 
 
 class FlippingDisk:
-    """DCP on a disk that does not keep what rank 1 writes."""
+    """DCP on a disk that corrupts the data of rank 1."""
 
     api = dcp.api
 
     @staticmethod
     def save(state: Any, *, storage_writer: Any, **options: Any) -> None:
-        """Save, and change a bit."""
+        """Save, and change one bit."""
         dcp.save(state, storage_writer=storage_writer, **options)
         if dist.get_rank() == 1:
             path = Path(storage_writer.path) / "__1_0.distcp"
@@ -150,7 +151,7 @@ class FlippingDisk:
 
 
 def failure_of(manager: Any) -> str:
-    """What the end of the run would be told."""
+    """Return the failure that the end of a run would report."""
     try:
         manager.finish()
     except RunError as error:
@@ -158,7 +159,7 @@ def failure_of(manager: Any) -> str:
     return ""
 
 
-def test_a_save_that_fails_leaves_nothing_and_the_next_one_tries_again(tmp_path: Path) -> None:
+def test_a_failed_save_leaves_nothing_and_the_next_save_succeeds(tmp_path: Path) -> None:
     for no_space, nothing, too_large, still_nothing, flipped, success, failed in run_ranks(save_in_vain, 2, tmp_path):
         assert no_space.startswith(f"step 1 could not be saved to {tmp_path}: ") and "0.000 GiB free" in no_space
         assert no_space.endswith("there is no checkpoint yet")
@@ -168,7 +169,7 @@ def test_a_save_that_fails_leaves_nothing_and_the_next_one_tries_again(tmp_path:
 
 
 def save_without_a_runs_folder(folder: Path) -> str:
-    """How a save fails after somebody deleted the run's folder."""
+    """Return the failure of a save after the run folder was deleted."""
     own = trained(1)
     manager = manager_of(own, folder / "deleted" / "checkpoints")
     manager.save()
@@ -177,15 +178,15 @@ def save_without_a_runs_folder(folder: Path) -> str:
     return failure
 
 
-def test_a_save_does_not_make_the_runs_folder_again(tmp_path: Path) -> None:
+def test_a_save_does_not_recreate_the_run_folder(tmp_path: Path) -> None:
     for failure in run_ranks(save_without_a_runs_folder, 2, tmp_path):
         assert failure.endswith("/checkpoints: No such file or directory; there is no checkpoint yet")
     assert not list(tmp_path.iterdir())
 
 
 def lose_the_writer(folder: Path) -> tuple[str, str]:
-    """One rank's writer process dies, before the first save and during the second, which fails: each time the next one
-    has new processes."""
+    """Kill one rank's writer process before the first save and during the second. The second save fails, and each next
+    save has new processes."""
     own = trained(1)
     manager = manager_of(own, folder, async_mode="process")
     writing = manager._background
@@ -195,13 +196,12 @@ def lose_the_writer(folder: Path) -> tuple[str, str]:
         writing._writer.process.join()
     manager.save()
     manager.finish()
-    os.kill(
-        writing._writer.process.pid or 0, RESTART_SIGNAL
-    )  # torchrun's, to the rank's process group: it is not meant
+    # torchrun sends its signal to the rank's process group. The writer must ignore the signal.
+    os.kill(writing._writer.process.pid or 0, RESTART_SIGNAL)
     writing._writer.process.join(0.2)
     own.step()
     if dist.get_rank() == 1:
-        os.kill(writing._writer.process.pid or 0, signal.SIGSTOP)  # it has the order, and dies before it answers
+        os.kill(writing._writer.process.pid or 0, signal.SIGSTOP)  # the writer has the request and dies
     manager.save()
     if dist.get_rank() == 1:
         writing._writer.process.kill()
@@ -213,7 +213,7 @@ def lose_the_writer(folder: Path) -> tuple[str, str]:
     return first, second
 
 
-def test_a_writer_process_that_dies_costs_one_checkpoint(tmp_path: Path) -> None:
+def test_the_death_of_a_writer_process_loses_one_checkpoint(tmp_path: Path) -> None:
     for first, second in run_ranks(lose_the_writer, 2, tmp_path):
         assert first.startswith("step 2 could not be saved") and not second
     assert complete_steps(tmp_path) == [3, 1]
@@ -221,12 +221,12 @@ def test_a_writer_process_that_dies_costs_one_checkpoint(tmp_path: Path) -> None
 
 
 def save_without_memory(folder: Path, mode: str) -> str:
-    """A save whose copy needs more memory than there is, on one rank; how it failed."""
+    """Return the failure of a save whose copy needs more memory than one rank has."""
     own = trained(1)
     manager = manager_of(own, folder, async_mode=mode)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(snapshot, "_SHARED_MEMORY", folder / "none")  # as where another rank takes it meanwhile
+            patch.setattr(snapshot, "_SHARED_MEMORY", folder / "none")  # another rank took the memory
             patch.setattr(background, "lay_out", lambda state: (lay_out(state)[0], 1 << 60))
         manager.save()
     failure = failure_of(manager)
@@ -235,7 +235,7 @@ def save_without_memory(folder: Path, mode: str) -> str:
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_a_copy_that_finds_no_memory_is_a_failed_save_on_all_ranks(tmp_path: Path, mode: str) -> None:
+def test_out_of_memory_in_a_copy_fails_the_save_on_all_ranks(tmp_path: Path, mode: str) -> None:
     for failure in run_ranks(save_without_memory, 2, tmp_path, mode):
         assert failure.startswith(
             f"step 1 could not be saved to {tmp_path}: there is no host memory for a copy of 1073741824.000 GiB"
@@ -271,8 +271,8 @@ def test_the_memory_of_the_copy_is_reserved_before_the_first_save(tmp_path: Path
 
 
 def save_as_with_a_gpu(folder: Path, mode: str) -> tuple[str, str | None, bytes]:
-    """Save a state on the host where CUDA seems to be available; how that failed, and `CUDA_VISIBLE_DEVICES` here and
-    in the environment of the writer process."""
+    """Save a state on the host while CUDA seems to be available. Return the failure, and `CUDA_VISIBLE_DEVICES` here
+    and in the environment of the writer process."""
     os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
     own = trained(1)
     manager = manager_of(own, folder, async_mode=mode)
@@ -297,7 +297,7 @@ def test_saving_a_copy_opens_no_cuda_context(tmp_path: Path, mode: str, in_write
 
 
 def go_back(folder: Path) -> None:
-    """Return to a checkpoint while the optimizer has a state of all parameters but one, which is never updated."""
+    """Return to a checkpoint while the optimizer has a state for all parameters but one, which is never updated."""
     own = trained(1)
     before = {name: tensor.clone() for name, tensor in own.everything().items()}
     manager = manager_of(own, folder)
@@ -308,12 +308,13 @@ def go_back(folder: Path) -> None:
     assert_equal(before, own.everything())
 
 
-def test_a_run_goes_back_also_with_a_parameter_that_is_never_updated(tmp_path: Path) -> None:
+def test_a_run_with_a_never_updated_parameter_returns_to_a_checkpoint(tmp_path: Path) -> None:
     run_ranks(go_back, 2, tmp_path)
 
 
 def save_before_any_update(folder: Path) -> tuple[int, int]:
-    """A save before the optimizer has a state; the entries of that state after it, and of one that goes back to it."""
+    """Save before the optimizer has a state. Return the entries of the state after the save, and after a return to
+    it."""
     own = trained(0)
     manager = manager_of(own, folder)
     manager.save()
@@ -323,12 +324,12 @@ def save_before_any_update(folder: Path) -> tuple[int, int]:
     return len(own.optimizer.state), len(updated.optimizer.state)
 
 
-def test_a_save_makes_no_state_of_an_optimizer_that_has_none(tmp_path: Path) -> None:
+def test_a_save_does_not_create_optimizer_state(tmp_path: Path) -> None:
     assert run_ranks(save_before_any_update, 2, tmp_path) == [(0, 0), (0, 0)]
 
 
 def drawn(own: Trained) -> list[float]:
-    """What the generators draw next."""
+    """Return the next numbers of the random generators."""
     import random
 
     import numpy as np
@@ -343,7 +344,7 @@ def drawn(own: Trained) -> list[float]:
 
 
 def save_random(folder: Path) -> list[float]:
-    """Save with generators in the middle of a stream; what they draw after."""
+    """Save with generators in the middle of their streams. Return the numbers that follow."""
     torch.manual_seed(dist.get_rank())
     own = trained(1)
     torch.manual_seed(dist.get_rank())
@@ -355,13 +356,13 @@ def save_random(folder: Path) -> list[float]:
 
 
 def load_random(folder: Path) -> list[float]:
-    """What the generators draw after a resume."""
+    """Return the numbers that the generators draw after a resume."""
     own = trained(0)
     load_state(folder / "step-1", own.state, EVERYTHING)
     return drawn(own)
 
 
-def test_every_rank_draws_on_and_new_ranks_draw_their_own(tmp_path: Path) -> None:
+def test_resumed_ranks_continue_their_random_streams_and_new_ranks_get_their_own(tmp_path: Path) -> None:
     before = run_ranks(save_random, 2, tmp_path)
     after = run_ranks(load_random, 4, tmp_path)
     assert after[:2] == before

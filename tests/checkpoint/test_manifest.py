@@ -1,4 +1,4 @@
-"""Manifests: whatever happens to a file of a checkpoint is found."""
+"""Manifests detect any change to a file of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DATA = bytes(range(256)) * 40
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A folder with two files and a manifest."""
+    """Return a folder with two files and a manifest."""
     folder = tmp_path / "step-3"
     folder.mkdir()
     for name in ("__0_0.distcp", ".metadata"):
@@ -75,7 +75,7 @@ def test_every_bit_of_a_manifest_counts(checkpoint: Path) -> None:
     for position in range(0, len(whole), 7):
         flip(path, position)
         with suppress(DamagedCheckpointError):
-            assert read_manifest(checkpoint) == manifest, position  # a blank may be another kind of blank
+            assert read_manifest(checkpoint) == manifest, position  # one whitespace character may replace another
         path.write_bytes(whole)
 
 
@@ -87,8 +87,8 @@ def test_a_manifest_cannot_name_other_folders(tmp_path: Path, checkpoint: Path) 
         check(checkpoint)
 
 
-def test_the_step_of_a_folders_name_must_be_the_manifests(tmp_path: Path, checkpoint: Path) -> None:
-    """A link to the folder, and a name that is no step's, tell nothing else."""
+def test_the_step_of_the_folder_name_must_equal_that_of_the_manifest(tmp_path: Path, checkpoint: Path) -> None:
+    """A link named `latest` and a folder whose name has no step pass the check."""
     for path in (tmp_path / "latest", tmp_path / "step-50"):
         path.symlink_to("step-3")
     assert check(tmp_path / "latest").step == 3

@@ -1,4 +1,4 @@
-"""Memory for copies from a GPU, with a CUDA runtime that only notes what it is asked for."""
+"""Page-locked memory for copies from a GPU, on a CUDA runtime that only records calls."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Runtime:
         self.calls: list[tuple[Any, ...]] = []
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
-        """Note a call."""
+        """Record a call."""
         self.calls.append(("register", address, size, flags))
         return Code.cudaErrorMemoryAllocation if self.refuses else Code.success
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        """Note a call."""
+        """Record a call."""
         self.calls.append(("unregister", address))
         return Code.success
 
     def cudaGetErrorString(self, error: Code) -> str:  # noqa: N802
-        """As CUDA words it."""
+        """Return the words of CUDA."""
         return "out of memory"
 
 
@@ -46,7 +46,7 @@ class Stream:
     waits = 0
 
     def synchronize(self) -> None:
-        """Note a wait."""
+        """Count a wait."""
         self.waits += 1
 
 
@@ -64,7 +64,7 @@ def use(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
 
 
 class Copies(TorchDispatchMode):
-    """Notes of every copy whether the host waits for it."""
+    """A dispatch mode that records for every copy whether the host waits for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def test_a_copy_is_made_into_locked_memory_with_one_wait(
     arena = Arena(torch.device("cuda", 1), is_shared=is_shared)
     arena.reserve(size)
     first = arena.memory.data_ptr()
-    assert runtime.calls == [("register", first, size, 1)]  # of exactly the size
+    assert runtime.calls == [("register", first, size, 1)]  # the size is exact
     with Copies() as copies:
         arena.fill(state, slots)
     assert copies.non_blocking == [True, True] and stream.waits == 1
@@ -99,7 +99,7 @@ def test_a_copy_is_made_into_locked_memory_with_one_wait(
     assert runtime.calls[1][1] == first
 
 
-def test_memory_that_cannot_be_locked_is_used_as_it_is(
+def test_memory_that_cannot_be_locked_is_used_pageable(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     use(monkeypatch, runtime := Runtime(refuses=True))

@@ -1,4 +1,4 @@
-"""What is kept, what is deleted, and in which order."""
+"""Retention: the checkpoints that stay, those that are deleted, and the order of the steps."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ LOSSES = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: math.nan, 60: 2.5}
         (Retention(latest=2, every=0, best=0), [40, 30, 20, 10]),
         (Retention(latest=1, every=20, best=0), [50, 30, 10]),
         (Retention(latest=1, every=0, best=1), [50, 40, 30, 10]),
-        (Retention(latest=1, every=0, best=9), [50, 30]),  # the one without a loss, and the one that is no number
+        (Retention(latest=1, every=0, best=9), [50, 30]),  # their losses are NaN and missing
         (Retention(latest=9, every=0, best=0), []),
     ],
 )
-def test_what_may_go(retention: Retention, gone: list[int]) -> None:
+def test_checkpoints_that_are_deleted(retention: Retention, gone: list[int]) -> None:
     assert retention.expendable(LOSSES) == gone
 
 
@@ -39,7 +39,7 @@ def fill(folder: Path, losses: dict[int, float | None]) -> None:
         write_manifest(folder / f"step-{step}", Manifest(step, 1, "", {}, {}, {}, {}, loss, {}))
 
 
-def test_links_follow_and_keep_what_they_name(tmp_path: Path) -> None:
+def test_links_are_updated_and_their_checkpoints_are_not_deleted(tmp_path: Path) -> None:
     fill(tmp_path, {1: 2.0, 2: 1.0, 3: 3.0})
     assert tidy(tmp_path, 3, Retention(latest=1, every=0, best=1)) == ([1], [])
     assert (tmp_path / "latest").resolve().name == "step-3" and (tmp_path / "best").resolve().name == "step-2"
@@ -51,7 +51,7 @@ def test_links_follow_and_keep_what_they_name(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-5"]
 
 
-def test_what_was_just_saved_stays_even_if_older_ones_look_newer(tmp_path: Path) -> None:
+def test_the_checkpoint_just_saved_stays_even_if_older_ones_have_later_steps(tmp_path: Path) -> None:
     fill(tmp_path, {1: None, 9: None})
     assert tidy(tmp_path, 1, Retention(latest=1, every=0, best=0)) == ([], [])
     assert checkpoint_steps(tmp_path) == [9, 1]
@@ -64,7 +64,7 @@ def test_a_folder_without_a_manifest_is_never_deleted(tmp_path: Path) -> None:
     assert checkpoint_steps(tmp_path) == [2, 0]
 
 
-def test_a_deletion_that_is_killed_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_deletion_leaves_no_partial_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path, {1: None, 2: None})
 
     def killed(path: Path, ignore_errors: bool = False) -> None:
@@ -79,15 +79,16 @@ def test_a_deletion_that_is_killed_leaves_no_half_checkpoint(tmp_path: Path, mon
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-2"]
 
 
-def test_damaged_ones_are_set_aside_one_after_the_other(tmp_path: Path) -> None:
+def test_each_damaged_checkpoint_is_set_aside_under_its_own_name(tmp_path: Path) -> None:
     for number in (1, 2):
         fill(tmp_path, {7: None})
         assert set_aside(tmp_path / "step-7").name == f"step-7.damaged-{number}"
     assert checkpoint_steps(tmp_path) == []
 
 
-def test_folders_that_a_copy_made_of_links_do_not_stop_deletion(tmp_path: Path) -> None:
-    """`cp -rL` follows links. A checkpoint that cannot be deleted does not stop the others either."""
+def test_links_that_a_copy_turned_into_folders_do_not_stop_deletion(tmp_path: Path) -> None:
+    """`cp -rL` replaces links by folders. A checkpoint that cannot be deleted does not stop the deletion of the others
+    either."""
     fill(tmp_path, {step: step / 10 for step in (1, 2, 3, 4)})
     for link in ("latest", "best", "latest.tmp"):
         shutil.copytree(tmp_path / "step-1", tmp_path / link)
@@ -106,8 +107,8 @@ def test_folders_that_a_copy_made_of_links_do_not_stop_deletion(tmp_path: Path) 
     assert not (tmp_path / "best").exists() and (tmp_path / "best.copy-2").is_dir()
 
 
-def test_what_cannot_be_changed_does_not_keep_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system without links, and a folder that cannot be renamed."""
+def test_a_failed_link_or_rename_does_not_stop_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file system has no links, and one folder cannot be renamed."""
     fill(tmp_path, dict.fromkeys((1, 2, 3)))
     rename = Path.rename
 
@@ -125,8 +126,9 @@ def test_what_cannot_be_changed_does_not_keep_the_rest(tmp_path: Path, monkeypat
     ]
 
 
-def test_a_copied_checkpoint_counts_for_nothing(tmp_path: Path) -> None:
-    """The folder of step 50 with the manifest of step 3 stays, is not the best, and keeps no other from going."""
+def test_a_copied_checkpoint_is_ignored(tmp_path: Path) -> None:
+    """A folder of step 50 with the manifest of step 3 stays, is not the best checkpoint, and does not count towards
+    `keep_latest`."""
     fill(tmp_path, {3: 0.1, 6: 2.0, 9: 1.0})
     shutil.copytree(tmp_path / "step-3", tmp_path / "step-50")
     assert tidy(tmp_path, 9, Retention(latest=2, every=0, best=0)) == ([3], [])

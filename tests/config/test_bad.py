@@ -1,4 +1,4 @@
-"""What is said about job files that are wrong: `bad/*.toml`, and beside each the exact text.
+"""Errors for wrong job files: each `bad/*.toml` has its exact error text beside it.
 
 A first line `# overrides: ...` holds command-line overrides. `python -m tests.config.test_bad` writes the texts anew,
 for review as a diff.
@@ -26,7 +26,7 @@ def test_message(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def message(path: Path) -> str:
-    """What a user is told about a bad job file."""
+    """Return the error text for a bad job file."""
     first_line = path.read_text(encoding="utf-8").partition("\n")[0]
     marker, _, overrides = first_line.partition(": ")
     with pytest.raises(UserError) as caught:

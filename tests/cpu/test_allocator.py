@@ -1,4 +1,4 @@
-"""titan_launch.cpu.allocator: freed memory is used again."""
+"""The allocator of titan_launch.cpu reuses freed memory."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ print(faults)
 
 
 def faults(word: str) -> int:
-    """How often a page is touched for the first time while 176 MiB are allocated and freed for the fourth time."""
+    """Return the number of page faults while 176 MiB are allocated and freed for the fourth time."""
     return int(subprocess.run([sys.executable, "-c", PROGRAM, word], check=True, capture_output=True).stdout)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
-def test_freed_memory_is_used_again() -> None:
+def test_freed_memory_is_reused() -> None:
     assert faults("leave") > 10_000
     assert faults("keep") < 100
 
 
-def test_the_users_settings_stay() -> None:
+def test_settings_of_the_user_are_not_changed() -> None:
     assert not keep_freed_memory({"MALLOC_TRIM_THRESHOLD_": "1000"})

@@ -41,18 +41,18 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
         torch.cat((x, x), -1).transpose(1, 2).contiguous().transpose(1, 2)[..., : x.shape[-1]]
     ),
 }
-"""Of (batch, heads, tokens, width) in memory. The first is how a model's projections leave it."""
+"""Memory layouts of a (batch, heads, tokens, width) tensor. The first one is the output of a model's projections."""
 
 
 def tensors(shape: tuple[int, int, int, int, int], dtype: torch.dtype, layout: str = "tokens first") -> list[Tensor]:
-    """Queries, keys, values and the gradient of the result."""
+    """Return queries, keys, values and the gradient of the result."""
     batch, heads, keys, tokens, width = shape
     torch.manual_seed(0)
     return [LAYOUTS[layout](torch.randn(batch, n, tokens, width).to(dtype)) for n in (heads, keys, keys, heads)]
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, scale: float) -> list[Tensor]:
-    """The result and the gradients, by the formula in float64."""
+    """Return the result and the gradients, computed by the formula in float64."""
     q, k, v = (tensor.detach().double().requires_grad_() for tensor in (q, k, v))
     keys, values = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
@@ -61,7 +61,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, scale: float) -> list[T
 
 
 def errors(own: list[Tensor], right: list[Tensor]) -> list[float]:
-    """As shares of the right tensor, by their norms."""
+    """Return the norm of each error relative to the norm of the exact tensor."""
     return [
         float((a - b).norm() / b.norm().clamp(min=1)) for a, b in zip(own, (t.detach() for t in right), strict=True)
     ]
@@ -70,7 +70,7 @@ def errors(own: list[Tensor], right: list[Tensor]) -> list[float]:
 @pytest.mark.parametrize("scores", [2**19, 2**12], ids=["all heads together", "few heads together"])
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_blocks_are_as_near_to_the_formula_as_pytorch_s_kernel(
+def test_the_error_of_blocked_attention_is_that_of_pytorchs_kernel(
     shape: tuple[int, int, int, int, int], scale: float | None, scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocked, "_BLOCK_SCORES", scores)
@@ -87,8 +87,8 @@ def test_blocks_are_as_near_to_the_formula_as_pytorch_s_kernel(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_results_lie_in_memory_as_pytorch_s_do(layout: str) -> None:
-    """On the meta device, too, by which a compiler goes."""
+def test_results_have_the_strides_of_pytorchs_kernel(layout: str) -> None:
+    """The strides also agree on the meta device, which a compiler uses."""
     shape = SHAPES["blocks of heads that share one of keys"]
     q, k, v, grad = tensors(shape, torch.bfloat16, layout)
     result, sums = attention(q, k, v)
@@ -101,7 +101,7 @@ def test_results_lie_in_memory_as_pytorch_s_do(layout: str) -> None:
             assert (mine.dtype, mine.shape, mine.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
 
 
-def test_a_gradient_of_one_number_for_all_is_as_good_as_another() -> None:
+def test_an_expanded_gradient_is_accepted() -> None:
     q, k, v, _ = tensors(SHAPES["blocks of heads that share one of keys"], torch.float32)
     ones = torch.ones(()).expand(q.shape)
     for own, other in zip(gradients(ones, q, k, v), gradients(ones.contiguous(), q, k, v), strict=True):
@@ -110,7 +110,7 @@ def test_a_gradient_of_one_number_for_all_is_as_good_as_another() -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The blocked functions as they are called, on any CPU."""
+    """Record the calls of the blocked functions, on any CPU."""
     seen: list[str] = []
     for name in ("attention", "gradients"):
 
@@ -131,12 +131,12 @@ def attend(tokens: int = 32, dtype: torch.dtype = torch.float32, batch: int = 2,
     return [result, *torch.autograd.grad(result, inputs, grad)]
 
 
-def test_the_operation_is_computed_by_blocks_and_is_pytorch_s_again_afterwards(calls: list[str]) -> None:
+def test_the_blocked_kernel_replaces_pytorchs_only_within_the_block(calls: list[str]) -> None:
     before = attend()
     with blocked_attention():
         during = attend()
         assert calls == ["attention", "gradients"]
-        with blocked_attention():  # another run's, in the same process
+        with blocked_attention():  # another run in the same process
             attend()
         attend()
     assert len(calls) == 6
@@ -159,7 +159,7 @@ def test_the_operation_is_computed_by_blocks_and_is_pytorch_s_again_afterwards(c
     ],
     ids=["short", "long", "dtype", "not causal", "empty", "mask"],
 )
-def test_other_calls_are_left_to_pytorch(call: dict[str, Any], calls: list[str]) -> None:
+def test_other_calls_use_pytorchs_kernel(call: dict[str, Any], calls: list[str]) -> None:
     before = attend(**call)
     with blocked_attention():
         during = attend(**call)
@@ -167,17 +167,17 @@ def test_other_calls_are_left_to_pytorch(call: dict[str, Any], calls: list[str])
     assert all(torch.equal(first, second) for first, second in zip(before, during, strict=True))
 
 
-def test_the_precision_of_other_products_is_put_back() -> None:
+def test_the_precision_of_other_matrix_products_is_restored() -> None:
     products: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = products.fp32_precision
     q, k, v, grad = tensors((1, 2, 2, 8, 8), torch.bfloat16)
     attention(q, k, v)
     with pytest.raises(RuntimeError):
-        gradients(grad[..., :4], q, k, v)  # not of the result
+        gradients(grad[..., :4], q, k, v)  # the shape is not that of the result
     assert products.fp32_precision == before
 
 
-def test_blocks_that_overlap_end_with_the_last(calls: list[str]) -> None:
+def test_overlapping_switches_end_with_the_last_one(calls: list[str]) -> None:
     first, second = ExitStack(), ExitStack()
     first.enter_context(blocked_attention())
     second.enter_context(blocked_attention())
@@ -188,8 +188,8 @@ def test_blocks_that_overlap_end_with_the_last(calls: list[str]) -> None:
     assert len(calls) == 2
 
 
-def test_a_compiled_function_gets_what_it_expects(calls: list[str]) -> None:
-    """Of queries that lie in memory otherwise than a model's projections."""
+def test_a_compiled_function_gets_the_strides_that_it_expects(calls: list[str]) -> None:
+    """The strides of the queries differ from those of a model's projections."""
 
     def heads(q: Tensor, k: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(2 * q, k, k, is_causal=True).view(-1, 32, 8).square().sum()
@@ -206,10 +206,10 @@ def test_a_compiled_function_gets_what_it_expects(calls: list[str]) -> None:
     ("backend", "context", "tokens", "expected"),
     [("auto", 1, 32, 1), ("flash", 1, 32, 0), ("auto", 2, 32, 0), ("auto", 1, 128, 0)],
 )
-def test_a_run_attends_by_blocks_unless_asked_otherwise(
+def test_a_run_uses_blocked_attention_by_default(
     backend: str, context: int, tokens: int, expected: int, calls: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor where a query's keys are on several ranks, or sequences are long."""
+    """Blocked attention is also off for keys that are divided over ranks and for long sequences."""
     sections = {
         "kernels": {"attention": backend},
         "training": {"seq_len": tokens},

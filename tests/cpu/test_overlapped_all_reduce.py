@@ -28,7 +28,7 @@ from titan_launch.parallel.fsdp import discard_pending
 
 
 def built(mode: str = "immediate", reduce_dtype: str = "float32") -> tuple[JobConfig, nn.Module]:
-    """A job with two replicas, and its model on this rank."""
+    """Return the config of a job with two replicas, and its model on this rank."""
     config = JobConfig.model_validate(
         {
             "model": {"args": TINY_ARGS},
@@ -44,7 +44,7 @@ def built(mode: str = "immediate", reduce_dtype: str = "float32") -> tuple[JobCo
 
 
 def gradients(config: JobConfig, model: nn.Module, microbatches: int = 1) -> dict[str, Tensor]:
-    """This rank's, by parameter, read as soon as backward has returned."""
+    """Return this rank's gradients by parameter, read as soon as backward has returned."""
     strategy = build_strategy(config.gradient_accumulation)
     generator = torch.Generator().manual_seed(this_rank().rank)
     for index in range(microbatches):
@@ -60,8 +60,8 @@ def gradients(config: JobConfig, model: nn.Module, microbatches: int = 1) -> dic
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """How many all-reduces nothing has waited for yet, whenever one more is begun. The last rank is slow: it begins
-    them late, so that the others' are not done by chance."""
+    """Count the pending all-reduces whenever another one is started. The last rank starts its all-reduces late, so that
+    those of the others do not finish by chance."""
     begun: list[int] = []
     add = overlapped._PendingAllReduces.add
 
@@ -84,7 +84,7 @@ def counted() -> Iterator[list[int]]:
 
 
 def compare_with_waiting(mode: str, reduce_dtype: str, microbatches: int) -> tuple[int, list[int]]:
-    """Returns the number of units, and what `counted` counts in a step."""
+    """Return the number of units, and the result of `counted` for a step."""
     config, model = built(mode, reduce_dtype)
     with counted() as begun:
         beside = gradients(config, model, microbatches)
@@ -99,30 +99,30 @@ def compare_with_waiting(mode: str, reduce_dtype: str, microbatches: int) -> tup
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("mode", ["immediate", "deferred", "deferred_all_reduce"])
-def test_all_units_are_summed_beside_backward(mode: str, ranks: int) -> None:
-    """4 ranks: two shards, twice."""
+def test_the_all_reduces_of_all_units_overlap_with_backward(mode: str, ranks: int) -> None:
+    """On 4 ranks there are two replicas of two shards."""
     for units, begun in run_ranks(compare_with_waiting, ranks, mode, "float32", 1):
         assert begun == list(range(1, units + 1))
 
 
 @pytest.mark.parametrize("mode", ["immediate", "deferred", "deferred_all_reduce"])
-def test_sums_that_are_added_to_others_are_waited_for(mode: str) -> None:
-    """In `immediate` the first microbatch's are not, and the others' are."""
+def test_all_reduces_that_are_added_to_earlier_gradients_do_not_overlap(mode: str) -> None:
+    """In mode `immediate`, the all-reduces of the first microbatch overlap and those of later microbatches do not."""
     for units, begun in run_ranks(compare_with_waiting, 2, mode, "float32", 3):
         assert begun == list(range(1, units + 1))
 
 
-def test_sums_that_are_cast_are_waited_for() -> None:
+def test_all_reduces_whose_result_is_cast_do_not_overlap() -> None:
     for _, begun in run_ranks(compare_with_waiting, 2, "deferred", "bfloat16", 2):
         assert begun == []
 
 
 class FailedError(Exception):
-    """Of a model."""
+    """An error raised by a model."""
 
 
 def fail_in_backward() -> None:
-    """The backward after one that an error has ended gives what it should."""
+    """Compare the backward after a failed one with the expected gradients."""
     config, model = built()
     right = gradients(config, model)
 
@@ -144,12 +144,12 @@ def fail_in_backward() -> None:
     assert_equal(again, right)
 
 
-def test_a_backward_that_fails_leaves_nothing_for_the_next() -> None:
+def test_a_failed_backward_leaves_no_pending_all_reduce() -> None:
     run_ranks(fail_in_backward, 2)
 
 
 def backward_within_backward() -> None:
-    """A block is computed again and differentiated by a backward of its own, which ends first."""
+    """Checkpoint a block and differentiate it in a backward of its own, which ends before the outer one."""
     config, model = built()
     right = gradients(config, model)
     block = model.get_submodule("layers.1")
@@ -160,12 +160,12 @@ def backward_within_backward() -> None:
     assert_equal(own, right)
 
 
-def test_a_backward_within_another_loses_no_sum() -> None:
+def test_a_nested_backward_loses_no_all_reduce() -> None:
     run_ranks(backward_within_backward, 2)
 
 
 def hooks_read_sums() -> None:
-    """What hooks of the sharded parameters are shown is what is left at the end."""
+    """Compare the gradients that hooks of the sharded parameters receive with the final ones."""
     config, model = built()
     shown: dict[str, Tensor] = {}
 
@@ -181,12 +181,12 @@ def hooks_read_sums() -> None:
     assert_equal(shown, left)
 
 
-def test_hooks_are_shown_sums() -> None:
+def test_hooks_receive_reduced_gradients() -> None:
     run_ranks(hooks_read_sums, 2)
 
 
 def wait_in_vain(reduce_dtype: str) -> str:
-    """What rank 0 is told when the other replica does not come."""
+    """Return the error on rank 0 when the other replica does not join the all-reduce."""
     config, model = built(reduce_dtype=reduce_dtype)
     impatient = dist.new_group(timeout=timedelta(seconds=0.5))
     if this_rank().rank == 1:
@@ -200,6 +200,6 @@ def wait_in_vain(reduce_dtype: str) -> str:
 
 
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
-def test_the_error_is_gloo_s_beside_backward_and_in_it(reduce_dtype: str) -> None:
+def test_an_all_reduce_that_fails_raises_the_error_of_gloo(reduce_dtype: str) -> None:
     message, _ = run_ranks(wait_in_vain, 2, reduce_dtype)
     assert "Timed out waiting 500ms" in message

@@ -16,7 +16,7 @@ from titan_launch.train import build
 
 
 def train_with_and_without_speedups(folder: Path) -> dict[str, int]:
-    """Run a job on two replicas twice. Return how often each speedup was used by the run that has them."""
+    """Run a job on two replicas twice. Return how often each speedup was used by the run with speedups."""
     used: Counter[str] = Counter()
 
     def counted(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,7 +26,7 @@ def train_with_and_without_speedups(folder: Path) -> dict[str, int]:
 
         return call
 
-    patch = pytest.MonkeyPatch()  # this process ends with the test
+    patch = pytest.MonkeyPatch()  # the process ends with the test
     for owner in (blocked_attention, switch):
         patch.setattr(owner, "lengths", lambda: {torch.float32: range(16, 17)})
     for owner, name in (
@@ -44,7 +44,7 @@ def train_with_and_without_speedups(folder: Path) -> dict[str, int]:
     return used_when_on
 
 
-def test_without_its_speedups_a_cpu_trains_to_the_same_losses(tmp_path: Path) -> None:
+def test_training_without_the_cpu_speedups_gives_the_same_losses(tmp_path: Path) -> None:
     for used in run_ranks(train_with_and_without_speedups, 2, tmp_path):
         assert used.keys() == {"attention", "add", "keep_freed_memory"} and used["keep_freed_memory"] == 1
     fast, plain = (read_metrics(tmp_path, name) for name in ("fast", "plain"))

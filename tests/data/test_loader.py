@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -40,7 +41,7 @@ def train_loader(split: Layout, rank: int, start: int = 0, num_workers: int = 0)
 
 
 def global_batches(split: Layout, steps: int, start: int = 0, num_workers: int = 0) -> list[list[list[int]]]:
-    """The samples of each step and rank."""
+    """Return the samples of each step and rank."""
     by_rank = []
     for rank in range(split.data_parallel):
         with train_loader(split, rank, start, num_workers) as loader:
@@ -83,7 +84,7 @@ def test_ranks_share_no_sample_within_an_epoch() -> None:
     assert len(set(seen)) == len(seen) == 16
 
 
-def test_workers_change_nothing() -> None:
+def test_workers_do_not_change_the_batches() -> None:
     split = layout(2, 2)
     assert global_batches(split, steps=5, num_workers=2) == global_batches(split, steps=5)
 
@@ -168,7 +169,7 @@ def test_closing_ends_the_workers() -> None:
     del batches
 
 
-def test_workers_outlast_signals_to_the_process_group() -> None:
+def test_workers_survive_signals_to_the_process_group() -> None:
     with train_loader(layout(1, 2), rank=0, num_workers=1) as loader:
         workers, batches = start_workers(loader)
         for worker in workers:
@@ -179,7 +180,7 @@ def test_workers_outlast_signals_to_the_process_group() -> None:
     assert list(itertools.chain(*rest)) == [order(position) for position in range(2, 24)]
 
 
-def test_a_loader_that_nobody_closes_lets_the_interpreter_end_in_silence() -> None:
+def test_an_unclosed_loader_lets_the_interpreter_exit_silently() -> None:
     script = """
         from tests.data.test_loader import layout, train_loader
         batches = iter(train_loader(layout(1, 2), rank=0, num_workers=1))
@@ -187,3 +188,46 @@ def test_a_loader_that_nobody_closes_lets_the_interpreter_end_in_silence() -> No
     """
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=30)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def epoch(order: SampleOrder, number: int = 0) -> list[int]:
+    start = number * order.num_samples
+    return [order(position) for position in range(start, start + order.num_samples)]
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 3, 4, 5, 7, 16, 17, 63, 64, 65, 1000])
+def test_every_epoch_visits_every_sample_once(num_samples: int) -> None:
+    order = SampleOrder(num_samples, seed=3, shuffle=True)
+    for number in range(3):
+        assert sorted(epoch(order, number)) == list(range(num_samples))
+
+
+def test_order_differs_by_epoch_and_seed_and_repeats_otherwise() -> None:
+    order = SampleOrder(100, seed=0, shuffle=True)
+    assert epoch(order) == epoch(SampleOrder(100, seed=0, shuffle=True))
+    assert epoch(order) != epoch(order, 1)
+    assert epoch(order) != epoch(SampleOrder(100, seed=1, shuffle=True))
+    assert epoch(order) != list(range(100))
+
+
+def test_the_order_is_fixed() -> None:
+    assert epoch(SampleOrder(8, seed=0, shuffle=True)) == [5, 2, 4, 3, 0, 6, 7, 1]
+
+
+def test_without_shuffle_the_order_is_that_of_the_source() -> None:
+    order = SampleOrder(5, seed=0, shuffle=False)
+    assert [order(position) for position in range(12)] == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+
+
+def test_all_orders_of_a_small_epoch_are_about_as_likely() -> None:
+    seen = Counter(tuple(epoch(SampleOrder(4, seed, shuffle=True))) for seed in range(2400))
+    assert set(seen) == set(itertools.permutations(range(4)))
+    assert all(60 < count < 145 for count in seen.values())  # 100 expected, standard deviation 10
+
+
+def test_a_huge_epoch_needs_no_memory() -> None:
+    order = SampleOrder(10**9, seed=0, shuffle=True)
+    samples = [order(position) for position in range(2000)]
+    assert len(set(samples)) == 2000
+    assert all(0 <= sample < 10**9 for sample in samples)
+    assert sum(samples) / 2000 == pytest.approx(0.5e9, rel=0.05)

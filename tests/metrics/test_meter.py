@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """A clock that moves when told to."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -34,7 +34,7 @@ def build(clock: Clock, **keys: Any) -> Meter:
 
 
 def train(meter: Meter, clock: Clock, *, steps: int, tokens: int = 1000) -> None:
-    """Steps of 2 s, half a second of which is waiting for data."""
+    """Train steps of 2 s. Half a second of each is a wait for data."""
     for _ in range(steps):
         with meter.loading():
             clock.advance(0.5)
@@ -51,7 +51,7 @@ def report(meter: Meter, *, loss: float = 2.5, valid: int = 1000, valid_global: 
     )
 
 
-def test_a_window() -> None:
+def test_the_metrics_of_a_window() -> None:
     clock = Clock()
     meter = build(clock, flops_per_step_per_device=4e12, peak_flops=10e12)
     train(meter, clock, steps=3)
@@ -114,14 +114,14 @@ def test_images_are_counted_under_their_own_tags() -> None:
     assert set(rates) < {tag.name for tag in TAGS}
 
 
-def test_more_tokens_than_float32_can_count() -> None:
+def test_token_counts_above_2_to_24_are_exact() -> None:
     clock = Clock()
     meter = build(clock)
     train(meter, clock, steps=1, tokens=2**24 + 1)
     assert report(meter)["throughput/tokens_per_second"] == (2**24 + 1) / 2
 
 
-def test_gradients_are_not_needed_nor_kept() -> None:
+def test_metrics_need_no_gradients() -> None:
     clock = Clock()
     meter = build(clock)
     train(meter, clock, steps=1)
@@ -131,7 +131,7 @@ def test_gradients_are_not_needed_nor_kept() -> None:
 
 
 def test_a_report_copies_its_numbers_once_in_each_direction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many numbers of the host there are, each of which would wait for a GPU."""
+    """The number of copies does not depend on the number of host values, because each copy would wait for a GPU."""
     counts, reads = [], []
     tolist = Tensor.tolist
     monkeypatch.setattr(Tensor, "tolist", lambda tensor: (reads.append(len(tensor)), tolist(tensor))[1])
@@ -153,7 +153,7 @@ def test_a_report_needs_a_step() -> None:
         report(build(Clock()))
 
 
-def test_no_maximum_without_targets() -> None:
+def test_the_maximum_loss_is_omitted_without_targets() -> None:
     clock = Clock()
     meter = build(clock)
     train(meter, clock, steps=1)
@@ -173,7 +173,7 @@ def _unequal_ranks() -> dict[str, float]:
     return report(meter, loss=mean * valid / 800, valid=valid, valid_global=800)
 
 
-def test_ranks_are_combined() -> None:
+def test_metrics_of_all_ranks_are_combined() -> None:
     for scalars in run_ranks(_unequal_ranks, 3):
         assert scalars["train/loss"] == pytest.approx((600 * 2 + 200 * 5) / 800)
         assert scalars["train/loss_max"] == pytest.approx(5)
@@ -191,7 +191,7 @@ def _one_bad_rank(bad: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_a_loss_that_is_not_a_number_does_not_get_lost(bad: int) -> None:
+def test_a_nan_loss_of_one_rank_is_reported(bad: int) -> None:
     for scalars in run_ranks(_one_bad_rank, 2, bad):
         assert math.isnan(scalars["train/loss"])
         assert scalars["train/loss_max"] == math.inf
@@ -203,7 +203,7 @@ def test_cuda_memory_is_per_window() -> None:
     device = torch.device("cuda")
     meter = Meter(device=device, world_size=1)
     one = torch.ones((), device=device)
-    before = torch.cuda.memory_stats(device)["active_bytes.all.current"] / 2**30  # of earlier tests in this process
+    before = torch.cuda.memory_stats(device)["active_bytes.all.current"] / 2**30  # held by earlier tests
 
     def window(gib: float) -> dict[str, float]:
         torch.empty(int(gib * 2**30), dtype=torch.uint8, device=device)

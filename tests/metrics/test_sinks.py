@@ -58,7 +58,7 @@ def test_tensorboard_drops_the_steps_that_a_resumed_or_restarted_run_repeats(tmp
     first = TensorBoardSink(tmp_path / "tb")
     for step in range(1, 6):
         first.write(step, {"train/loss": step})
-    resumed = TensorBoardSink(tmp_path / "tb", resume_step)  # the first one was killed: it is not closed
+    resumed = TensorBoardSink(tmp_path / "tb", resume_step)  # the first process was killed and did not close its sink
     resumed.write(resume_step + 1, {"train/loss": 40})
     events = read_events(tmp_path / "tb")
     kept = [(step, step) for step in range(1, resume_step + 1)]
@@ -115,7 +115,7 @@ def test_resuming_without_an_older_file_starts_one(tmp_path: Path) -> None:
     assert read_events(tmp_path / "tb").Tensors("custom_scalars__config__")
 
 
-def test_a_run_that_goes_back_replaces_steps_and_keeps_the_old_ones(tmp_path: Path) -> None:
+def test_a_run_that_returns_to_a_checkpoint_replaces_steps_and_keeps_the_old_lines(tmp_path: Path) -> None:
     jsonl, tensorboard = JsonlSink(tmp_path / "metrics.jsonl"), TensorBoardSink(tmp_path / "tb")
     for sink in (jsonl, tensorboard):
         for step in range(1, 6):

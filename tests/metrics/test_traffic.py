@@ -1,7 +1,8 @@
-"""Collectives counted while they are called."""
+"""Collectives counted while they are called, and the seconds of communication that computation does not hide."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.distributed import run_ranks
 from tests.train.jobs import planned_and_sharded, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.distributed.torch_private import parameter_group
-from titan_launch.metrics.traffic import count_collectives
+from titan_launch.metrics.traffic import Kernel, count_collectives, exposed_seconds
 from titan_launch.models.loss import cross_entropy_sum
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.parallel.accumulation import build_strategy
@@ -24,8 +25,8 @@ from titan_launch.train.step import forward_backward
 
 
 def count(mode: str, replicate: int) -> tuple[Traffic, Traffic, Traffic, bool]:
-    """What a step on this rank communicates, counted alone, under the audit's eyes, and planned; and whether FSDP2's
-    own collectives are back."""
+    """Return the traffic of a step on this rank: counted alone, counted beside the precision audit, and planned. The
+    last value tells if FSDP2's own collectives are restored."""
     sections: dict[str, Any] = {
         "parallelism": {"data_parallel_replicate_degree": replicate},
         "gradient_accumulation": {"mode": mode},
@@ -60,7 +61,40 @@ def count(mode: str, replicate: int) -> tuple[Traffic, Traffic, Traffic, bool]:
 @pytest.mark.parametrize(
     ("mode", "ranks", "replicate"), [("immediate", 2, 1), ("deferred", 2, 2), ("deferred_all_reduce", 4, 2)]
 )
-def test_what_is_counted_is_what_was_planned(mode: str, ranks: int, replicate: int) -> None:
+def test_counted_traffic_is_the_planned_traffic(mode: str, ranks: int, replicate: int) -> None:
     for alone, observed, planned, is_restored in run_ranks(count, ranks, mode, replicate):
         assert alone == observed == planned
         assert planned.collectives.total > 0 and is_restored
+
+
+GATHER, SCATTER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "ncclKernel_ReduceScatter"
+
+
+@pytest.mark.parametrize(
+    ("kernels", "expected"),
+    [
+        ([], 0),
+        ([("gemm", 0, 10)], 0),
+        ([(GATHER, 5, 15)], 10),
+        ([(GATHER, 0, 10), ("gemm", 0, 10)], 0),
+        ([(GATHER, 0, 10), ("gemm", 3, 5)], 8),  # the gather is exposed before and after the product
+        ([("gemm", 0, 4), (GATHER, 2, 10), ("add", 8, 20)], 4),
+        ([(GATHER, 0, 10), (SCATTER, 5, 12)], 12),  # overlapping collectives count once
+        ([(GATHER, 0, 10), ("gemm", 2, 6), ("add", 4, 5)], 6),  # one kernel is inside another
+        ([(GATHER, 0, 2), ("gemm", 5, 6), (SCATTER, 8, 9)], 3),
+        ([("Memcpy DtoD", 0, 3), (GATHER, 1, 4)], 1),
+    ],
+)
+def test_exposed_time_is_the_time_in_which_only_nccl_runs(kernels: list[tuple[str, int, int]], expected: int) -> None:
+    assert exposed_seconds(Kernel(*kernel) for kernel in kernels) == pytest.approx(expected / 1e9)
+    assert exposed_seconds(Kernel(*kernel) for kernel in reversed(kernels)) == pytest.approx(expected / 1e9)
+
+
+def test_random_kernels_agree_with_a_count_by_nanosecond() -> None:
+    generator = random.Random(0)
+    for _ in range(50):
+        names = generator.choices([GATHER, SCATTER, "gemm"], k=30)
+        starts = [(name, generator.randrange(1000), generator.randrange(60)) for name in names]
+        kernels = [Kernel(name, start, start + length) for name, start, length in starts]
+        moments = [{k.communicates for k in kernels if k.start <= t < k.end} for t in range(1100)]
+        assert exposed_seconds(kernels) == pytest.approx(moments.count({True}) / 1e9)

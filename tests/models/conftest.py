@@ -14,13 +14,13 @@ from tests.models import llama3_reference
 
 @pytest.fixture(scope="session")
 def reference() -> dict[str, Any]:
-    """What Hugging Face's Llama computes: see `llama3_reference`."""
+    """Return the outputs of Hugging Face's Llama (see `llama3_reference`)."""
     return json.loads(llama3_reference.DATA.read_text())
 
 
 @pytest.fixture
 def single_process_group() -> Iterator[None]:
-    """A gloo group of this process alone."""
+    """Create a gloo group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

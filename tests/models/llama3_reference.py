@@ -36,7 +36,7 @@ PUBLISHED = {"8B": (128, 8.0), "1B": (64, 32.0)}
 
 
 def weight(name: str, shape: torch.Size) -> torch.Tensor:
-    """The value of a parameter, by its name in this package."""
+    """Return the value of a parameter, by its name in this package."""
     draw = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(tuple(shape))
     values = 1 + 0.3 * draw if name.endswith("norm.weight") else 0.3 * draw
     return torch.tensor(values, dtype=torch.float32)
@@ -61,7 +61,8 @@ def _our_name(hf_name: str) -> str:
 
 
 def _hf_value(name: str, shape: torch.Size) -> torch.Tensor:
-    """Hugging Face rotates channel i with i + head_dim / 2, this package (like Meta) 2 i with 2 i + 1."""
+    """Permute the rows of a weight: Hugging Face rotates channel i with i + head_dim / 2, this package (like Meta) 2 i
+    with 2 i + 1."""
     value = weight(_our_name(name), shape)
     if not name.endswith(("q_proj.weight", "k_proj.weight")):
         return value

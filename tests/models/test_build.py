@@ -1,4 +1,4 @@
-"""From `[model]` to a module on the meta device."""
+"""Building a module on the meta device from `[model]`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ THIS = __name__
 
 
 class Net(nn.Module):
-    """Two lists of blocks, one of them in a list and with an entry that has nothing to shard."""
+    """Two lists of blocks. One is inside the other list, with an entry that has nothing to shard."""
 
     def __init__(self, width: int = 4, depth: int = 2) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def test_a_model_of_the_users() -> None:
     assert built.initializer is call_reset_parameters
 
 
-def test_a_users_model_may_be_silent_about_flops_and_have_no_list() -> None:
+def test_a_users_model_needs_neither_flops_nor_a_module_list() -> None:
     built = build_model(ModelConfig(name="torch.nn:Linear", args={"in_features": 2, "out_features": 3}), 8)
     assert built.blocks == () and built.flops_per_sample is None
 
@@ -114,7 +114,7 @@ def test_a_failing_factory_shows_the_users_traceback() -> None:
     assert "in fails" in problem.reason and "models/factory.py" not in problem.reason
 
 
-def test_what_cannot_be_trained_is_refused() -> None:
+def test_models_that_cannot_be_trained_are_refused() -> None:
     assert _problem(name=f"{THIS}:not_a_module").reason == "must return a torch.nn.Module; it returns a dict"
     assert _problem(name=f"{THIS}:Scalar").reason.startswith("the parameter scale is a scalar")
 

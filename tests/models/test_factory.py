@@ -1,4 +1,4 @@
-"""Factories of the user's own: the values that they make are the model's, and wrong ones are explained."""
+"""Factories of the user: training starts from the values that they make, and wrong factories are explained."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 class Own(nn.Module):
-    """Makes values in every way that a module has, without any `reset_parameters` of its own."""
+    """A module that makes values in every way that a module can, without a `reset_parameters` of its own."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Own(nn.Module):
 
 
 def pretrained() -> nn.Module:
-    """Loads a state dict, in evaluation mode, as `from_pretrained` leaves a module."""
+    """Load a state dict, and return the module in evaluation mode, as `from_pretrained` does."""
     model = Own()
     model.load_state_dict({name: torch.full_like(value, 3) for name, value in model.state_dict().items()})
     return model.eval()
@@ -69,7 +69,7 @@ on_meta.meta_device = True  # type: ignore[attr-defined]
 
 
 def _expected(factory: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
-    """The tensors of plain PyTorch under the same seeds."""
+    """Return the tensors of plain PyTorch under the same seeds."""
     torch.manual_seed(SEED)
     random.seed(SEED)
     np.random.seed(SEED)
@@ -115,8 +115,8 @@ def _sharded_values() -> dict[str, torch.Tensor]:
     return whole_state(model)
 
 
-def test_every_sharding_has_them() -> None:
-    """Three ranks shard unevenly; parameters that are stored in bfloat16 are rounded once."""
+def test_every_sharding_has_the_values_of_the_factory() -> None:
+    """Three ranks shard unevenly. Parameters stored in bfloat16 are rounded once."""
     expected = _expected(Own)
     parameters = dict(Own().named_parameters())
     rounded = {name: tensor.bfloat16() if name in parameters else tensor for name, tensor in expected.items()}
@@ -131,7 +131,7 @@ def test_a_factory_may_declare_the_meta_device() -> None:
 
 
 class Large(nn.Module):
-    """Many GiB, of which no byte is touched."""
+    """A module of many GiB of memory that is never written."""
 
     def __init__(self, gib: int, needs_values: bool = False) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class OnGpu(nn.Linear):
 
 
 class Copied(nn.Module):
-    """Stock PyTorch copies the layer instead of making each."""
+    """A module whose layers PyTorch copies from one layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def test_a_factory_that_cannot_be_used(factory: str, args: dict[str, Any], reaso
     assert problem.reason.splitlines()[0] == reason
 
 
-def test_copied_layers_count() -> None:
+def test_the_memory_of_copied_layers_is_counted() -> None:
     """Copies register nothing. While they are made, the layer that they are made of is there too."""
     whole = sum(parameter.nbytes for parameter in Copied().parameters())
     _built("Copied", free_bytes=whole * 7 // 6)
@@ -259,7 +259,7 @@ def test_copied_layers_count() -> None:
 
 
 class Replaced(nn.Module):
-    """Makes its parameter again and again; only the last one is kept."""
+    """A module that creates its parameter repeatedly and keeps the last one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class Replaced(nn.Module):
             self.table = nn.Parameter(torch.empty(1000))
 
 
-def test_replaced_parameters_do_not_count() -> None:
+def test_replaced_parameters_are_not_counted() -> None:
     _built("Replaced", free_bytes=9000)
 
 
@@ -306,7 +306,7 @@ def _problems_of(names: list[str]) -> list[Problem]:
     return problems
 
 
-def test_all_ranks_say_the_same_of_a_factory_that_differs() -> None:
+def test_all_ranks_raise_the_same_error_for_a_factory_that_differs_by_rank() -> None:
     both = run_ranks(
         _problems_of, 2, ["other_on_rank_1", "fails_on_rank_1", "permuted_on_rank_1", "reordered_on_rank_1"]
     )
@@ -337,7 +337,7 @@ def test_a_model_for_planning_has_no_values(name: str) -> None:
     module = build_model(ModelConfig(name=f"{__name__}:{name}"), 8).module
     assert all(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
     if isinstance(module, PlainTensor):
-        assert not module.table.is_meta  # a trace computes with it
+        assert not module.table.is_meta  # a trace computes with this value
 
 
 def from_file(path: str) -> nn.Module:

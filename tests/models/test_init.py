@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class Scale(nn.Module):
-    """Owns a random parameter and a computed buffer, through its own `reset_parameters`."""
+    """A module with a random parameter and a computed buffer, which its own `reset_parameters` sets."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def _both_from_meta(mesh_shape: tuple[int, ...]) -> dict[str, dict[str, torch.Te
 
 @pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)])
 def test_every_sharding_starts_with_the_same_bits(mesh_shape: tuple[int, ...]) -> None:
-    """Three ranks shard unevenly, and some get nothing of a tensor; 2 x 2 is HSDP."""
+    """Three ranks shard unevenly, and some have no part of a tensor. 2 x 2 is HSDP."""
     expected = {kind: _initialized(kind) for kind in ("llama", "users")}
     for values in run_ranks(_both_from_meta, torch.Size(mesh_shape).numel(), mesh_shape):
         for kind in expected:
@@ -103,7 +103,7 @@ def test_every_sharding_starts_with_the_same_bits(mesh_shape: tuple[int, ...]) -
                 assert tensor.dtype == expected[kind][name].dtype and torch.equal(tensor, expected[kind][name]), name
 
 
-def test_the_seed_and_the_path_decide() -> None:
+def test_initial_values_depend_on_the_seed_and_the_path() -> None:
     first, other = _initialized("users", seed=5), _initialized("users", seed=6)
     assert not torch.equal(first["0.weight"], other["0.weight"])
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -115,7 +115,7 @@ def test_buffers_are_computed_and_shared_weights_filled_once() -> None:
     model, _ = _build("users")
     initialize(model, call_reset_parameters, 5, CPU)
     assert model[3].weight is model[0].weight
-    assert model[0].weight.std().item() > 0.5  # the embedding's own, not the linear layer's
+    assert model[0].weight.std().item() > 0.5  # the value of the embedding, not of the linear layer
     assert model[1].steps.tolist() == list(range(6))
     assert torch.equal(model[2].out_proj.bias, torch.zeros(6))
 
@@ -150,7 +150,7 @@ def test_owners_without_reset_parameters_are_named_once() -> None:
 
 
 class Faulty(nn.Linear):
-    """A linear layer with a mask, whose `reset_parameters` goes wrong in one of several ways."""
+    """A linear layer with a mask, whose `reset_parameters` fails in one of several ways."""
 
     def __init__(self, fault: str) -> None:
         self.fault = "none"

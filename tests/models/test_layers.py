@@ -51,7 +51,7 @@ def test_rope_refuses_longer_sequences() -> None:
         rope(torch.zeros(1, 9, 1, 4))
 
 
-def test_rope_table_comes_back_after_the_meta_device() -> None:
+def test_rope_table_is_computed_after_the_meta_device() -> None:
     expected = RotaryEmbedding(head_dim=4, max_seq_len=8, theta=100.0)
     with torch.device("meta"):
         rope = RotaryEmbedding(head_dim=4, max_seq_len=8, theta=100.0)
@@ -166,7 +166,7 @@ def test_batch_norm_takes_bfloat16_input_with_float32_parameters_on_cuda() -> No
 
 
 def test_batch_norm_as_a_unit_of_its_own(single_process_group: None) -> None:
-    """FSDP2 warns of outputs that are views; parameters and statistics stay fp32 between bf16 layers."""
+    """FSDP2 does not warn about outputs that are views. Parameters and statistics stay fp32 between bf16 layers."""
     mesh = init_device_mesh("cpu", (1,))
     model = nn.Sequential(nn.Linear(6, 6, bias=False), BatchNorm(6), nn.Linear(6, 6, bias=False))
     fully_shard(model[1], mesh=mesh, mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))

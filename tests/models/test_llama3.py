@@ -1,4 +1,4 @@
-"""Llama 3 against Hugging Face's, its closed forms, and its behaviour under FSDP2."""
+"""Llama 3 compared with Hugging Face's, its formulas, and training under FSDP2."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_published_sizes() -> None:
 
 
 def test_flops_of_8b_are_those_of_torchtitans_published_mfu() -> None:
-    """5,762 tokens/s at 33.7 % of an H100's 989 TFLOP/s (sequence length 8192)."""
+    """TorchTitan publishes 5,762 tokens/s at 33.7 % of an H100's 989 TFLOP/s (sequence length 8192)."""
     flops = flops_per_token(Llama3Args.model_validate(FLAVORS["8B"]), 8192)
     assert 5762 * flops / 989e12 == pytest.approx(0.337, abs=1e-3)
 
@@ -101,7 +101,7 @@ def test_no_token_sees_a_later_one(norm: str) -> None:
 def test_logits_start_near_a_standard_deviation_of_one(tie_embeddings: bool) -> None:
     tokens = torch.randint(0, 200, (4, 16))
     logits = tiny_model(dim=128, vocab_size=200, tie_embeddings=tie_embeddings)(tokens)
-    logits.scatter_(-1, tokens[..., None], 0.0)  # a tied output finds the token that just came in, at sqrt(dim)
+    logits.scatter_(-1, tokens[..., None], 0.0)  # a tied output gives the logit sqrt(dim) to the input token
     assert 0.8 < logits.std().item() < 1.2
 
 
@@ -123,9 +123,8 @@ def test_initial_values() -> None:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 def test_trains_from_the_meta_device_under_fsdp(norm: str, tie_embeddings: bool, single_process_group: None) -> None:
-    """The whole way in fp32: meta, sharded, to_empty, initialised; loss and gradients are the plain model's. Nothing
-    warns of views.
-    """
+    """Build in fp32 on the meta device, shard, allocate and initialise. Loss and gradients are those of the plain
+    model, and nothing warns about views."""
     args = tiny_args(norm=norm, tie_embeddings=tie_embeddings)
     plain = tiny_model(norm=norm, tie_embeddings=tie_embeddings)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""ResNet: its published sizes, its closed forms, its arithmetic step by step, and its behaviour under FSDP2."""
+"""ResNet: published sizes, formulas, arithmetic step by step, and training under FSDP2."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_flops_and_parameters_are_what_torch_counts(block: str, stem: str, image
 
 
 def test_flops_of_resnet50_are_the_published_ones() -> None:
-    """4.09 billion multiply-adds in forward, as torchvision's documentation has it."""
+    """The documentation of torchvision says 4.09 billion multiply-adds in forward."""
     args = ResNetArgs.model_validate(FLAVORS["resnet50"])
     assert flops_per_image(args) / 6 == pytest.approx(4.09e9, rel=0.02)
 
@@ -113,14 +113,14 @@ def test_shapes_of_the_stages() -> None:
 
 
 def normalized(x: Tensor, norm: nn.Module) -> Tensor:
-    """A training BatchNorm, from its definition."""
+    """Return the output of a training BatchNorm, computed from its definition."""
     mean, variance = x.mean((0, 2, 3), keepdim=True), x.var((0, 2, 3), correction=0, keepdim=True)
     weight, bias = norm.weight[:, None, None], norm.bias[:, None, None]
     return (x - mean) / (variance + 1e-5).sqrt() * weight + bias
 
 
 def test_logits_are_those_of_the_formula() -> None:
-    """The forward of a model with an identity, and with a convolution, as shortcut, written out."""
+    """The formula is written out for a block with an identity shortcut and one with a convolution."""
     model = tiny_model(zero_init_residual=False)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
@@ -183,7 +183,8 @@ def test_stages_must_agree(depths: list[int], widths: list[int], culprit: str) -
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_trains_from_the_meta_device_under_fsdp(block: str, single_process_group: None) -> None:
-    """In fp32: meta, sharded, to_empty, initialised; loss and gradients are the plain model's. Nothing warns."""
+    """Build in fp32 on the meta device, shard, allocate and initialise. Loss and gradients are those of the plain
+    model, and nothing warns."""
     args, plain = tiny_args(block=block), tiny_model(block=block)
     model = on_meta(args)
     mesh = init_device_mesh("cpu", (1,))

@@ -23,7 +23,7 @@ def _gradient(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def test_clips_to_the_norm_and_returns_the_one_before() -> None:
+def test_gradients_are_clipped_and_the_norm_before_is_returned() -> None:
     model = _model()
     before = _gradient(model)
     without_gradient = nn.Parameter(torch.zeros(3))
@@ -34,7 +34,7 @@ def test_clips_to_the_norm_and_returns_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 1e6])
-def test_leaves_gradients_alone(max_norm: float) -> None:
+def test_gradients_below_the_maximum_norm_are_unchanged(max_norm: float) -> None:
     model = _model()
     before = _gradient(model)
     clip_grad_norm(model.parameters(), max_norm)
@@ -49,7 +49,7 @@ def test_without_gradients_the_norm_is_zero() -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_norm_that_is_not_finite_is_returned(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model(bad)
-    with monkeypatch.context() as forbidden:  # that the host looks
+    with monkeypatch.context() as forbidden:  # the host must not read the device
         forbidden.setattr(torch.Tensor, "item", None)
         forbidden.setattr(torch.Tensor, "__bool__", None)
         norm = clip_grad_norm(model.parameters(), 1.0)

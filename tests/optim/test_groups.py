@@ -1,4 +1,4 @@
-"""Which parameter is in which group."""
+"""The assignment of parameters to groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan_launch.optim.groups import check_param_groups, group_parameters
 
 
 class ScaleNorm(nn.Module):
-    """A norm by its name, with a weight of two dimensions."""
+    """A norm, recognized by its name, with a weight of two dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def test_norms_biases_embeddings_and_vectors_have_no_weight_decay() -> None:
     groups = _named(Model())
     assert groups["default, weight decay 0.1"] == matrices
     assert set(groups["default, weight decay 0"]) == {
-        "output.weight",  # the embedding's, under the first of its names
+        "output.weight",  # the embedding weight, with its first name
         "positions.weight",
         *(f"layers.{i}.{name}" for i in (0, 1) for name in ("in_proj_bias", "out_proj.bias")),
         "norm.weight",
@@ -86,8 +86,8 @@ def test_the_first_matching_group_wins() -> None:
     }
 
 
-def test_muon_is_for_the_matrices_within() -> None:
-    """Not for norms, embeddings, biases and the output layer; nor for a weight that one of these shares."""
+def test_muon_updates_only_hidden_matrices() -> None:
+    """Norms, embeddings, biases, the output layer and weights that are shared with one of these are not for Muon."""
     model = nn.ModuleDict({"inner": Model(), "output": nn.Linear(3, 7), "conv": nn.Conv1d(3, 3, 2)})
     groups = _named(model, name="Muon", param_groups=[{"match": "inner.layers.1.**", "algorithm": "AdamW"}])
     matrices = ["inner.layers.0.in_proj_weight", "inner.layers.0.out_proj.weight"]
@@ -97,8 +97,8 @@ def test_muon_is_for_the_matrices_within() -> None:
     assert named["param_groups.0, Muon, weight decay 0.1"] == ["output.weight"]
 
 
-def test_weight_decay_is_of_algorithms_that_apply_it_alike() -> None:
-    """The weight decay of AdamW is not added to the gradients of SGD, nor the other way round."""
+def test_weight_decay_is_not_inherited_by_another_algorithm() -> None:
+    """AdamW's weight decay is not added to the gradients of SGD, and the reverse."""
     model = nn.ModuleDict({"one": nn.Linear(2, 2, bias=False), "other": nn.Linear(2, 2, bias=False)})
     assert list(_named(model, name="SGD")) == ["default, SGD, weight decay 0"]
     assert list(_named(model, name="SGD", weight_decay=1e-4)) == ["default, SGD, weight decay 0.0001"]
@@ -109,7 +109,7 @@ def test_weight_decay_is_of_algorithms_that_apply_it_alike() -> None:
     assert list(_named(model, name="SGD", weight_decay=1e-4, param_groups=[adamw])) == names
 
 
-def test_what_muon_cannot_update_is_an_error() -> None:
+def test_a_parameter_that_muon_cannot_update_is_an_error() -> None:
     def reasons(model: nn.Module, head: tuple[str, ...] = (), **config: Any) -> list[str]:
         with pytest.raises(ConfigError) as caught:
             check_param_groups(model, OptimizerConfig.model_validate(config), head)
@@ -131,7 +131,7 @@ def test_groups_carry_their_settings() -> None:
     assert bias.settings == GroupSettings("AdamW", 1.0, 0.0)
 
 
-def test_groups_that_decide_nothing_are_errors() -> None:
+def test_groups_without_effect_are_errors() -> None:
     key = ("optimizer", "param_groups")
     assert _problems(Model(), "layers.**", "layers.0.**", "possitions.weight") == (
         Problem((*key, 1, "match"), "every parameter it matches is already in an earlier group", "layers.0.**"),

@@ -24,7 +24,7 @@ def _curve(total_steps: int, **config: Any) -> list[float]:
 
 
 def test_warm_up_plateau_and_decay() -> None:
-    """The last value is that of a step after the last, where the decay ends."""
+    """The last value belongs to the step after the last one, where the decay ends."""
     curve = _curve(10, warmup_steps=4, decay_ratio=0.3, min_lr_factor=0.2)
     assert curve == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
 
@@ -52,7 +52,7 @@ def test_decay_over_the_whole_run(kind: str) -> None:
     assert _curve(100, kind=kind)[0] == 1
 
 
-def test_no_decay_and_nothing_but_warm_up() -> None:
+def test_schedules_without_decay_and_of_warm_up_only() -> None:
     assert _curve(5, decay_ratio=0) == [1, 1, 1, 1, 1, 0]
     assert _curve(4, warmup_steps=4, decay_ratio=0)[:4] == [0.25, 0.5, 0.75, 1]
 
@@ -62,7 +62,7 @@ def test_a_constant_schedule_stays_at_the_peak_after_warm_up() -> None:
 
 
 def test_phases_are_clipped_to_the_run() -> None:
-    """Warm-up takes at most all steps, and the decay what is left of them."""
+    """Warm-up takes at most all steps, and the decay takes at most the rest."""
     assert _curve(4, warmup_steps=8, decay_ratio=0.5)[:4] == [0.25, 0.5, 0.75, 1]
     assert _curve(4, warmup_steps=3, decay_ratio=0.5)[:4] == pytest.approx([1 / 3, 2 / 3, 1, 0.5])
     assert _curve(4, kind="cosine", warmup_steps=8)[:4] == [0.25, 0.5, 0.75, 1]

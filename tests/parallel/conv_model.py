@@ -1,4 +1,4 @@
-"""A tiny convolutional network with BatchNorm2d: a user's own model, for the tests of this package."""
+"""A tiny convolutional network with BatchNorm2d, as a user's own model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """A convolution, a norm and a ReLU, added to what came in. Where the norm comes last, backward begins with it."""
+    """A residual block of a convolution, a norm and a ReLU. If the norm comes last, backward begins with it."""
 
     def __init__(self, channels: int, norm_last: bool):
         super().__init__()
@@ -16,13 +16,13 @@ class Block(nn.Module):
         self.norm_last = norm_last
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, channels, height, width) to the same shape."""
+        """Map (batch, channels, height, width) to the same shape."""
         y = self.conv(x)
         return x + (self.bn(torch.relu(y)) if self.norm_last else torch.relu(self.bn(y)))
 
 
 class ConvNet(nn.Module):
-    """Classes for the 4 x 4 cells of a picture, each of which comes as a token."""
+    """A network that classifies the 4 x 4 cells of a picture. Each cell is one token."""
 
     def __init__(self, classes: int = 61, channels: int = 8):
         super().__init__()

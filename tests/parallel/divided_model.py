@@ -1,4 +1,4 @@
-"""A transformer of somebody's own that declares how tensor and context parallelism divide it."""
+"""A user's transformer that declares its tensor-parallel and context-parallel plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DIM, HEADS, WIDTH, CLASSES, MAX_TOKENS = 24, 4, 6, 64, 32
 
 
 class Attention(nn.Module):
-    """Causal, with biases, queries and keys normalized in every head, and positions added to both."""
+    """Causal attention with biases, normalized queries and keys in every head, and positions added to both."""
 
     def __init__(self, heads: int, dropout: float) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(HEADS * WIDTH, DIM)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """(batch, tokens, features) to the same."""
+        """Map (batch, tokens, features) to the same shape."""
         q, k, v = (project(x).unflatten(-1, (self.heads, WIDTH)) for project in self.qkv)
         own = positions[: q.shape[1], None]
         q, k = self.q_norm(q) + own, self.k_norm(k) + own
@@ -33,8 +33,8 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """One block, a table of positions, and an output that is tied to the embedding. `heads`: of a rank, -1 for what
-    there is."""
+    """A model with one block, a table of positions, and an output that is tied to the embedding. `heads` is the number
+    of heads of a rank; -1 derives it from the shape."""
 
     positions: Tensor
 
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 class TokenBatchNorm(nn.BatchNorm1d):
-    """Over all tokens."""
+    """A BatchNorm over all tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, tokens, features) to the same."""

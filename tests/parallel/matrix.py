@@ -27,7 +27,7 @@ from titan_launch.train.loop import due_now, report, train_one_step
 
 STEPS = 3
 TOLERANCE = 1e-5
-"""Relative, of the loss and of the gradient's norm."""
+"""Relative tolerance of the loss and of the gradient norm."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ DIVISIONS = (
     _division("TP x PP, 1F1B", 4, **TP, **PP),
     _division("CP x PP, 1F1B", 4, **CP, **PP),
 )
-"""What is proven; a degree that is not named is 1, and FSDP2 shards over the rest."""
+"""The verified divisions. A degree that is not named is 1, and FSDP2 shards over the remaining ranks."""
 
 RULES: dict[str, list[dict[str, Any]]] = {
     "no rules": [],
@@ -126,7 +126,7 @@ class Case:
             },
             activation_checkpoint=RECOMPUTATIONS[self.recomputation],
             parallelism=self.division.parallelism,
-            # Where a gradient is almost 0 the sign of its rounding error decides about Adam's update.
+            # If a gradient is almost 0, the sign of its rounding error decides the sign of Adam's update.
             optimizer={"eps": 1e-5},
             checkpoint={"enable": False},
         )
@@ -136,7 +136,7 @@ ALONE = Case(Division("one process", 1, {}), "no rules", "immediate", "none")
 
 
 def cases(divisions: Iterable[Division] = DIVISIONS) -> list[Case]:
-    """The whole product."""
+    """Return all cases of the product."""
     return [
         Case(division, *choice)
         for division in divisions
@@ -173,7 +173,7 @@ Measured = list[tuple[float, float]]
 
 
 def train(cases: Sequence[Case], folder: Path, num_steps: int = STEPS) -> list[Measured]:
-    """Train the jobs, one after the other, on this rank."""
+    """Train the jobs one after the other on this rank, and return their losses and norms."""
     return [_train(case, folder / str(index), num_steps) for index, case in enumerate(cases)]
 
 
@@ -209,7 +209,7 @@ def _apart(measured: Measured, alone: Measured, index: int) -> float:
 
 
 def table(measured: dict[Case, tuple[float, float]]) -> str:
-    """One row for each division."""
+    """Return a table with one row for each division."""
     rows: dict[Division, list[tuple[Case, tuple[float, float]]]] = defaultdict(list)
     for case, difference in measured.items():
         rows[case.division].append((case, difference))

@@ -1,4 +1,5 @@
-"""PyTorch's ring attention on the CPU, which the product does not offer: its kernel, told to PyTorch's dispatcher."""
+"""PyTorch's ring attention on the CPU, which the launcher does not support: the kernel is registered with PyTorch's
+dispatcher."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _TOKENS = 2
 
 @contextmanager
 def ring_attention_on_cpu() -> Iterator[None]:
-    """Until the end of the block this process can train with context parallelism on the CPU."""
+    """Allow this process to train with context parallelism on the CPU until the end of the block."""
     handlers = {
         _FORWARD: lambda op, args, kwargs: _forward(*args, **kwargs),
         _BACKWARD: lambda op, args, kwargs: _backward(*args, **kwargs),
@@ -54,7 +55,7 @@ def _backward(
     is_causal: bool,
     **kwargs: Any,
 ) -> Any:
-    def attend(  # by the names that PyTorch's ring calls it with
+    def attend(  # the argument names of PyTorch's ring
         query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool, grad_out: Tensor
     ) -> tuple[Tensor, ...]:
         return _BACKWARD(grad_out, query, key, value, out, logsumexp, 0.0, is_causal, scale=kwargs.get("scale"))

@@ -1,4 +1,4 @@
-"""Recomputation changes what is kept for backward, and no bit of what comes out of it."""
+"""Activation checkpointing changes the tensors saved for backward, and no bit of the results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_job(norm: str, recomputation: dict[str, Any], **sections: dict[str, Any
 
 
 def train(model: torch.nn.Module, num_microbatches: int = 2) -> dict[str, Tensor]:
-    """Losses, whole gradients and buffers of some microbatches."""
+    """Return losses, full gradients and buffers of some microbatches."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     found = {}
     for index in range(num_microbatches):
@@ -62,7 +62,8 @@ def assert_counted(state: dict[str, Tensor], num_forwards: int) -> None:
 
 
 def precisions(norm: str) -> list[dict[str, Any]]:
-    """fp32; bf16 with fp32 norms in one unit, and in units that are gathered again in every block's backward."""
+    """Return sections for fp32, and for bf16 with fp32 norms, in one unit and in units that are gathered again in every
+    block's backward."""
     rule = {"type": NORM_CLASSES[norm], "param_dtype": "float32"}
     return [
         {},
@@ -99,7 +100,7 @@ def test_recomputation_changes_no_bit(norm: str, statistics: str) -> None:
 
 
 def interrupted_and_not(folder: Path) -> None:
-    """A run that goes on without recomputation where one with it ended, and one that never had it."""
+    """Compare a run that continues without activation checkpointing after one with it, and a run that never has it."""
     sections: dict[str, Any] = {
         "model": {"args": {"norm": "batchnorm"}},
         "batchnorm": {"statistics": "synchronized"},
@@ -139,13 +140,13 @@ def backward_operations(norm: str) -> list[Counter[str]]:
             {
                 "_scaled_dot_product_flash_attention_for_cpu": (1, 0),
                 "_c10d_functional.all_gather_into_tensor": (2, 0),
-                "mm": (6, 3),  # of 7: backward does not need what the last one computes
+                "mm": (6, 3),  # of 7: backward does not need the result of the last one
             },
         ),
         ("conv", 3, {"convolution": (1, 0)}),
     ],
 )
-def test_what_is_computed_again(norm: str, blocks: int, per_block: dict[str, tuple[int, int]]) -> None:
+def test_operations_that_backward_repeats(norm: str, blocks: int, per_block: dict[str, tuple[int, int]]) -> None:
     none, full, every_second, op = run_ranks(backward_operations, 1, norm)[0]
     for operation, (in_full, in_op) in per_block.items():
         assert full[operation] - none[operation] == in_full * blocks
@@ -153,7 +154,7 @@ def test_what_is_computed_again(norm: str, blocks: int, per_block: dict[str, tup
         assert op[operation] - none[operation] == in_op * blocks
 
 
-def test_the_docs_name_what_is_kept() -> None:
+def test_the_docs_name_the_saved_operations() -> None:
     page = (Path(__file__).parents[2] / "docs/explanation/activation_checkpointing.md").read_text()
     section = page.partition("## Operations that `op` keeps")[2].partition("A result that is kept")[0]
     patterns = re.findall(r"`([^`]*\.[^`]*)`", section)

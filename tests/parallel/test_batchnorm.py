@@ -1,4 +1,5 @@
-"""BatchNorm over ranks: synchronized statistics equal one process on the whole batch; running statistics become one."""
+"""BatchNorm over ranks: synchronized statistics equal one process on the whole batch, and running statistics are
+pooled."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ CPU = torch.device("cpu")
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest value, or to 1e-4 where that is smaller: the gradient of a bias
-    before attention is 0 but for rounding."""
+    """Return the largest difference, relative to the largest value or 1e-4. The gradient of a bias before attention is
+    0 except for rounding."""
     if expected.numel() == 0:
         return 0.0
     return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-4))
@@ -46,15 +47,16 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 
 class ChannelsLast(nn.BatchNorm1d):
-    """A user's subclass: channels are the last axis."""
+    """A user's subclass whose last axis is the channels."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, ..., channels) to the same shape."""
+        """Map (batch, ..., channels) to the same shape."""
         return super().forward(x.movedim(-1, 1)).movedim(1, -1)
 
 
 def layers() -> Iterator[tuple[nn.Module, Tensor]]:
-    """Layers, and the whole batch of each: 9 samples of 5 channels, with means far larger than deviations."""
+    """Return layers, and the whole batch of each: 9 samples of 5 channels, whose means are far larger than their
+    deviations."""
     generator = torch.Generator().manual_seed(0)
     flat, long, square = (torch.randn(9, 5, *axes, generator=generator) + 100 for axes in ((), (7,), (4, 3)))
     yield nn.BatchNorm1d(5), flat
@@ -78,7 +80,8 @@ def forward_and_backward(norm: nn.Module, batch: Tensor, grad: Tensor) -> dict[s
 
 
 def layers_in_parts(sizes: list[int]) -> list[dict[str, float]]:
-    """The errors of synchronized layers on parts of a batch, against torch's on the whole."""
+    """Return the errors of synchronized layers on parts of a batch, compared with PyTorch's layers on the whole
+    batch."""
     errors = []
     group, rank = this_mesh().statistics_group(60), dist.get_rank()
     for (alone, batch), (together, _) in zip(layers(), layers(), strict=True):
@@ -102,7 +105,7 @@ def layers_in_parts(sizes: list[int]) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("sizes", [[9], [0, 2, 7]], ids=str)
-def test_a_synchronized_layer_computes_what_one_process_does_on_the_whole_batch(sizes: list[int]) -> None:
+def test_a_synchronized_layer_equals_one_process_on_the_whole_batch(sizes: list[int]) -> None:
     for errors in run_ranks(layers_in_parts, len(sizes), sizes):
         *others, reduced, exact = errors
         assert all(value < 2e-5 for layer in others for value in layer.values()), others
@@ -112,7 +115,7 @@ def test_a_synchronized_layer_computes_what_one_process_does_on_the_whole_batch(
 
 
 class Whitened(nn.BatchNorm1d):
-    """A user's subclass that leaves PyTorch's forward out."""
+    """A user's subclass that replaces PyTorch's forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, channels) to the same shape."""
@@ -158,7 +161,7 @@ def synchronized_job(model: str, replicate: int, recomputation: dict[str, Any]) 
 
 
 def train(model: nn.Module, batches: list[Tensor], num_targets: int) -> dict[str, Tensor]:
-    """Steps of gradient descent; the last gradients, and the parameters and buffers after them."""
+    """Take steps of gradient descent. Return the last gradients, and the parameters and buffers after the steps."""
     for tokens in batches:
         model.zero_grad()
         (cross_entropy_sum(model(tokens), tokens) / num_targets).backward()
@@ -193,7 +196,9 @@ def errors_against_one_process(replicate: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("ranks", "replicate"), [(1, 1), (2, 1), (4, 1), (4, 2)])
-def test_ranks_with_synchronized_statistics_train_as_one_process_on_the_whole_batch(ranks: int, replicate: int) -> None:
+def test_training_with_synchronized_statistics_equals_one_process_on_the_whole_batch(
+    ranks: int, replicate: int
+) -> None:
     for errors in run_ranks(errors_against_one_process, ranks, replicate):
         assert len(errors) == 4 and max(errors.values()) < 1e-5, errors
 
@@ -202,7 +207,7 @@ def test_ranks_with_synchronized_statistics_train_as_one_process_on_the_whole_ba
 
 
 def samples() -> Tensor:
-    """[rank, token, channel], every rank with another distribution, far from 0."""
+    """Return a [rank, token, channel] tensor. Every rank has another distribution, far from 0."""
     data = torch.randn(4, 50, 3, generator=torch.Generator().manual_seed(0))
     moved = torch.tensor([1000.0, 1005.0, 997.0, 1001.0])[:, None, None]
     return data * torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None, None] + moved
@@ -216,10 +221,10 @@ def pooled() -> tuple[list[Tensor], Divergence | None, Divergence | None]:
     return [model[i].get_buffer(f"running_{name}") for i in (0, 2) for name in ("mean", "var")], before, after
 
 
-def test_pooled_statistics_are_those_of_all_ranks_data_together() -> None:
+def test_pooled_statistics_are_those_of_the_data_of_all_ranks() -> None:
     ranks = run_ranks(pooled, 4)
     data = samples().double()
-    # Each rank's running variance is the unbiased one of its own 50 tokens.
+    # Each rank's running variance is the unbiased variance of its own 50 tokens.
     means, variances = data.mean(dim=1), data.var(dim=1)
     total = variances.mean(0) + means.var(dim=0, unbiased=False)
     for (mean, variance, other_mean, other_variance), before, after in ranks:
@@ -233,7 +238,8 @@ def test_pooled_statistics_are_those_of_all_ranks_data_together() -> None:
 
 
 def run_with_statistics(folder: Path, statistics: str) -> dict[str, Tensor]:
-    """A run whose second step, not otherwise reported, has a checkpoint, and whose fourth a validation too."""
+    """Run a job whose second step has a checkpoint and whose fourth step also has a validation. The second step has no
+    other report."""
     return run_job(
         tiny_job(
             folder,
@@ -248,7 +254,7 @@ def run_with_statistics(folder: Path, statistics: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("statistics", ["local", "synchronized"])
-def test_a_run_pools_once_a_step_and_reports_how_far_the_ranks_were_apart(tmp_path: Path, statistics: str) -> None:
+def test_a_run_pools_once_a_step_and_reports_the_divergence_of_ranks(tmp_path: Path, statistics: str) -> None:
     one, other = run_ranks(run_with_statistics, 2, tmp_path, statistics)
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
     names = [f"batchnorm/running_{name}_divergence" for name in ("mean", "var")]
@@ -259,7 +265,8 @@ def test_a_run_pools_once_a_step_and_reports_how_far_the_ranks_were_apart(tmp_pa
 
 
 def norms_trained_on_nan(depth: int) -> tuple[nn.Module, RunningStatistics]:
-    """Norms in two dtypes, and a copy of their statistics from before a forward on a batch that is not finite."""
+    """Return norms in two dtypes after a forward on a batch that is not finite, and a copy of their earlier
+    statistics."""
     model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(depth)), nn.BatchNorm1d(3, momentum=None).double())
     statistics = RunningStatistics(model)
     for norm in model:
@@ -334,7 +341,7 @@ def test_a_model_without_norms_has_no_statistics_to_copy() -> None:
 
 
 def weight_left_on_the_old_mean(momentum_per: str) -> float:
-    """After a step of 4 microbatches whose means are 0, in a layer with momentum 0.1."""
+    """Return the weight of the old mean after a step of 4 microbatches with mean 0, in a layer with momentum 0.1."""
     config = BatchNormConfig.model_validate({"momentum_per": momentum_per})
     model = nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1, momentum=None))
     prepare_batch_norms(model, config, 4, None)
@@ -345,7 +352,7 @@ def weight_left_on_the_old_mean(momentum_per: str) -> float:
     return float(model[0].running_mean)  # type: ignore[arg-type]
 
 
-def test_the_microbatches_of_a_step_move_the_statistics_together_as_far_as_one_would() -> None:
+def test_all_microbatches_of_a_step_together_apply_the_momentum_once() -> None:
     assert weight_left_on_the_old_mean("step") == pytest.approx(0.9)
     assert weight_left_on_the_old_mean("microbatch") == pytest.approx(0.9**4)
 
@@ -375,7 +382,7 @@ def prepared(config: BatchNormConfig) -> nn.Module:
     return model
 
 
-def test_few_values_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_few_values_per_channel_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     model = prepared(BatchNormConfig())
     model.eval()(torch.randn(2, 3))
     model.train()(torch.randn(31, 3))
@@ -396,7 +403,7 @@ def test_a_single_value_per_channel_is_an_error_that_names_the_remedy() -> None:
 
 
 def one_value_on_each_rank() -> tuple[list[Tensor], list[str]]:
-    """With synchronized statistics the ranks' values count together."""
+    """Give one value per channel to each rank. Synchronized statistics count the values of all ranks."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Compiled blocks: the graphs they make, and the same numbers as without; what does not become a graph is explained."""
+"""Compiled blocks: their graphs, results equal to eager ones, and errors for code that does not become a graph."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def llama(**args: Any) -> dict[str, Any]:
 
 
 class Breaking(nn.Module):
-    """Its blocks cannot be graphs: one looks at values, the others print."""
+    """A model whose blocks cannot become graphs: one branches on values, the others print."""
 
     def __init__(self, looks: bool):
         super().__init__()
@@ -61,7 +61,7 @@ class Looking(Printing):
 
 
 class Widening(nn.Module):
-    """More shapes of one block than PyTorch compiles one function for."""
+    """A model whose block has more shapes than PyTorch compiles for one function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def train(sections: dict[str, Any]) -> tuple[dict[str, Tensor], tuple[int, int]]
 
 
 def compiled_and_not() -> list[tuple[int, int]]:
-    """Of each case, the bytes kept and the graphs."""
+    """Compare each case with eager mode. Return the saved bytes and the number of graphs."""
     found = []
     for sections in (
         {"model": llama()},
@@ -124,7 +124,7 @@ def compiled_and_not() -> list[tuple[int, int]]:
     ):
         compiled, counts = train({**sections, "compile": COMPILE})
         is_budget = sections.get("activation_checkpoint") is BUDGET
-        with patch.object(rope, "_rotated", rope._rotated_by_parts):  # as in a graph; both are compared in test_layers
+        with patch.object(rope, "_rotated", rope._rotated_by_parts):  # as in a graph; test_layers compares both
             expected, _ = train({**sections, **({"activation_checkpoint": {}} if is_budget else {})})
         assert_equal(compiled, expected)
         found.append(counts)
@@ -180,7 +180,7 @@ def _check_loss() -> None:
 
 
 def _check_cost() -> None:
-    """Seconds are those of compiling, backward's too; nothing is left behind."""
+    """Check that seconds of compilation, including those of backward, are counted, and that hooks are removed."""
     torch._dynamo.reset()
     double = torch.compile(lambda x: 2 * x, backend="aot_eager")
     with compile_time() as cost:
@@ -193,7 +193,7 @@ def _check_cost() -> None:
     assert cost.take() == 0
 
 
-def test_compiled_blocks_compute_the_same_in_few_graphs() -> None:
+def test_compiled_blocks_give_the_same_results_in_few_graphs() -> None:
     whole, budget, *others = run_ranks(compiled_and_not, 2)[0]
     parts, batchnorm, divided, conv = others
     assert [graphs for _, graphs in (whole, budget, parts, batchnorm, divided, conv)] == [1, 1, 2, 1, 1, 2]

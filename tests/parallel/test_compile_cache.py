@@ -1,4 +1,4 @@
-"""The folder in which compiled kernels outlast a run, which is that run's only."""
+"""The cache folder of compiled kernels outlasts a run and belongs to one run at a time."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 def product(logits: Tensor, targets: Tensor) -> Tensor:
-    """Instead of a loss: a graph for which inductor needs no C++ compiler, which takes seconds."""
+    """Return a graph, in place of a loss, for which inductor needs no C++ compiler (which would take seconds)."""
     return logits @ targets
 
 
 def run_once(folder: Path) -> tuple[int, int]:
-    """What a run does with its cache folder; the graphs that it made, and those that it found there."""
+    """Run with the cache folder. Return the graphs that the run compiled, and those that it found there."""
     config = CompileConfig(enable=True, cache_folder=str(folder), components=("loss",))
     with ExitStack() as stack:
         stack.enter_context(cache_folder(config))
         stack.enter_context(compile_time())
         before = graphs()
         compile_loss(product, config)(torch.ones(3, 3, requires_grad=True), torch.ones(3, 3)).sum().backward()
-        os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))  # as inductor does on GPUs
+        os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))  # inductor does so on GPUs
         made, found = (now - then for now, then in zip(graphs(), before, strict=True))
         return made, found
 
@@ -46,7 +46,7 @@ def graphs() -> tuple[int, int]:
 
 
 def runs_of_one_process(folder: Path) -> None:
-    """A run leaves nothing to the next but its folder."""
+    """Check that a run leaves only its folder to the next run."""
     for name in VARIABLES:
         os.environ.pop(name, None)
     first, second = folder / "first", folder / "second"
@@ -56,7 +56,7 @@ def runs_of_one_process(folder: Path) -> None:
     assert kept(first)
     from torch._inductor.codecache import CppCodeCache
 
-    CppCodeCache.cache["a kernel"] = lambda: torch  # a module
+    CppCodeCache.cache["a kernel"] = lambda: torch  # the cache of a module
     os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"] = "of", "the user"
     assert run_once(second) == (1, 0)
     assert [os.environ[name] for name in VARIABLES] == ["of", "the user"]
@@ -76,7 +76,8 @@ def built_runs_have_it(folder: Path) -> None:
 
 
 def damaged_entries_are_made_anew(folder: Path) -> None:
-    """With one warning; damaged code, which inductor never makes anew, is an error that names the folder."""
+    """Check that damaged entries are compiled anew with one warning. Damaged code, which inductor never rewrites, is an
+    error that names the folder."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -98,7 +99,7 @@ def damaged_entries_are_made_anew(folder: Path) -> None:
 
 
 def kept(folder: Path) -> list[str]:
-    """The graphs in a cache folder, by their hashes."""
+    """Return the graphs in a cache folder, by their hashes."""
     return sorted(path.parent.name for path in (folder / "fxgraph").glob("*/*/*"))
 
 
@@ -112,11 +113,11 @@ def impossible(folder: Path) -> str:
         return str(error)
 
 
-def test_the_cache_folder_is_that_of_one_run(tmp_path: Path) -> None:
+def test_the_cache_folder_belongs_to_one_run(tmp_path: Path) -> None:
     run_ranks(runs_of_one_process, 1, tmp_path)
 
 
-def test_a_folder_that_one_rank_cannot_make_is_an_error_of_all(tmp_path: Path) -> None:
+def test_a_folder_that_one_rank_cannot_create_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     first, second = run_ranks(impossible, 2, tmp_path)
     assert first == second
     assert first.startswith("compile.cache_folder: cannot be created: ")

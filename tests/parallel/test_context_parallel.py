@@ -1,4 +1,4 @@
-"""Context parallelism trains and validates like one process; what does not go with it is refused."""
+"""Context parallelism trains and validates like one process. Models that do not support it are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def train(jobs: list[dict[str, Any]], folder: Path) -> list[dict[str, Tensor]]:
     """Train jobs for 2 steps, one after the other, on the ranks of the test."""
     with ring_attention_on_cpu():
         results = [train_one(job, folder / str(index)) for index, job in enumerate(jobs)]
-    # Each rank has a part of the tables of positions, which is right if all else is.
+    # Each rank has a part of the position tables. The other comparisons verify it.
     return [{name: t for name, t in result.items() if name not in TABLES} for result in results]
 
 
@@ -52,7 +52,7 @@ def test_trains_like_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_parts_are_those_of_pytorchs_load_balancer(ranks: int) -> None:
+def test_sequence_parts_are_those_of_pytorchs_load_balancer(ranks: int) -> None:
     tokens = torch.arange(24)
     balanced = [SequencePart(rank, ranks, True).of(tokens) for rank in range(ranks)]
     order = _HeadTailLoadBalancer(24, ranks, "cpu")._generate_indices()[0]

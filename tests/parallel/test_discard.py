@@ -67,7 +67,7 @@ PLACES = [("forward", 2), ("recomputation", 1), ("backward", 2), ("recomputation
 
 
 class Trained:
-    """A job's model and what trains it, on this rank."""
+    """A job's model, optimizer and accumulation strategy on this rank."""
 
     def __init__(self, config: JobConfig):
         device = this_rank().device
@@ -98,7 +98,7 @@ def microbatches(step: int, count: int = 3) -> list[Microbatch]:
 
 
 class Abandoned(BaseException):
-    """Like KeyboardInterrupt, not an Exception."""
+    """An exception that, like KeyboardInterrupt, is not an Exception."""
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def abandon_in_all_modes(replicate: int, by_hand: bool) -> None:
 
 @pytest.mark.parametrize(("ranks", "replicate", "by_hand"), [(1, 1, False), (2, 1, False), (2, 1, True), (4, 2, False)])
 def test_an_abandoned_step_changes_no_bit_of_the_next(ranks: int, replicate: int, by_hand: bool) -> None:
-    """`by_hand`: what torch 2.11 and 2.12 need, which 2.13 and 2.14 allow, too."""
+    """`by_hand` uses the clean-up that torch 2.11 and 2.12 need and 2.13 and 2.14 accept."""
     if by_hand and torch_release() not in ((2, 13), (2, 14)):
         pytest.skip("only torch 2.13 and 2.14 can reset an iteration in both ways")
     run_ranks(abandon_in_all_modes, ranks, replicate, by_hand)
@@ -182,7 +182,8 @@ def test_a_model_that_has_not_run_yet_has_nothing_to_discard() -> None:
 
 
 def abandon_in_an_all_gather() -> None:
-    """Some of a unit's parameters are whole already, others not: the fifth of the block's nine."""
+    """Interrupt an all-gather at the fifth of a block's nine parameters, so that some parameters are unsharded and
+    others not."""
     config = job("deferred", False, "rmsnorm", [], {"mode": "none"}, 1)
     expected, trained = Trained(config), Trained(config)
     for each in (trained, expected):
@@ -222,7 +223,7 @@ def test_an_update_that_is_interrupted_leaves_no_gradients_to_the_next_step() ->
 
 
 def leave_without_discarding(reset: Callable[[Any], None]) -> bool:
-    """Return True if `reset` cleans up after an abandoned step, so that the next step's result is the usual one."""
+    """Return True if `reset` cleans up after an abandoned step, so that the next step has the usual result."""
     config = job("deferred", False, "rmsnorm", [], {"mode": "none"}, 1)
     expected, trained = Trained(config), Trained(config)
     with pytest.MonkeyPatch.context() as patch, failing(trained.model, 2, "forward"), pytest.raises(Abandoned):
@@ -241,8 +242,8 @@ def zero_grad_and_reset(model: Any) -> None:
 
 
 @pytest.mark.parametrize(("reset", "since"), [(discard_pending, (2, 11)), (zero_grad_and_reset, (2, 15))])
-def test_what_clears_a_deferred_accumulation(reset: Any, since: tuple[int, int]) -> None:
-    """`since`: the release from which on it does."""
+def test_functions_that_clear_a_deferred_accumulation(reset: Any, since: tuple[int, int]) -> None:
+    """`since` is the first release on which `reset` does."""
     if not hasattr(FSDPModule, "reset_iter_state") and reset is zero_grad_and_reset:
         pytest.skip("this release of PyTorch cannot reset an iteration")
     assert run_ranks(leave_without_discarding, 2, reset) == [torch_release() >= since] * 2

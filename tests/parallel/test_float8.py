@@ -1,4 +1,4 @@
-"""Emulated: that a GPU's 8-bit products are right is torchao's to prove."""
+"""Emulated float8 training. The tests of torchao verify the 8-bit products of a GPU."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_weights_gathered_in_8_bits(folder: Path) -> None:
 
     trained(job("plain", False))
     state, scales = trained(job("gathered", True))
-    assert losses("gathered") != losses("plain")  # 8 bits of float32 numbers, not of those rounded to bfloat16 before
+    assert losses("gathered") != losses("plain")  # the 8-bit numbers are rounded from float32, not from bfloat16
     assert losses("gathered") == pytest.approx(losses("plain"), rel=1e-3)
     assert len(scales) == 14
     for largest, scale in scales:
@@ -94,9 +94,9 @@ def check_weights_gathered_in_8_bits(folder: Path) -> None:
     assert losses("muon_True") == pytest.approx(losses("muon_False"), rel=1e-3)
 
 
-def test_weights_gathered_in_8_bits_train_as_others_and_are_saved_plain(tmp_path: Path) -> None:
-    """Each has the scale of the whole weight after a step, and runs with and without them go on from each other's
-    checkpoints: bit for bit, where the run is the same."""
+def test_weights_gathered_in_8_bits_train_alike_and_are_saved_in_their_own_dtype(tmp_path: Path) -> None:
+    """After a step, each weight has the scale of the full weight. Runs with and without 8-bit all-gathers resume from
+    each other's checkpoints. The same run resumes bit for bit."""
     pytest.importorskip("torchao")
     run_ranks(check_weights_gathered_in_8_bits, 2, tmp_path)
 

@@ -1,4 +1,4 @@
-"""What FSDP2 holds of a wrapped model between forward and backward."""
+"""Unsharded parameters of an FSDP2 model between forward and backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titan_launch.models.loss import cross_entropy_sum
 
 
 class GatherSizes(TorchDispatchMode):
-    """Notes what is all-gathered, in elements."""
+    """A dispatch mode that records the number of elements of each all-gather."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class GatherSizes(TorchDispatchMode):
 
 
 PADDED = (TINY_ARGS["vocab_size"] + 1) * TINY_ARGS["dim"]
-"""Its rows, divided among two ranks."""
+"""Elements of the embedding, whose rows are padded for two ranks."""
 
 
 def gathers_and_held(parallelism: dict[str, Any], recomputation: str) -> tuple[list[int], list[int], bool]:
@@ -54,7 +54,7 @@ def gathers_and_held(parallelism: dict[str, Any], recomputation: str) -> tuple[l
 
 
 def is_held(module: torch.nn.Module) -> bool:
-    """Whether a unit's whole parameters are in memory."""
+    """Return True if a unit's unsharded parameters are in memory."""
     group = parameter_group(module)
     assert group is not None
     whole: list[Tensor] = [tensor for p in group.fsdp_params for tensor in p.all_gather_outputs]
@@ -68,6 +68,6 @@ def test_an_embedding_is_gathered_once_and_not_held(recomputation: str) -> None:
         assert result == ([PADDED], [], False), choice
 
 
-def test_an_embedding_is_held_where_everything_is() -> None:
+def test_an_embedding_stays_unsharded_if_every_unit_does() -> None:
     result = run_ranks(gathers_and_held, 2, {"fsdp_reshard_after_forward": "never"}, "none")[0]
     assert result == ([PADDED], [], True)

@@ -9,7 +9,7 @@ import pytest
 from tests.parallel.matrix import DIVISIONS, TOLERANCE, differences, sample
 
 NUM_STEPS = 2
-"""The second has what the first left behind: updated parameters, an optimizer's state, no gradients."""
+"""The second step starts from the result of the first: updated parameters, optimizer state, and no gradients."""
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

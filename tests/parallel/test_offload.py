@@ -1,4 +1,5 @@
-"""Parameters, gradients and optimizer in host memory: the same numbers, bit for bit, and checkpoints that fit both."""
+"""CPU offload of parameters, gradients and optimizer: bitwise equal results, and checkpoints that load with and without
+it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def offloaded_and_not(folder: Path) -> None:
         kept = run_job(tiny_job(folder, **sections, training={"steps": 3}, job={"name": f"kept{index}"}))
         offloaded = tiny_job(folder, **sections, training=OFFLOAD, job={"name": f"offloaded{index}"})
         if not index:
-            run_job_until(offloaded, 2)  # and then resumed
+            run_job_until(offloaded, 2)  # the run below resumes
         assert_equal(run_job(offloaded), kept)
 
 

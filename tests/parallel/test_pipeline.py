@@ -1,4 +1,4 @@
-"""Pipeline stages, on their own and under FSDP2, beside one process."""
+"""Pipeline stages, alone and under FSDP2, compared with one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from titan_launch.train.run import Run
 
 STEPS = 2
 Trained = tuple[list[dict[str, float]], dict[str, Tensor]]
-"""The scalars of every step, and the parameters and buffers that a rank has at the end, whole."""
+"""The scalars of every step, and the full parameters and buffers of a rank at the end."""
 
 
 def job(folder: Path, norm: str = "rmsnorm", mode: str = "immediate", kept: bool = False, **parallelism: Any) -> Any:
@@ -38,7 +38,7 @@ def job(folder: Path, norm: str = "rmsnorm", mode: str = "immediate", kept: bool
     return tiny_job(
         folder,
         model={"args": {**TINY_ARGS, "n_layers": 5, "norm": norm}},
-        training={"global_batch_size": 8, "local_batch_size": local, "steps": 3},  # `train` leaves out the last
+        training={"global_batch_size": 8, "local_batch_size": local, "steps": 3},  # `train` omits the last one
         precision={"param_dtype": "bfloat16" if norm == "batchnorm" else "float32"},
         parallelism=parallelism,
         gradient_accumulation={"mode": mode, "keep_params_unsharded": kept},
@@ -63,7 +63,7 @@ def train(jobs: list[Any]) -> list[Trained]:
 
 
 def _check_traffic(run: Run, scalars: dict[str, float]) -> None:
-    """A rank's stages communicate what the tables of their units say, whatever the order of forwards and backwards."""
+    """Check that a rank's stages communicate as their unit tables say, for any order of forwards and backwards."""
     own = [part for _, part in parts(run.model, run.plan)]
     planned = sum(collectives_of_step(p.units, run.layout, run.config.gradient_accumulation).total for p in own)
     assert scalars["comm/collectives"] == planned
@@ -92,8 +92,8 @@ def compare(jobs: dict[str, Any], ranks: int, alone: Any) -> None:
 
 
 def test_every_schedule_equals_one_process(tmp_path: Path) -> None:
-    """With BatchNorm, whose statistics tell whether anything runs twice, and in bfloat16, in which sums of gradients
-    tell whether they are widened."""
+    """The statistics of BatchNorm show whether anything runs twice. Sums of bfloat16 gradients show whether they are
+    widened."""
     modes = {
         "1F1B": ("immediate", False),
         "GPipe": ("deferred", False),
@@ -136,7 +136,8 @@ def test_fsdp_within_stages_equals_one_process(tmp_path: Path) -> None:
 
 
 def fail_in_both_stages(folder: Path) -> None:
-    """The second stage fails at its first forward, and the first one at its second, so that nobody waits."""
+    """Fail in the first forward of the second stage and in the second forward of the first one, so that no rank
+    waits."""
     with ExitStack() as stack:
         config = JobConfig.model_validate(job(folder, pipeline_parallel_degree=2))
         run = build_run(config, this_rank(), stack)
@@ -158,12 +159,12 @@ def fail_in_both_stages(folder: Path) -> None:
             train_one_step(run)
 
 
-def test_what_a_stage_raises_comes_out_as_it_was_raised(tmp_path: Path) -> None:
+def test_an_exception_of_a_stage_is_raised_unchanged(tmp_path: Path) -> None:
     run_ranks(fail_in_both_stages, 2, tmp_path)
 
 
 def resume_elsewhere(folder: Path) -> list[dict[str, Tensor]]:
-    """Begin in one division and end in another one."""
+    """Begin with one division of ranks and end with another one."""
     divisions: dict[str, dict[str, Any]] = {
         "stages": {"pipeline_parallel_degree": 2},
         "turns": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"},
@@ -185,7 +186,7 @@ def resume_elsewhere(folder: Path) -> list[dict[str, Tensor]]:
     return states
 
 
-def test_a_checkpoint_is_resumed_in_another_division(tmp_path: Path) -> None:
+def test_a_checkpoint_is_resumed_with_another_division_of_ranks(tmp_path: Path) -> None:
     (never, *first), (_, *second) = run_ranks(resume_elsewhere, 2, tmp_path)
     for ours, theirs in zip(first, second, strict=True):
         state = ours | theirs
@@ -195,7 +196,7 @@ def test_a_checkpoint_is_resumed_in_another_division(tmp_path: Path) -> None:
 
 
 class Pooled(nn.Module):
-    """Its forward is a chain, or not quite."""
+    """A model whose forward is a sequence of modules, or nearly one."""
 
     pipeline_order = ("layers.*",)
 
@@ -223,7 +224,7 @@ def boundaries(model: str, token_shards: int = 1, args: dict[str, Any] | None = 
     return Boundaries(built.module, plan_precision(config, built), token_shards)
 
 
-def test_what_travels_has_the_dtypes_that_the_units_compute_in() -> None:
+def test_sent_activations_have_the_compute_dtypes_of_the_units() -> None:
     fp32 = {"precision": {"rules": [{"match": "layers.2", "param_dtype": "float32", "output_dtype": "float32"}]}}
     tokens = torch.zeros(3, 16, dtype=torch.int64)
     for sections, dtype in ({}, torch.bfloat16), (fp32, torch.float32):
@@ -232,13 +233,13 @@ def test_what_travels_has_the_dtypes_that_the_units_compute_in() -> None:
         assert logits.shape[:2] == (3, 16)
 
 
-def test_what_is_received_has_no_gaps_where_tokens_are_divided() -> None:
+def test_receive_buffers_are_contiguous_for_divided_tokens() -> None:
     _, between, _ = boundaries("llama3", token_shards=2).of(torch.zeros(3, 16, dtype=torch.int64))
     assert tuple(between.shape) == (3, 8, 256)
-    assert between.is_contiguous()  # nothing else can be received into
+    assert between.is_contiguous()  # a receive buffer must be contiguous
 
 
-def test_a_model_that_is_no_chain_is_refused() -> None:
+def test_a_model_whose_forward_is_not_a_sequence_is_refused() -> None:
     assert len(boundaries("tests.parallel.test_pipeline:pipeline_order").of(torch.zeros(2, 3, 4))) == 3
     for kind, message in {
         "pooled": "the model does not return the output of layers.1, unchanged",
@@ -255,7 +256,7 @@ def pipeline_order() -> Pooled:
     return Pooled("chain")
 
 
-def test_stages_share_what_a_rank_holds() -> None:
+def test_stages_of_a_rank_share_its_tensors() -> None:
     """Beside the cut model, which has everything under its own name, each stage runs its own part."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     expected = [model[0].weight, model[2].weight]

@@ -1,4 +1,4 @@
-"""Backward gathers the blocks as early with precision rules as without."""
+"""Backward all-gathers the blocks as early with precision rules as without."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.model import shard_model
 
 SMALL = 2000
-"""Elements: more than all norms have together, less than a block."""
+"""Number of elements: more than all norms together, less than a block."""
 
 
 class LargeGathers(TorchDispatchMode):
-    """Notes every all-gather of something large."""
+    """A dispatch mode that records every large all-gather."""
 
     def __init__(self, events: list[str]):
         super().__init__()
@@ -36,7 +36,7 @@ class LargeGathers(TorchDispatchMode):
 
 
 def backward_events(rules: list[dict[str, Any]], keeps: bool) -> list[str]:
-    """The order in which backward gathers blocks, and begins to compute in them, among 4 ranks that do not talk."""
+    """Return the order in which backward all-gathers blocks and starts to compute in them, among 4 fake ranks."""
     join_fake_group(4)
     config = JobConfig.model_validate(
         {
@@ -69,7 +69,7 @@ def begins_backward(events: list[str], path: str) -> Any:
 
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("unit_per", ["model", "block", "module"])
-def test_the_next_block_is_gathered_before_the_one_at_work_begins(unit_per: str, keeps: bool) -> None:
+def test_the_next_block_is_gathered_before_the_current_one_computes(unit_per: str, keeps: bool) -> None:
     rule = {"type": "RMSNorm", "param_dtype": "float32", "unit_per": unit_per}
     plain = run_ranks(backward_events, 1, [], keeps)[0]
     assert plain[-7:] == ["gather", "layers.3", "gather", "layers.2", "gather", "layers.1", "layers.0"]

@@ -1,4 +1,4 @@
-"""Tensor parallelism trains like one process, whatever is combined; plans that do not go with a model are refused."""
+"""Tensor parallelism trains like one process in all combinations. Plans that do not fit a model are refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Trained = dict[str, Tensor]
 
 
 def llama(**sections: dict[str, Any]) -> dict[str, Any]:
-    """A Llama that 2 ranks can divide; what is not said is fp32."""
+    """Return the model section of a Llama that 2 ranks can divide. Dtypes are fp32 unless configured."""
     args = {**TINY_ARGS, "vocab_size": 64, **sections.pop("args", {})}
     return {"model": {"args": args}, **sections}
 
@@ -53,7 +53,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "own": {"model": {"name": OWN}, "validation": VALIDATION},
     "own, BatchNorm": {"model": {"name": OWN, "args": {"norm": "TokenBatchNorm"}}, "validation": VALIDATION},
 }
-"""What is trained, by name."""
+"""The trained jobs, by name."""
 
 
 def train(jobs: list[dict[str, Any]], folder: Path) -> list[Trained]:
@@ -66,7 +66,7 @@ def train_one(job: dict[str, Any], folder: Path) -> Trained:
     sections = {"data": {"vocab_size": 64}, "optimizer": {"eps": 1e-3}, **job, "training": training}
     job = {**tiny_job(folder, **sections), "model": job["model"]}
     with ExitStack() as stack:
-        # Another process would trace what models of somebody's own need.
+        # Another process would trace the memory of a user's model.
         stack.enter_context(replaced(build, "MemoryCheck", lambda *_: None))
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         reports = [report(run, train_one_step(run), due_now(run)) for _ in range(2)]
@@ -94,7 +94,7 @@ def test_trains_like_one_process(tmp_path: Path) -> None:
 
 
 def assert_close(case: str, trained: Trained, expected: Trained, tolerance: float) -> None:
-    """Relative to the largest element, or to 1e-2 where that is smaller: of some biases the gradient is almost 0."""
+    """Compare relative to the largest element or 1e-2, because the gradient of some biases is almost 0."""
     assert trained.keys() == expected.keys()
     apart = {
         name: float((trained[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-2))
@@ -120,7 +120,7 @@ def test_what_is_dropped_is_dropped_again_where_it_is_recomputed(tmp_path: Path)
 
 
 def fail_for_shapes(folder: Path) -> str:
-    """The error of a model that expects all heads on every rank."""
+    """Return the error of a model that expects all heads on every rank."""
     with pytest.raises(ConfigError) as caught:
         train_one({"model": {"name": OWN, "args": {"heads": HEADS}}, "parallelism": TWO}, folder)
     return str(caught.value)
@@ -141,7 +141,7 @@ def test_shapes_that_do_not_go_with_the_plan_are_explained(tmp_path: Path) -> No
         (OWN, 2, KeyError("shape")),
     ],
 )
-def test_other_errors_are_raised_as_they_are(name: str, degree: int, error: Exception) -> None:
+def test_other_errors_are_raised_unchanged(name: str, degree: int, error: Exception) -> None:
     with pytest.raises(type(error)) as caught, shapes_explained(ModelConfig(name=name), degree):
         raise error
     assert caught.value is error
@@ -160,7 +160,7 @@ Ends = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def go_on(*jobs: dict[str, Any]) -> list[Ends]:
-    """Everything that runs begin with, and have at their ends, where they save."""
+    """Return the state of runs at their start, and at their end, where they save."""
     ends = []
     for job in jobs:
         with ExitStack() as stack:
@@ -204,7 +204,7 @@ def refusal(plan: dict[str, Any] | None, norm: str = "LayerNorm", degree: int = 
     return str(caught.value)
 
 
-def test_plans_that_do_not_go_with_the_model_are_refused() -> None:
+def test_plans_that_do_not_fit_the_model_are_refused() -> None:
     check_tensor_plan(Model(), PLAN, ParallelismConfig(tensor_parallel_degree=2))
     without = {key: {k: v for k, v in PLAN.items() if k != key} for key in PLAN}
     for plan, expected in (

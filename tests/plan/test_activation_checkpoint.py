@@ -41,7 +41,7 @@ def test_globs_take_the_place_of_blocks() -> None:
     assert recomputed(BLOCKS[:2], modules=("**",)) == BLOCKS[:2]
 
 
-def test_a_mode_without_a_module_to_work_on_is_an_error() -> None:
+def test_a_mode_without_a_module_to_checkpoint_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"activation_checkpoint.mode: works on blocks, .* model.blocks"):
         recomputed(())
     with pytest.raises(ConfigError, match=r"activation_checkpoint.selective_ac_option: the model has 2 blocks"):

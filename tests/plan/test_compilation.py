@@ -42,7 +42,7 @@ def test_under_tensor_parallelism_nothing_that_is_recomputed_is_inside_of_a_grap
     assert planned({"mode": "selective"}, parallelism=divided).compiled == ("layers.0", "layers.1", "layers.2")
 
 
-def test_a_block_of_which_nothing_can_be_compiled_is_an_error() -> None:
+def test_a_block_without_a_module_to_compile_is_an_error() -> None:
     linears = {"rules": [{"match": ["layers.*.*.w1", "layers.*.*.wo"], "param_dtype": "float32"}]}
     with pytest.raises(ConfigError, match=r"nothing of layers.0, layers.1, layers.2 .*precision.rules.0.*drop those"):
         planned(precision=linears)

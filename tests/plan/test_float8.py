@@ -15,13 +15,13 @@ FP32_ATTENTION = {"rules": [{"match": "layers.*.attention", "param_dtype": "floa
 
 
 def converted(float8: dict[str, Any], args: dict[str, int] | None = None, **sections: Any) -> tuple[str, ...]:
-    """The converted layers of a Llama of two blocks."""
+    """Return the converted layers of a Llama of two blocks."""
     job = {"model": {"args": {"n_layers": 2, **(args or {})}}, "float8": {"enable": True, **float8}, **sections}
     config = JobConfig.model_validate(job)
     return plan_job(config, model_inventory(config)).float8
 
 
-def test_the_matrices_of_the_blocks_that_are_bf16_are_converted() -> None:
+def test_the_bf16_matrices_of_the_blocks_are_converted() -> None:
     attention = tuple(f"layers.0.attention.{name}" for name in ("wq", "wk", "wv", "wo"))
     feed_forward = tuple(f"layers.{index}.feed_forward.{name}" for index in range(2) for name in ("w1", "w2", "w3"))
     assert len(converted({})) == 14
@@ -31,7 +31,7 @@ def test_the_matrices_of_the_blocks_that_are_bf16_are_converted() -> None:
     assert converted({"enable": False}) == ()
 
 
-def test_what_is_named_and_cannot_be_converted_is_an_error() -> None:
+def test_a_named_layer_that_cannot_be_converted_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r'modules.0: matches no module of the model; did you mean "layers.0"'):
         converted({"modules": ["layer.0"]})
     with pytest.raises(ConfigError, match=r"layers.0.attention.wq.* which precision.rules.0 computes in float32"):

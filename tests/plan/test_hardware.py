@@ -1,4 +1,4 @@
-"""What is assumed about the machines, and where it is from."""
+"""The hardware that a plan assumes: the table of devices, keys of the job file, and the machine itself."""
 
 from __future__ import annotations
 
@@ -8,13 +8,8 @@ from typing import Any
 import pytest
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.model import ModelConfig
-from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.plan.communication import LinkTraffic
-from titan_launch.plan.hardware import DEVICES, Hardware, hardware_of, machine_memory_gib
-from titan_launch.plan.layout import Layout
-from titan_launch.plan.step_time import StepTime, bubble_share, estimate_step_time, flops_of_model
+from titan_launch.plan.hardware import DEVICES, Hardware, find_device, hardware_of, machine_memory_gib
 
 
 def hardware(device: str = "auto", tflops: float | None = None, **planner: Any) -> Hardware:
@@ -23,7 +18,7 @@ def hardware(device: str = "auto", tflops: float | None = None, **planner: Any) 
     return hardware_of(JobConfig.model_validate(job), 4)
 
 
-def test_a_device_gives_what_no_key_does() -> None:
+def test_a_device_gives_the_values_that_no_key_sets() -> None:
     known = hardware(device="auto")
     assert (known.memory_gib, known.peak_tflops, known.intra_node_gb_per_s) == (None, None, None)
     config = {"planner": {"device": "h100-80gb", "memory_gib": 70, "inter_node_gb_per_s": 25}}
@@ -33,11 +28,11 @@ def test_a_device_gives_what_no_key_does() -> None:
     assert (given.kernels, given.overhead_gib, given.fragmentation) == ("cuda", 2, 0.15)
 
 
-def test_the_peak_of_metrics_comes_first() -> None:
+def test_the_peak_tflops_of_metrics_take_precedence() -> None:
     assert hardware(tflops=100, device="auto").peak_tflops == 100
 
 
-def test_an_unknown_device_lists_those_there_are() -> None:
+def test_the_error_for_an_unknown_device_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         hardware_of(JobConfig.model_validate({"planner": {"device": "h100"}}), 1)
     text = str(caught.value)
@@ -45,7 +40,7 @@ def test_an_unknown_device_lists_those_there_are() -> None:
     assert text.endswith('did you mean "h100-80gb", "h100-pcie" or "h100-nvl"?')
 
 
-def test_a_cpu_shares_the_machines_memory_and_gives_back_what_it_frees() -> None:
+def test_ranks_on_a_cpu_share_the_machines_memory_without_fragmentation() -> None:
     cpu = hardware(device="cpu")
     assert cpu.memory_gib == pytest.approx(machine_memory_gib() / 4) and "/ 4 ranks" in cpu.memory_source
     assert (cpu.kernels, cpu.overhead_gib, cpu.fragmentation) == ("cpu", 0.5, 0)
@@ -67,50 +62,71 @@ def test_a_run_knows_its_device() -> None:
     assert hardware_of(named, 1, "cuda", "NVIDIA H200", 139.8).memory_gib == 21.9
 
 
-def test_a_step_takes_between_the_longer_part_and_the_sum() -> None:
-    fast = hardware_of(JobConfig.model_validate({"planner": {"device": "h100-80gb", "mfu": 0.5}}), 8)
-    time = estimate_step_time(6 * 989 * 10**12, LinkTraffic(within=450e9, across=100e9), fast)
-    assert time == StepTime(compute=12, communication=2)  # at half the peak; the slower link counts
-    assert time.interval == (12, 14)
-
-
-def test_what_is_unknown_gives_no_interval() -> None:
-    nothing = hardware(device="auto")
-    assert estimate_step_time(10, LinkTraffic(0, 0), nothing) == StepTime(None, 0.0)
-    assert estimate_step_time(10, LinkTraffic(1, 0), nothing).communication is None
-    assert StepTime(None, 1.0).interval is None
-
-
-def test_a_pipeline_waits_while_it_fills_and_empties() -> None:
-    def share(schedule: str) -> float:
-        layout = Layout(replicate=1, shard=1, local_batch_size=1, num_microbatches=8, pipeline=4)
-        keys = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": schedule}
-        return bubble_share(ParallelismConfig.model_validate(keys), layout)
-
-    assert [share(name) for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")] == [3 / 8, 3 / 16, 0]
-    h100 = hardware_of(JobConfig.model_validate({"planner": {"device": "h100-80gb", "mfu": 0.5}}), 8)
-    time = estimate_step_time(989 * 10**12, LinkTraffic(0, 0), h100, share("1F1B"))
-    assert (time.compute, time.bubble, time.interval) == (2.75, 0.75, (2.75, 2.75))
-
-
-def test_steps_whose_intervals_overlap_tie() -> None:
-    assert StepTime(10, 2).ties_with(StepTime(11, 0.5)) and StepTime(11, 0.5).ties_with(StepTime(10, 2))
-    assert not StepTime(10, 0.5).ties_with(StepTime(11, 0.5))
-    assert StepTime(None, 1).ties_with(StepTime(10, 1))
-
-
-@pytest.mark.parametrize("published", [5762, 6667])
-def test_published_speeds_of_llama_8b_are_met_within_15_percent(published: int) -> None:
-    """TorchTitan on 8 H100: tokens per second and GPU, eager and compiled; 2 sequences of 8192, selective op."""
-    blocks = tuple(f"layers.{i}" for i in range(32))
-    flops = flops_of_model(ModelConfig(flavor="8B"), 8192, blocks)
-    per_sample = flops.total_per_sample(ActivationCheckpointConfig(mode="selective"))
-    h100 = hardware_of(JobConfig.model_validate({"planner": {"device": "h100-80gb"}}), 8)
-    assert per_sample is not None
-    compute = estimate_step_time(2 * per_sample, LinkTraffic(0, 0), h100).compute
-    assert compute is not None and 2 * 8192 / compute == pytest.approx(published, rel=0.15)
-
-
 def test_a_container_may_have_less_memory_than_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda path: "1073741824\n" if path.name == "memory.max" else "max\n")
     assert machine_memory_gib() == 1
+
+
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA GH200 480GB", "gh200-96gb"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 3090", "rtx-3090"),
+        ("AMD Instinct MI250X", "mi250x"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI300X OAM", "mi300x"),
+        ("AMD Instinct MI325X", "mi325x"),
+    ],
+)
+def test_reported_names_are_found(reported: str, name: str) -> None:
+    device = find_device(reported)
+    assert device is not None
+    assert device.name == name
+
+
+@pytest.mark.parametrize(
+    "reported",
+    [
+        "",
+        "cpu",
+        "Tesla V100-SXM2-32GB",
+        "Tesla T4",
+        "NVIDIA A10G",
+        "NVIDIA L40",
+        "NVIDIA H800",
+        "NVIDIA H20",
+        "NVIDIA H100",  # a variant with 96 GB that is not in the table
+        "NVIDIA H200 NVL",
+        "NVIDIA GB200",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA A100-SXM4-80GB MIG 3g.40gb",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "AMD Instinct MI250X / MI250",
+        "AMD Instinct MI300A",
+    ],
+)
+def test_anything_else_is_unknown(reported: str) -> None:
+    assert find_device(reported) is None
+
+
+def test_devices_are_found_by_their_own_names() -> None:
+    assert [find_device(device.name) for device in DEVICES] == list(DEVICES)
+
+
+def test_links_within_a_node_are_faster_than_those_across() -> None:
+    assert all(device.intra_node_gb_per_s > device.inter_node_gb_per_s for device in DEVICES)

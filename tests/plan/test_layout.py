@@ -1,4 +1,4 @@
-"""How ranks and batches divide."""
+"""The division of ranks and batches."""
 
 from __future__ import annotations
 
@@ -69,6 +69,6 @@ def test_a_rank_knows_whose_samples_it_has_and_its_place_in_the_pipeline() -> No
         ({"world_size": 8, "context": 2, "batch": 12}, "not a multiple of 8 .* x 4 data-parallel ranks"),
     ],
 )
-def test_a_division_with_a_rest_is_one_sentence(arguments: dict[str, int], message: str) -> None:
+def test_a_division_with_a_remainder_is_one_error(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         layout(**arguments)

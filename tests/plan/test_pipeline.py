@@ -1,4 +1,4 @@
-"""Where a model is cut into pipeline stages, and what of its plan each has."""
+"""The cut of a model into pipeline stages, and the part of its plan on each stage."""
 
 from __future__ import annotations
 
@@ -52,22 +52,23 @@ def cuts(inventory: Inventory, **parallelism: Any) -> list[tuple[str, ...]]:
     return [stage.modules for stage in plan_stages(inventory, ParallelismConfig.model_validate(parallelism))]
 
 
-def test_the_largest_part_is_as_small_as_it_can_be() -> None:
+def test_the_largest_part_is_minimal() -> None:
     assert balance([1, 1, 1, 1], 2) == (2,)
     assert balance([1, 1, 1, 4], 2) == (3,)
     assert balance([5, 1, 1, 1, 1], 3) == (1, 3)
     assert balance([1, 1, 1, 1, 1], 2) in ((2,), (3,))
-    assert balance([9, 1, 1, 1, 1, 1, 1], 3) == (1, 4)  # of all with the largest part 9, the most even
+    assert balance([9, 1, 1, 1, 1, 1, 1], 3) == (1, 4)  # the most even of the cuts whose largest part is 9
     assert balance([3, 1, 2], 3) == (1, 2)
 
 
 def test_stages_are_as_equal_as_whole_layers_allow() -> None:
-    """The output matrix counts, the embedding does not; norms go with the layer before them."""
+    """The output matrix counts and the embedding does not. Norms belong to the layer before them."""
     first, last = cuts(llama(5), pipeline_parallel_degree=2)
     assert first == ("tok_embeddings", "layers.0", "layers.1", "layers.2")
     assert last == ("layers.3", "layers.4", "norm", "output")
     large_output = cuts(llama(6, vocab_size=4000), pipeline_parallel_degree=3)
-    assert [len(part) for part in large_output] == [3, 3, 3]  # 2 layers, 3, and 1 with the output
+    # The stages have 2 layers, 3 layers, and 1 layer with the output.
+    assert [len(part) for part in large_output] == [3, 3, 3]
 
 
 def test_a_stage_begins_where_the_job_says() -> None:
@@ -84,7 +85,7 @@ def test_a_stage_begins_where_the_job_says() -> None:
     ("schedule", "ranks"),
     [("1F1B", [0, 1, 2]), ("Interleaved1F1B", [0, 1, 2, 0, 1, 2]), ("ZBVZeroBubble", [0, 1, 2, 2, 1, 0])],
 )
-def test_stages_go_round_or_there_and_back(schedule: str, ranks: list[int]) -> None:
+def test_stages_are_assigned_in_a_loop_or_in_a_v(schedule: str, ranks: list[int]) -> None:
     parallelism = ParallelismConfig.model_validate(
         {"pipeline_parallel_degree": 3, "pipeline_parallel_schedule": schedule}
     )
@@ -132,7 +133,9 @@ def test_stages_go_round_or_there_and_back(schedule: str, ranks: list[int]) -> N
         ),
     ],
 )
-def test_what_cannot_be_divided_is_said(inventory: Inventory, parallelism: dict[str, Any], problem: str) -> None:
+def test_a_model_that_cannot_be_divided_is_an_error(
+    inventory: Inventory, parallelism: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_stages(inventory, ParallelismConfig.model_validate(parallelism))
     assert problem in str(caught.value)
@@ -151,8 +154,8 @@ def test_a_chain_names_modules_that_run() -> None:
             find_pipeline_order(model, pipeline_order)
 
 
-def test_the_parts_of_a_plan_are_those_of_the_model() -> None:
-    """Each module and parameter on one stage; a unit over several stages has a part on each, with its own dtype."""
+def test_the_parts_of_a_plan_cover_the_model() -> None:
+    """Each module and parameter is on one stage. A unit over several stages has a part on each, with its own dtype."""
     rules = ({"type": "RMSNorm", "param_dtype": "float32"},)
     whole = plan(job(rules=rules, pipeline_parallel_schedule="Interleaved1F1B"))
     parts = [part for rank in range(2) for part in parts_on_rank(whole, rank)]
@@ -174,7 +177,7 @@ def test_the_parts_of_a_plan_are_those_of_the_model() -> None:
 
 
 class Shared(nn.Module):
-    """Its layers share a module with a buffer, which is first met in the first of them."""
+    """A model whose layers share a module with a buffer, which runs first in the first layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +185,7 @@ class Shared(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), scale) for _ in range(2))
 
 
-def test_a_module_that_layers_share_is_first_met_elsewhere_on_a_later_stage() -> None:
+def test_a_shared_module_has_another_first_path_on_a_later_stage() -> None:
     with torch.device("meta"):
         model = Shared()
     pipeline_order = ("layers.0", "layers.1")
@@ -196,7 +199,7 @@ def layout(config: JobConfig) -> Any:
     return plan_layout(config.parallelism, TrainingConfig(local_batch_size=1, global_batch_size=8), 4)
 
 
-def test_the_plan_says_what_is_where() -> None:
+def test_the_plan_describes_the_stages() -> None:
     text = format_plan(job(), plan(job()), layout(job()), str)
     assert "pipeline: schedule 1F1B, 2 stages on 2 x 2 ranks" in text
     assert "pipeline stage 1 (ranks 2 to 3): layers.3 .. output, " in text
@@ -212,10 +215,10 @@ def test_the_plan_says_what_is_where() -> None:
         ({"mode": "immediate", "keep_params_unsharded": True}, (1, 3, 3)),
     ],
 )
-def test_a_longer_step_repeats_what_is_done_for_each_microbatch(
+def test_traffic_of_a_longer_step_is_extrapolated_by_microbatch(
     accumulation: dict[str, Any], grow: tuple[int, int, int]
 ) -> None:
-    """Gathers, scatters and sums of a step of 12 microbatches, of which 4 were seen."""
+    """Extrapolate the collectives of 12 microbatches from a step of 4."""
     seen = Traffic(Collectives(8, 4, 12), 80, 40, 120, *(Exchange(calls, 10 * calls) for calls in (16, 20, 24)))
     layout = Layout(2, 1, local_batch_size=1, num_microbatches=12, pipeline=2)
     long = scaled_to_step(seen, 4, layout, GradientAccumulationConfig.model_validate(accumulation))
@@ -241,7 +244,7 @@ def test_a_longer_step_repeats_what_is_done_for_each_microbatch(
         ("ZBVZeroBubble", 1, True),
     ],
 )
-def test_microbatches_suit_the_schedule(schedule: str, microbatches: int, fits: bool) -> None:
+def test_the_number_of_microbatches_must_fit_the_schedule(schedule: str, microbatches: int, fits: bool) -> None:
     parallelism = ParallelismConfig.model_validate(
         {"pipeline_parallel_degree": 3, "pipeline_parallel_schedule": schedule}
     )

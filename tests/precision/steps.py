@@ -1,4 +1,4 @@
-"""A wrapped model, and the forwards and backwards of a step."""
+"""A wrapped model and its training steps, for the tests of precision."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SEQ_LEN = 16
 
 
 def wrapped(config: JobConfig) -> tuple[nn.Module, ModelPlan, Layout]:
-    """A job's model on this rank, initialised, with its plan."""
+    """Return a job's model on this rank, initialised, with its plan."""
     return planned_and_sharded(config, SEQ_LEN)
 
 
 def train(model: nn.Module, config: JobConfig) -> None:
-    """Forward and backward over two microbatches."""
+    """Run forward and backward over two microbatches."""
     strategy = build_strategy(config.gradient_accumulation)
     tokens = torch.arange(2 * SEQ_LEN).reshape(2, SEQ_LEN)
     for is_last in (False, True):

@@ -1,4 +1,4 @@
-"""What is planned is what happens: the dtypes of a real step, seen on wrapped models, are those of the plan."""
+"""The audit: the dtypes observed in a real step of wrapped models are those of the plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from titan_launch.train.loop import train_one_step
 
 
 def audit_of(config: JobConfig, planned: JobConfig | None = None) -> Audit:
-    """The audit of a step of `config`, beside its own plan or that of another job."""
+    """Return the audit of a step of `config`, compared with its own plan or with that of another job."""
     model, plan, layout = wrapped(config)
     if planned is not None:
         plan = plan_precision(planned, build_model(planned.model, SEQ_LEN))
@@ -42,7 +42,7 @@ def audit_of(config: JobConfig, planned: JobConfig | None = None) -> Audit:
 
 
 def observed_by_name(audit: Audit) -> dict[str, dict[str, Any]]:
-    """What was observed of each module."""
+    """Return the observations of each module."""
     return {row.name: {f.what: f.observed for f in row.findings if f.observed} for row in audit.modules}
 
 
@@ -57,11 +57,11 @@ RULES: tuple[dict[str, Any], ...] = (
     {"param_dtype": "float32", "buffer_dtype": "bfloat16"},
     {"param_dtype": "float32", "reduce_dtype": "bfloat16", "rules": [{"match": "HEAD", "reduce_dtype": "float32"}]},
 )
-"""Of each model: NORM is the class of its norms, HEAD the path of its last layer."""
+"""Rules for each model. NORM is the class of its norms, HEAD the path of its last layer."""
 
 
 def cases(replicate: int) -> list[JobConfig]:
-    """Every model with every set of rules; accumulation modes and recomputation in turn."""
+    """Return every model with every set of rules. Accumulation modes and activation checkpointing modes alternate."""
     llamas = [({"args": {**TINY_ARGS, "norm": norm}}, name, "output") for norm, name in NORMS.items()]
     conv = ({"name": "tests.parallel.conv_model:ConvNet"}, "BatchNorm", "head")
     modes = cycle(["immediate", "deferred", "deferred_all_reduce"] if replicate > 1 else ["immediate", "deferred"])
@@ -112,12 +112,15 @@ def all_as_planned(replicate: int, every: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "replicate", "every"), [(1, 1, 5), (2, 1, 1), (2, 2, 7), (4, 1, 5), (4, 2, 2)])
-def test_every_model_computes_stores_and_communicates_as_planned(ranks: int, replicate: int, every: int) -> None:
-    run_ranks(all_as_planned, ranks, replicate, every)  # strides that no period of modes divides
+def test_every_model_computes_stores_and_communicates_in_the_planned_dtypes(
+    ranks: int, replicate: int, every: int
+) -> None:
+    run_ranks(all_as_planned, ranks, replicate, every)  # no period of the modes divides these strides
 
 
 class Casts(nn.Module):
-    """Casts a buffer of its own, and has a hook that casts the input of its norm; one layer is frozen, one is idle."""
+    """A model that casts its own buffer and has a hook that casts the input of its norm. One layer is frozen, one does
+    not run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +165,7 @@ def differences_of_casts(folder: Path) -> None:
         )
 
 
-def test_a_cast_of_the_models_own_ends_the_run_before_its_first_update(tmp_path: Path) -> None:
+def test_a_cast_in_the_model_ends_the_run_before_the_first_update(tmp_path: Path) -> None:
     run_ranks(differences_of_casts, 2, tmp_path)
     audit = json.loads((tmp_path / "tiny" / "precision_audit.json").read_text())
     assert len(audit["differences"]) == 2
@@ -184,7 +187,7 @@ def mistakes_in_wrapping() -> None:
     for line in (
         f"{block}, inputs: planned bfloat16, observed float32 (unit: block)",
         f"{linear}, parameters: planned bfloat16, observed float32 (unit: block)",
-        # From torch 2.15 on autograd would also hand over what the wrong plan has.
+        # From torch 2.15 on autograd would also pass gradients in the dtypes of the wrong plan.
         *([] if ACCUMULATES_IN_GRAD else [f"{linear}, gradients: planned bfloat16, observed float32 (unit: block)"]),
         f"{linear}, stored parameters: planned float32, observed bfloat16 (unit: block)",
         f"{linear}, stored gradients: planned float32, observed bfloat16 (unit: block)",
@@ -198,12 +201,12 @@ def mistakes_in_wrapping() -> None:
     ]
 
 
-def test_a_model_that_is_wrapped_otherwise_differs_in_everything() -> None:
+def test_a_model_with_other_units_differs_from_the_plan() -> None:
     run_ranks(mistakes_in_wrapping, 2)
 
 
 def hooks_on(model: nn.Module) -> dict[str, list[Any]]:
-    """Everything that could still watch a model."""
+    """Return everything on a model that could still observe it."""
     return {
         path: [
             list(module._forward_pre_hooks.values()),
@@ -221,7 +224,7 @@ def hooks_on(model: nn.Module) -> dict[str, list[Any]]:
 def nothing_is_left() -> None:
     config = job({"args": {**TINY_ARGS, "norm": "batchnorm"}}, {}, "", "", 2, "deferred", "full")
     model, plan, layout = wrapped(config)
-    train(model, config)  # what is on it for the first forward only is gone then
+    train(model, config)  # the hooks of the first forward are removed by then
     before = hooks_on(model)
     handed_out: list[Tensor] = []
     model.output.register_forward_pre_hook(lambda module, _: handed_out.append(module.weight))
@@ -235,7 +238,7 @@ def nothing_is_left() -> None:
     assert layout.shard == 2
 
 
-def test_nothing_is_left_on_the_model_afterwards() -> None:
+def test_the_audit_leaves_no_hook_on_the_model() -> None:
     run_ranks(nothing_is_left, 4)
 
 
@@ -256,7 +259,7 @@ def with_and_without_audit(folder: Path) -> None:
         assert_equal(*states)
 
 
-def test_an_audited_run_has_the_same_bits(tmp_path: Path) -> None:
+def test_an_audit_changes_no_bit_of_a_run(tmp_path: Path) -> None:
     run_ranks(with_and_without_audit, 4, tmp_path)
     for mode in ("immediate", "deferred", "deferred_all_reduce"):
         audited, other = (
@@ -277,7 +280,7 @@ def three_starts(folder: Path) -> None:
     run_job(tiny_job(folder / "resumed", checkpoint=checkpoint))
 
 
-def test_it_is_on_by_default_where_a_model_is_being_developed_and_in_every_process(tmp_path: Path) -> None:
+def test_the_audit_is_on_by_default_for_models_of_the_user_in_every_process(tmp_path: Path) -> None:
     run_ranks(three_starts, 1, tmp_path)
     written = {
         name: (tmp_path / name / "tiny" / "precision_audit.json").exists() for name in ("debug", "large", "resumed")
@@ -290,7 +293,7 @@ def table() -> str:
     return audit_of(job({"args": dict(TINY_ARGS)}, precision, "", "", 1, "immediate", "none")).as_markdown()
 
 
-def test_the_table_joins_modules_that_are_alike() -> None:
+def test_the_table_has_one_row_for_equal_modules() -> None:
     modules, units = run_ranks(table, 2)[0].split("\n\n")
     columns = "inputs | parameters | gradients | buffers | outputs | stored parameters | stored gradients"
     assert modules.splitlines()[0] == f"| module | class | forwards | {columns} | from |"
@@ -307,7 +310,7 @@ def test_the_table_joins_modules_that_are_alike() -> None:
 
 
 class UsesAutocast(nn.Module):
-    """Computes its last layer in what autocast says, whatever a rule gives it."""
+    """A model that computes its last layer in the dtype of autocast, whatever the rules say."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,6 +329,6 @@ def differences_under_autocast() -> list[str]:
     return audit_of(JobConfig.model_validate({"model": model, "precision": {"rules": rules}})).differences()
 
 
-def test_autocast_is_not_as_planned() -> None:
+def test_autocast_differs_from_the_plan() -> None:
     (differences,) = run_ranks(differences_under_autocast, 1)
     assert differences == ["output (Linear), autocast: planned off, observed bfloat16 (unit: precision.rules.0)"]

@@ -1,4 +1,4 @@
-"""The memory that a step on real CPU tensors takes, as PyTorch's allocator reports it to its profiler."""
+"""The memory of a step on real CPU tensors, as PyTorch's allocator reports it to the profiler."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from titan_launch.train.step import forward_backward, loss_of
 
 
 def allocated_peaks(config: JobConfig, layout: Layout, rank: int = 0) -> tuple[int, int]:
-    """The most bytes that are held in forward and backward, and in clipping and the optimizer's update, of the second
-    step of a run: on a rank of an imagined group, whose collectives copy nothing."""
+    """Return the peak bytes of the second step of a run: in forward and backward, and in clipping and the optimizer's
+    update. The rank is in a fake group, whose collectives copy nothing."""
     with fake_process_group(layout.world_size, rank):
         built = build_model(config.model, config.training.seq_len)
         plan = plan_precision(config, built)
@@ -47,7 +47,7 @@ def allocated_peaks(config: JobConfig, layout: Layout, rank: int = 0) -> tuple[i
         clip_grad_norm(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        gc.collect()  # a schedule of a pipeline is held by itself
+        gc.collect()  # a pipeline schedule refers to itself
         at_rest = _resident(model, optimizer) + statistics.saved.nbytes
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as in_backward:
             schedule = _accumulate(config, model, layout)
@@ -61,7 +61,7 @@ def allocated_peaks(config: JobConfig, layout: Layout, rank: int = 0) -> tuple[i
 
 
 def _accumulate(config: JobConfig, model: nn.Module, layout: Layout) -> PipelinedStep | None:
-    """Forward and backward of a step. Returns what holds memory until the next one, if anything does."""
+    """Run forward and backward of a step. Return the object, if any, that holds memory until the next step."""
     strategy = build_strategy(config.gradient_accumulation)
     (shape, _), valid = sample_format(config), torch.ones((), dtype=torch.int64)
     loss_sum = loss_in_chunks(config.training.loss_chunks)
@@ -91,17 +91,17 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 _RNG_STATE_BYTES = 5056
-"""What `torch.utils.checkpoint` keeps of the CPU's random numbers for each block; no tensor of the model's."""
+"""Bytes of CPU random state that `torch.utils.checkpoint` saves for each block. They are no tensor of the model."""
 
 
 def _left(profiled: profile) -> int:
-    """What was allocated and is still held."""
+    """Return the allocated bytes that are still held."""
     results: Any = profiled.profiler
     return sum(change for _, change, _ in _changes(results.kineto_results.experimental_event_tree(), None))
 
 
 def _peak(profiled: profile) -> int:
-    """The most that was held, without what kernels take and give back before they return: no tracker can see that."""
+    """Return the most bytes held at a time, without temporaries inside of kernels, which no tracker can see."""
     results: Any = profiled.profiler
     changes = list(_changes(results.kineto_results.experimental_event_tree(), None))
     allocated: dict[int, int] = {}
@@ -119,9 +119,9 @@ def _peak(profiled: profile) -> int:
 
 
 def _changes(events: Iterable[Any], kernel: Any) -> Iterator[tuple[int, int, Any]]:
-    """What is allocated and freed, in order: address, bytes, and the innermost operation that does it.
+    """Yield allocations and frees in order: address, bytes, and the innermost operation.
 
-    FSDP2's own operations count as one: from torch 2.15 on its copy-in on a CPU first casts gradients of mixed dtypes.
+    FSDP2's own operations count as one: from torch 2.15 on, its copy-in on a CPU first casts gradients of mixed dtypes.
     """
     for event in events:
         if event.name == "[memory]":

@@ -1,4 +1,4 @@
-"""Models of a user's own, for the tests of this package."""
+"""A user's models, for the tests of traces."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ UNFIT: dict[str, Callable[[Tensor, Tensor], object]] = {
     "mask": lambda tokens, x: x[tokens > 3],
     "shape": lambda tokens, x: x @ torch.zeros(3, 3),
 }
-"""What a forward can do that a trace cannot; the last is wrong anywhere."""
+"""Forward passes that a trace cannot run. The last one is wrong everywhere."""
 
 
 class Chain(nn.Module):
-    """An embedding, linear layers, and a head."""
+    """A model with an embedding, linear layers, and a head."""
 
     def __init__(
         self, n_layers: int, does: str | None = None, counts: bool = False, dense: bool = False, twice: bool = False
     ):
-        """`counts`: it knows how many layers it has; `dense`: every layer reads what all before it made; `twice`: every
-        layer runs two times in a forward."""
+        """Set what the forward does. `counts`: it reads its number of layers. `dense`: every layer reads the outputs of
+        all earlier ones. `twice`: every layer runs two times."""
         super().__init__()
         self.embedding = nn.Embedding(61, 8)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(n_layers))

@@ -1,4 +1,4 @@
-"""The analytic engine against the trace, and the planned traffic against the collectives the trace sees."""
+"""The analytic engine compared with the trace, and planned traffic compared with the traced collectives."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_peak_and_traffic_are_the_traced_ones(name: str) -> None:
+def test_the_analytic_peak_and_traffic_are_the_traced_ones(name: str) -> None:
     (replicas, shards), num_microbatches, kernels, args, sections = JOBS[name]
     batch = {"seq_len": 33, "local_batch_size": 2, "global_batch_size": 2 * num_microbatches * replicas * shards}
     job = {

@@ -1,4 +1,4 @@
-"""Traces of ranks that share the work on the same samples: what they exchange, and how a pipeline's step goes on."""
+"""Traces of ranks that share samples: their exchanges, and the extrapolation of a pipeline's step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from titan_launch.train.auto_mode import plan_precision
 BF16 = {"param_dtype": "bfloat16"}
 TOKENS, DIM = 32, 32
 STREAM = 2 * TOKENS * DIM
-"""Bytes of what goes from layer to layer, in bf16."""
+"""Bytes of the activations between two layers, in bf16."""
 
 
 def trace(ranks: int, rank: int = 0, n_layers: int = 2, **sections: Any) -> TracedStep:
@@ -28,8 +28,9 @@ def trace(ranks: int, rank: int = 0, n_layers: int = 2, **sections: Any) -> Trac
     return trace_step(config, built, plan_precision(config, built), layout, "cuda", rank)
 
 
-def test_a_block_gathers_and_scatters_the_stream_twice_forth_and_twice_back() -> None:
-    """And sums up the gradients of its two norms' weights, from torch 2.15 on in the dtype of the reduction."""
+def test_a_block_gathers_and_scatters_its_stream_twice_in_forward_and_twice_in_backward() -> None:
+    """The gradients of the block's two norm weights are also all-reduced, from torch 2.15 on in the dtype of the
+    reduction."""
     sections: dict[str, Any] = {
         "training": {"global_batch_size": 2},
         "parallelism": {"tensor_parallel_degree": 2},
@@ -37,11 +38,11 @@ def test_a_block_gathers_and_scatters_the_stream_twice_forth_and_twice_back() ->
     two, three = (trace(4, n_layers=n, **sections).traffic for n in (2, 3))
     assert three.tensor.calls - two.tensor.calls == 8 + 2
     norms = 2 * (4 if ACCUMULATES_IN_GRAD else 2) * DIM
-    assert three.tensor.sent_bytes - two.tensor.sent_bytes == 8 * STREAM // 2 + norms  # half is another rank's
+    assert three.tensor.sent_bytes - two.tensor.sent_bytes == 8 * STREAM // 2 + norms  # another rank has the other half
     assert three.context == three.pipeline == Exchange()
 
 
-def test_a_sequence_shared_by_ranks_leaves_the_units_what_they_were() -> None:
+def test_context_parallelism_does_not_change_the_units() -> None:
     parallelism = {"context_parallel_degree": 2}
     config, layout, _ = a_job(4, precision=BF16, parallelism=parallelism)
     plan = plan_precision(config, build_model(config.model, config.training.seq_len))
@@ -52,8 +53,8 @@ def test_a_sequence_shared_by_ranks_leaves_the_units_what_they_were() -> None:
 
 
 @pytest.mark.parametrize("rank", (0, 2))
-def test_stages_send_what_is_between_them(rank: int) -> None:
-    """Of 4 stages: the first sends to one other, those between to two."""
+def test_stages_send_activations_and_their_gradients(rank: int) -> None:
+    """Of 4 stages, the first one sends to one other stage, and the middle ones to two."""
     parallelism = {"pipeline_parallel_degree": 4}
     sent = trace(4, rank, n_layers=4, parallelism=parallelism, training={"global_batch_size": 6}).traffic.pipeline
     assert sent == Exchange(calls=6 * (1 + (rank == 2)), sent_bytes=6 * STREAM * (1 + (rank == 2)))
@@ -63,7 +64,7 @@ def test_stages_send_what_is_between_them(rank: int) -> None:
     ("schedule", "mode", "num_microbatches", "rank"),
     [("1F1B", "deferred", 5, 2), ("Interleaved1F1B", "immediate", 8, 0), ("ZBVZeroBubble", "deferred", 8, 2)],
 )
-def test_a_full_pipeline_tells_of_a_longer_step(
+def test_a_longer_pipeline_step_is_extrapolated_from_a_full_one(
     schedule: str, mode: str, num_microbatches: int, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sections: dict[str, Any] = {
@@ -79,7 +80,7 @@ def test_a_full_pipeline_tells_of_a_longer_step(
     assert short.footprint.peak_bytes == pytest.approx(long.footprint.peak_bytes, abs=64)  # a loss for each microbatch
 
 
-def test_the_first_and_the_last_rank_tell_what_a_pipeline_needs() -> None:
+def test_the_first_and_the_last_rank_represent_a_pipeline() -> None:
     config, _, _ = a_job(4, parallelism={"pipeline_parallel_degree": 4}, model={"args": {"n_layers": 4}})
     plan = plan_precision(config, build_model(config.model, config.training.seq_len))
     assert representative_ranks(plan) == [0, 3]

@@ -1,4 +1,4 @@
-"""What a dry run says, and refuses."""
+"""Output and errors of a dry run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_rank_says_where_it_is_and_what_it_holds() -> None:
         (2, {"optimizer": {"param_groups": [{"match": "head.*", "lr_factor": 2.0}]}}, "matches no trainable"),
     ],
 )
-def test_what_a_run_would_refuse_is_refused(ranks: int, sections: dict[str, Any], reason: str) -> None:
+def test_a_job_that_a_run_refuses_is_refused(ranks: int, sections: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         say(ranks, **sections)
 
@@ -99,7 +99,7 @@ def test_processes_of_another_number_are_refused(capsys: pytest.CaptureFixture[s
     assert "16" in capsys.readouterr().err
 
 
-def test_a_shipped_job_starts_dry_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_of_a_shipped_config_writes_nothing(tmp_path: Path) -> None:
     job = Path("configs/parallel/pipeline.toml").resolve()
     command = [sys.executable, "-m", "titan_launch", f"--config={job}", "--fake-world-size=2", "--fake-rank=1"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""Two depths for a whole model, and what the trace counts beside what the planner computes."""
+"""Traces at two depths in place of the full model, and traced traffic compared with the plan."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DEEP: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def traced_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many blocks each trace of a test had, in order."""
+    """Record the number of blocks of each trace of a test, in order."""
     seen: list[int] = []
 
     def trace_step(config: Any, built: Any, plan: Any, layout: Any, kernels: Any, rank: int) -> Any:
@@ -66,12 +66,12 @@ def ask(sections: dict[str, Any], ranks: int = 4) -> tuple[Footprint, Traffic]:
 
 
 @pytest.mark.parametrize("name", DEEP)
-def test_two_depths_extrapolated_are_the_whole(
+def test_two_depths_extrapolated_equal_the_full_model(
     name: str, traced_blocks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     footprint, traffic = ask(DEEP[name])
     is_own = ":" in DEEP[name].get("model", {}).get("name", "")
-    assert len(traced_blocks) == 2 + is_own  # a third depth shows that the model is even
+    assert len(traced_blocks) == 2 + is_own  # a third depth verifies that the model grows evenly
     monkeypatch.setattr(depth, "find_shortcut", lambda *_: None)
     whole, traffic_of_whole = ask(DEEP[name])
     assert traced_blocks[-1] > max(traced_blocks[:-1])
@@ -82,7 +82,7 @@ def test_two_depths_extrapolated_are_the_whole(
 
 def test_a_model_that_counts_its_blocks_is_traced_whole(traced_blocks: list[int]) -> None:
     counted, _ = ask({"model": {"name": "tests.trace.models:Chain", "args": {"n_layers": 7, "counts": True}}})
-    assert traced_blocks == [5, 7]  # the last block is not as the others
+    assert traced_blocks == [5, 7]  # the last block differs from the others
     plain, _ = ask({"model": {"name": "tests.trace.models:Chain", "args": {"n_layers": 7}}})
     assert counted.peak_bytes == plain.peak_bytes
 
@@ -111,7 +111,7 @@ def test_collectives_on_hsdp_are_the_planned_ones(mode: str, num_microbatches: i
     assert counted.all_reduce_bytes > 0
 
 
-def test_a_choice_stands_over_the_job(traced_blocks: list[int]) -> None:
+def test_a_choice_overrides_the_modes_of_the_job(traced_blocks: list[int]) -> None:
     config, layout, choice = a_job(2)
     _, _, other = a_job(2, activation_checkpoint={"mode": "full"}, gradient_accumulation={"mode": "deferred"})
     traced = trace_engine(config, layout, "cpu")
@@ -121,6 +121,6 @@ def test_a_choice_stands_over_the_job(traced_blocks: list[int]) -> None:
     assert footprints[1].peak_bytes > footprints[0].peak_bytes
 
 
-def test_width_is_free() -> None:
+def test_a_trace_of_1024_ranks_costs_no_more() -> None:
     footprint, traffic = ask({"training": {"global_batch_size": 1024}}, ranks=1024)
     assert footprint.peak_bytes > 0 and traffic.collectives.all_gathers == 5

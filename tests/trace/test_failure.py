@@ -1,4 +1,4 @@
-"""What a model does that a trace cannot."""
+"""Models that cannot be traced."""
 
 from __future__ import annotations
 

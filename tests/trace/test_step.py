@@ -1,4 +1,4 @@
-"""A trace says what PyTorch's allocator says of a step on real tensors."""
+"""A trace compared with PyTorch's allocator in a step on real tensors."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "optimizer": {"implementation": "for-loop"},
     },
     "ResNet": RESNET,
-    # In fp32: oneDNN's bf16 convolutions keep scratch from one call to the next, which nothing but the allocator sees.
+    # In fp32: oneDNN's bf16 convolutions cache scratch memory between calls, which only the allocator sees.
     "ResNet, deferred": {**RESNET, "gradient_accumulation": DEFERRED},
 }
 
@@ -89,11 +89,12 @@ def test_a_trace_agrees_with_the_allocator(name: str, rank: int) -> None:
     assert of_update == pytest.approx(really_of_update, rel=0.01)
 
 
-def test_categories_of_what_is_held_for_the_whole_step() -> None:
+def test_categories_of_tensors_that_live_for_the_whole_step() -> None:
     config, _, _ = a_job(4)
     built = build_model(config.model, config.training.seq_len)
-    local = sum(p.numel() for p in built.module.parameters()) * 4 // 4 + 3 * 32  # 61 rows on 4 ranks: 16 on the first
-    local += 3 * 32  # of both tables
+    # The first of 4 ranks has 16 of the 61 rows of each of two tables.
+    local = sum(p.numel() for p in built.module.parameters()) * 4 // 4 + 3 * 32
+    local += 3 * 32
     held = trace(4, {}).peaks[StepPoint(2, "optimizer", "")].by_category
     assert held[Category.PARAMETERS] == held[Category.GRADIENTS] == local
     assert held[Category.OPTIMIZER] == 2 * local
@@ -114,7 +115,7 @@ def test_places_follow_the_model_forth_and_back() -> None:
     assert [(place.phase, place.unit) for place in places] == forth + back
 
 
-def test_nothing_is_left_in_the_process() -> None:
+def test_a_trace_restores_the_state_of_the_process() -> None:
     before = (torch.nn.functional.rms_norm, torch.UntypedStorage.resize_)
     trace(4, {}, "cuda")
     assert (torch.nn.functional.rms_norm, torch.UntypedStorage.resize_) == before

@@ -14,11 +14,11 @@ FP32_NORMS = {"param_dtype": "bfloat16", "rules": [{"type": "RMSNorm", "param_dt
 
 
 def a_job(ranks: int, **sections: dict[str, Any]) -> tuple[JobConfig, Layout, Choice]:
-    """A tiny job (see `tests.train.jobs`) of three microbatches on four ranks, as it is traced on so many ranks."""
+    """Return a tiny job (see `tests.train.jobs`) of three microbatches, for a trace of `ranks` ranks."""
     training = {"seq_len": 32, "local_batch_size": 1, "global_batch_size": 12, **sections.pop("training", {})}
     job = tiny_job(Path("unused"), training=training, **sections)
     for name in ("data", "model"):
-        if {"kind", "name"} & sections.get(name, {}).keys():  # another kind, with keys of its own
+        if {"kind", "name"} & sections.get(name, {}).keys():  # a section of another kind has its own keys
             job[name] = sections[name]
     config = JobConfig.model_validate(job)
     layout = plan_layout(config.parallelism, config.training, ranks)

@@ -1,4 +1,4 @@
-"""Tiny jobs, and what to run of them on the ranks of a test."""
+"""Tiny jobs, and functions that run them on the ranks of a test."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TINY_ARGS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_di
 
 
 def tiny_job(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A job of well under a second: fp32, synthetic data, four samples a step. `sections` are merged over it. Without
-    `checkpoint.enable` it saves nothing, unless `checkpoint.save_last` is given."""
+    """Return a job that takes well under a second: fp32, synthetic data, four samples a step. `sections` are merged
+    over it. Without `checkpoint.enable` it saves nothing, unless `checkpoint.save_last` is given."""
     job: dict[str, dict[str, Any]] = {
         "job": {"name": "tiny", "dump_folder": str(folder), "device": "cpu"},
         "model": {"args": dict(TINY_ARGS)},
@@ -73,18 +73,18 @@ def build():
 
 
 def model_source(in_forward: str = "pass", in_build: str = "pass") -> str:
-    """A module with a model of somebody's own, `Model`, and its factory `build`, each of which does something first:
-    a statement in one line. It may use `os`, `signal` and `time`."""
+    """Return the source of a module with a user's model `Model` and its factory `build`. Each first runs a statement in
+    one line, which may use `os`, `signal` and `time`."""
     return _MODEL.format(in_forward=in_forward, in_build=in_build)
 
 
 def this_rank() -> Ranks:
-    """The rank of a test, on the CPU."""
+    """Return the rank of a test, on the CPU."""
     return Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
 
 
 def this_mesh() -> Mesh:
-    """All ranks of a test, each with data of its own."""
+    """Return a mesh of all ranks of a test, each with its own data."""
     return build_mesh(Layout(1, dist.get_world_size(), local_batch_size=1, num_microbatches=1), "cpu")
 
 
@@ -97,7 +97,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def run_job_until(job: dict[str, Any], step: int) -> None:
-    """Train a job, but leave it after a step as if it had been killed there."""
+    """Train a job until a step, and leave it as if the process had been killed."""
     with ExitStack() as stack:
         run: Run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         while run.progress.step < step:
@@ -110,12 +110,12 @@ def run_job_until(job: dict[str, Any], step: int) -> None:
 
 
 def sharded_model(config: JobConfig, seq_len: int) -> nn.Module:
-    """A job's model on this rank: planned, wrapped and initialised with seed 0, as the launcher does it."""
+    """Return a job's model on this rank: planned, wrapped and initialised with seed 0, as the launcher does."""
     return planned_and_sharded(config, seq_len)[0]
 
 
 def planned_and_sharded(config: JobConfig, seq_len: int) -> tuple[nn.Module, ModelPlan, Layout]:
-    """The same with its plan and the layout of the ranks."""
+    """Return the same model with its plan and the layout of the ranks."""
     ranks = this_rank()
     built = build_model(config.model, seq_len)
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
@@ -127,5 +127,5 @@ def planned_and_sharded(config: JobConfig, seq_len: int) -> tuple[nn.Module, Mod
 
 
 def read_metrics(folder: Path, name: str = "tiny") -> list[dict[str, float]]:
-    """The reports of a run, in order."""
+    """Return the reports of a run, in order."""
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]

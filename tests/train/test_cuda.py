@@ -1,4 +1,4 @@
-"""The main job's shape on a GPU: one process, as the command line runs it."""
+"""The main job on a GPU in one process, run by the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A forward of the wrong kind ends a run with one sentence; an error of the user's own keeps its traceback."""
+"""A forward with a wrong signature or output ends a run with one sentence. An error in the user's code keeps its
+traceback."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ def said(folder: Path, *command: str) -> str:
     status, _, reported = run_command([*command, "--config", "job.toml"], folder)
     start, line = "error: job.toml:8: model.name: its forward ", reported.splitlines()[-1]
     assert (status, line[: len(start)]) == (2, start), reported
-    assert len(reported.splitlines()) == 1 + (command[0] == "plan"), reported  # plan says that it traces
+    assert len(reported.splitlines()) == 1 + (command[0] == "plan"), reported  # plan logs that it traces
     return line.removeprefix(start).replace(f"{folder}/", "")
 
 
@@ -183,7 +184,7 @@ def test_a_model_without_a_forward_is_refused() -> None:
         check_signature(nn.ModuleList(), "tokens")
 
 
-def test_auto_and_several_ranks_say_it_once(tmp_path: Path) -> None:
+def test_auto_and_several_ranks_print_the_error_once(tmp_path: Path) -> None:
     model, expected = WRONG["few classes"]
     write(tmp_path, *model)
     assert said(tmp_path, "train", "--gradient_accumulation.mode=auto") == expected
@@ -227,7 +228,7 @@ def test_a_forward_that_can_be_called_trains(tmp_path: Path, kind: str) -> None:
     assert (status, reported) == (0, "") and "validation loss" in printed
 
 
-def test_a_forward_of_an_object_is_one() -> None:
+def test_a_callable_object_is_accepted_as_forward() -> None:
     model = nn.Module()
     model.forward = lambda tokens: tokens  # type: ignore[assignment]
     check_signature(model, "tokens")
@@ -263,7 +264,7 @@ def test_a_bug_in_a_forward_with_optional_arguments_keeps_its_traceback(tmp_path
     assert status == 1 and "Traceback" in reported and "my_model.py" in reported, reported
 
 
-def test_an_error_of_the_users_own_shows_the_users_frames(tmp_path: Path) -> None:
+def test_an_error_in_the_users_code_shows_the_users_frames(tmp_path: Path) -> None:
     write(tmp_path, "self, tokens", "return self.logits(tokens) @ torch.ones(3, 3)")
     status, _, reported = run_command(["train", "--config", "job.toml"], tmp_path)
     assert status == 1

@@ -1,4 +1,4 @@
-"""A ResNet, and a model of one's own, on images: the trainer assumes nothing about text."""
+"""A ResNet, and a user's model, on images. The trainer does not assume text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RESNET = {
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Three classes of images, each a pattern of its own under noise."""
+    """Write three classes of images, each a pattern with noise."""
     generator = np.random.default_rng(0)
     labels = generator.integers(0, 3, 90)
     patterns = generator.normal(size=(3, 6, 6))
@@ -39,7 +39,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def image_job(folder: Path, images: str, model: dict[str, Any] = RESNET, **sections: Any) -> dict[str, Any]:
-    """A job whose 23 validation samples fill no number of batches on any number of ranks."""
+    """Return a job with 23 validation samples, which fill no number of batches on any number of ranks."""
     source = {"kind": "images", "path": images, "validation_percent": 30, "mean": 0.0, "std": 1.0}
     job = tiny_job(
         folder,
@@ -56,7 +56,7 @@ def text_job(folder: Path) -> dict[str, Any]:
 
 
 def evaluate(job: dict[str, Any], state: dict[str, Tensor]) -> tuple[float, float]:
-    """Mean loss and accuracy of a plain model, one held-out sample at a time."""
+    """Return mean loss and accuracy of a plain model, evaluated on one held-out sample at a time."""
     config = JobConfig.model_validate(job)
     assert config.validation.data is not None
     model = build_model(config.model, config.training.seq_len).module.to_empty(device="cpu").eval()
@@ -80,7 +80,7 @@ def evaluate(job: dict[str, Any], state: dict[str, Tensor]) -> tuple[float, floa
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", ["images", "text"])
-def test_validation_is_what_one_process_computes(tmp_path: Path, images: str, kind: str, world_size: int) -> None:
+def test_validation_equals_one_process(tmp_path: Path, images: str, kind: str, world_size: int) -> None:
     job = image_job(tmp_path, images) if kind == "images" else text_job(tmp_path)
     state = run_ranks(run_job, world_size, job)[0]
     loss, accuracy = evaluate(job, state)
@@ -96,7 +96,7 @@ def test_a_resnet_learns_in_bfloat16_with_float32_statistics(tmp_path: Path, ima
         statistics = [tensor for name, tensor in state.items() if "running" in name]
         assert statistics and {tensor.dtype for tensor in statistics} == {torch.float32}
     reports = read_metrics(tmp_path)
-    assert reports[0]["train/loss"] == pytest.approx(math.log(3), abs=0.05)  # logits start near 0
+    assert reports[0]["train/loss"] == pytest.approx(math.log(3), abs=0.05)  # the first logits are near 0
     assert reports[-1]["train/loss"] < 0.5 and reports[-1]["validation/accuracy"] > 0.7
 
 
@@ -112,7 +112,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, images: 
 
 
 class Classifier(nn.Module):
-    """A model of the user's own: a patch embedding, blocks, and a head."""
+    """A user's model with a patch embedding, blocks, and a head."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Classifier(nn.Module):
         return 1000
 
 
-def test_a_model_of_ones_own_is_the_same_on_any_number_of_ranks(tmp_path: Path, images: str) -> None:
+def test_a_users_model_trains_alike_on_any_number_of_ranks(tmp_path: Path, images: str) -> None:
     model = {"name": f"{__name__}:Classifier", "args": {"width": 8}}
     reports = []
     for world_size in (1, 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import traceback
 from contextlib import ExitStack
@@ -22,7 +23,15 @@ from titan_launch.core.signals import RESTART_SIGNAL
 from titan_launch.data.sources import build_source
 from titan_launch.train import batches
 from titan_launch.train.build import build_run
-from titan_launch.train.loop import due_after_step, due_now, fit, report, train_one_step, validation_scalars
+from titan_launch.train.loop import (
+    due_after_step,
+    due_now,
+    fit,
+    report,
+    scheduled_garbage_collection,
+    train_one_step,
+    validation_scalars,
+)
 from titan_launch.train.step import validate
 
 NOTHING: dict[str, Any] = {}
@@ -42,7 +51,7 @@ SIGNAL = int(signal.SIGTERM)
         (NOTHING, 2, SIGNAL, True, ""),
         (VALIDATES, 3, 0, False, "report validate pool"),
         (VALIDATES, 4, 0, False, ""),
-        (VALIDATES, 3, SIGNAL, False, ""),  # no time to validate
+        (VALIDATES, 3, SIGNAL, False, ""),  # a run that stops before its last step does not validate
         (VALIDATES, 12, SIGNAL, False, "report validate pool"),
         (SAVES, 4, 0, False, "report save pool"),
         (SAVES, 12, 0, False, "report save pool"),
@@ -54,7 +63,7 @@ SIGNAL = int(signal.SIGTERM)
         (SAVES_LAST, 12, 0, False, "report save pool"),
         (SAVES_LAST, 2, SIGNAL, False, "report save pool restore_statistics"),
         (SAVES_LAST, 2, RESTART_SIGNAL, False, ""),
-        (SAVES | VALIDATES, 3, SIGNAL, False, "report save pool"),  # pooled as in an undisturbed run, which validates
+        (SAVES | VALIDATES, 3, SIGNAL, False, "report save pool"),  # pooled, because an undisturbed run validates here
         (SAVES | VALIDATES, 12, 0, False, "report validate save pool"),
     ],
 )
@@ -68,7 +77,7 @@ def test_what_is_due_after_a_step(
 
 
 class Traced(torch.nn.Sequential):
-    """A model that notes which functions of the launcher call it."""
+    """A model that records which functions of the launcher call it."""
 
     def __init__(self) -> None:
         super().__init__(torch.nn.Embedding(61, 8), torch.nn.Linear(8, 61))
@@ -90,7 +99,7 @@ def callers_of_forward(folder: Path) -> list[list[str]]:
 
 
 def test_few_calls_lead_from_the_loop_to_the_model(tmp_path: Path) -> None:
-    """The first step, which is audited, takes the way of all others."""
+    """The first step, which is audited, has the same calls as the others."""
     (callers,) = run_ranks(callers_of_forward, 1, tmp_path)
     assert callers == [["fit", "train_one_step", "__call__", "forward_backward"]] * 8
 
@@ -166,7 +175,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
 
 
 class Recorded:
-    """A source that notes which samples it is asked for."""
+    """A data source that records the samples that are read."""
 
     def __init__(self, source: Any, asked: list[int]):
         self._source = source
@@ -185,7 +194,7 @@ class Recorded:
 
 
 def run_recorded_until(job: dict[str, Any], step: int) -> list[int]:
-    """Train a job on this rank up to a step; the samples that it asked for, in order."""
+    """Train a job on this rank up to a step. Return the samples that it read, in order."""
     asked: list[int] = []
 
     def build_recorded(*args: Any) -> Recorded:
@@ -235,13 +244,13 @@ def test_an_incomplete_checkpoint_is_not_resumed_from(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, checkpoint={"enable": True, "interval": 2})
     run_ranks(run_job, 1, job)
     (tmp_path / "tiny" / "checkpoints" / "step-9.tmp").mkdir()
-    (tmp_path / "tiny" / "checkpoints" / "step-8").mkdir()  # without .metadata: not complete
+    (tmp_path / "tiny" / "checkpoints" / "step-8").mkdir()  # a checkpoint without .metadata is incomplete
     run_ranks(run_job, 1, {**job, "training": {**job["training"], "steps": 5}})
     assert [report["step"] for report in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
 
 
 def validate_again(job: dict[str, Any]) -> tuple[list[float], dict[str, float], bool]:
-    """Train to a validation and validate once more: running statistics, metrics, and whether nothing has changed."""
+    """Train to a validation and validate again. Return running statistics, metrics, and True if nothing has changed."""
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         for _ in range(3):
@@ -262,19 +271,19 @@ def validate_a_frozen_norm() -> bool:
     return model.training and model[1].training and not model[0].training
 
 
-def test_validation_leaves_a_frozen_batchnorm_frozen() -> None:
+def test_validation_does_not_unfreeze_a_batchnorm() -> None:
     assert run_ranks(validate_a_frozen_norm, 1) == [True]
 
 
 def test_validation_evaluates_one_model_and_does_not_change_it(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, model={"args": {"norm": "batchnorm"}}, validation={**VALIDATION, "freq": 3})
     (statistics, again, unchanged), (others, others_again, _) = run_ranks(validate_again, 2, job)
-    assert unchanged and len(statistics) == 10 and statistics == others  # pooled: all ranks have the same
+    assert unchanged and len(statistics) == 10 and statistics == others  # all ranks have the same pooled statistics
     (reported,) = read_metrics(tmp_path)
     assert {name: reported[name] for name in again} == again == others_again
 
 
-def test_settings_of_the_optimizer_are_the_configurations_after_a_resume(tmp_path: Path) -> None:
+def test_a_resume_takes_the_optimizer_settings_of_the_config(tmp_path: Path) -> None:
     groups = [{"match": "**.wq.weight", "lr_factor": 0.5}]
     run_ranks(run_job, 1, tiny_job(tmp_path, checkpoint={"enable": True}))
     changed = {"lr": 1e-2, "weight_decay": 0.3, "beta1": 0.5, "eps": 1e-3, "param_groups": groups}
@@ -289,7 +298,7 @@ def test_settings_of_the_optimizer_are_the_configurations_after_a_resume(tmp_pat
 
 
 def settings_of(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """The settings of the optimizer's groups after a resume and a step."""
+    """Return the settings of the optimizer's groups after a resume and a step."""
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         assert run.progress.step == 4
@@ -326,3 +335,28 @@ def test_dropout_unused_and_tied_parameters_resume_bitwise(tmp_path: Path, name:
     for a, b in zip(whole, resumed, strict=True):
         assert_equal(a, b)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+class Cycle:
+    """An object in a reference cycle, which only the garbage collector frees."""
+
+    alive = 0
+
+    def __init__(self) -> None:
+        self.me = self
+        Cycle.alive += 1
+
+    def __del__(self) -> None:
+        Cycle.alive -= 1
+
+
+def test_garbage_is_collected_on_schedule_and_at_no_other_time() -> None:
+    with scheduled_garbage_collection(every_steps=3) as collect:
+        assert not gc.isenabled()
+        for step in (1, 2):
+            Cycle()
+            collect(step)
+        assert Cycle.alive == 2
+        collect(3)
+        assert Cycle.alive == 0
+    assert gc.isenabled()

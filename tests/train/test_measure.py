@@ -1,4 +1,4 @@
-"""Traffic and memory that a run measures, beside what was planned."""
+"""Traffic and memory measured by a run, compared with the plan."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_run_communicates_and_holds_what_is_planned(
 
 
 def train_unwatched(job: dict[str, Any]) -> dict[str, Tensor]:
-    measure.STEADY_STEP = 1000  # in this rank, which ends with the test
+    measure.STEADY_STEP = 1000  # the rank ends with the test
     return run_job(job)
 
 
@@ -85,7 +85,7 @@ def test_measuring_changes_no_bit(tmp_path: Path) -> None:
 
 
 def checked(config: dict[str, Any], factor: float) -> list[str]:
-    """What is logged when so much more is measured than was predicted."""
+    """Return the log lines of a run that measures `factor` times the predicted value."""
     job = JobConfig.model_validate(config)
     layout = plan_layout(job.parallelism, job.training, 1)
     with ExitStack() as stack, Log() as log:
@@ -113,7 +113,7 @@ class Log(logging.Handler):
 
 
 @pytest.mark.parametrize(("factor", "warns"), [(1.0, False), (1.05, False), (0.95, False), (1.2, True), (0.8, True)])
-def test_a_difference_of_more_than_a_tenth_is_said_once(tmp_path: Path, factor: float, warns: bool) -> None:
+def test_a_difference_of_more_than_a_tenth_is_logged_once(tmp_path: Path, factor: float, warns: bool) -> None:
     warnings = checked(tiny_job(tmp_path), factor)
     assert len(warnings) == warns
     for warning in warnings:
@@ -129,8 +129,9 @@ def test_kernels_are_not_profiled_on_a_cpu() -> None:
         check_profiling(CommConfig(profile_freq=10), torch.device("cpu"))
 
 
-def test_windows_of_training_alone_are_steady_after_the_first() -> None:
-    """A first window has what the first step allocates; others may have a validation's or a checkpoint's memory."""
+def test_windows_without_validation_or_checkpoint_are_steady_after_the_first() -> None:
+    """The first window includes allocations of the first step. Others may include the memory of a validation or a
+    checkpoint."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     with ExitStack() as stack:
@@ -151,7 +152,7 @@ def test_windows_of_training_alone_are_steady_after_the_first() -> None:
     assert steady == [False, True, False, True]
 
 
-def test_a_model_of_ones_own_is_traced_beside_the_run(tmp_path: Path) -> None:
+def test_a_users_model_is_traced_in_the_background(tmp_path: Path) -> None:
     job = JobConfig.model_validate(
         {
             "job": {"device": "cpu"},
@@ -171,7 +172,7 @@ def test_a_model_of_ones_own_is_traced_beside_the_run(tmp_path: Path) -> None:
         check = MemoryCheck(job, layout, hardware_of(job, 2, "cpu"), stack)
         assert check._trace is not None
         process = check._trace._process
-    assert process.poll() is not None  # it does not outlive the run
+    assert process.poll() is not None  # the trace process does not outlive the run
 
 
 def talks() -> torch.nn.Module:
@@ -179,7 +180,7 @@ def talks() -> torch.nn.Module:
     return ConvNet()
 
 
-def test_a_model_that_cannot_be_traced_is_trained_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_be_traced_still_trains(caplog: pytest.LogCaptureFixture) -> None:
     job = JobConfig.model_validate({"job": {"device": "cpu"}, "model": {"name": f"{__name__}:fails"}})
     layout = plan_layout(job.parallelism, job.training, 1)
     with ExitStack() as stack, caplog.at_level(logging.INFO, "titan_launch"):

@@ -1,4 +1,4 @@
-"""Runs with other optimizers than AdamW in float32: they resume with the same bits, under another division too."""
+"""Runs with optimizers other than AdamW in float32 resume bitwise, also with another division of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A signal ends a run after its step, with everything saved."""
+"""A signal stops a run after the current step, with everything saved."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ VALIDATION = {"freq": 1, "max_samples": 4, "data": {"kind": "synthetic", "vocab_
 
 
 class StopAt(StopRequest):
-    """A signal that arrives on the last rank only, when it is asked for the nth time: before the first step is one."""
+    """A stop request whose signal arrives on the last rank only, at the nth query. The first query is before the first
+    step."""
 
     def __init__(self, nth: int, number: int):
         super().__init__()
@@ -34,7 +35,7 @@ class StopAt(StopRequest):
 
     @property
     def signal(self) -> int:
-        """The signal's number from then on."""
+        """Return the number of the signal from the nth query on."""
         self.asked += 1
         has_come = self.asked >= self.nth and dist.get_rank() == dist.get_world_size() - 1
         return self.number if has_come else 0
@@ -45,7 +46,7 @@ class StopAt(StopRequest):
 
 
 def run_stopped(job: dict[str, Any], nth: int, number: int = signal.SIGTERM) -> str:
-    """Train until the signal; how the run says that it ended."""
+    """Train until the signal. Return the last message of the run."""
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack, format_key, StopAt(nth, int(number)))
         assert not multiprocessing.active_children(), "these jobs need no process that writes checkpoints"
@@ -64,7 +65,7 @@ def stop_and_go_on(folder: Path, parallelism: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("parallelism", [{}, {"pipeline_parallel_degree": 2}], ids=["shards", "stages"])
-def test_all_ranks_stop_at_the_step_in_which_one_is_signalled_and_go_on_exactly(
+def test_all_ranks_stop_at_the_step_in_which_one_is_signalled_and_resume_exactly(
     tmp_path: Path, parallelism: dict[str, Any]
 ) -> None:
     run_ranks(stop_and_go_on, 2, tmp_path, parallelism)
@@ -85,7 +86,7 @@ def test_a_stop_between_checkpoints_leaves_each_rank_its_own_statistics(tmp_path
 
 
 def stop_and_enable_checkpoints(folder: Path) -> None:
-    batchnorm: dict[str, Any] = {"model": {"args": {"norm": "batchnorm"}}}  # each rank has statistics of its own
+    batchnorm: dict[str, Any] = {"model": {"args": {"norm": "batchnorm"}}}  # each rank has its own statistics
     only_last = {"save_last": True, "interval": 2, "async_mode": "process"}  # the last two need enable
     whole = run_job(tiny_job(folder, job={"name": "whole"}, checkpoint=only_last, **batchnorm))
     text = run_stopped(tiny_job(folder, checkpoint=only_last, **batchnorm), nth=1)
@@ -116,7 +117,7 @@ def stop_for_more_hosts(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("stop", [stop_without_saving, stop_for_more_hosts])
-def test_a_run_that_saves_nothing_says_so_and_does_not_end_with_success(
+def test_a_run_that_saves_nothing_reports_it_and_does_not_exit_with_status_0(
     stop: Callable[[Path], None], tmp_path: Path
 ) -> None:
     run_ranks(stop, 1, tmp_path)

@@ -1,4 +1,4 @@
-"""What a start imports before its first step: nothing that this run does not need yet, or at all."""
+"""Imports before the first step: only modules that the run needs by then."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ with ExitStack() as stack:
 """
 
 
-def test_the_first_step_waits_for_no_import_that_it_does_not_need(tmp_path: Path) -> None:
+def test_unneeded_modules_are_not_imported_before_the_first_step(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, metrics={"enable_tensorboard": True}, checkpoint={"enable": True})
     command = [sys.executable, "-c", FIRST_STEP, json.dumps(job)]
     output = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout

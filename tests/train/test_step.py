@@ -1,4 +1,4 @@
-"""Every accumulation mode, on every mesh, equals one big batch in a plain loop with plain PyTorch."""
+"""Every gradient accumulation mode, on every mesh, equals one big batch in a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ MAX_NORM = 0.5
 
 @cache
 def batches() -> tuple[Tensor, Tensor]:
-    """Inputs and targets of [STEPS, GLOBAL_BATCH, SEQ_LEN], every sample with another number of ignored targets; the
-    whole first microbatch of rank 0 has none that counts, whatever the number of ranks and microbatches."""
+    """Return inputs and targets of [STEPS, GLOBAL_BATCH, SEQ_LEN]. Every sample has another number of ignored targets.
+    All targets in the first microbatch of rank 0 are ignored, for any number of ranks and microbatches."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, 61, (STEPS, GLOBAL_BATCH, SEQ_LEN + 1), generator=generator)
     targets = tokens[..., 1:].clone()
@@ -57,11 +57,11 @@ def job(
 
 
 Step = tuple[int, tuple[Tensor, Tensor]]
-"""The number of microbatches of a step, and its whole batch."""
+"""The number of microbatches of a step, and its full batch."""
 
 
 def train_sharded(config: JobConfig, steps: list[Step] | None = None) -> tuple[dict[str, Tensor], list[float]]:
-    """What the launcher does, on this rank: whole parameters after all steps, and the gradient norms."""
+    """Train as the launcher does on this rank. Return full parameters after all steps, and the gradient norms."""
     ranks = this_rank()
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
     model = sharded_model(config, SEQ_LEN)
@@ -80,7 +80,7 @@ def train_sharded(config: JobConfig, steps: list[Step] | None = None) -> tuple[d
 
 
 def train_plainly(steps: list[tuple[Tensor, Tensor]] | None = None) -> tuple[dict[str, Tensor], list[float]]:
-    """The same in plain PyTorch: one process, one batch a step, no FSDP."""
+    """Train in plain PyTorch: one process, one batch a step, no FSDP. Return full parameters and gradient norms."""
     config = job("immediate", False, 1, GLOBAL_BATCH)
     built = build_model(config.model, SEQ_LEN)
     model = built.module
@@ -135,12 +135,12 @@ def all_modes(replicate: int) -> list[tuple[str, bool]]:
 
 
 UNEVEN = (3, 1, 2)
-"""Microbatches of one step after the other."""
+"""Numbers of microbatches of consecutive steps."""
 
 
 @pytest.mark.parametrize(("world_size", "replicate"), [(2, 1), (4, 2)])
 def test_steps_of_unequal_numbers_of_microbatches(world_size: int, replicate: int) -> None:
-    """With all activations recomputed on the one mesh, and those of cheap operations on the other."""
+    """One mesh uses full activation checkpointing, the other one selective."""
     expected, norms = train_plainly(uneven_batches(world_size))
     for case, (parameters, own_norms) in run_ranks(train_unevenly, world_size, replicate)[0].items():
         assert relative_error(parameters, expected) < 2e-6, case
@@ -148,7 +148,7 @@ def test_steps_of_unequal_numbers_of_microbatches(world_size: int, replicate: in
 
 
 def uneven_batches(world_size: int) -> list[tuple[Tensor, Tensor]]:
-    """The batches of all steps, whole, of one sample for each rank and microbatch."""
+    """Return the full batches of all steps, with one sample for each rank and microbatch."""
     inputs, targets = (tensor.flatten(0, 1) for tensor in batches())
     sizes = [count * world_size for count in UNEVEN]
     chosen = [torch.arange(size) * 5 % len(inputs) for size in sizes]
@@ -164,7 +164,7 @@ def train_unevenly(replicate: int) -> dict[tuple[str, bool], tuple[dict[str, Ten
     }
 
 
-def test_modes_agree_in_bf16() -> None:
+def test_accumulation_modes_agree_in_bf16() -> None:
     results = run_ranks(train_in_all_modes_bf16, 2)[0]
     reference = results.pop(("immediate", False))
     for key, (parameters, norms) in results.items():

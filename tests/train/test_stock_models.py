@@ -1,4 +1,5 @@
-"""Modules of stock PyTorch and of `transformers` train with no change, from the values that they make themselves."""
+"""Stock modules of PyTorch and `transformers` train without changes, from the values that they initialise
+themselves."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ SEED, VOCABULARY, TOKENS, STEPS = 3, 64, 16, 4
 
 
 class Encoder(nn.Module):
-    """Layers of PyTorch, BatchNorm over the features, and values made in the usual ways; its zero head makes the first
-    loss ln 64."""
+    """Layers of PyTorch, BatchNorm over the features, and values initialised in common ways. The head is zero, so the
+    first loss is ln 64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,14 +85,14 @@ def resnet() -> nn.Module:
 
 
 NORM = {"Encoder": "LayerNorm", "llama": "LlamaRMSNorm", "gpt2": "LayerNorm"}
-"""The norms that are in fp32 by a rule; BatchNorms are without one."""
+"""The norms that a rule computes in fp32. BatchNorm needs no rule."""
 
 IMAGES = ("cnn", "resnet")
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Three classes of images, each a pattern of its own under noise."""
+    """Write three classes of images, each a pattern with noise."""
     generator = np.random.default_rng(0)
     labels, patterns = generator.integers(0, 3, 90), generator.normal(size=(3, 6, 6))
     path = tmp_path_factory.mktemp("images") / "patterns.npz"
@@ -100,7 +101,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def stock_job(folder: Path, name: str, dtype: str, images: str) -> dict[str, Any]:
-    """A job of eight samples each on two ranks, in one microbatch, with BatchNorm over all of them."""
+    """Return a job with one microbatch of eight samples on each of two ranks, and BatchNorm over all of them."""
     text: dict[str, Any] = {"kind": "synthetic", "vocab_size": VOCABULARY, "num_samples": 40}
     picture: dict[str, Any] = {"kind": "images", "path": images, "validation_percent": 30, "mean": 0.0, "std": 1.0}
     data = {**picture, "split": "train"} if name in IMAGES else text
@@ -113,7 +114,7 @@ def stock_job(folder: Path, name: str, dtype: str, images: str) -> dict[str, Any
         "training": {"seq_len": TOKENS, "global_batch_size": 8, "steps": STEPS, "seed": SEED, "max_norm": 1.0},
         "precision": {"param_dtype": dtype, "rules": rules},
         "batchnorm": {} if name in ("llama", "gpt2") else {"statistics": "synchronized"},
-        # A bias before BatchNorm has no gradient but rounding errors, which AdamW's division would make large.
+        # The gradient of a bias before BatchNorm is only rounding error, which AdamW's division would amplify.
         "optimizer": {"lr": 1e-2, "eps": 1e-4},
         "metrics": {"log_freq": 1, "enable_tensorboard": False},
         "validation": {"freq": STEPS, "local_batch_size": 4, "data": held_out},
@@ -129,12 +130,12 @@ def train_all(folder: Path, dtype: str, images: str, world_size: int) -> None:
 
 
 def first_loss_in_plain_pytorch(job: dict[str, Any]) -> float:
-    """The loss of the module that the factory makes under the job's seed, on the job's first batch."""
+    """Return the loss of the factory's module under the job's seed, on the job's first batch."""
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         inputs, targets = next(run.train_batches)
         gc.collect()
-        assert not any(isinstance(thing, HostValues) for thing in gc.get_objects())  # their memory is free again
+        assert not any(isinstance(thing, HostValues) for thing in gc.get_objects())  # their memory is freed
     torch.manual_seed(SEED)
     outputs = import_factory(job["model"]["name"])()(inputs)
     logits = getattr(outputs, "logits", outputs)
@@ -150,7 +151,7 @@ def plain_first_losses(folder: Path, images: str) -> dict[str, float]:
     return losses
 
 
-def test_one_rank_is_two_and_plain_pytorch(tmp_path: Path, images: str) -> None:
+def test_one_rank_equals_two_and_plain_pytorch(tmp_path: Path, images: str) -> None:
     for world_size in (1, 2):
         run_ranks(train_all, world_size, tmp_path / str(world_size), "float32", images, world_size)
     plain = run_ranks(plain_first_losses, 1, tmp_path / "plain", images)[0]

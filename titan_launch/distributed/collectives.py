@@ -91,7 +91,7 @@ def replace_gloo_all_gather() -> torch.library.Library | None:
     PyTorch 2.11 to 2.15 have this race (docs/verification/reliability.md); no upstream issue was found. Newer releases
     keep their own function, because the operators used here are private. The operator stays the same for autograd,
     tracing, torch.compile and dispatch modes. Repeated calls do nothing. A test compares it with PyTorch's kernel
-    (tests/parallel/test_gloo_all_gather.py).
+    (tests/distributed/test_collectives.py).
     """
     if not is_tested_release():
         return None

@@ -1,0 +1,33 @@
+"""Every key of a job file belongs to the model, the experiment or the operation of a run."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.schema_walk import alternatives
+from titan_launch.config.resume_compatibility import ROLES, Role, differences, role_of
+
+
+def test_every_key_has_a_role() -> None:
+    assert list(ROLES) == list(JobConfig.model_fields)
+    for section, field in JobConfig.model_fields.items():
+        role = ROLES[section]
+        if isinstance(role, str):
+            assert role in get_args(Role)
+        else:
+            keys = {name for kind in alternatives(field.annotation) for name in kind.model_fields}
+            assert set(role) == keys, section
+            assert set(role.values()) <= set(get_args(Role))
+
+
+def test_differences_name_key_values_and_role() -> None:
+    before = {"training": {"steps": 3, "seed": 1}, "model": {"args": {"dim": 8, "norm": "a"}}, "gone": {"x": 1}}
+    now = {"training": {"steps": 4, "seed": 1}, "model": {"args": {"dim": 8}}, "job": {"name": "a"}}
+    assert differences(before, now) == [
+        (("gone", "x"), 1, None, "experiment"),
+        (("job", "name"), None, "a", "operation"),
+        (("model", "args", "norm"), "a", None, "model"),
+        (("training", "steps"), 3, 4, "operation"),
+    ]
+    assert role_of(("data", "num_workers")) == "operation" and role_of(("optimizer", "lr")) == "experiment"

@@ -1,0 +1,44 @@
+"""Every key of the job file is read outside of config/. Formulas of config/architectures/ count as readers too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from titan_launch.config.architectures import ARCHITECTURES
+from titan_launch.config.job import JobConfig
+from titan_launch.config.sections import training as lr_scheduler
+from titan_launch.config.sections.base import Section
+from titan_launch.config.sections.data import DATA_KINDS
+from titan_launch.config.sections.precision import PrecisionRule
+from titan_launch.config.sections.training import MuonConfig, ParamGroup, SGDConfig
+
+REPO = Path(__file__).parents[2]
+PACKAGE = REPO / "titan_launch"
+ARCHITECTURE_FILES = PACKAGE / "config" / "architectures"
+READERS = "\n".join(
+    path.read_text()
+    for path in PACKAGE.rglob("*.py")
+    if PACKAGE / "config" not in path.parents or path.parent == ARCHITECTURE_FILES
+)
+
+
+def sections() -> Iterator[type[Section]]:
+    for field in JobConfig.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield field.annotation
+    yield from DATA_KINDS.values()
+    yield from (lr_scheduler.WarmupStableDecay, lr_scheduler.Cosine, lr_scheduler.Linear, lr_scheduler.Constant)
+    yield from (PrecisionRule, ParamGroup, MuonConfig, SGDConfig)
+    yield from (architecture.args for architecture in ARCHITECTURES.values())
+
+
+FIELDS = sorted({(section.__name__, name) for section in sections() for name in section.model_fields})
+
+
+@pytest.mark.parametrize(("section", "field"), FIELDS)
+def test_every_field_has_a_reader(section: str, field: str) -> None:
+    assert re.search(rf"\.{field}\b", READERS), f"nothing reads {section}.{field}"

@@ -1,0 +1,96 @@
+"""Import strings and their errors."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from titan_launch.core.errors import ConfigError
+from titan_launch.core.import_string import import_factory, refuse_imports_from
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an empty working directory. The import path and the modules are restored afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    return tmp_path
+
+
+def _error(name: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        import_factory(name)
+    (problem,) = caught.value.problems
+    assert problem.key == ("model", "name")
+    assert problem.value == name
+    return problem.reason
+
+
+def test_a_factory_in_the_working_directory(folder: Path) -> None:
+    Path("reg_pkg").mkdir()
+    Path("reg_pkg/nets.py").write_text("class Net:\n    @staticmethod\n    def small():\n        return 'small'\n")
+    assert import_factory("reg_pkg.nets:Net.small")() == "small"
+
+
+@pytest.mark.parametrize("name", ["json", "json:", ":loads", "json.loads"])
+def test_not_an_import_string(name: str) -> None:
+    assert _error(name) == 'expected "package.module:attribute"'
+
+
+def test_a_missing_module_is_named_with_the_folder_that_was_searched(folder: Path) -> None:
+    assert _error("reg_absent.nets:build") == (
+        f'there is no module "reg_absent" (searched: {folder} and the installed packages)'
+    )
+    assert 'no module "json.absent"' in _error("json.absent:build")
+
+
+def test_a_missing_attribute_is_named_with_the_nearest(folder: Path) -> None:
+    Path("reg_attribute.py").write_text("def build():\n    pass\n")
+    assert _error("reg_attribute:bild") == 'reg_attribute has no attribute "bild"; did you mean "build"?'
+    assert _error("json:JSONDecoder.decod") == 'json.JSONDecoder has no attribute "decod"; did you mean "decode"?'
+
+
+def test_an_attribute_that_is_not_callable_is_an_error(folder: Path) -> None:
+    Path("reg_value.py").write_text("build = 3\n")
+    assert _error("reg_value:build") == "reg_value.build is of type int, which is not callable"
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("import reg_not_installed\n", "ModuleNotFoundError: No module named 'reg_not_installed'"),
+        ("import json\nraise RuntimeError('on purpose')\n", "RuntimeError: on purpose"),
+        ("import sys\nsys.exit(3)\n", "SystemExit: 3"),
+        ("def build(:\n    pass\n", "SyntaxError"),
+    ],
+)
+def test_a_module_that_fails_shows_the_users_traceback_only(folder: Path, source: str, cause: str) -> None:
+    Path("reg_broken.py").write_text(source)
+    reason = _error("reg_broken:build")
+    assert reason.startswith("importing reg_broken failed:\nTraceback") or "SyntaxError" in reason
+    assert "reg_broken.py" in reason and cause in reason
+    assert "registry.py" not in reason and "importlib" not in reason
+
+
+def test_nothing_is_imported_from_a_run_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a path below the working directory nor an import path that contains run folders may be imported from."""
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    for place in ("outputs/other/checkpoints", "shared/step-3", "reg_pkg"):
+        Path(place).mkdir(parents=True)
+        Path(place, "payload.py").write_text("import os\nos.mkdir('executed')\nbuild = dict\n")
+    refuse_imports_from([Path("shared/step-3"), Path("..")], parent=Path("outputs"))
+    advice = "is in the folder of a run or a checkpoint, from which imports are refused; move the module out of it"
+    assert _error("outputs.other.checkpoints.payload:build") == f"{folder}/outputs/other {advice}"
+    assert _error("shared.step-3.payload:build") == f"{folder}/shared/step-3 {advice}"
+    sys.path.insert(0, str(folder / "outputs/other/checkpoints"))
+    assert _error("payload:build") == f"{folder}/outputs/other/checkpoints/payload {advice}"
+    assert not Path("executed").exists()
+    Path("reg_pkg/payload.py").write_text("build = dict\n")
+    Path("outputs/beside.py").write_text("build = dict\n")
+    assert import_factory("reg_pkg.payload:build") is import_factory("outputs.beside:build") is dict
+    Path("outputs/package").mkdir()
+    Path("outputs/package/nets.py").write_text("build = dict\n")
+    assert import_factory("outputs.package.nets:build") is dict  # a folder beside runs that is not a run

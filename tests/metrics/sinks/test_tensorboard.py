@@ -1,0 +1,63 @@
+"""The events that a run writes, read by TensorBoard's own reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.distributed import run_ranks
+from tests.train.jobs import read_metrics, run_job, tiny_job
+from titan_launch.metrics.tags import TAGS
+
+VALIDATION = {"freq": 2, "data": {"kind": "synthetic", "vocab_size": 61, "num_samples": 7, "seed": 1}}
+METRICS = {"enable_tensorboard": True, "peak_tflops_per_device": 0.5, "log_freq": 1}
+
+
+def job(folder: Path, steps: int) -> dict[str, dict[str, object]]:
+    return tiny_job(
+        folder,
+        model={"args": {"norm": "batchnorm"}},
+        validation=VALIDATION,
+        metrics=METRICS,
+        checkpoint={"enable": True, "interval": 2},
+        comm={"count_traffic": True},
+        training={"steps": steps},
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of two ranks that stopped at step 2 and resumed to step 4."""
+    folder = tmp_path_factory.mktemp("runs")
+    run_ranks(run_job, 2, job(folder, 2))
+    run_ranks(run_job, 2, job(folder, 4))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def events(folder: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(folder / "tiny" / "tb"), size_guidance={"scalars": 0, "tensors": 0})
+    return accumulator.Reload()
+
+
+CUDA_ONLY = {"memory/max_reserved_gib", "memory/alloc_retries", "memory/ooms", "comm/exposed_s"}
+OF_THE_THIRD_STEP = {"memory/max_active_gib"}  # on a CPU from a process's third step on; these have two steps each
+OF_IMAGES = {"throughput/images_per_second", "throughput/images_per_second_per_device"}
+OF_COMPILED = {"time/compile_s"}
+ON_CPU = [tag.name for tag in TAGS if tag.name not in CUDA_ONLY | OF_IMAGES | OF_THE_THIRD_STEP | OF_COMPILED]
+
+
+@pytest.mark.parametrize("tag", ON_CPU)
+def test_a_run_writes_every_tag(events: EventAccumulator, folder: Path, tag: str) -> None:
+    scalars = events.Scalars(tag)
+    expected = [2, 4] if tag.startswith(("validation/", "batchnorm/")) else [1, 2, 3, 4]
+    assert [event.step for event in scalars] == expected  # a resumed run continues the same folder, without repeats
+    in_file = {report["step"]: report[tag] for report in read_metrics(folder) if tag in report}
+    assert [event.value for event in scalars] == pytest.approx([in_file[step] for step in expected], rel=1e-6)
+
+
+def test_a_run_writes_its_config_and_a_dashboard(events: EventAccumulator) -> None:
+    assert b'"tiny"' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+    assert events.Tensors("custom_scalars__config__")

@@ -1,0 +1,79 @@
+"""Stochastic rounding to bfloat16 is unbiased and depends on its arguments only."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from titan_launch.optim.shards import Draw, _mix, round_to
+
+
+def rounded(values: Tensor, name: str = "w", step: int = 1, seed: int = 0, offsets: tuple[int, ...] = (0, 0)) -> Tensor:
+    target = torch.empty_like(values, dtype=torch.bfloat16)
+    round_to(target, values.clone(), Draw(seed, name, torch.tensor(float(step)), offsets))
+    return target.float()
+
+
+def test_the_mean_is_right_and_values_are_the_neighbours() -> None:
+    """The values are 1, -3 and a small number, each plus a fraction of the distance to the next bfloat16."""
+    for base, unit in ((1.0, 2**-7), (-3.0, -(2**-6)), (2.0**-60, 2.0**-67)):
+        for fraction in (0.1, 0.5, 0.97):
+            results = rounded(torch.full((300, 400), base + fraction * unit))
+            assert set(results.unique().tolist()) == {base, base + unit}
+            share = (results == base + unit).double().mean().item()
+            assert abs(share - fraction) < 0.006  # 4 standard deviations of 120,000 draws
+
+
+def test_bfloat16_values_are_not_changed() -> None:
+    values = torch.tensor([[0.0, -0.0, 1.0, -2.5, torch.inf, -torch.inf, 3.0e38]]).bfloat16().float()
+    for step in range(20):
+        assert torch.equal(rounded(values, step=step), values)
+    assert rounded(torch.tensor([[torch.nan]])).isnan().all()
+
+
+def test_every_name_step_seed_and_element_has_its_own_numbers() -> None:
+    shape = (64, 64)
+    draws = [
+        Draw(seed, name, torch.tensor(step), (0, 0)).bits(shape).flatten()
+        for seed in (0, 1)
+        for name in ("layers.0.weight/parameter", "layers.1.weight/parameter")
+        for step in (1.0, 2.0)
+    ]
+    bits = torch.stack(draws).double()
+    assert bits.min() >= 0 and bits.max() < 2**16
+    assert torch.corrcoef(bits).fill_diagonal_(0).abs().max() < 0.06  # 4096 draws each
+    neighbours = torch.stack([bits[0].view(shape)[:-1].flatten(), bits[0].view(shape)[1:].flatten()])
+    assert torch.corrcoef(neighbours)[0, 1].abs() < 0.06
+    assert abs(bits.mean() / 2**16 - 0.5) < 0.005
+
+
+def test_the_hash_is_the_published_one() -> None:
+    """Python's integers do not overflow."""
+    words = [0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x9E3779B9, 0x12345678, 0xDEADBEEF]
+    expected = []
+    for word in words:
+        word = (word ^ word >> 16) * 0x21F0AAAD % 2**32
+        word = (word ^ word >> 15) * 0x735A2D97 % 2**32
+        expected.append(word ^ word >> 15)
+    mixed = _mix(torch.tensor(words).to(torch.int32))  # the same 32 bits, with a sign
+    assert [word % 2**32 for word in mixed.tolist()] == expected
+
+
+def test_every_bit_of_step_and_index_changes_every_bit() -> None:
+    """Each output bit changes in half of the cases."""
+    draws = torch.stack([Draw(0, "w", torch.tensor(step), (0, 0)).bits((32, 32)) for step in range(64)])
+    bits = torch.stack([draws >> bit & 1 for bit in range(16)]).bool()
+    for axis, size in enumerate(draws.shape, start=1):
+        for flipped in (1 << bit for bit in range(size.bit_length() - 1)):
+            changed = bits ^ bits.index_select(axis, torch.arange(size) ^ flipped)
+            shares = changed.sum((1, 2, 3)) / draws.numel()
+            assert (shares - 0.5).abs().max() < 0.02, (axis, flipped, shares)
+    assert (bits[:, 1:, :-1] ^ bits[:, :-1, 1:]).double().mean() > 0.49  # the next step does not shift the index
+
+
+def test_a_shard_draws_the_numbers_of_the_full_tensor() -> None:
+    values = torch.linspace(1, 2, 7 * 5 * 3).view(7, 5, 3)
+    whole = rounded(values, offsets=(0, 0, 0))
+    part = rounded(values[2:6, 1:3], offsets=(2, 1, 0))
+    assert torch.equal(part, whole[2:6, 1:3])
+    assert rounded(torch.tensor(1.001), offsets=()).shape == ()

@@ -1,0 +1,243 @@
+"""Collectives of each gradient accumulation mode, counted on a real wrapped model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.distributed import join_fake_group, run_ranks
+from tests.train.jobs import TINY_ARGS, sharded_model
+from titan_launch.config.job import JobConfig
+from titan_launch.core.torch_release import CAN_SHARE_UNITS
+from titan_launch.distributed.mesh import build_mesh
+from titan_launch.models.build import build_model
+from titan_launch.models.loss import cross_entropy_sum
+from titan_launch.parallel.accumulation import build_strategy
+from titan_launch.plan.communication import (
+    Collectives,
+    Traffic,
+    collectives_of_microbatch,
+    collectives_of_step,
+    traffic_of_step,
+)
+from titan_launch.plan.layout import plan_layout
+from titan_launch.train.auto_mode import plan_precision
+from titan_launch.train.model import shard_model
+
+LAYERS, MICROBATCHES = TINY_ARGS["n_layers"], 4
+UNITS = LAYERS + 2  # blocks, [norm, output], embedding; nothing is left for the root
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """A dispatch mode that counts c10d operators and the bytes of their larger buffer. (CommDebugMode cannot follow a
+    module with several parents, such as `rope`.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            buffers = [leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self.calls.append((func.__name__, max(buffers, default=0)))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def counted(self) -> Traffic:
+        """Return the counted collectives, by kind."""
+        kinds = ("allgather", "reduce_scatter", "allreduce")
+        sizes = [[size for name, size in self.calls if kind in name] for kind in kinds]
+        return Traffic(Collectives(*map(len, sizes)), *map(sum, sizes))
+
+
+def make_job(mode: str = "immediate", **sections: dict[str, Any]) -> JobConfig:
+    job: dict[str, dict[str, Any]] = {
+        "model": {"args": TINY_ARGS},
+        "training": {"seq_len": 16, "local_batch_size": 1},
+        "gradient_accumulation": {"mode": mode},
+    }
+    for name, values in sections.items():
+        job[name] = {**job.get(name, {}), **values}
+    return JobConfig.model_validate(job)
+
+
+NORMS_IN_FP32 = {"rules": [{"type": "RMSNorm", "param_dtype": "float32"}]}
+
+
+def count(config: JobConfig, microbatches: int = 4) -> tuple[Traffic, Traffic]:
+    """Return the collectives of one step, counted on the model and planned."""
+    layout = replace(
+        plan_layout(config.parallelism, config.training, dist.get_world_size()), num_microbatches=microbatches
+    )
+    plan = plan_precision(config, build_model(config.model, 16))
+    planned = traffic_of_step(plan, layout, config.gradient_accumulation)
+    assert planned.collectives == collectives_of_step(plan.units, layout, config.gradient_accumulation)
+    model = sharded_model(config, 16)
+    strategy = build_strategy(config.gradient_accumulation)
+    tokens = torch.randint(0, 61, (1, 16))
+    with CollectiveCounter() as counter:
+        for index in range(microbatches):
+            strategy.begin_microbatch(model, is_last=index == microbatches - 1)
+            cross_entropy_sum(model(tokens), tokens).backward()
+    return counter.counted, planned
+
+
+N = MICROBATCHES
+# Blocks are gathered for forward and for backward; the last block, the head and the embedding once a microbatch.
+GATHERS = N * (2 * (LAYERS - 1) + 3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "keep", "expected"),
+    [
+        ("immediate", False, Collectives(GATHERS, N * UNITS, N * UNITS)),
+        ("deferred", False, Collectives(GATHERS, UNITS, UNITS)),
+        ("deferred_all_reduce", False, Collectives(GATHERS, N * UNITS, UNITS)),
+        ("immediate", True, Collectives(UNITS, N * UNITS, N * UNITS)),
+        ("deferred", True, Collectives(UNITS, UNITS, UNITS)),
+    ],
+)
+def test_collectives_of_a_step_on_hsdp(mode: str, keep: bool, expected: Collectives) -> None:
+    job = make_job(
+        mode,
+        gradient_accumulation={"keep_params_unsharded": keep},
+        parallelism={"data_parallel_replicate_degree": 2},
+    )
+    for counted, planned in run_ranks(count, 4, job):
+        assert counted == planned and planned.collectives == expected
+
+
+def test_bytes_are_those_of_padded_parameters_in_the_dtypes_of_units() -> None:
+    """61 rows of 32 on 2 ranks are padded to 62. bf16 is gathered and fp32 reduced."""
+    ((counted, planned), _) = run_ranks(count, 2, make_job("deferred"), 1)
+    assert counted == planned
+    per_layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48 + 2 * 32
+    embedding, head = 62 * 32, 62 * 32 + 32
+    assert planned.all_gather_bytes == 2 * (embedding + (2 * LAYERS - 1) * per_layer + head)
+    assert planned.reduce_scatter_bytes == 4 * (embedding + LAYERS * per_layer + head)
+
+
+LAYOUTS = [
+    ("deferred", 1, 1, {}),
+    ("deferred", 2, 1, {}),
+    ("deferred", 2, 2, {}),
+    ("immediate", 2, 2, {}),
+    ("deferred_all_reduce", 4, 2, {"precision": {"reduce_dtype": "float32", "param_dtype": "float32"}}),
+    ("immediate", 3, 1, {"precision": {"reduce_dtype": "bfloat16", **NORMS_IN_FP32}}),
+    ("immediate", 3, 1, {"model": {"args": {**TINY_ARGS, "tie_embeddings": True}}}),
+    ("deferred", 3, 1, {"precision": {}, "model": {"args": {**TINY_ARGS, "norm": "batchnorm"}}}),
+    ("deferred", 2, 1, {"parallelism": {"fsdp_reshard_after_forward": "always"}}),
+    ("immediate", 2, 1, {"parallelism": {"fsdp_reshard_after_forward": "never"}}),
+    ("immediate", 2, 1, {"precision": {"rules": [{"type": "RMSNorm", "reshard_after_forward": True}]}}),
+]
+
+
+@pytest.mark.parametrize(("mode", "ranks", "replicate", "sections"), LAYOUTS)
+def test_counts_and_bytes_are_the_planned_ones(
+    mode: str, ranks: int, replicate: int, sections: dict[str, dict[str, Any]]
+) -> None:
+    parallelism = {**sections.get("parallelism", {}), "data_parallel_replicate_degree": replicate}
+    job = make_job(mode, **{"precision": NORMS_IN_FP32, **sections, "parallelism": parallelism})
+    for counted, planned in run_ranks(count, ranks, job, 3):
+        assert counted == planned
+
+
+def count_with_frozen_weights() -> tuple[Traffic, Traffic]:
+    """Count the traffic of 7 fake ranks with a model half of whose weights are frozen."""
+    join_fake_group(7)
+    return count(make_job(model={"name": f"{__name__}:HalfFrozen", "args": {}}), 2)
+
+
+def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
+    ((counted, planned),) = run_ranks(count_with_frozen_weights, 1)
+    assert counted == planned
+    assert planned.reduce_scatter_bytes < 2 * planned.all_gather_bytes  # fp32 of the trained part, bf16 of all
+
+
+def test_an_fp32_rule_for_all_norms_costs_two_collectives_a_microbatch() -> None:
+    gathers, scatters = (N, N) if CAN_SHARE_UNITS else (N * (4 * LAYERS - 1), N * (2 * LAYERS + 1))
+    plain, _ = run_ranks(count, 2, make_job())[0]
+    ruled, planned = run_ranks(count, 2, make_job(precision=NORMS_IN_FP32))[0]
+    assert ruled == planned and ruled.collectives == plain.collectives + Collectives(gathers, scatters)
+
+
+class DeepBlock(nn.Module):
+    """A minimal block with two norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.mix = nn.RMSNorm(8), nn.Linear(8, 8)
+        self.norm2, self.widen = nn.RMSNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(self.norm1(x))
+        return x + self.widen(self.norm2(x))
+
+
+class Deep(nn.Module):
+    """A model with 32 blocks and 65 norms, whose head the launcher does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 8)
+        self.layers = nn.ModuleList(DeepBlock() for _ in range(32))
+        self.norm, self.output = nn.RMSNorm(8), nn.Linear(8, 61)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))
+
+
+class HalfFrozen(nn.Module):
+    """A model with blocks that have a frozen matrix and a trained norm, and one block that is completely frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 8)
+        self.layers = nn.ModuleList(DeepBlock() for _ in range(3))
+        self.output = nn.Linear(8, 61)
+        for block in self.layers:
+            block.mix.requires_grad_(False)
+        self.layers[0].requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(x)
+
+
+def count_among_64_ranks(name: str, rules: list[dict[str, str]]) -> tuple[Collectives, Collectives]:
+    """Return the collectives of a microbatch on rank 0 of 64, counted and planned.
+
+    The fake backend communicates nothing.
+    """
+    join_fake_group(64)
+    config = JobConfig.model_validate(
+        {"model": {"name": name}, "training": {"seq_len": 16}, "precision": {"rules": rules}}
+    )
+    built = build_model(config.model, 16)
+    layout = plan_layout(config.parallelism, config.training, 64)
+    plan = plan_precision(config, built)
+    model = shard_model(config, built, plan, build_mesh(layout, "cpu")).to_empty(device="cpu")
+    with CollectiveCounter() as counter:
+        model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
+    return counter.counted.collectives, collectives_of_microbatch(plan.units, layout)
+
+
+@pytest.mark.skipif(not CAN_SHARE_UNITS, reason="before torch 2.13 every norm has a unit of its own")
+def test_an_fp32_rule_for_65_norms_takes_99_collectives_instead_of_97() -> None:
+    rule = {"type": "RMSNorm", "param_dtype": "float32"}
+    for rules, expected in (([], Collectives(64, 33)), ([rule], Collectives(65, 34))):
+        counted, planned = run_ranks(count_among_64_ranks, 1, f"{__name__}:Deep", rules)[0]
+        assert counted == planned == expected
+        assert counted.total == 97 + 2 * len(rules)

@@ -1,0 +1,149 @@
+"""Precision rules change the units of a model. With equal dtypes they change no bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed import run_ranks
+from tests.tensors import assert_equal, whole
+from tests.train.jobs import TINY_ARGS, sharded_model
+from titan_launch.config.job import JobConfig
+from titan_launch.models.loss import cross_entropy_sum
+from titan_launch.parallel.accumulation import build_strategy
+
+UNITS = ("model", "block", "module")
+
+
+def gradients(model: nn.Module, mode: str, inputs: list[Tensor], targets: list[Tensor]) -> dict[str, Tensor]:
+    """Return full gradients and buffers after the microbatches of a step."""
+    strategy = build_strategy(JobConfig.model_validate({"gradient_accumulation": {"mode": mode}}).gradient_accumulation)
+    for index, (x, y) in enumerate(zip(inputs, targets, strict=True)):
+        strategy.begin_microbatch(model, is_last=index == len(inputs) - 1)
+        cross_entropy_sum(model(x), y).backward()
+    found = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return found | {name: whole(buffer) for name, buffer in model.named_buffers()}
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    **{norm: {"args": {**TINY_ARGS, "norm": norm}} for norm in ("rmsnorm", "layernorm", "batchnorm")},
+    "batchnorm2d": {"name": "tests.parallel.conv_model:ConvNet"},
+}
+CLASSES = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "batchnorm": "BatchNorm1d", "batchnorm2d": "BatchNorm2d"}
+RECOMPUTATIONS: list[dict[str, Any]] = [
+    {"mode": "full"},
+    {"mode": "selective", "selective_ac_option": "op"},
+    {"mode": "selective", "selective_ac_option": 2},
+]
+
+
+def with_and_without_rules(norm: str, replicate: int, param_dtype: str) -> None:
+    """Compare a run without rules and one with a rule that gives the norms the dtypes of the model (or, in bf16,
+    BatchNorm's default)."""
+    rule: dict[str, Any] = {"type": CLASSES[norm], "param_dtype": param_dtype}
+    if "batch" in norm:
+        rule |= {"param_dtype": "float32", "cast_forward_inputs": False}
+    modes = ["immediate", "deferred", *(["deferred_all_reduce"] if replicate > 1 else [])]
+    cases = [("immediate", unit_per, {"mode": "none"}) for unit_per in UNITS]
+    cases += [(mode, "model", {"mode": "none"}) for mode in modes[1:]]
+    cases += [("deferred", "model", recomputation) for recomputation in RECOMPUTATIONS]
+    tokens = tokens_of_this_rank()
+
+    def found(mode: str, rules: list[dict[str, Any]], recomputation: dict[str, Any]) -> dict[str, Tensor]:
+        job = {
+            "model": MODELS[norm],
+            "training": {"seq_len": 16},
+            "precision": {"param_dtype": param_dtype, "rules": rules},
+            "parallelism": {"data_parallel_replicate_degree": replicate},
+            "activation_checkpoint": recomputation,
+        }
+        return gradients(sharded_model(JobConfig.model_validate(job), 16), mode, tokens, tokens)
+
+    plain = {mode: found(mode, [], {"mode": "none"}) for mode in modes}
+    for mode, unit_per, recomputation in cases:
+        assert_equal(found(mode, [{**rule, "unit_per": unit_per}], recomputation), plain[mode])
+
+
+def tokens_of_this_rank() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    return [torch.randint(0, 61, (2, 16), generator=generator) for _ in range(2)]
+
+
+@pytest.mark.parametrize("norm", sorted(MODELS))
+@pytest.mark.parametrize(
+    ("ranks", "replicate", "param_dtype"),
+    [(1, 1, "bfloat16"), (2, 1, "bfloat16"), (4, 2, "bfloat16"), (2, 1, "float32")],
+)
+def test_rules_with_the_models_dtypes_change_no_bit(ranks: int, replicate: int, norm: str, param_dtype: str) -> None:
+    run_ranks(with_and_without_rules, ranks, norm, replicate, param_dtype)
+
+
+class Unusual(nn.Module):
+    """A model with norms that run twice, out of order, sometimes, and never. One norm owns a parameter directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 16)
+        self.last = nn.LayerNorm(16)
+        self.twice = nn.LayerNorm(16)
+        self.sometimes = nn.LayerNorm(16)
+        self.never = nn.LayerNorm(16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(16))
+        self.output = nn.Linear(16, 61)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.twice(self.embedding(tokens))
+        for layer in self.layers:
+            x = x + layer(x)
+        if tokens[0, 0] % 2:
+            x = self.sometimes(x)
+        return self.output(self.last(self.twice(x) * self.scale)) + 0.0
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+
+def unusual_units() -> None:
+    tokens = [torch.full((1, 4), number) for number in (2, 3, 4)]  # `sometimes` runs in the second microbatch only
+    results = []
+    for rule in ({}, *({"type": "LayerNorm", "param_dtype": "float32", "unit_per": units} for units in UNITS)):
+        rules = [rule] if rule else []
+        config = JobConfig.model_validate(
+            {"model": {"name": f"{__name__}:Unusual"}, "precision": {"param_dtype": "float32", "rules": rules}}
+        )
+        model = sharded_model(config, 16)
+        for mode in ("immediate", "deferred"):
+            results.append(gradients(model, mode, tokens, tokens))
+            assert not any(".never" in name for name in results[-1])
+            model.zero_grad()
+    for result in results[1:]:
+        assert result.keys() == results[0].keys()
+        for name, gradient in result.items():
+            torch.testing.assert_close(gradient, results[0][name], rtol=1e-5, atol=1e-6)
+
+
+def outputs_of_unusual_units() -> set[str]:
+    """Return the dtypes of fp32 logits, while the unit of norms is incomplete because one norm never runs."""
+    rules = [
+        {"match": "output", "param_dtype": "float32", "output_dtype": "float32"},
+        {"type": "LayerNorm", "param_dtype": "float32"},
+    ]
+    config = JobConfig.model_validate({"model": {"name": f"{__name__}:Unusual"}, "precision": {"rules": rules}})
+    model = sharded_model(config, 16)
+    tokens = torch.full((1, 4), 2)
+    trained = model(tokens)
+    trained.sum().backward()
+    return {str(logits.dtype) for logits in (trained, model.eval()(tokens))}
+
+
+def test_a_module_that_does_not_run_does_not_change_the_models_outputs() -> None:
+    assert run_ranks(outputs_of_unusual_units, 2) == [{"torch.float32"}] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_modules_that_run_twice_or_not_at_all_may_share_a_unit(ranks: int) -> None:
+    run_ranks(unusual_units, ranks)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from titan_launch.plan.memory.ledger import Category, Footprint, Ledger, StepPoint, extrapolate
+
+FORWARD, BACKWARD = StepPoint(0, "forward", "layers.0"), StepPoint(0, "backward", "layers.0")
+
+
+def two_places() -> Ledger:
+    ledger = Ledger()
+    ledger.enter(FORWARD)
+    ledger.allocate(100, Category.PARAMETERS)
+    ledger.allocate(30, Category.ACTIVATIONS)
+    ledger.free(10, Category.ACTIVATIONS)
+    ledger.enter(BACKWARD)
+    ledger.allocate(40, Category.ALL_GATHER)
+    ledger.free(40, Category.ALL_GATHER)
+    ledger.allocate(15, Category.BACKWARD)
+    return ledger
+
+
+def test_peak_its_place_and_what_is_held_there() -> None:
+    footprint = two_places().footprint()
+    assert footprint.peak_bytes == 160
+    assert footprint.place == BACKWARD
+    assert footprint.by_category == {Category.PARAMETERS: 100, Category.ACTIVATIONS: 20, Category.ALL_GATHER: 40}
+    assert footprint.by_phase() == {"forward": 130, "backward": 160}
+
+
+def test_streams_do_not_share_memory() -> None:
+    """The 40 bytes of the all-gather are free again when compute needs 15 more, but in another pool."""
+    assert two_places().footprint().stream_bytes == 100 + 20 + 15 + 40
+
+
+def test_what_a_place_begins_with_counts_there() -> None:
+    ledger = Ledger()
+    ledger.allocate(7, Category.PARAMETERS)
+    ledger.enter(FORWARD)
+    assert ledger.footprint().peaks[FORWARD].total == 7
+
+
+def test_a_place_that_is_entered_again_keeps_its_peak() -> None:
+    ledger = two_places()
+    ledger.enter(FORWARD)
+    ledger.free(100, Category.PARAMETERS)
+    assert ledger.footprint().peaks[FORWARD].total == 135  # the point starts with the tensors of backward
+    assert ledger.footprint().peaks[BACKWARD].total == 160
+
+
+def test_moving_between_categories_does_not_raise_the_peak() -> None:
+    ledger = Ledger()
+    ledger.enter(FORWARD)
+    ledger.allocate(50, Category.REDUCE_SCATTER)
+    ledger.move(50, Category.REDUCE_SCATTER, Category.GRADIENTS)
+    assert ledger.footprint().peak_bytes == 50
+    assert ledger.live[Category.GRADIENTS] == 50
+
+
+def of_depth(depth: int) -> Footprint:
+    """Return a footprint that grows with the forward of each early block. Only the first and last blocks have names at
+    every depth."""
+    ledger = Ledger()
+    for index in range(depth):
+        ledger.enter(StepPoint(0, "forward", f"layers.{index if index < 2 else 100 - depth + index}"))
+        ledger.allocate(10 + depth, Category.ACTIVATIONS)
+    return ledger.footprint()
+
+
+def test_extrapolation_of_an_affine_footprint_is_exact() -> None:
+    def held(depth: int) -> Footprint:
+        ledger = Ledger()
+        ledger.enter(StepPoint(0, "forward", "layers.0"))
+        ledger.allocate(3 + 5 * depth, Category.PARAMETERS)
+        ledger.enter(StepPoint(0, "backward", "layers.0"))
+        ledger.allocate(8, Category.ALL_GATHER)
+        return ledger.footprint()
+
+    assert extrapolate(held(4), held(5), 76).peaks == held(80).peaks
+
+
+def test_places_in_the_middle_are_left_out() -> None:
+    places = extrapolate(of_depth(4), of_depth(5), 3).peaks
+    assert [place.unit for place in places] == ["layers.0", "layers.1", "layers.98", "layers.99"]
+
+
+def test_places_read_like_sentences() -> None:
+    assert str(StepPoint(1, "backward", "layers.3")) == "backward of layers.3 in microbatch 2"
+    assert str(StepPoint(0, "loss", "")) == "loss in microbatch 1"
+    assert str(StepPoint(3, "optimizer", "")) == "optimizer update"

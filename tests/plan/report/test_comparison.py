@@ -1,0 +1,192 @@
+"""The choices of modes that a plan compares, and the table of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import ConfigError
+from titan_launch.plan.auto_mode import resolve
+from titan_launch.plan.hardware import GIB, Hardware, hardware_of
+from titan_launch.plan.job import Choice
+from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.memory.analytic.engine import model_inventory
+from titan_launch.plan.memory.ledger import Category, Footprint, Ledger, StepPoint
+from titan_launch.plan.report.comparison import Comparison, compare, estimate_reserved, judge
+from titan_launch.plan.report.table import describe_comparison, format_categories, format_comparison, format_legend
+from titan_launch.plan.step_time import flops_of_model
+
+ARGS = {"dim": 32, "n_layers": 6, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
+CHAIN = ("tok_embeddings", *(f"layers.{index}" for index in range(6)), "norm", "output")
+PEAK = {"metrics": {"peak_tflops_per_device": 1e-3}}
+
+
+def make_job(**sections: dict[str, Any]) -> JobConfig:
+    job: dict[str, dict[str, Any]] = {
+        "job": {"device": "cpu"},
+        "model": {"args": ARGS},
+        "training": {"seq_len": 16, "local_batch_size": 1, "global_batch_size": 8},
+        "planner": {"memory_gib": 10, "intra_node_gb_per_s": 1e-3, "inter_node_gb_per_s": 1e-3},
+    }
+    return JobConfig.model_validate({**job, **sections})
+
+
+def footprint(gib: float) -> Footprint:
+    ledger = Ledger()
+    ledger.enter(StepPoint(0, "backward", "layers.1"))
+    ledger.allocate(int(gib * GIB), Category.ACTIVATIONS)
+    return ledger.footprint()
+
+
+ACCUMULATION = {"immediate": 1, "deferred_all_reduce": 1, "deferred": 3}
+RECOMPUTATION = {"none": 6, "selective": 3, "full": 1}
+
+
+def predict(choice: Choice) -> Footprint:
+    """Return a footprint in GiB: 1 or 3 for gradients, 2 for unsharded parameters, and 6, 3 or 1 for activations."""
+    unsharded = 2 if choice.accumulation.keep_params_unsharded else 0
+    return footprint(
+        ACCUMULATION[choice.accumulation.mode] + unsharded + RECOMPUTATION[choice.activation_checkpoint.mode]
+    )
+
+
+def compared(config: JobConfig, ranks: int = 2, only_own: bool = False) -> tuple[Comparison, Hardware]:
+    layout, hardware = plan_layout(config.parallelism, config.training, ranks), hardware_of(config, ranks)
+    inventory = replace(model_inventory(config), pipeline_order=CHAIN)
+    flops = flops_of_model(config.model, 16, inventory.blocks)
+    return compare(config, layout, inventory, flops, hardware, predict, only_own), hardware
+
+
+def auto(**planner: float) -> dict[str, dict[str, Any]]:
+    return {"gradient_accumulation": {"mode": "auto"}, "planner": planner}
+
+
+def choice_label(accumulation: str, checkpointing: str) -> str:
+    return f"gradient accumulation {accumulation}, activation checkpointing {checkpointing}"
+
+
+def labels(comparison: Comparison) -> list[str]:
+    """Of the rows without recomputation."""
+    rows = [row for row in comparison.rows if row.choice.activation_checkpoint.mode == "none"]
+    return [row.choice.accumulation_label for row in rows]
+
+
+UNSHARDED = " with unsharded parameters"
+FOUR = ["immediate", "deferred", f"immediate{UNSHARDED}", f"deferred{UNSHARDED}"]
+
+
+def test_every_mode_is_compared_under_every_recomputation() -> None:
+    comparison, _ = compared(make_job())
+    assert labels(comparison) == FOUR and len(comparison.rows) == 12
+    assert [row.choice.label for row in comparison.rows if row.is_own] == [choice_label("immediate", "none")]
+
+
+def test_replicas_add_deferred_all_reduce() -> None:
+    comparison, _ = compared(make_job(parallelism={"data_parallel_replicate_degree": 2}), 4)
+    assert "deferred_all_reduce" in labels(comparison) and f"deferred_all_reduce{UNSHARDED}" in labels(comparison)
+
+
+def test_equivalent_modes_share_a_row_under_the_name_of_the_jobs_mode() -> None:
+    one_microbatch = {"seq_len": 16, "local_batch_size": 4}
+    comparison, _ = compared(make_job(training=one_microbatch, gradient_accumulation={"mode": "deferred"}))
+    assert labels(comparison) == ["deferred", f"immediate{UNSHARDED}"]
+    assert labels(compared(make_job(training=one_microbatch))[0]) == ["immediate", f"immediate{UNSHARDED}"]
+    assert labels(compared(make_job(), ranks=1)[0]) == ["immediate"]
+
+
+def test_a_recomputation_of_ones_own_has_its_row() -> None:
+    own = {"mode": "selective", "selective_ac_option": 2}
+    comparison, _ = compared(make_job(activation_checkpoint=own))
+    assert [row.choice.label for row in comparison.rows if row.is_own] == [
+        choice_label("immediate", "selective (1 of 2 blocks)")
+    ]
+    assert len(comparison.rows) == 16
+    assert len(compared(make_job(activation_checkpoint=own), only_own=True)[0].rows) == 1
+
+
+def test_modes_that_a_job_file_could_not_ask_for_are_left_out_with_the_reason() -> None:
+    comparison, _ = compared(make_job(precision={"reduce_dtype": "bfloat16"}))
+    assert labels(comparison) == ["immediate", f"immediate{UNSHARDED}"]
+    (note,) = comparison.notes
+    assert note.startswith("deferred is not compared: precision.reduce_dtype = bfloat16")
+    assert note in format_comparison(comparison)
+    freed = {"rules": [{"type": "RMSNorm", "reshard_after_forward": True}]}
+    assert labels(compared(make_job(precision=freed))[0]) == ["immediate", "deferred"]
+
+
+def test_a_schedule_that_splits_backward_leaves_out_what_it_does_not_go_with() -> None:
+    split = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble"}
+    job = make_job(parallelism=split, **auto(memory_gib=10))
+    comparison, hardware = compared(job, ranks=4)
+    assert [row.choice.label for row in comparison.rows] == [
+        choice_label(f"deferred{UNSHARDED}", "none"),
+        choice_label(f"deferred{UNSHARDED}", "full"),
+    ]
+    assert any("selective (per operation) is not compared: saves results for one" in note for note in comparison.notes)
+    coarse = make_job(parallelism=split, precision={"reduce_dtype": "bfloat16"}, **auto(memory_gib=10))
+    with pytest.raises(
+        ConfigError, match=r"has no mode to choose from: immediate is not compared.*; deferred is not compared"
+    ):
+        resolve(compared(coarse, ranks=4)[0], hardware)
+
+
+@pytest.mark.parametrize(
+    ("planner", "last_that_fits"), [({}, 7.0), ({"margin_gib": 0}, 7.4), ({"margin_gib": 1.2}, 6.4)]
+)
+def test_three_verdicts(planner: dict[str, float], last_that_fits: float) -> None:
+    """Reserved memory of 9.4 GiB (7 active) with the default margin of a GPU (0.5 GiB here) fits in 10 GiB."""
+    assumed = {"memory_gib": 10, "overhead_gib": 1, "fragmentation": 0.2, **planner}
+    hardware = hardware_of(make_job(planner=assumed, job={"device": "cuda"}), 8)
+    sizes = (last_that_fits, last_that_fits + 0.2, 8.9, 9.1)
+    verdicts = [judge(footprint(gib), gib * 1.2 * GIB + GIB, hardware) for gib in sizes]
+    assert verdicts == ["fits", "tight", "tight", "does not fit"]
+
+
+def test_the_default_margin_is_a_share_of_the_limit() -> None:
+    assert hardware_of(make_job(planner={"device": "h100-80gb"}), 8).margin_gib == pytest.approx(0.05 * 79.1)
+    assert hardware_of(make_job(planner={"memory_gib": 0.1}), 8).margin_gib == pytest.approx(0.005)
+
+
+def test_the_table_marks_the_rows_of_the_job_and_the_choice() -> None:
+    config = make_job(**auto(memory_gib=12))
+    comparison, hardware = compared(config)
+    resolution = resolve(comparison, hardware)
+    header, *lines = format_comparison(comparison, verbose=True, best=resolution.row).splitlines()
+    marks = [line[:2] for line in lines]
+    assert marks == ["> ", "> ", "> ", ">*", *["  "] * 8]
+    assert header.split("  ")[2].strip() == "activation checkpointing"
+    assert "backward of layers.1 in microbatch 1" in lines[0] and " fits " in lines[0]
+    legend = format_legend(comparison, verbose=True, best="chosen")
+    titles = [title for title in header.split("  ") if title.strip()]
+    assert len(titles) > 8 and all(f"\n{title.strip()}: " in legend for title in titles)
+    shorter = format_comparison(comparison).splitlines()[0]
+    assert "peak at" in header and "peak at" not in shorter and "peak at" not in format_legend(comparison)
+    assert "11.00 activations" in format_categories(comparison)
+
+
+def test_rows_as_data_hold_everything() -> None:
+    comparison, _ = compared(make_job(**PEAK))
+    row: Mapping[str, Any] = describe_comparison(comparison, None)[1]
+    assert row["gradient_accumulation"] == {"mode": "deferred", "keep_params_unsharded": False}
+    assert row["active_bytes"] == 9 * GIB == row["active_bytes_by_category"]["activations"]
+    assert row["traffic_per_step"]["collectives"] == {"all_gathers": 52, "reduce_scatters": 8, "all_reduces": 0}
+    low, high = row["step_seconds_estimated"]
+    assert low == max(row["compute_seconds_estimated"], row["communication_seconds_estimated"]) < high
+    assert sum(row["link_traffic_bytes_per_rank"].values()) > 0 and row["flops_per_rank"] > 0
+
+
+def test_streams_of_a_gpu_do_not_share_memory() -> None:
+    """1 GiB of activations is freed when 3 GiB are all-gathered, but the allocator reserves it for the compute
+    stream."""
+    ledger = Ledger()
+    ledger.enter(StepPoint(0, "forward", ""))
+    ledger.allocate(GIB, Category.ACTIVATIONS)
+    ledger.free(GIB, Category.ACTIVATIONS)
+    ledger.allocate(3 * GIB, Category.ALL_GATHER)
+    gpu = hardware_of(make_job(planner={"device": "h100-80gb", "fragmentation": 0.5, "overhead_gib": 2}), 1)
+    assert estimate_reserved(ledger.footprint(), gpu) == (4 * 1.5 + 2) * GIB
+    assert estimate_reserved(ledger.footprint(), hardware_of(make_job(), 1)) == 3 * GIB

@@ -1,0 +1,144 @@
+"""The mode that `auto` chooses, and the error if no mode fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.plan.report.test_comparison import PEAK, UNSHARDED, auto, choice_label, compared, make_job, predict
+from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import ConfigError
+from titan_launch.plan.auto_mode import Resolution, recommend, resolve, resolve_auto
+from titan_launch.plan.hardware import GIB, hardware_of
+from titan_launch.plan.job import configured_choice
+from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.memory.analytic.engine import model_inventory
+from titan_launch.plan.module_selection import checkpointed_modules
+from titan_launch.plan.report.table import format_assumptions, format_comparison
+from titan_launch.plan.step_time import flops_of_model
+from titan_launch.plan.types import Inventory
+from titan_launch.plan.units.order import plan_resharding
+
+
+def resolved(config: JobConfig, ranks: int = 2) -> Resolution:
+    layout, inventory = plan_layout(config.parallelism, config.training, ranks), model_inventory(config)
+    flops = flops_of_model(config.model, 16, inventory.blocks)
+    return resolve_auto(config, layout, inventory, flops, hardware_of(config, ranks), predict)
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [(12, f"deferred{UNSHARDED}"), (10, f"immediate{UNSHARDED}"), (9.5, f"immediate{UNSHARDED}"), (8, "immediate")],
+)
+def test_auto_takes_the_least_traffic_of_the_choices_that_fit(memory: float, expected: str) -> None:
+    """Unsharded parameters save more here than deferring: 7 of a block's 8 all-gathers in bfloat16 (3 of 4 in the last
+    block) against 3 of 4 reduce-scatters in float32."""
+    resolution = resolved(make_job(**auto(memory_gib=memory)))
+    choice = configured_choice(resolution.config)
+    assert (choice.accumulation_label, choice.activation_checkpoint.mode) == (expected, "none")
+    assert f"fit into {memory:g} GiB with the margin" in resolution.reason
+
+
+def test_auto_keeps_to_what_the_job_says() -> None:
+    not_kept = {"mode": "auto", "keep_params_unsharded": False}
+    sections = {**auto(memory_gib=12), "gradient_accumulation": not_kept, "activation_checkpoint": {"mode": "full"}}
+    assert configured_choice(resolved(make_job(**sections)).config).label == choice_label("deferred", "full")
+
+
+def test_a_tight_choice_is_never_taken() -> None:
+    """Deferred with unsharded parameters needs 11 GiB active below a limit of 12, but 13.2 GiB reserved."""
+    resolution = resolved(make_job(**auto(memory_gib=12, fragmentation=0.2)))
+    assert resolution.row.choice.accumulation_label == f"immediate{UNSHARDED}"
+
+
+def test_auto_recomputation_looks_for_the_shortest_step_first() -> None:
+    both = {"activation_checkpoint": {"mode": "auto"}, "gradient_accumulation": {"mode": "auto"}}
+    roomy = resolved(make_job(**both, **PEAK, planner={"memory_gib": 8.5, "intra_node_gb_per_s": 100}))
+    assert roomy.row.choice.label == choice_label("immediate", "none")
+    assert "the shortest predicted step (~" in roomy.reason
+    slow_links = resolved(make_job(**both, **PEAK, planner={"memory_gib": 8.5, "intra_node_gb_per_s": 1e-5}))
+    assert slow_links.row.choice.label == choice_label(f"deferred{UNSHARDED}", "selective (per operation)")
+    fixed = {"activation_checkpoint": {"mode": "auto"}, "gradient_accumulation": {"mode": "deferred"}}
+    deferred = resolved(make_job(**fixed, planner={"memory_gib": 8}))
+    assert deferred.row.choice.label == choice_label("deferred", "selective (per operation)")
+
+
+def test_ties_in_step_time_are_reported() -> None:
+    sections = {**auto(memory_gib=12, intra_node_gb_per_s=100), **PEAK}
+    assert resolved(make_job(**sections)).reason.endswith("; the predicted step times of 3 others overlap with it")
+
+
+def test_if_nothing_fits_the_error_has_the_table_and_remedies() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(make_job(**auto(memory_gib=1.5)))
+    text = str(caught.value)
+    assert (
+        "gradient_accumulation.mode: none of 4 choices fits into 1.5 GiB (planner.memory_gib), margin 0.075 GiB" in text
+    )
+    assert (
+        f"the smallest ({choice_label('immediate', 'none')}) needs about 7 GiB" in text and "local_batch_size" in text
+    )
+    assert text.count("does not fit") == 12
+
+
+def test_what_fits_only_with_another_recomputation_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"these choices fit: .* checkpointing selective \(per operation\); .* checkpointing full"
+    ):
+        resolved(make_job(**auto(memory_gib=4.5)))
+
+
+def test_the_error_names_tight_choices() -> None:
+    with pytest.raises(
+        ConfigError, match=r"are tight and may run if the job sets them: gradient accumulation immediate, .* none;"
+    ):
+        resolved(make_job(**auto(memory_gib=7.5, fragmentation=0.2)))
+
+
+def test_auto_without_a_memory_limit_is_an_error() -> None:
+    sections = {**auto(), "job": {"device": "cuda"}}
+    with pytest.raises(ConfigError, match=r"set planner\.device or planner\.memory_gib"):
+        resolved(make_job(**sections))
+    comparison, hardware = compared(make_job(job={"device": "cuda"}, planner={}))
+    assert {row.verdict for row in comparison.rows} == {None} and recommend(comparison, hardware) is None
+    assert "verdict" not in format_comparison(comparison)
+    flops = flops_of_model(make_job().model, 16, ())
+    assert "--memory-gib" in format_assumptions(hardware, flops, "analytic", make_job())
+
+
+def test_a_job_without_auto_gets_a_recommendation() -> None:
+    comparison, hardware = compared(make_job(planner={"memory_gib": 12}))
+    resolution = resolve(comparison, hardware)
+    assert configured_choice(resolution.config).label == choice_label("immediate", "none")
+    best = recommend(comparison, hardware)
+    assert best is not None and best.row.choice.label == choice_label(f"deferred{UNSHARDED}", "none")
+    assert (
+        best.reason.startswith(f"{best.row.choice.label}, because it has ") and "of the 12 of 12 choices" in best.reason
+    )
+
+
+def test_auto_never_uses_the_margin_for_a_shorter_step() -> None:
+    """`deferred` with unsharded parameters has the shortest step, and 11 of 11.5 GiB; the default margin is 5 %."""
+    sections = {**PEAK, "gradient_accumulation": {"mode": "auto"}, "activation_checkpoint": {"mode": "auto"}}
+    limit = {"memory_gib": 11.5, "intra_node_gb_per_s": 1e-5}
+    greedy = resolved(make_job(**sections, planner={**limit, "margin_gib": 0}))
+    careful = resolved(make_job(**sections, planner=limit))
+    assert greedy.row.footprint.peak_bytes == 11 * GIB > (11.5 - 0.575) * GIB >= careful.row.footprint.peak_bytes
+    assert greedy.row.time.interval is not None and careful.row.time.interval is not None
+    assert greedy.row.time.interval[0] <= careful.row.time.interval[0]
+
+
+def test_an_unresolved_auto_mode_cannot_be_planned() -> None:
+    config = make_job(gradient_accumulation={"mode": "auto"}, activation_checkpoint={"mode": "auto"})
+    with pytest.raises(ValueError, match="resolve it first"):
+        configured_choice(config)
+    with pytest.raises(ValueError, match="resolve `auto` first"):
+        plan_resharding(config.parallelism, config.gradient_accumulation)
+    with pytest.raises(ValueError, match="resolve `auto` first"):
+        checkpointed_modules(Inventory((), ("layers.0",)), config.activation_checkpoint)
+
+
+def test_traffic_between_nodes_counts() -> None:
+    resolution = resolved(make_job(**auto(memory_gib=12, gpus_per_node=1)))
+    assert (
+        resolution.row.link_traffic.within == 0 and resolution.row.choice.accumulation_label == f"deferred{UNSHARDED}"
+    )

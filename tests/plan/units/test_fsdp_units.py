@@ -1,0 +1,474 @@
+"""FSDP2 units from precision rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
+from titan_launch.core.errors import ConfigError
+from titan_launch.models.build import take_inventory
+from titan_launch.plan.job import with_whole_parameters
+from titan_launch.plan.layout import Layout
+from titan_launch.plan.report.unit_table import describe_units, format_units
+from titan_launch.plan.types import Inventory, Policy, Unit
+from titan_launch.plan.units.fsdp_units import plan_model
+from titan_launch.plan.units.order import Resharding
+from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT
+
+RESHARDING = Resharding(blocks=True, late=False)
+
+
+class Block(nn.Module):
+    def __init__(self, norm: type[nn.Module], dim: int):
+        super().__init__()
+        self.norm1 = norm(dim)
+        self.mix = nn.Linear(dim, dim)
+        self.act = nn.SiLU()
+        self.inner = nn.Sequential(nn.Linear(dim, dim), norm(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm, tied: bool = False, dim: int = 8):
+        super().__init__()
+        self.embedding = nn.Embedding(16, dim)
+        self.layers = nn.ModuleList(Block(norm, dim) for _ in range(3))
+        self.norm = norm(dim)
+        self.output = nn.Linear(dim, 16, bias=False)
+        if tied:
+            self.output.weight = self.embedding.weight
+
+
+def inventory_of(**kwargs: object) -> Inventory:
+    with torch.device("meta"):
+        model = Model(**kwargs)  # type: ignore[arg-type]
+    return take_inventory(model, tuple(f"layers.{i}" for i in range(3)), ("norm", "output"))
+
+
+def units_of(*rules: dict[str, object], model: dict[str, object] | None = None, **precision: object) -> list[Unit]:
+    config = PrecisionConfig.model_validate({**precision, "rules": list(rules)})
+    return list(plan_model(inventory_of(**(model or {})), config, RESHARDING).units)
+
+
+def by_reason(units: list[Unit], reason: str) -> Unit:
+    (unit,) = [unit for unit in units if unit.reason == reason]
+    return unit
+
+
+def test_without_rules_blocks_head_and_root_are_the_units() -> None:
+    units = units_of()
+    assert [unit.reason for unit in units] == ["block"] * 3 + ["head", "root"]
+    assert by_reason(units, "head").modules == ("norm", "output")
+    assert [unit.reshard_after_forward for unit in units] == [True, True, False, False, None]
+    assert {unit.policy for unit in units} == {Policy("bfloat16", "float32")}
+
+
+def test_every_parameter_is_counted_once() -> None:
+    for tied in (False, True):
+        inventory = inventory_of(tied=tied)
+        units = plan_model(inventory, PrecisionConfig(rules=(PrecisionRule(type="LayerNorm"),)), RESHARDING).units
+        assert sum(unit.num_parameters for unit in units) == inventory.num_parameters
+
+
+def test_all_modules_of_a_rule_share_one_unit_wrapped_before_their_parents() -> None:
+    units = units_of({"type": "LayerNorm", "param_dtype": "float32"})
+    assert units[0].reason == "precision.rules.0"
+    assert len(units[0].modules) == 7
+    assert units[0].policy == Policy("float32", "float32", output_dtype="bfloat16")
+    assert by_reason(units, "head").modules == ("output",)
+
+
+def test_where_units_cannot_be_shared_every_module_has_its_own() -> None:
+    rules = (PrecisionRule(type="LayerNorm", param_dtype="float32"),)
+    units = plan_model(inventory_of(), PrecisionConfig(rules=rules), RESHARDING, share_units=False).units
+    assert [unit.name for unit in units if unit.reason == "precision.rules.0"][:2] == [
+        "layers.0.norm1",
+        "layers.0.inner.1",
+    ]
+    assert [len(unit.modules) for unit in units] == [1] * 12
+
+
+def test_an_unset_param_dtype_stays_unset() -> None:
+    units = units_of({"type": "LayerNorm"})
+    assert units[0].policy == Policy(None, "float32", output_dtype="bfloat16")
+
+
+def test_batchnorm_gets_an_fp32_unit_by_default_where_computation_is_reduced() -> None:
+    unit = by_reason(units_of(model={"norm": nn.BatchNorm1d}), BATCH_NORM_DEFAULT)
+    assert len(unit.modules) == 7
+    assert unit.policy == Policy(None, "float32", output_dtype="bfloat16")
+    full = units_of(model={"norm": nn.BatchNorm1d}, param_dtype="float32")
+    assert all(unit.reason != BATCH_NORM_DEFAULT for unit in full)
+
+
+def test_a_rule_for_batchnorm_takes_the_place_of_the_default() -> None:
+    units = units_of({"type": "BatchNorm", "param_dtype": "float32"}, model={"norm": nn.BatchNorm1d})
+    assert by_reason(units, "precision.rules.0").policy.param_dtype == "float32"
+    assert all(unit.reason != BATCH_NORM_DEFAULT for unit in units)
+
+
+def test_inside_an_fp32_block_the_output_is_fp32_and_batchnorm_needs_no_unit() -> None:
+    rules = [{"match": "layers.1", "param_dtype": "float32"}, {"match": "**.norm1", "param_dtype": "float32"}]
+    units = units_of(*rules)
+    outputs = {unit.modules: unit.policy.output_dtype for unit in units if unit.reason == "precision.rules.1"}
+    assert outputs == {("layers.0.norm1", "layers.2.norm1"): "bfloat16", ("layers.1.norm1",): "float32"}
+    batchnorm = units_of(rules[0], model={"norm": nn.BatchNorm1d})
+    assert not any(m.startswith("layers.1.") for m in by_reason(batchnorm, BATCH_NORM_DEFAULT).modules)
+
+
+def test_a_block_under_a_rule_stays_a_unit_of_its_own() -> None:
+    units = units_of({"match": "layers.*", "param_dtype": "float32"})
+    assert [unit.modules for unit in units[:3]] == [("layers.0",), ("layers.1",), ("layers.2",)]
+    assert {unit.policy.output_dtype for unit in units[:3]} == {"bfloat16"}
+
+
+def test_the_models_own_output_is_not_rounded() -> None:
+    units = units_of({"match": "output", "param_dtype": "float32"})
+    assert by_reason(units, "precision.rules.0").policy.output_dtype is None
+    assert all(unit.reason != "head" for unit in units)
+
+
+def test_the_first_rule_that_matches_wins() -> None:
+    units = units_of({"match": "layers.0.norm1"}, {"type": "LayerNorm", "param_dtype": "float32"})
+    assert by_reason(units, "precision.rules.0").modules == ("layers.0.norm1",)
+    assert len(by_reason(units, "precision.rules.1").modules) == 6
+
+
+def test_a_module_inside_another_of_the_same_rule_is_not_listed_twice() -> None:
+    units = units_of({"match": "layers.0.inner.**", "param_dtype": "float32"})
+    assert by_reason(units, "precision.rules.0").modules == ("layers.0.inner",)
+
+
+class Holder(nn.Module):
+    def __init__(self, inside: nn.Module | None = None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.inside = inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Left(Holder):
+    pass
+
+
+class Right(Holder):
+    pass
+
+
+def test_units_that_lie_inside_each_other_are_divided_and_inner_ones_come_first() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = Left(Right())
+            self.b = Right(Left())
+
+    rules = (PrecisionRule(type=f"{__name__}.Left"), PrecisionRule(type="Right"))
+    units = plan_model(take_inventory(Both(), ()), PrecisionConfig(rules=rules), RESHARDING).units
+    position = {path: i for i, unit in enumerate(units) for path in unit.modules}
+    assert position["a.inside"] < position["a"] and position["b.inside"] < position["b"]
+    assert [len(unit.modules) for unit in units] == [1] * 5
+    assert units[-1].reason == "root"
+
+
+def test_a_unit_larger_than_a_block_is_divided_by_blocks() -> None:
+    rule = {"type": "Linear", "param_dtype": "float32"}
+    units = units_of(rule, model={"dim": 1024})
+    linear = [unit.modules for unit in units if unit.reason == "precision.rules.0"]
+    assert linear == [(f"layers.{i}.mix", f"layers.{i}.inner.0") for i in range(3)] + [("output",)]
+    small = [len(unit.modules) for unit in units_of(rule) if unit.reason == "precision.rules.0"]
+    assert small == [6, 1]  # the dtype of the output layer differs
+
+
+def test_a_head_that_is_named_as_a_block_is_in_one_unit() -> None:
+    inventory = inventory_of()
+    inventory = Inventory(inventory.modules, (*inventory.blocks, "output"), inventory.head)
+    units = plan_model(inventory, PrecisionConfig(), RESHARDING).units
+    assert sorted(path for unit in units for path in unit.modules) == ["", "layers.0", "layers.1", "layers.2", "output"]
+
+
+def test_a_module_shared_between_blocks_is_an_error_that_names_both() -> None:
+    with torch.device("meta"):
+        model = Model()
+        model.layers[1].norm1 = model.layers[0].norm1
+    inventory = take_inventory(model, ("layers.0", "layers.1", "layers.2"), ("norm", "output"))
+    with pytest.raises(ConfigError, match=r"model\.blocks: layers\.1\.norm1 and layers\.0\.norm1 share"):
+        plan_model(inventory, PrecisionConfig(), RESHARDING)
+    rules = (PrecisionRule(type="LayerNorm", param_dtype="float32"),)
+    units = plan_model(inventory, PrecisionConfig(rules=rules), RESHARDING).units
+    assert len(units[0].modules) == 6  # one unit holds the module, so no block does
+    with pytest.raises(ConfigError, match=r"layers\.1\.norm1 is the same module as layers\.0\.norm1"):
+        plan_model(inventory, PrecisionConfig(rules=(PrecisionRule(match="layers.1.norm1"),)), RESHARDING)
+
+
+def test_an_output_dtype_is_not_for_the_blocks_inside() -> None:
+    units = units_of({"match": "layers.*", "param_dtype": "float32", "output_dtype": "float32"})
+    assert {unit.policy.output_dtype for unit in units[:3]} == {"float32"}
+
+
+def test_tied_embeddings_stay_in_the_root() -> None:
+    units = units_of(model={"tied": True})
+    assert [unit.reason for unit in units] == ["block"] * 3 + ["root"]
+    declared = plan_model(declare_embedding(tied=True), PrecisionConfig(), RESHARDING).units
+    assert [unit.reason for unit in declared] == ["block"] * 3 + ["root"]
+
+
+def declare_embedding(**kwargs: object) -> Inventory:
+    return replace(inventory_of(**kwargs), embeddings=("embedding",))
+
+
+def test_a_declared_embedding_is_a_unit_that_backward_does_not_gather() -> None:
+    units = plan_model(declare_embedding(), PrecisionConfig(), RESHARDING).units
+    assert [unit.reason for unit in units] == ["embedding"] + ["block"] * 3 + ["head", "root"]
+    assert (units[0].reshard_after_forward, units[0].unshard_in_backward, units[0].num_gathers) == (True, False, 1)
+    assert (units[-1].num_parameters, units[-1].is_trained) == (0, False)
+
+
+def test_a_declared_embedding_is_held_where_everything_is() -> None:
+    kept = plan_model(declare_embedding(), PrecisionConfig(), Resharding(blocks=False, late=False)).units[0]
+    assert (kept.reshard_after_forward, kept.unshard_in_backward, kept.num_gathers) == (False, True, 1)
+
+
+def test_a_rule_or_a_block_overrides_the_unit_of_a_declared_embedding() -> None:
+    ruled = plan_model(declare_embedding(), PrecisionConfig(rules=(PrecisionRule(type="Embedding"),)), RESHARDING)
+    assert ruled.unit_of["embedding"].reason == "precision.rules.0"
+    block = plan_model(replace(declare_embedding(), blocks=("embedding",)), PrecisionConfig(), RESHARDING)
+    assert block.unit_of["embedding"].reason == "block"
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ({"match": "layers.*.nrom1"}, ["precision.rules.0.match", "matches no module", 'did you mean "layers.']),
+        ({"type": "LayerNrom"}, ["precision.rules.0.type", 'did you mean "LayerNorm"']),
+        ({"match": "layers"}, ["a container without a forward", 'did you mean "layers.*"']),
+        ({"match": "layers.*.act"}, ["layers.0.act, layers.1.act, layers.2.act", "no parameters to apply it to"]),
+        ({"match": "layers.*", "type": "Linear"}, ["matches no module of class Linear"]),
+        ({"type": "Model"}, ["precision.rules.0.type", "only the model itself"]),
+        ({"match": "layers.0", "reshard_after_forward": False}, ["layers.0.mix, layers.0.inner.0", "set param_dtype"]),
+    ],
+)
+def test_a_rule_that_does_nothing_is_an_error(rule: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        units_of(rule)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_a_rule_that_would_round_running_statistics_is_an_error(storage: str) -> None:
+    dtype = "bfloat16" if storage == "float32" else None
+    with pytest.raises(ConfigError, match=r"precision\.rules\.0\.type: .* beside float32 running statistics"):
+        units_of({"type": "BatchNorm", "param_dtype": dtype}, model={"norm": nn.BatchNorm1d}, storage_dtype=storage)
+
+
+def test_batchnorm_is_fp32_by_default_with_bf16_storage_too() -> None:
+    unit = by_reason(units_of(model={"norm": nn.BatchNorm1d}, storage_dtype="bfloat16"), BATCH_NORM_DEFAULT)
+    assert unit.policy == Policy("float32", "float32", output_dtype="bfloat16", cast_forward_inputs=False)
+
+
+def test_modules_without_parameters_get_no_unit() -> None:
+    class WithTable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.BatchNorm1d(4, affine=False)
+            self.layer = nn.Linear(4, 4)
+
+    rules = (PrecisionRule(match="**", param_dtype="float32"),)
+    units = plan_model(take_inventory(WithTable(), ()), PrecisionConfig(rules=rules), RESHARDING).units
+    assert [unit.modules for unit in units] == [("layer",), ("",)]
+
+
+def test_a_rule_behind_another_that_takes_all_its_modules_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"already under precision\.rules\.0"):
+        units_of({"type": "LayerNorm"}, {"match": "norm"})
+
+
+def test_a_rule_for_one_of_two_tied_modules_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="output and embedding share a parameter"):
+        units_of({"match": "output", "param_dtype": "float32"}, model={"tied": True})
+
+
+class Tables(nn.Module):
+    """A model with floating-point and other buffers at two depths, and a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        self.inner = nn.Module()
+        self.inner.register_buffer("table", torch.ones(3))
+        self.norm = nn.BatchNorm1d(4)
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def buffers_of(*rules: dict[str, object], **precision: object) -> dict[str, str]:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Tables(), Tables()
+
+    config = PrecisionConfig.model_validate({**precision, "rules": list(rules)})
+    return dict(plan_model(take_inventory(Model(), ()), config, RESHARDING).buffer_dtypes)
+
+
+def test_buffers_keep_their_dtype_by_default() -> None:
+    buffers = buffers_of()
+    assert set(buffers.values()) == {"float32"} and not any("count" in name for name in buffers)
+
+
+def test_a_rules_buffer_dtype_covers_what_is_inside_but_for_running_statistics() -> None:
+    buffers = buffers_of({"match": "a", "param_dtype": "bfloat16", "buffer_dtype": "bfloat16"})
+    assert {name for name, dtype in buffers.items() if dtype == "bfloat16"} == {"a.scale", "a.inner.table"}
+
+
+def test_the_default_buffer_dtype_covers_all_but_rules_with_their_own_and_running_statistics() -> None:
+    rule = {"match": "a", "param_dtype": "bfloat16", "buffer_dtype": "float32"}
+    buffers = buffers_of(rule, buffer_dtype="bfloat16")
+    assert {name for name, dtype in buffers.items() if dtype == "bfloat16"} == {"b.scale", "b.inner.table"}
+
+
+def test_running_statistics_follow_a_rule_that_names_the_batchnorm_and_its_parameters() -> None:
+    rule = {"match": "a.norm", "param_dtype": "bfloat16", "buffer_dtype": "bfloat16"}
+    reduced = {name for name, dtype in buffers_of(rule).items() if dtype == "bfloat16"}
+    assert reduced == {"a.norm.running_mean", "a.norm.running_var"}
+    with pytest.raises(ConfigError, match="float32 parameters beside bfloat16 running statistics"):
+        buffers_of({**rule, "param_dtype": "float32"})
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.int64, "int64"), (torch.complex64, "complex64")])
+def test_a_parameter_that_is_not_floating_is_an_error(dtype: torch.dtype, kind: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_parameter("index", nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=False))
+    with pytest.raises(ConfigError, match=rf"the parameter 0\.index is {kind}.* register it as a buffer"):
+        plan_model(take_inventory(model, ()), PrecisionConfig(), RESHARDING)
+
+
+def test_a_rule_can_store_its_parameters_in_another_dtype() -> None:
+    units = units_of({"type": "LayerNorm", "storage_dtype": "float32"}, storage_dtype="bfloat16")
+    unit = by_reason(units, "precision.rules.0")
+    assert (unit.storage_dtype, unit.compute_dtype, unit.policy.output_dtype) == ("float32", "float32", "bfloat16")
+    assert {other.storage_dtype for other in units if other is not unit} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(("unit_per", "sizes"), [("model", [7]), ("block", [2, 2, 2, 1]), ("module", [1] * 7)])
+def test_unit_per_sets_the_number_of_units_of_a_rule(unit_per: str, sizes: list[int]) -> None:
+    units = units_of({"type": "LayerNorm", "param_dtype": "float32", "unit_per": unit_per})
+    ruled = [unit for unit in units if unit.reason == "precision.rules.0"]
+    assert [len(unit.modules) for unit in ruled] == sizes
+    for unit in ruled:
+        in_earlier_blocks = all(path.startswith(("layers.0.", "layers.1.")) for path in unit.modules)
+        assert unit.reshard_after_forward is in_earlier_blocks
+
+
+def test_a_unit_over_several_blocks_keeps_its_parameters_for_backward_unless_told_otherwise() -> None:
+    rule = {"type": "LayerNorm", "param_dtype": "float32"}
+    assert units_of(rule)[0].reshard_after_forward is False
+    assert units_of({**rule, "reshard_after_forward": True})[0].reshard_after_forward is True
+    config = PrecisionConfig.model_validate({"rules": [rule]})
+    always = plan_model(inventory_of(), config, Resharding(blocks=True, late=True)).units
+    assert always[0].reshard_after_forward is True
+
+
+ALONE = Layout(replicate=1, shard=1, local_batch_size=1, num_microbatches=1)
+
+
+def test_the_table_shows_every_unit_and_where_its_rule_stands() -> None:
+    table = format_units(plan_model(inventory_of(norm=nn.BatchNorm1d), PrecisionConfig(), RESHARDING), ALONE)
+    assert "2 x 1" in table and "BatchNorm default" in table and "float32 (inputs not cast)" in table
+    config = PrecisionConfig.model_validate({"rules": [{"type": "LayerNorm"}]})
+    table = format_units(plan_model(inventory_of(), config, RESHARDING), ALONE, lambda key: f"job.toml:{key[-1]}")
+    assert "precision.rules.0 (job.toml:0)" in table
+
+
+def test_a_rule_may_match_several_paths_and_each_must_match() -> None:
+    units = units_of({"match": ["layers.0.mix", "layers.*.inner.0"], "param_dtype": "float32"})
+    modules = by_reason(units, "precision.rules.0").modules
+    assert modules == ("layers.0.mix", "layers.0.inner.0", "layers.1.inner.0", "layers.2.inner.0")
+    with pytest.raises(ConfigError, match=r"precision\.rules\.0\.match\.1: matches no module .*did you mean \"norm\""):
+        units_of({"match": ["layers.0.mix", "nrom"]})
+
+
+def test_tied_modules_may_be_in_one_rule() -> None:
+    rule: dict[str, object] = {"match": ["embedding", "output"], "param_dtype": "float32"}
+    with pytest.raises(ConfigError, match="one rule must match both"):
+        units_of({**rule, "match": "output"}, model={"tied": True})
+    with pytest.raises(ConfigError, match="set output_dtype"):
+        units_of(rule, model={"tied": True})
+    units = units_of({**rule, "output_dtype": "float32"}, model={"tied": True})
+    assert by_reason(units, "precision.rules.0").modules == ("embedding", "output")
+
+
+def test_a_rule_for_an_absent_class_names_the_classes_of_the_model() -> None:
+    with pytest.raises(ConfigError, match=r"no module of class LayerNorm: layers\.0\.mix is a Linear"):
+        units_of({"match": "layers.*.mix", "type": "LayerNorm"})
+
+
+def test_classes_of_pytorch_match_by_their_public_names() -> None:
+    units = units_of({"type": "torch.nn.LayerNorm", "param_dtype": "float32"})
+    assert len(by_reason(units, "precision.rules.0").modules) == 7
+
+
+class Table(nn.Module):
+    """A module with a floating-point buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class SharesTable(nn.Module):
+    """A model in which one module with a buffer has three parents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+        for layer in self.layers:
+            layer.append(self.table)
+
+
+def test_buffers_of_a_shared_module_have_its_first_path() -> None:
+    inventory = take_inventory(SharesTable(), ("layers.0", "layers.1"))
+    rules = [{"match": "table", "buffer_dtype": "bfloat16"}]
+    plan = plan_model(inventory, PrecisionConfig.model_validate({"rules": rules}), RESHARDING)
+    assert plan.buffer_dtypes["table.scale"] == "bfloat16" and not any("layers" in name for name in plan.buffer_dtypes)
+    assert [row["buffer_dtypes"] for row in describe_units(plan, ALONE) if row["reason"] == "block"] == [[], []]
+    rules = [{"match": "layers.*", "param_dtype": "bfloat16", "buffer_dtype": "bfloat16"}]
+    with pytest.raises(ConfigError, match=r"precision\.rules\.0\.buffer_dtype: no floating buffer follows it"):
+        plan_model(inventory, PrecisionConfig.model_validate({"rules": rules}), RESHARDING)
+
+
+def test_norms_of_a_model_without_blocks_keep_their_parameters_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.LayerNorm(4))
+    config = PrecisionConfig.model_validate({"rules": [{"type": "LayerNorm", "param_dtype": "float32"}]})
+    units = list(plan_model(take_inventory(model, ()), config, RESHARDING).units)
+    assert by_reason(units, "precision.rules.0").reshard_after_forward is False
+
+
+def test_parameters_stay_where_every_rank_has_them_whole() -> None:
+    def resharding(choice: str, *degrees: int, **sections: Any) -> str:
+        config = JobConfig.model_validate({"parallelism": {"fsdp_reshard_after_forward": choice}} | sections)
+        layout = Layout(*degrees, local_batch_size=1, num_microbatches=1)
+        return with_whole_parameters(config, layout).parallelism.fsdp_reshard_after_forward
+
+    assert resharding("default", 1, 1) == resharding("default", 2, 1) == "never"
+    assert resharding("default", 1, 2) == resharding("default", 2, 2) == "default"
+    assert resharding("always", 1, 1) == "always"
+    assert resharding("default", 1, 1, training={"enable_cpu_offload": True}) == "default"
+    assert resharding("default", 1, 1, activation_checkpoint={"mode": "auto"}) == "default"

@@ -1,0 +1,143 @@
+"""`mode = "auto"` in a run: it depends on memory, is the same on all ranks, is recorded, and stays the same on
+resume."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import run_ranks
+from tests.train.jobs import read_metrics, run_job, run_job_until, tiny_job
+from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.load import dump_job
+from titan_launch.core.errors import ConfigError, UserError
+from titan_launch.plan.hardware import GIB
+from titan_launch.plan.job import Choice
+from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.memory.analytic.engine import analytic_engine
+
+Modes = tuple[str, bool, str]
+
+
+def job(folder: Path, memory_gib: float | None, mode: str = "auto", **sections: Any) -> dict[str, Any]:
+    accumulation = {"mode": mode, **sections.pop("accumulation", {"keep_params_unsharded": False})}
+    planner = {} if memory_gib is None else {"memory_gib": memory_gib}
+    sections.setdefault("checkpoint", {"enable": True, "interval": 2})
+    return tiny_job(
+        folder, training={"global_batch_size": 8}, gradient_accumulation=accumulation, planner=planner, **sections
+    )
+
+
+def between_modes(folder: Path) -> float:
+    """Return a memory limit that the deferred mode exceeds and the immediate one does not."""
+    return sum(needs(folder, mode) for mode in ("immediate", "deferred")) / 2
+
+
+def needs(folder: Path, mode: Any) -> float:
+    config = JobConfig.model_validate(job(folder, None, mode))
+    engine = analytic_engine(config, plan_layout(config.parallelism, config.training, 2), "cpu")
+    return engine(Choice(config.gradient_accumulation, config.activation_checkpoint)).peak_bytes / GIB
+
+
+def recorded(folder: Path) -> Modes:
+    """Return the config in the run folder, in which `auto` is resolved."""
+    saved = json.loads((folder / "tiny" / "config.json").read_text())
+    accumulation = saved["gradient_accumulation"]
+    return accumulation["mode"], accumulation["keep_params_unsharded"], saved["activation_checkpoint"]["mode"]
+
+
+def label(accumulation: str) -> str:
+    return f"gradient accumulation {accumulation}, activation checkpointing none"
+
+
+def run_and_log(job: dict[str, Any], until: int | None = None) -> tuple[dict[str, Tensor], list[str]]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("titan_launch")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    state = {} if until is not None and run_job_until(job, until) is None else run_job(job)  # type: ignore[func-returns-value]
+    return state, [message for message in messages if message.startswith("auto:")]
+
+
+def test_auto_defers_if_memory_allows_with_equal_results(tmp_path: Path) -> None:
+    limit = between_modes(tmp_path)
+    plenty = run_ranks(run_and_log, 2, job(tmp_path / "plenty", 10 * limit))
+    scarce = run_ranks(run_and_log, 2, job(tmp_path / "scarce", limit))
+    assert recorded(tmp_path / "plenty") == ("deferred", False, "none")
+    assert recorded(tmp_path / "scarce") == ("immediate", False, "none")
+    for name, tensor in plenty[0][0].items():
+        torch.testing.assert_close(scarce[0][0][name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+    ((said,), (nothing,)) = ([log[1] for log in logs][:1] for logs in (plenty, scarce))
+    assert said[0].startswith(f"auto: {label('deferred')}, because it has the least link traffic of the 2 of 2 choices")
+    assert nothing[0].startswith(f"auto: {label('immediate')}, because it has the least link traffic of the 1 of 2")
+
+
+def test_a_resumed_run_keeps_the_mode_it_began_with(tmp_path: Path) -> None:
+    limit = between_modes(tmp_path)
+    run_ranks(run_and_log, 2, job(tmp_path, limit), 2)
+    assert recorded(tmp_path) == ("immediate", False, "none")
+    _, said = run_ranks(run_and_log, 2, job(tmp_path, 10 * limit))[0]
+    assert recorded(tmp_path) == ("immediate", False, "none")
+    assert said == [f"auto: {label('immediate')}, because the run began with it"]
+    assert [report["step"] for report in read_metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_mode_that_the_job_no_longer_allows_is_chosen_again(tmp_path: Path) -> None:
+    limit = between_modes(tmp_path)
+    run_ranks(run_and_log, 2, job(tmp_path, limit), 2)
+    kept = job(tmp_path, 10 * limit, accumulation={"keep_params_unsharded": True})
+    _, said = run_ranks(run_and_log, 2, kept)[0]
+    assert recorded(tmp_path) == ("deferred", True, "none")
+    assert (
+        f"{label('immediate')} is not possible any more (gradient_accumulation.keep_params_unsharded has changed)"
+        in said[0]
+    )
+
+
+def test_recomputation_is_chosen_too(tmp_path: Path) -> None:
+    wanted = job(tmp_path, 1.0, accumulation={}, activation_checkpoint={"mode": "auto"}, checkpoint={"enable": False})
+    run_ranks(run_job, 2, wanted)
+    assert recorded(tmp_path) == ("deferred", True, "none")
+
+
+def fail_to_run(job: dict[str, Any]) -> str:
+    try:
+        run_job(job)
+    except (ConfigError, UserError) as error:
+        return str(error)
+    return "it ran"
+
+
+def test_if_nothing_fits_all_ranks_fail_and_nothing_is_written(tmp_path: Path) -> None:
+    messages = run_ranks(fail_to_run, 2, job(tmp_path, needs(tmp_path, "immediate") / 2))
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("gradient_accumulation.mode: none of 2 choices fits into")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("memory_gib", "expected"), [(1.0, "deferred"), (1e-6, "none of")])
+def test_a_users_model_is_traced(tmp_path: Path, memory_gib: float, expected: str) -> None:
+    wanted = job(tmp_path, memory_gib, checkpoint={"enable": False})
+    wanted["model"] = {"name": "tests.parallel.conv_model:ConvNet"}
+    messages = run_ranks(fail_to_run, 2, wanted)
+    if expected == "deferred":
+        assert messages == ["it ran"] * 2 and recorded(tmp_path)[0] == expected
+    else:
+        assert messages[0] == messages[1] and expected in messages[0]
+        assert messages[0].startswith("gradient_accumulation.mode = ")  # the run does not keep the file of the trace
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_the_recorded_config_can_be_run(tmp_path: Path) -> None:
+    run_ranks(run_job, 2, job(tmp_path, 1.0))
+    saved = JobConfig.model_validate_json((tmp_path / "tiny" / "config.json").read_text(), strict=False)
+    assert saved.gradient_accumulation.mode == "deferred"
+    assert json.loads(dump_job(saved)) == json.loads((tmp_path / "tiny" / "config.json").read_text())

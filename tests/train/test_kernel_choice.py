@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.distributed import run_ranks
+from tests.train.jobs import run_job, tiny_job
+from titan_launch.config.job import JobConfig
+from titan_launch.core.errors import ConfigError
+from titan_launch.models.build import build_model
+from titan_launch.plan.layout import Layout
+from titan_launch.train import kernel_choice as kernels
+from titan_launch.train.auto_mode import plan_precision
+from titan_launch.train.kernel_choice import (
+    BACKENDS,
+    attention_dtypes,
+    choose,
+    priority,
+    refusal,
+    set_precision,
+    unsafe_cudnn,
+    use_kernels,
+    without_cudnn,
+)
+
+WHOLE = Layout(1, 1, local_batch_size=1, num_microbatches=1)
+
+
+def obstacle(name: str) -> str | None:
+    return {"cudnn": "head_dim should be no more than 256", "flash": "fp32 is not supported"}.get(name)
+
+
+def test_the_first_backend_that_can_be_used_is_taken_and_the_others_are_explained() -> None:
+    taken = ["efficient", "not cudnn: head_dim should be no more than 256", "not flash: fp32 is not supported"]
+    assert choose("auto", priority((9, 0)), obstacle) == taken
+    assert choose("auto", priority((8, 0)), lambda _: None) == ["flash"]
+    assert choose("efficient", priority((9, 0)), obstacle) == ["efficient"]
+    with pytest.raises(ConfigError, match=r"kernels.attention: cannot be used: fp32 is not supported; set \"auto\""):
+        choose("flash", priority((9, 0)), obstacle)
+
+
+def test_the_reason_of_a_refused_backend_comes_from_a_call_with_that_backend_only() -> None:
+    query = torch.randn(1, 2, 8, 16)
+
+    def call(dropout: float) -> Callable[[], Tensor]:
+        return lambda: F.scaled_dot_product_attention(query, query, query, dropout_p=dropout)
+
+    refused = [refusal(BACKENDS[name], call(dropout)) for name in ("flash", "math") for dropout in (0.0, 0.1)]
+    assert refused == [None, "Both fused kernels do not support non-zero dropout", None, None]
+    failed = refusal(BACKENDS["flash"], lambda: torch.ones(2) @ torch.ones(3))  # another error, shortened to one line
+    assert failed is not None and failed.startswith("inconsistent tensor size") and "\n" not in failed
+
+
+def test_a_cudnn_that_accesses_memory_wrongly_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    assert unsafe_cudnn(None) is unsafe_cudnn(91501) is unsafe_cudnn(92000) is None
+    unsafe = unsafe_cudnn(91002)
+    assert unsafe is not None
+    assert unsafe.startswith("cuDNN 9.10.2 is older than 9.15.1, and accesses memory wrongly")
+    assert (unsafe_cudnn(8907) or "").startswith("cuDNN 8.9.7 ")
+    with caplog.at_level("INFO"):
+        assert without_cudnn("auto", priority((9, 0)), unsafe) == ("flash", "efficient", "math")
+    assert caplog.messages == [f"attention: cudnn is not used: {unsafe}"]
+    with pytest.raises(ConfigError) as error:
+        without_cudnn("cudnn", priority((9, 0)), unsafe)
+    (problem,) = error.value.problems
+    assert (problem.key, problem.value) == (("kernels", "attention"), "cudnn")
+    assert problem.reason == f'cannot be used: {unsafe}; install cuDNN 9.15.1 or later, or set "auto"'
+
+
+def enabled_on_hopper(cudnn: int, refused: tuple[str, ...]) -> dict[str, bool]:
+    """Return the backends that may be used on a GPU of the Hopper generation that refuses some of them."""
+    config = JobConfig()
+    built = build_model(config.model, 16)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        patch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+        patch.setattr(kernels, "_check_on", lambda *_: lambda name: "an error" if name in refused else None)
+        use_kernels(config, built, plan_precision(config, built), WHOLE, torch.device("cuda"), stack)
+        enabled = ("cudnn_sdp_enabled", "flash_sdp_enabled", "math_sdp_enabled")
+        return {name: getattr(torch.backends.cuda, name)() for name in enabled}
+
+
+def test_a_backend_that_fails_at_the_start_is_not_tried_again() -> None:
+    safe, old, broken = (
+        run_ranks(enabled_on_hopper, 1, *case)[0] for case in ((91501, ()), (91002, ()), (91501, ("cudnn",)))
+    )
+    assert safe == {"cudnn_sdp_enabled": True, "flash_sdp_enabled": True, "math_sdp_enabled": True}
+    assert old == broken == {**safe, "cudnn_sdp_enabled": False}
+
+
+def test_attention_has_the_dtype_of_the_rules_around_it() -> None:
+    rules = [{"match": "layers.1.attention", "param_dtype": "float32"}]
+    config = JobConfig.model_validate({"model": {"args": {"n_layers": 2}}, "precision": {"rules": rules}})
+    built = build_model(config.model, 16)
+    assert attention_dtypes(built, plan_precision(config, built)) == ["bfloat16", "float32"]
+
+
+def test_a_cpu_has_two_backends() -> None:
+    query = torch.randn(1, 2, 8, 16)
+    exact = F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    for name in BACKENDS:
+        config = JobConfig.model_validate({"kernels": {"attention": name}})
+        built = build_model(config.model, 16)
+        with ExitStack() as stack:
+            if name in ("cudnn", "efficient"):
+                with pytest.raises(ConfigError, match=r"kernels.attention: is a kernel for GPUs"):
+                    use_kernels(config, built, plan_precision(config, built), WHOLE, torch.device("cpu"), stack)
+                continue
+            use_kernels(config, built, plan_precision(config, built), WHOLE, torch.device("cpu"), stack)
+            kinds = ("flash" if torch.backends.cuda.flash_sdp_enabled() else "math",)
+            assert kinds == (name,)
+            assert torch.allclose(F.scaled_dot_product_attention(query, query, query, is_causal=True), exact, atol=1e-5)
+
+
+class Dropping(nn.Module):
+    """A user's model with attention dropout, which PyTorch's fused kernels for CPUs do not support."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.embedding = nn.Embedding(61, 8)
+        self.output = nn.Linear(8, 61)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens).unsqueeze(1)
+        return self.output(F.scaled_dot_product_attention(x, x, x, dropout_p=self.dropout).squeeze(1))
+
+
+def attention_that_drops(folder: Path) -> list[str]:
+    """Return the errors and the warnings of a run with each backend."""
+    shown: list[str] = []
+    warnings.showwarning = lambda message, *_: shown.append(str(message))
+    found = []
+    for backend in ("flash", "math"):
+        model = {"name": f"{__name__}:Dropping", "args": {"dropout": 0.1}}
+        job = {**tiny_job(folder, training={"steps": 1}, kernels={"attention": backend}), "model": model}
+        try:
+            run_job(job)
+            found.append("no error")
+        except ConfigError as error:
+            found.append(str(error))
+    return found + [text for text in shown if "kernel" in text]
+
+
+def test_a_backend_that_does_not_support_the_models_attention_is_explained(tmp_path: Path) -> None:
+    explained, *others = run_ranks(attention_that_drops, 1, tmp_path)[0]
+    assert re.fullmatch(
+        r"kernels.attention: cannot be used at .*test_kernels.py:\d+: Both fused kernels do not support non-zero "
+        r'dropout; set "auto", which finds one, or "math"',
+        explained,
+    )
+    assert others == ["no error"]
+
+
+def test_exact_products_are_the_default_on_gpus() -> None:
+    was = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        for name, matmul, convolution in (("ieee", "highest", False), ("tf32", "high", True)):
+            set_precision(JobConfig.model_validate({"kernels": {"float32_precision": name}}).kernels)
+            assert torch.get_float32_matmul_precision() == matmul
+            assert torch.backends.cudnn.allow_tf32 is convolution
+    finally:
+        torch.set_float32_matmul_precision(was[0])
+        torch.backends.cudnn.allow_tf32 = was[1]
