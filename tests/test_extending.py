@@ -19,7 +19,7 @@ from tests.train.jobs import read_metrics, run_job, tiny_job
 from titan_launch import cli
 
 REPO = Path(__file__).parent.parent
-PAGE = (REPO / "docs" / "extending.md").read_text()
+PAGE = (REPO / "docs" / "how_to" / "extending.md").read_text()
 RECIPES = {
     heading: re.findall(r"^```diff\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     for heading, text in re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.DOTALL | re.MULTILINE)

@@ -42,11 +42,11 @@ def test_gathers_what_pytorch_s_operator_gathers(ranks: int) -> None:
 def collectives_of_all_gathers() -> set[str]:
     """The c10d operators behind a functional all-gather, and behind the one of a DTensor."""
     mesh = this_mesh().ranks
-    whole = torch.arange(12.0).view(4, 3)
-    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    full = torch.arange(12.0).view(4, 3)
+    sharded = distribute_tensor(full, mesh, [Shard(0)])
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        gather(whole)
-        assert torch.equal(sharded.full_tensor(), whole)
+        gather(full)
+        assert torch.equal(sharded.full_tensor(), full)
     return {event.key for event in profiled.key_averages() if event.key.startswith("c10d::")}
 
 

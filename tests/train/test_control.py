@@ -27,16 +27,16 @@ def agree() -> list[tuple[int, bool]]:
     """Rank 0's clock reaches the interval, later rank 1 hears a signal: what each rank is told."""
     clock, request = Clock(), Signal()
     control = StepCoordinator(request, interval_minutes=2, clock=clock)  # type: ignore[arg-type]
-    told = []
+    seen = []
     for seconds in (100, 130, 240, 260):
         clock.now = seconds if dist.get_rank() == 0 else 0
         control.agree()
-        told.append((control.stop_signal, control.save_is_due))
+        seen.append((control.stop_signal, control.save_is_due))
         if control.save_is_due:
             control.saved()
     request.signal = 15 * dist.get_rank()
     control.agree()
-    return [*told, (control.stop_signal, control.save_is_due)]
+    return [*seen, (control.stop_signal, control.save_is_due)]
 
 
 def test_one_rank_knows_and_all_act() -> None:

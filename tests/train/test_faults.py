@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.tensors import assert_equal, whole_state
+from tests.tensors import assert_equal, full_state
 from tests.train.jobs import read_metrics, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import RunError
@@ -59,8 +59,8 @@ def train_poisoned(job: dict[str, Any], bad: range) -> tuple[dict[str, Tensor], 
         try:
             fit(run)
         except RunError as error:
-            return whole_state(run.model), str(error), inputs
-        return whole_state(run.model), "", inputs
+            return full_state(run.model), str(error), inputs
+        return full_state(run.model), "", inputs
 
 
 def train_past(job: dict[str, Any], step: int, position: int) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ def train_past(job: dict[str, Any], step: int, position: int) -> dict[str, Tenso
             if run.progress.step == step:
                 run.train_batches.move_to(position)
             train_one_step(run)
-        return whole_state(run.model)
+        return full_state(run.model)
 
 
 BAD = range(16, 24)  # steps 5 and 6

@@ -50,14 +50,14 @@ class MatrixGather:
         received = self._all_to_all(parts, [count * columns for count in rows])
         return None if mine is None else self._gather_tensor_parallel(received.view(-1, columns), shapes[mine])
 
-    def scatter(self, whole: Tensor | None, shapes: Sequence[Shape]) -> list[Tensor]:
+    def scatter(self, full: Tensor | None, shapes: Sequence[Shape]) -> list[Tensor]:
         """This rank's parts of all matrices of a batch, from the whole one of every rank."""
         if self.mesh is None or self._axis is None or self.size == 1:
-            assert whole is not None
-            return [self._tensor_parallel_part(whole)]
+            assert full is not None
+            return [self._tensor_parallel_part(full)]
         mine, parts = self._index(shapes), []
-        if whole is not None and mine is not None:
-            parts = list(self._tensor_parallel_part(whole).split(self._rows(shapes[mine])[0]))
+        if full is not None and mine is not None:
+            parts = list(self._tensor_parallel_part(full).split(self._rows(shapes[mine])[0]))
         own = self.mesh.get_local_rank(self._axis)
         sizes = [(rows[own], columns) for rows, columns in map(self._rows, shapes)]
         received = self._all_to_all(parts, [rows * columns for rows, columns in sizes])
@@ -123,12 +123,12 @@ class MatrixGather:
             part = torch.cat(gathered, divided).narrow(divided, 0, shape[divided])
         return part
 
-    def _tensor_parallel_part(self, whole: Tensor) -> Tensor:
+    def _tensor_parallel_part(self, full: Tensor) -> Tensor:
         for axis, divided in self._tensor_parallel:
             assert self.mesh is not None
-            sizes = chunk_sizes(whole.shape[divided], self.mesh.size(axis))
-            whole = whole.split(sizes, divided)[self.mesh.get_local_rank(axis)]
-        return whole
+            sizes = chunk_sizes(full.shape[divided], self.mesh.size(axis))
+            full = full.split(sizes, divided)[self.mesh.get_local_rank(axis)]
+        return full
 
 
 def matrix_gather_of(parameter: Tensor) -> MatrixGather:

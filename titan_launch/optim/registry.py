@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from titan_launch.config.optimizers import ALGORITHMS, PyTorchUpdate
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.optim.groups import Group, group_parameters
-from titan_launch.optim.shards import LocalShard, ShardGroup, mask_gradients, shard_of, share_kept
+from titan_launch.optim.shards import LocalShard, ShardGroup, applied_or_skipped, mask_gradients, shard_of
 from titan_launch.plan.param_groups import is_mixed
 
 
@@ -64,8 +64,8 @@ class MixedOptimizer(Optimizer):
                 # With offloaded parameters the shards are on the host, which then waits.
                 found_there = None if found_inf is None else found_inf.to(shards[0].parameter.device)
                 mask_gradients(shards, found_there)
-                kept = share_kept(found_there, shards[0].parameter.device)
-                resolve_name(ALGORITHMS[name].update)(groups, self._config, kept)
+                applied = applied_or_skipped(found_there, shards[0].parameter.device)
+                resolve_name(ALGORITHMS[name].update)(groups, self._config, applied)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state as it is. (PyTorch's casts all of it to the dtypes of the parameters.)"""
@@ -95,7 +95,7 @@ class MixedOptimizer(Optimizer):
             self._histories[parameter] = number
         lists: dict[float, list[LocalShard]] = {}
         for shard in self._shards(group):
-            lists.setdefault(self._histories[shard.whole], []).append(shard)
+            lists.setdefault(self._histories[shard.full], []).append(shard)
         return list(lists.values())
 
     def _shards(self, group: Mapping[str, Any]) -> Iterator[LocalShard]:

@@ -20,7 +20,7 @@ class LocalShard:
     """A parameter as this rank has it: plain tensors, the memory of which is that of the DTensors."""
 
     name: str
-    whole: Tensor
+    full: Tensor
     """The parameter itself: a DTensor, or a plain tensor."""
 
     parameter: Tensor
@@ -33,7 +33,7 @@ class LocalShard:
         """Random numbers for the stochastic rounding of the `parameter`, or of a name of the state; None without it."""
         if self.seed is None:
             return None
-        offsets = matrix_gather_of(self.whole).offsets(self.whole.shape)
+        offsets = matrix_gather_of(self.full).offsets(self.full.shape)
         return Draw(self.seed, f"{self.name}/{what}", self.state["step"], offsets)
 
 
@@ -76,17 +76,17 @@ def mask_gradients(shards: Sequence[LocalShard], found_inf: Tensor | None) -> No
             torch._foreach_mul_(same_size, (found_inf == 0).to(dtype))
 
 
-def share_kept(found_inf: Tensor | None, device: torch.device) -> Tensor:
+def applied_or_skipped(found_inf: Tensor | None, device: torch.device) -> Tensor:
     """Return 1, or 0 for a skipped step, on a device: float64, which takes the dtype of the tensors it multiplies."""
     if found_inf is None:
         return torch.ones((), dtype=torch.float64, device=device)
     return (found_inf.to(device) == 0).double()
 
 
-def count_step(shards: Sequence[LocalShard], kept: Tensor) -> None:
+def count_step(shards: Sequence[LocalShard], applied: Tensor) -> None:
     """Count a step that is kept."""
     # A list of equal tensors: of one tensor, PyTorch would ask the device for its value.
-    torch._foreach_add_([shard.state["step"] for shard in shards], [kept.float()] * len(shards))
+    torch._foreach_add_([shard.state["step"] for shard in shards], [applied.float()] * len(shards))
 
 
 def in_float32(tensors: Sequence[Tensor]) -> list[Tensor]:

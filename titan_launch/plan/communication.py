@@ -159,12 +159,12 @@ def _traffic_of_unit(
     unit: Unit, parameters: Sequence[TensorInfo], layout: Layout, accumulation: GradientAccumulationConfig
 ) -> Traffic:
     calls = _times(collectives_of_unit(unit, layout), layout, accumulation)
-    whole = sum(padded_numel(p, layout.parameter_shards) for p in parameters)
+    padded = sum(padded_numel(p, layout.parameter_shards) for p in parameters)
     trained = sum(padded_numel(p, layout.parameter_shards) for p in parameters if p.requires_grad)
     gradients = trained * DTYPE_BYTES[unit.reduce_dtype]
     return Traffic(
         calls,
-        all_gather_bytes=calls.all_gathers * whole * DTYPE_BYTES[unit.compute_dtype],
+        all_gather_bytes=calls.all_gathers * padded * DTYPE_BYTES[unit.compute_dtype],
         reduce_scatter_bytes=calls.reduce_scatters * gradients,
         all_reduce_bytes=calls.all_reduces * gradients // layout.parameter_shards,
     )

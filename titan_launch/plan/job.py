@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules.parallelism import split_backward_recomputes_whole_modules
+from titan_launch.config.rules.parallelism import split_backward_checkpoints_modules
 from titan_launch.config.rules.precision import ACCUMULATION_RULES
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
@@ -88,7 +88,7 @@ def is_auto(config: JobConfig) -> bool:
     return "auto" in (config.gradient_accumulation.mode, config.activation_checkpoint.mode)
 
 
-def with_whole_parameters(config: JobConfig, layout: Layout) -> JobConfig:
+def with_unsharded_parameters(config: JobConfig, layout: Layout) -> JobConfig:
     """Return the job with `parallelism.fsdp_reshard_after_forward = "never"` if one rank holds whole parameters and the
     job does not set the key.
 
@@ -124,7 +124,7 @@ def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
     plan = plan_model(inventory, config.precision, resharding, CAN_SHARE_UNITS)
     return replace(
         plan,
-        recomputed=checkpointed,
+        checkpointed=checkpointed,
         compiled=compiled_modules(config, inventory, plan.units, checkpointed),
         float8=float8_modules(config.float8, plan),
         stages=plan_stages(inventory, config.parallelism),
@@ -155,7 +155,7 @@ def possible_choices(config: JobConfig, layout: Layout, inventory: Inventory) ->
 def _is_allowed_by_schedule(config: JobConfig, checkpointing: ActivationCheckpointConfig, notes: list[str]) -> bool:
     """Return whether the pipeline schedule supports an activation checkpointing mode; else add a note."""
     problem = next(
-        split_backward_recomputes_whole_modules(config.model_copy(update={"activation_checkpoint": checkpointing})),
+        split_backward_checkpoints_modules(config.model_copy(update={"activation_checkpoint": checkpointing})),
         None,
     )
     if problem is not None:

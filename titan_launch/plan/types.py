@@ -214,7 +214,7 @@ class ModelPlan:
     buffer_dtypes: Mapping[str, str]
     """Dtypes of all floating buffers by full name: from the model, or from `[precision]`."""
 
-    recomputed: tuple[str, ...] = ()
+    checkpointed: tuple[str, ...] = ()
     """Paths of the modules with activation checkpointing."""
 
     compiled: tuple[str, ...] = ()

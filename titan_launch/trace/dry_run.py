@@ -63,13 +63,13 @@ def _update(model: AssembledModel, optimizer: Optimizer) -> None:
 
 def _what_it_holds(model: AssembledModel, optimizer: Optimizer) -> Iterator[str]:
     mesh, plan = model.mesh, model.plan
-    names, place = mesh.ranks.mesh_dim_names, mesh.ranks.get_coordinate()
-    assert names is not None and place is not None
-    degrees = zip(names, place, mesh.ranks.mesh.shape, strict=True)
+    names, coordinate = mesh.ranks.mesh_dim_names, mesh.ranks.get_coordinate()
+    assert names is not None and coordinate is not None
+    degrees = zip(names, coordinate, mesh.ranks.mesh.shape, strict=True)
     where = ", ".join(f"{name} {index} of {degree}" for name, index, degree in degrees)
     yield f"rank {torch.distributed.get_rank()}: {where}"
     for stage in plan.stages:
-        if stage.rank == place[0]:
+        if stage.rank == coordinate[0]:
             yield f"stage {stage.index} of {len(plan.stages)}: {stage.extent}"
     parameters = list(model.module.parameters())
     num_units = sum(len(part.units) for _, part in parts(model.module, plan))
@@ -83,7 +83,7 @@ def _what_it_holds(model: AssembledModel, optimizer: Optimizer) -> Iterator[str]
 
 def _what_a_step_takes(traced: TracedStep, layout: Layout, hardware: Hardware) -> Iterator[str]:
     footprint, sent = traced.footprint, link_traffic_of_step(traced.traffic, layout, hardware.gpus_per_node)
-    yield f"peak memory of a step: {format_gib(footprint.peak_bytes)} GiB active ({footprint.place})"
+    yield f"peak memory of a step: {format_gib(footprint.peak_bytes)} GiB active ({footprint.peak_point})"
     reserved = estimate_reserved(footprint, hardware)
     verdict = judge(footprint, reserved, hardware)
     if verdict is not None:

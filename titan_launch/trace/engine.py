@@ -63,7 +63,7 @@ def _find_shortcut(plan: ModelPlan, pipeline_rank: int) -> Shortcut | None:
     if len(parts) > 1:
         return None
     signatures = block_signatures(parts[0])
-    return find_shortcut(signatures, outermost(parts[0].inventory.blocks), parts[0].recomputed)
+    return find_shortcut(signatures, outermost(parts[0].inventory.blocks), parts[0].checkpointed)
 
 
 def _trace_short(

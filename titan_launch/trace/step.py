@@ -182,11 +182,13 @@ def _trace_microbatches(
     """
     model, plan, mesh = assembled.module, assembled.plan, assembled.mesh
     ledger.enter(StepPoint(0, "forward", ""))
-    places = StepPoints(ledger)
+    step_points = StepPoints(ledger)
     with ExitStack() as stack:
         memory = stack.enter_context(track(model, ledger))
         for module, part in parts(model, plan):
-            stack.enter_context(places.watch(module, stations(module, part.inventory), _makes_logits(model, module)))
+            stack.enter_context(
+                step_points.watch(module, stations(module, part.inventory), _makes_logits(model, module))
+            )
             stack.enter_context(dtype_failures_explained(module, part, config.precision))
         count = stack.enter_context(count_collectives(model))
         stack.enter_context(count_exchanges(mesh, count))
@@ -195,8 +197,8 @@ def _trace_microbatches(
         memory.scope(Category.BUFFERS)
         statistics = RunningStatistics(model)  # a run holds this copy during the whole step
         memory.scope(None)
-        traffic = _Accumulation(config, model, mesh.layout, num_microbatches, batches, places, memory, count).run()
-        ledger.enter(StepPoint(places.microbatch, "optimizer", ""))
+        traffic = _Accumulation(config, model, mesh.layout, num_microbatches, batches, step_points, memory, count).run()
+        ledger.enter(StepPoint(step_points.microbatch, "optimizer", ""))
         _update(temporary_bytes(config.optimizer, groups, mesh.layout.parameter_shards), ledger)
         del statistics
         return TracedStep(ledger.footprint(), traffic)
@@ -217,7 +219,7 @@ class _Accumulation:
     layout: Layout
     num_microbatches: int
     batches: Batches
-    places: StepPoints
+    step_points: StepPoints
     memory: LiveMemory
     count: TrafficCount
 
@@ -232,7 +234,7 @@ class _Accumulation:
         strategy = build_strategy(self.config.gradient_accumulation)
         traffic = []
         for index in range(self.num_microbatches):
-            self.places.begin_microbatch(index)
+            self.step_points.begin_microbatch(index)
             strategy.begin_microbatch(self.model, is_last=index == self.num_microbatches - 1)
             microbatch = self.batches.make()
             self.memory.hold(microbatch, Category.INPUTS)

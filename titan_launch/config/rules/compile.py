@@ -40,15 +40,15 @@ def selective_option_is_for_selective(config: JobConfig) -> Iterator[Problem]:
     yield from _option_of_another_mode(config, "selective_ac_option", "selective")
 
 
-def modules_are_recomputed(config: JobConfig) -> Iterator[Problem]:
+def modules_are_checkpointed(config: JobConfig) -> Iterator[Problem]:
     """Modules are for the modes that compute modules again."""
-    recomputation = config.activation_checkpoint
-    if recomputation.modules and recomputation.mode in ("none", "memory_budget"):
+    checkpointing = config.activation_checkpoint
+    if checkpointing.modules and checkpointing.mode in ("none", "memory_budget"):
         reason = (
-            f'are for the modes that compute modules again, and activation_checkpoint.mode is "{recomputation.mode}"; '
+            f'are for the modes that compute modules again, and activation_checkpoint.mode is "{checkpointing.mode}"; '
             'set "full", "selective" or "auto", or drop this key'
         )
-        yield Problem(_MODULES, reason, list(recomputation.modules), also=(_MODE,))
+        yield Problem(_MODULES, reason, list(checkpointing.modules), also=(_MODE,))
 
 
 def budget_is_for_memory_budget(config: JobConfig) -> Iterator[Problem]:
@@ -112,7 +112,7 @@ COMPILE_RULES = (
     compile_options_are_for_compile,
     cache_is_for_kernels,
     selective_option_is_for_selective,
-    modules_are_recomputed,
+    modules_are_checkpointed,
     budget_is_for_memory_budget,
     budget_has_a_compiler,
     something_is_compiled,

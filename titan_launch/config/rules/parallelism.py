@@ -290,17 +290,17 @@ def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
         yield Problem(key, reason, value, also=(_SCHEDULE, ("gradient_accumulation", "mode")))
 
 
-def split_backward_recomputes_whole_modules(config: JobConfig) -> Iterator[Problem]:
+def split_backward_checkpoints_modules(config: JobConfig) -> Iterator[Problem]:
     """Selective activation checkpointing by operation returns a saved result once; these schedules need it twice."""
-    recomputation, schedule = config.activation_checkpoint, config.parallelism.pipeline_parallel_schedule
+    checkpointing, schedule = config.activation_checkpoint, config.parallelism.pipeline_parallel_schedule
     if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES:
         return
     mode: KeyPath = ("activation_checkpoint", "mode")
     why = f"keeps results for one backward, and {schedule} goes through a module twice"
-    if recomputation.mode == "selective" and recomputation.selective_ac_option == "op":
+    if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
         key: KeyPath = ("activation_checkpoint", "selective_ac_option")
         yield Problem(key, f'{why}; set a number, mode = "full", or take Interleaved1F1B', "op", also=(_SCHEDULE, mode))
-    elif recomputation.mode == "auto":
+    elif checkpointing.mode == "auto":
         reason = f'may choose "selective" per operation, which {why}; name a mode, such as "none" or "full"'
         yield Problem(mode, reason, "auto", also=(_SCHEDULE,))
 
@@ -318,7 +318,7 @@ def split_backward_is_not_compiled(config: JobConfig) -> Iterator[Problem]:
         yield Problem(_SCHEDULE, reason, parallelism.pipeline_parallel_schedule, also=(("compile", "enable"),))
 
 
-SPLIT_BACKWARD_RULES = (split_backward_is_reduced_once, split_backward_recomputes_whole_modules)
+SPLIT_BACKWARD_RULES = (split_backward_is_reduced_once, split_backward_checkpoints_modules)
 """The rules for gradient accumulation and activation checkpointing with these schedules."""
 
 PIPELINE_RULES = (

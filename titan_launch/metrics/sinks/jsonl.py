@@ -80,9 +80,9 @@ class _Report:
 _REPORT = TypeAdapter(_Report)
 
 
-def _step_of(line: bytes, place: str) -> int:
+def _step_of(line: bytes, location: str) -> int:
     try:
         return _REPORT.validate_json(line, strict=True).step
     except ValidationError:
         reason = 'is no report of a run (a JSON object with a whole number as "step")'
-        raise UserError(f"{place}: the line {reason}; correct the line, or move the file away") from None
+        raise UserError(f"{location}: the line {reason}; correct the line, or move the file away") from None

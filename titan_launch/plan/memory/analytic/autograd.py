@@ -23,7 +23,7 @@ Keeps = Callable[[], Callable[[str], bool]]
 (selective recomputation)."""
 
 
-class _RecomputationDone(Exception):  # noqa: N818 (not an error)
+class _BlockRepeated(Exception):  # noqa: N818 (not an error)
     """Raised when the last tensor that backward needs has been recomputed."""
 
 
@@ -46,9 +46,9 @@ class _Block:
         self.saved: list[weakref.ref[_Saved]] = []
         self.kept: deque[Any] = deque()
         """Saved results of costly operations (`selective_ac_option = "op"`)."""
-        self.recomputed: weakref.WeakKeyDictionary[_Saved, Sequence[Tensor]] = weakref.WeakKeyDictionary()
-        self.num_recomputed = 0
-        self.is_recomputed = False
+        self.repeated: weakref.WeakKeyDictionary[_Saved, Sequence[Tensor]] = weakref.WeakKeyDictionary()
+        self.num_repeated = 0
+        self.is_repeated = False
 
 
 class Autograd:
@@ -158,27 +158,27 @@ class Autograd:
 
     def _recall(self, saved: _Saved) -> Sequence[Tensor]:
         block = saved.block
-        if not block.is_recomputed:
-            block.is_recomputed = True
+        if not block.is_repeated:
+            block.is_repeated = True
             self._repeat(block)
-        return block.recomputed.pop(saved)
+        return block.repeated.pop(saved)
 
     def _repeat(self, block: _Block) -> None:
         self._repeating, self._keep = block, block.keeps and block.keeps()
         try:
             block.compute(block.x)
-        except _RecomputationDone:
+        except _BlockRepeated:
             pass
         finally:
             self._repeating = self._keep = None
 
     def _save_again(self, block: _Block, tensors: Sequence[Tensor]) -> Saved:
-        saved = block.saved[block.num_recomputed]()
-        block.num_recomputed += 1
+        saved = block.saved[block.num_repeated]()
+        block.num_repeated += 1
         if saved is not None:
-            block.recomputed[saved] = tensors
-        if block.num_recomputed == len(block.saved):
-            raise _RecomputationDone
+            block.repeated[saved] = tensors
+        if block.num_repeated == len(block.saved):
+            raise _BlockRepeated
         return lambda: tensors
 
 

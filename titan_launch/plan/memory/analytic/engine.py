@@ -57,22 +57,22 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
     inventory, args, model = model_inventory(config), _args(config), ANALYTIC_MODELS[config.model.name]
 
     @cache
-    def plan(kept: bool, removed: tuple[str, ...] = ()) -> ModelPlan:
-        return without_blocks(plan(kept), removed) if removed else plan_units(config, inventory, kept)
+    def plan(unsharded: bool, removed: tuple[str, ...] = ()) -> ModelPlan:
+        return without_blocks(plan(unsharded), removed) if removed else plan_units(config, inventory, unsharded)
 
     @cache
-    def signatures(kept: bool) -> list[Hashable]:
-        return block_signatures(plan(kept))
+    def signatures(unsharded: bool) -> list[Hashable]:
+        return block_signatures(plan(unsharded))
 
     def footprint(choice: Choice) -> Footprint:
-        kept = bool(choice.accumulation.keep_params_unsharded)
+        unsharded = bool(choice.accumulation.keep_params_unsharded)
         again = checkpointed_modules(inventory, choice.activation_checkpoint)
 
         def replay(removed: tuple[str, ...] = ()) -> Footprint:
             chosen = with_choice(config, choice)
-            return Replay(chosen, model, args, plan(kept, removed), layout, kernels, again).step()
+            return Replay(chosen, model, args, plan(unsharded, removed), layout, kernels, again).step()
 
-        shortcut = find_shortcut(signatures(kept), inventory.blocks, again)
+        shortcut = find_shortcut(signatures(unsharded), inventory.blocks, again)
         if shortcut is None:
             return replay()
         shorter, longer = replay(shortcut.removed_from_shorter), replay(shortcut.removed_from_longer)

@@ -68,7 +68,7 @@ class Parameter:
     def __init__(self, unit: ShardedUnit, info: TensorInfo, index: int):
         self.numel = info.numel
         self.padded = padded_numel(info, unit.context.layout.shard)
-        self.whole = Tensor(
+        self.unsharded = Tensor(
             None, info.numel, unit.unit.compute_dtype, self._leaf(unit, index) if info.requires_grad else None
         )
         """The tensor that operations take. The unit counts its memory."""
@@ -291,17 +291,19 @@ class ShardedUnit:
             if not ACCUMULATES_IN_GRAD:
                 self._accumulate_in_reduce_dtype()
             return
-        whole = {**self._gradients, **self._accumulated}
-        gradients = [whole[index] for index in sorted(whole)]
+        unsharded = {**self._gradients, **self._accumulated}
+        gradients = [unsharded[index] for index in sorted(unsharded)]
         self._gradients.clear()
         self._accumulated.clear()
-        whole.clear()
+        unsharded.clear()
         if self.reshard_after_backward:
             self.reshard()
         del self.context.reduce_scatter_inputs[:1]
         if gradients:
             self._all_reduce_input = None
-            self._reduce(gradients, [parameter for i, parameter in enumerate(self.parameters) if parameter.whole.node])
+            self._reduce(
+                gradients, [parameter for i, parameter in enumerate(self.parameters) if parameter.unsharded.node]
+            )
 
     def _accumulate_in_reduce_dtype(self) -> None:
         if self.unit.reduce_dtype == self.unit.compute_dtype:

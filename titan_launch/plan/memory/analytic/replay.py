@@ -137,7 +137,7 @@ class Replay:
         weight, seq_len = self._weights().__getitem__, config.training.seq_len
         context = ReplayContext(seq_len, self._autograd, kernels, weight, self._call, statistics_ranks)
         self._model = model.build(args, context)
-        self._places = {*plan.inventory.blocks, *plan.inventory.head, *plan.inventory.embeddings}
+        self._entered_modules = {*plan.inventory.blocks, *plan.inventory.head, *plan.inventory.embeddings}
         self._num_tokens = layout.local_batch_size * config.training.seq_len
         self._microbatch = 0
 
@@ -172,7 +172,7 @@ class Replay:
         for module in self._plan.inventory.modules:
             for info in module.parameters:
                 if info.tied_to is None:
-                    weight = next(unseen[self._plan.unit_of[module.path]]).whole
+                    weight = next(unseen[self._plan.unit_of[module.path]]).unsharded
                 else:
                     weight = weights[info.tied_to]
                 weights[full_name(module.path, info.name)] = weight
@@ -221,14 +221,14 @@ class Replay:
     def _call(self, path: str, compute: Compute, x: Tensor) -> Tensor:
         """Run a module as `nn.Module.__call__` does: FSDP2's hooks around activation checkpointing around `forward`."""
         is_forward = not self._autograd.is_backward
-        if is_forward and path in self._places:
+        if is_forward and path in self._entered_modules:
             self._ledger.enter(StepPoint(self._microbatch, "forward", path))
         if is_forward and path in self._again:
             compute = self._checkpointed(compute)
         unit = self._unit_of_module.get(path)
         given = x if unit is None else unit.pre_forward(x)  # like nn.Module, it holds `x` too until it returns
         output = compute(given)
-        if is_forward and path in self._places:
+        if is_forward and path in self._entered_modules:
             self._mark_backward(output, path)
         return output if unit is None else unit.post_forward(path, output)
 
@@ -238,8 +238,8 @@ class Replay:
     def _mark_backward(self, output: Tensor, path: str) -> None:
         """Begin the backward of a module when the gradient of its output exists."""
         assert output.node is not None
-        place = StepPoint(self._microbatch, "backward", path)
-        output.node.hooks.append(lambda: self._ledger.enter(place))
+        point = StepPoint(self._microbatch, "backward", path)
+        output.node.hooks.append(lambda: self._ledger.enter(point))
 
 
 def _every_second_product() -> Callable[[str], bool]:
