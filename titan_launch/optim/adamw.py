@@ -53,10 +53,10 @@ class _Corrections(NamedTuple):
     """Bias corrections of the moments: scalars on the device."""
 
     root: Tensor
-    """Of the square root of the second moment."""
+    """Bias correction of the square root of the second moment."""
 
     mean: Tensor
-    """Of the first moment."""
+    """Bias correction of the first moment."""
 
 
 def _update(group: ShardGroup, config: OptimizerConfig, applied: Tensor, corrections: _Corrections) -> None:

@@ -1,4 +1,4 @@
-"""Which parameters have which algorithm, learning rate and weight decay."""
+"""Optimizer groups of a model: algorithm, learning rate and weight decay of every parameter."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Group(NamedTuple):
     name: str
     settings: GroupSettings
     parameters: dict[str, nn.Parameter]
-    """By their first paths."""
+    """Parameters by path. A shared parameter has its first path."""
 
 
 def group_parameters(model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()) -> list[Group]:
-    """The parameters of a model, or of a part of one: each trainable one in one group.
+    """Return the trainable parameters of a model, or of a part of one, in groups.
 
-    The first of `[[optimizer.param_groups]]` whose glob matches a path of the parameter decides; a shared parameter
-    has several paths, and is in one group all the same. `head`: paths of the modules that run last.
+    The first entry of `[[optimizer.param_groups]]` whose glob matches a path of a parameter decides. A shared parameter
+    has several paths, but only one group. `head`: paths of the modules that run last.
     """
     undecayed, inner = _undecayed(model), _inner_matrices(model, head)
     groups: dict[str, Group] = {}
@@ -46,8 +46,8 @@ def group_parameters(model: nn.Module, config: OptimizerConfig, head: Collection
 
 
 def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()) -> None:
-    """Raise ConfigError for what only the whole model can tell: each of `[[optimizer.param_groups]]` that decides
-    nothing, and an algorithm of matrices where it has no matrix to update, or cannot know which."""
+    """Raise ConfigError for problems that only the whole model shows: an entry of `[[optimizer.param_groups]]` that
+    decides nothing, an algorithm for matrices without a matrix to update, or an unknown output layer."""
     paths = _trainable_paths(model)
     decisions = {parameter: first_match(config.param_groups, names) for parameter, names in paths.items()}
     problems = list(_unused(config.param_groups, paths.values(), set(decisions.values())))
@@ -87,7 +87,7 @@ def _without_matrices(model: nn.Module, config: OptimizerConfig, head: Collectio
 
 
 def _trainable_paths(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Every trainable parameter with its paths: one, or several where it is shared."""
+    """Return every trainable parameter with its paths. A shared parameter has several paths."""
     paths: dict[nn.Parameter, list[str]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
@@ -96,7 +96,8 @@ def _trainable_paths(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _undecayed(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters without weight decay by default; the weight that an output layer shares with an embedding too."""
+    """Return the parameters without weight decay by default. A weight shared by an embedding and an output layer is
+    one of them."""
     return {
         parameter
         for module in model.modules()

@@ -14,7 +14,7 @@ from titan_launch.optim.matrix_gather import MatrixGather, matrix_gather_of
 from titan_launch.optim.shards import LocalShard, ShardGroup, masters, store
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic polynomial: chosen for its slope at 0, so that small singular values grow fast."""
+"""Coefficients of the quintic polynomial. Its slope at 0 is large, so small singular values grow fast."""
 
 _EPS = 1e-7
 
@@ -49,10 +49,10 @@ def _update(division: MatrixGather, batch: Sequence[Matrix], config: MuonConfig,
 
 
 def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
-    """The matrix with singular values near 1, in bfloat16: `steps` Newton-Schulz iterations of a quintic.
+    """Return the matrix with singular values near 1, in bfloat16: `steps` Newton-Schulz iterations of a quintic.
 
-    They run on the smaller of the two products with the transpose, after division by the Frobenius norm. `matrix` is
-    used up.
+    The matrix is divided by its Frobenius norm. The iterations run on the smaller of its two products with its
+    transpose. `matrix` is overwritten.
     """
     a, b, c = _COEFFICIENTS
     x = matrix.bfloat16()
@@ -70,15 +70,17 @@ def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
 
 
 def scale_of_update(config: MuonConfig, rows: int, columns: int) -> float:
-    """What the learning rate of a matrix is multiplied by: see `optimizer.muon.adjust_lr_fn`."""
+    """Return the factor on the learning rate of a matrix (see `optimizer.muon.adjust_lr_fn`)."""
     if config.adjust_lr_fn == "original":
         return math.sqrt(max(1.0, rows / columns))
     return 0.2 * math.sqrt(max(rows, columns))
 
 
 def _batches(matrices: Sequence[Matrix]) -> Iterator[tuple[MatrixGather, list[Matrix]]]:
-    """As many matrices as ranks share them, one for each to put together; those of one size together, since the ranks
-    wait for each other."""
+    """Yield batches with at most one matrix for each rank that divides them.
+
+    Matrices of equal size are in one batch, because the ranks wait for each other.
+    """
     divided_alike: dict[MatrixGather, list[Matrix]] = {}
     for matrix in sorted(matrices, key=lambda matrix: matrix.shard.full.numel(), reverse=True):
         divided_alike.setdefault(matrix_gather_of(matrix.shard.full), []).append(matrix)
@@ -88,7 +90,7 @@ def _batches(matrices: Sequence[Matrix]) -> Iterator[tuple[MatrixGather, list[Ma
 
 
 def _direction(shard: LocalShard, config: MuonConfig, applied: Tensor) -> Tensor:
-    """The momentum after this step's gradient, in bfloat16; the state has it too."""
+    """Return the momentum after this step's gradient, in bfloat16, and store it in the state."""
     shard.state["step"].add_(applied)
     gradient, momentum = shard.gradient.float(), shard.state["momentum_buffer"].float()
     momentum.lerp_(gradient, ((1 - config.momentum) * applied).float())

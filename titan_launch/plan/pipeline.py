@@ -221,8 +221,8 @@ def balance(costs: Sequence[int], num_parts: int) -> tuple[int, ...]:
 def stage_part(plan: ModelPlan, stage: Stage) -> ModelPlan:
     """Return the part of a model's plan for one stage: its modules, units and buffers.
 
-    A unit with modules of several stages has a part on each. The root of a later stage does not cast its inputs: they
-    are the outputs of the previous stage, which the whole model does not cast there.
+    A unit with modules of several stages has a part on each. The root of a later stage does not cast its inputs. They
+    are the outputs of the previous stage, which the unsplit model does not cast there.
     """
     foreign = {path for other in plan.stages if other.index != stage.index for path in other.modules}
     inventory, first = _without(plan.inventory, foreign)

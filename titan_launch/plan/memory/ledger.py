@@ -227,9 +227,9 @@ class Footprint:
 def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footprint:
     """Return the footprint at another depth: `shorter + factor * (longer - shorter)`.
 
-    At each point of a step, memory is an affine function of the number of repeated blocks, if blocks have the same
-    names at all depths, counted from the first or from the last block. Points that only one of the two has (in the
-    middle) are skipped: memory there is between that of the neighbouring points.
+    At each step point, memory is an affine function of the number of repeated blocks. This requires that blocks have
+    the same names at all depths, counted from the first or from the last block. Points in the middle, which only one of
+    the two footprints has, are skipped. Memory there is between that of the neighbouring points.
     """
     return Footprint({point: _along(peak, longer.peaks[point], factor) for point, peak in _shared(shorter, longer)})
 

@@ -19,12 +19,12 @@ from titan_launch.plan.memory.analytic.tensors import Backward, Leaf, Node, Save
 from titan_launch.plan.memory.ledger import Category, Ledger
 
 Keeps = Callable[[], Callable[[str], bool]]
-"""Makes, for one run of a block, what says of each costly operation, in the order they run, whether its result is kept
-(selective recomputation)."""
+"""Returns, for one run of a block, a function of an operation's name: True if selective activation checkpointing
+saves the result. The function is called for each costly operation, in the order in which they run."""
 
 
 class _BlockRepeated(Exception):  # noqa: N818 (not an error)
-    """Raised when the last tensor that backward needs has been recomputed."""
+    """Raised when the last tensor that backward needs has been computed again."""
 
 
 class _Saved:
@@ -37,7 +37,7 @@ class _Saved:
 
 
 class _Block:
-    """One forward of a checkpointed block: how to run it again, and the tensors that the second run made."""
+    """A forward of a checkpointed block: the function to run again, and the tensors of the second run."""
 
     def __init__(self, compute: Callable[[Tensor], Tensor], x: Tensor, keeps: Keeps | None):
         self.compute = compute
@@ -57,7 +57,7 @@ class Autograd:
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
         self.is_backward = False
-        """Whether backward runs, which includes activation checkpointing."""
+        """True during backward, which includes the second forward of checkpointed blocks."""
         self._num_nodes = 0
         self._recording: _Block | None = None
         self._repeating: _Block | None = None
@@ -68,7 +68,7 @@ class Autograd:
         return Tensor(Storage(self.ledger, numel * DTYPE_BYTES[dtype], category), numel, dtype)
 
     def record(self, output: Tensor, inputs: Sequence[Tensor], backward: Backward, *saved: Saved) -> Tensor:
-        """The output, with a node that leads to the inputs. `saved`: what `save` has returned."""
+        """Return the output, with a node that leads to the inputs. `saved`: results of `save`."""
         self._num_nodes += 1
         node = Node(self._num_nodes, [x.node for x in inputs], backward)
         if saved:
@@ -89,7 +89,8 @@ class Autograd:
         return lambda: self._recall(saved)
 
     def run_costly(self, name: str, compute: Callable[[], Any]) -> Any:
-        """The result of an operation that selective recomputation may keep: tensors outside of the graph."""
+        """Return the result of an operation that selective activation checkpointing may save: tensors outside of the
+        graph."""
         block = self._repeating or self._recording
         if block is None or self._keep is None or not self._keep(name):
             return compute()
@@ -183,7 +184,7 @@ class Autograd:
 
 
 def _count_edges(root: Node) -> dict[Node, int]:
-    """How many gradients each node waits for."""
+    """Return the number of gradients that each node waits for."""
     edges: dict[Node, int] = {}
     unseen, seen = [root], {root}
     while unseen:

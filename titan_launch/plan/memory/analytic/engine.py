@@ -23,8 +23,10 @@ ANALYTIC_MODELS: dict[str, AnalyticModel] = {"llama3": llama3.ANALYTIC}
 
 
 def unknown_part(config: JobConfig) -> str | None:
-    """Return the part of a job that this engine does not know, in words; None where it knows the whole job. (Blocks
-    other than the model's own make other units, which only a trace finds.)"""
+    """Return the part of a job that this engine does not support, in words; None if it supports the whole job.
+
+    `model.blocks` is not supported, because other blocks make other units, which only a trace finds.
+    """
     model = ANALYTIC_MODELS.get(config.model.name)
     if model is None:
         return config.model.name

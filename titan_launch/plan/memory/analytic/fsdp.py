@@ -39,7 +39,7 @@ class Context:
         self.autograd = autograd
         self.layout = layout
         self.offloads = Category.GRADIENTS in autograd.ledger.on_host
-        """Whether shards of parameters and gradients are in host memory."""
+        """True if shards of parameters and gradients are in host memory."""
         self.units: list[ShardedUnit] = []
         """Units in the order of the model's modules, parents before children."""
         self.all_gather: Tensor | None = None
@@ -63,7 +63,7 @@ class Context:
 
 
 class Parameter:
-    """One parameter of a unit: unsharded after an all-gather, sharded on dim 0 before it."""
+    """A parameter of a unit: sharded on dim 0, and unsharded after an all-gather."""
 
     def __init__(self, unit: ShardedUnit, info: TensorInfo, index: int):
         self.numel = info.numel
@@ -78,7 +78,7 @@ class Parameter:
 
 
 class ShardedUnit:
-    """One `fully_shard` call: `FSDPState` with its `FSDPParamGroup`."""
+    """A `fully_shard` call: `FSDPState` with its `FSDPParamGroup`."""
 
     def __init__(self, context: Context, unit: Unit, parameters: Sequence[TensorInfo]):
         self.context = context
@@ -150,7 +150,7 @@ class ShardedUnit:
         del before
 
     def _cast_one_by_one(self) -> None:
-        """With one shard there is no all-gather; every parameter is copied from its cast."""
+        """Copy every parameter from its cast. With one shard there is no all-gather."""
         copy = None
         for parameter in self.parameters:
             if self.context.offloads:
@@ -314,7 +314,7 @@ class ShardedUnit:
             del self._gradients[index]
 
     def _reduce(self, gradients: list[Tensor], parameters: Sequence[Parameter]) -> None:
-        """`foreach_reduce`."""
+        """Replay `foreach_reduce`."""
         world, is_hsdp = self.context.layout.shard, self.context.layout.replicate > 1
         new, dtype = self.autograd.new, self.unit.reduce_dtype
         padded = sum(parameter.padded for parameter in parameters)

@@ -71,7 +71,7 @@ class Forward(Protocol):
 
 @dataclass(frozen=True)
 class AnalyticModel:
-    """A language model that the analytic engine knows. `args` are the model's arguments."""
+    """A language model that the analytic engine supports. `args` are the model's arguments."""
 
     inventory: Callable[[Any, int], Inventory]
     """(args, seq_len) to the table of the model's modules, as `models.inventory.take_inventory` finds it."""
@@ -80,7 +80,7 @@ class AnalyticModel:
     """(args, context) to the forward."""
 
     unknown_part: Callable[[JobConfig], str | None] = lambda config: None
-    """The part of a job that the model does not know, in words."""
+    """Returns the part of a job that the engine does not support for this model, in words; None if there is none."""
 
 
 def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> list[GroupSizes]:
@@ -122,7 +122,7 @@ class Replay:
         kernels: Kernels,
         again: Collection[str],
     ):
-        """`again`: the checkpointed blocks."""
+        """`again`: paths of the checkpointed blocks."""
         self._config = config
         self._plan = plan
         self._layout = layout
@@ -187,7 +187,8 @@ class Replay:
         self._ledger.allocate(sum(self._buffer_bytes()), Category.BUFFERS)
 
     def _buffer_bytes(self) -> Iterator[int]:
-        """BatchNorm's running statistics exist twice: a skipped step restores them."""
+        """Yield the bytes of every buffer. BatchNorm's running statistics exist twice, because a skipped step
+        restores them."""
         dtypes = self._plan.buffer_dtypes
         for module in self._plan.inventory.modules:
             for buffer in module.buffers if module.same_as is None else ():
@@ -213,7 +214,7 @@ class Replay:
         return self._model(tokens, self._plan.inventory.blocks)
 
     def _loss(self, logits: Tensor) -> Tensor:
-        """The point of the loss lasts until the gradient of the logits exists."""
+        """Compute the loss. Its step point lasts until the gradient of the logits exists."""
         self._ledger.enter(StepPoint(self._microbatch, "loss", ""))
         num_classes = logits.numel // self._num_tokens
         return ops.cross_entropy(self._autograd, logits, num_classes, self._config.training.loss_chunks)
