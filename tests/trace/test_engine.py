@@ -80,14 +80,14 @@ def test_two_depths_extrapolated_are_the_whole(
     assert (footprint.peak_bytes, footprint.peak_point) == (whole.peak_bytes, whole.peak_point)
 
 
-def test_a_model_that_counts_its_blocks_is_traced_whole(traced_blocks: list[int]) -> None:
+def test_a_model_that_counts_its_blocks_is_traced_with_all_blocks(traced_blocks: list[int]) -> None:
     counted, _ = ask({"model": {"name": "tests.trace.models:Chain", "args": {"n_layers": 7, "counts": True}}})
     assert traced_blocks == [5, 7]  # the last block is not as the others
     plain, _ = ask({"model": {"name": "tests.trace.models:Chain", "args": {"n_layers": 7}}})
     assert counted.peak_bytes == plain.peak_bytes
 
 
-def test_a_model_that_grows_unevenly_is_traced_whole(traced_blocks: list[int]) -> None:
+def test_a_model_that_grows_unevenly_is_traced_with_all_blocks(traced_blocks: list[int]) -> None:
     """Every layer keeps what it makes of all that came before it: memory grows with the square of the depth."""
     dense = {"name": "tests.trace.models:Chain", "args": {"n_layers": 12, "dense": True}}
     ask({"model": dense, "training": {"seq_len": 512}})

@@ -122,6 +122,6 @@ def test_nothing_is_left_in_the_process() -> None:
 
 
 def test_a_process_group_of_ones_own_is_refused() -> None:
-    with fake_process_group(2), pytest.raises(RuntimeError, match="process group of its own"):
+    with fake_process_group(2), pytest.raises(RuntimeError, match="makes its own process group"):
         trace(4, {})
     assert not dist.is_initialized()

@@ -98,7 +98,7 @@ def test_a_run_goes_back_to_its_checkpoint_and_past_the_bad_data(tmp_path: Path)
     config = JobConfig.model_validate(job)
     source = build_source(config.data, build_tokenizer(config.tokenizer), config.training.seq_len, ("data",), None)
     for step, position in ((5, 16), (6, 20)):
-        record = json.loads((tmp_path / "run" / "tiny" / "faults" / f"step-{step}.json").read_text())
+        record = json.loads((tmp_path / "run" / "tiny" / "skipped_steps" / f"step-{step}.json").read_text())
         assert (record["step"], record["reason"], record["data_position"]) == (step, "nonfinite", position)
         assert [math.isfinite(float(rank["loss"])) for rank in record["ranks"]] == [True, False]
         for rank in record["ranks"]:
@@ -124,7 +124,7 @@ def test_a_run_does_not_go_back_for_ever(tmp_path: Path) -> None:
     ((_, message, _),) = run_ranks(train_poisoned, 1, job, range(16, 1000))
     assert message.startswith("step 5: the loss or the gradient is not finite")
     assert "it has gone back to a checkpoint 2 times already (debug.max_rollbacks)" in message
-    assert str(tmp_path / "tiny" / "faults" / "step-5.rollback-2.json") in message
+    assert str(tmp_path / "tiny" / "skipped_steps" / "step-5.rollback-2.json") in message
 
 
 def test_a_run_without_a_checkpoint_cannot_go_back(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_too_many_skips_stop_the_run_and_a_resume_counts_on(tmp_path: Path) -> N
     job = job_with(tmp_path, 3)
     bad = range(8, 16)  # steps 3 and 4
     assert run_ranks(train_poisoned, 1, job, bad)[0][1] == ""
-    faults = tmp_path / "tiny" / "faults"
+    faults = tmp_path / "tiny" / "skipped_steps"
     for number in range(MAX_RECORDS):
         (faults / f"step-{number + 100}.json").touch()
     ((_, message, _),) = run_ranks(train_poisoned, 1, {**job, "training": {**job["training"], "steps": 8}}, bad)

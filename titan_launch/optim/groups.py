@@ -77,8 +77,8 @@ def _without_matrices(model: nn.Module, config: OptimizerConfig, head: Collectio
         return
     if not head and all(group.algorithm is None for group in config.param_groups):
         reason = (
-            "is not for the output layer, and which one that is a model of your own does not say; give it a group, as "
-            f'in [[optimizer.param_groups]] match = "output.*", algorithm = "{for_others}"'
+            "does not support output layers, and the output layer of your model is unknown; give that layer a group, "
+            f'as in [[optimizer.param_groups]] match = "output.*", algorithm = "{for_others}"'
         )
         yield Problem(("optimizer", "name"), reason, config.name)
     elif all(group.settings.algorithm != config.name for group in group_parameters(model, config, head)):

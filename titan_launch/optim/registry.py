@@ -48,7 +48,7 @@ class MixedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient. Collective if an algorithm exchanges matrices."""
-        assert closure is None, "nothing here evaluates the model"
+        assert closure is None, "closures are not supported"
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         by_algorithm: dict[str, list[ShardGroup]] = {}
         for group in self.param_groups:
@@ -63,7 +63,7 @@ class MixedOptimizer(Optimizer):
                     update(shard_group, self._config, found_inf)
             else:
                 shards = [shard for shard_group in groups for shard in shard_group.shards]
-                # With offloaded parameters the shards are on the host, which then waits.
+                # With CPU offload the shards are on the host, so the host waits for the device.
                 found_there = None if found_inf is None else found_inf.to(shards[0].parameter.device)
                 mask_gradients(shards, found_there)
                 applied = applied_or_skipped(found_there, shards[0].parameter.device)
@@ -158,12 +158,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, head: Collection[
 
 
 def step_unless(optimizer: Optimizer, nonfinite: Tensor) -> None:
-    """`optimizer.step()`, unless `nonfinite` (a scalar on the device, 0 or 1) is 1: then neither parameters nor
-    optimizer state change, the state's step counts included.
+    """Call `optimizer.step()` unless `nonfinite` (a scalar on the device, 0 or 1) is 1.
 
-    `MixedOptimizer` and PyTorch's fused implementation decide on the device. They read the attributes that
-    `torch.amp.GradScaler` sets on an optimizer for the same purpose, and which exist for this step only. Others make
-    the host wait for the flag.
+    A skipped step changes neither parameters nor optimizer state, including its step counts. `MixedOptimizer` and
+    PyTorch's fused implementation decide on the device. They read the attributes that `torch.amp.GradScaler` sets on an
+    optimizer for the same purpose. The attributes exist for this step only. With other implementations the host waits
+    for the device.
     """
     if _decides_on_device(optimizer):
         flag = (nonfinite != 0).to(torch.float32)  # the kernels compare with exactly 1.0

@@ -58,7 +58,7 @@ class ShardGroup(NamedTuple):
 
 
 def shard_of(name: str, parameter: Tensor, state: dict[str, Any], seed: int | None) -> LocalShard:
-    """The part of a parameter that has a gradient and state."""
+    """Return the shard of a parameter that has a gradient and state."""
     assert parameter.grad is not None
     local_state = {key: local_tensor(value) for key, value in state.items()}
     return LocalShard(name, parameter, local_tensor(parameter), local_tensor(parameter.grad), local_state, seed)
@@ -85,7 +85,7 @@ def applied_or_skipped(found_inf: Tensor | None, device: torch.device) -> Tensor
 
 
 def count_step(shards: Sequence[LocalShard], applied: Tensor) -> None:
-    """Count a step that is kept."""
+    """Count a step that is not skipped."""
     # A list of equal tensors: of one tensor, PyTorch would ask the device for its value.
     torch._foreach_add_([shard.state["step"] for shard in shards], [applied.float()] * len(shards))
 

@@ -204,10 +204,11 @@ def link_traffic_of_step(traffic: Traffic, layout: Layout, gpus_per_node: int) -
 
     In a ring of n ranks, each rank sends B (n-1)/n for an all-gather or a reduce-scatter of a buffer of B bytes, and
     twice that for an all-reduce. The ring follows the order of ranks (see `titan_launch.plan.layout.Layout`), with
-    `gpus_per_node` neighbours on a node. If k of the n hops lead to another node, k/n of the bytes of each rank count
-    as sent to other nodes: NCCL lays one ring per rank of a node, and each ring leaves the node through another link.
-    If groups lie differently on nodes, the group with the most such hops counts. Traffic between pipeline stages is
-    divided in the same way.
+    `gpus_per_node` neighbours on a node.
+
+    If k of the n hops lead to another node, k/n of the bytes of each rank count as sent to other nodes. NCCL lays one
+    ring per rank of a node, and each ring leaves the node through another link. If groups lie differently on nodes, the
+    group with the most such hops counts. Traffic between pipeline stages is divided in the same way.
     """
     shard_stride = layout.tensor
     replica_stride = layout.tensor * layout.parameter_shards

@@ -70,12 +70,12 @@ class Layout:
 
     @property
     def divides_model(self) -> bool:
-        """Whether a rank has a part of the matrices, or of the layers, only."""
+        """True if a rank has only a part of the matrices or of the layers."""
         return self.tensor > 1 or self.pipeline > 1
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.data_parallel * self.model_parallel
 
     @property

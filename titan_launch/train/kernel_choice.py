@@ -221,7 +221,8 @@ _NO_REASONS = ("because:", "runtime disabled")
 
 @contextmanager
 def _refusals_collected() -> Iterator[list[str]]:
-    """Collect the warnings that say why a backend is refused, instead of showing them. Other warnings are shown."""
+    """Collect the warnings that give the reasons for refusing a backend, instead of showing them. Other warnings are
+    shown."""
     reasons: list[str] = []
     show = warnings.showwarning
 

@@ -31,7 +31,7 @@ class ResolvedJob:
     """The job as resolved: global batch size set, modes in place of `auto`, `parallelism` completed for these ranks."""
 
     requested: JobConfig
-    """The same job with `parallelism` as the user requested it: on another number of ranks it resolves differently."""
+    """The same job with `parallelism` as the user requested it. It resolves differently on another number of ranks."""
 
     reason: str | None
     """Why the modes were chosen; None if the job has no `auto`."""

@@ -23,13 +23,13 @@ class _Column:
 
     cell: Callable[[Row], str]
     is_detail: bool = False
-    """Whether only the verbose table has the column."""
+    """True if only the verbose table has the column."""
 
 
 _COLUMNS = (
     _Column(
         "activation checkpointing",
-        "modules whose activations are recomputed in backward instead of saved (activation_checkpoint.mode)",
+        "modules that run forward again in backward instead of saving activations (activation_checkpoint.mode)",
         lambda row: row.choice.activation_checkpoint_label,
     ),
     _Column(

@@ -79,8 +79,8 @@ class StepGuard:
         self._ages = torch.arange(MAX_WINDOW, 0, -1, device=device)
         self._no_limits = torch.full((2,), math.inf, dtype=torch.float64, device=device)
         self._records: list[Tensor] = []
-        """For every step since the last call of `pop_skipped_steps`: reason, this rank's loss, whether the step
-        exceeded a limit, loss and norm, and their limits."""
+        """Values of every step since the last call of `pop_skipped_steps`: reason, this rank's loss, whether the
+        step exceeded a limit, loss and norm, and their limits."""
 
     @torch.no_grad()
     def check(self, loss: Tensor, grad_norm: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from titan_launch.plan.module_selection import checkpointed_modules
 from titan_launch.plan.types import Inventory, ModelPlan
 
 ANALYTIC_MODELS: dict[str, AnalyticModel] = {"llama3": llama3.ANALYTIC}
-"""The models that the engine knows, by their name in `[model]`. All others are traced."""
+"""The models that the engine supports, by their name in `[model]`. Other models are traced."""
 
 
 def unknown_part(config: JobConfig) -> str | None:

@@ -183,7 +183,7 @@ class ShardedUnit:
         """Unshard the parameters before a module of the unit runs, and return its input, cast."""
         if not self.modules_to_run:
             self.modules_to_run.update(self.unit.modules)
-        if self.state is State.PRE_BACKWARD:  # recomputation
+        if self.state is State.PRE_BACKWARD:  # the second forward of a checkpointed block
             if not self._unsharded_bytes:
                 self.unshard()
                 self.wait_for_unshard()
@@ -319,7 +319,7 @@ class ShardedUnit:
         new, dtype = self.autograd.new, self.unit.reduce_dtype
         padded = sum(parameter.padded for parameter in parameters)
         reduce_input = new(padded, dtype, Category.REDUCE_SCATTER)
-        # Before torch 2.15 a loop variable in FSDP2 keeps it until the function ends.
+        # Before torch 2.15 a loop variable in FSDP2 holds the last gradient until the function ends.
         last = gradients[-1] if world > 1 and not FREES_EARLIER else None
         gradients.clear()
         output = new(padded // world, dtype, Category.REDUCE_SCATTER)

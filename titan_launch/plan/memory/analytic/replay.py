@@ -1,4 +1,4 @@
-"""One optimizer step of a model on one rank, replayed as FSDP2 and autograd run it. No torch."""
+"""Replay of one optimizer step of a model on one rank, as FSDP2 and autograd run it. No torch."""
 
 from __future__ import annotations
 
