@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) with moments, parameters and masters in dtypes of their own."""
+"""AdamW (arXiv:1711.05101) with separate dtypes for moments, parameters and masters."""
 
 from __future__ import annotations
 

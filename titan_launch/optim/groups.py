@@ -21,7 +21,7 @@ from titan_launch.plan.param_groups import (
 
 
 class Group(NamedTuple):
-    """Parameters that are updated alike."""
+    """Parameters with the same settings."""
 
     name: str
     settings: GroupSettings

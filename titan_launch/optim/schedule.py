@@ -61,7 +61,7 @@ def _shape(config: WarmupStableDecay | Cosine | Linear) -> str:
 
 
 def _fall(shape: str, done: float) -> float:
-    """Return the share of the decay that is left: 1 if none of it is done (0), 0 if all of it is (1)."""
+    """Return the remaining share of the decay: 1 at its start (0), 0 at its end (1)."""
     if shape == "cosine":
         return (1 + math.cos(math.pi * done)) / 2
     if shape == "sqrt":

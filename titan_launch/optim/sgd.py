@@ -1,4 +1,4 @@
-"""SGD with momentum, parameters and masters in dtypes of their own."""
+"""SGD with separate dtypes for momentum, parameters and masters."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks with data of their own."""
+        """Number of ranks with different data."""
         return self.replicate * self.shard
 
     @property

@@ -60,7 +60,7 @@ from titan_launch.train.step import forward_backward, loss_of
 
 
 class Batches:
-    """The microbatches of a rank, all alike: the SampleFormat of a model that is traced."""
+    """The equal microbatches of a rank: the SampleFormat of a traced model."""
 
     def __init__(self, config: JobConfig, layout: Layout, part: SequencePart | None):
         """`part`: the tokens of every sequence that belong to the rank. Raises ConfigError as `sample_format` does."""

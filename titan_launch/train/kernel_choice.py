@@ -87,7 +87,7 @@ def use_kernels(
 def attention_failures_explained(kernels: KernelsConfig) -> Iterator[None]:
     """Raise ConfigError if the backend of `kernels.attention` refuses a call of attention within the block.
 
-    Only the call can tell. PyTorch's warnings, which give the reasons, become part of the error.
+    Only a call shows a refusal. PyTorch's warnings, which give the reasons, become part of the error.
     """
     if kernels.attention == "auto":
         yield  # the backend math takes every call

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 class Sink(ABC):
-    """A place that metrics are written to. Only rank 0 has sinks."""
+    """A destination of metrics. Only rank 0 has sinks."""
 
     @abstractmethod
     def write(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -69,7 +69,7 @@ class ConsoleSink(Sink):
             self._drawn_step, self._drawn_at = None, -math.inf
 
     def rewind(self, step: int) -> None:
-        """Take the bar away, and estimate the time that is left anew."""
+        """Remove the bar, and restart the estimate of the remaining time."""
         self.clear()
         self._first = None
 

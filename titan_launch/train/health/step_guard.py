@@ -55,7 +55,7 @@ class StepGuard:
     skip = guard.check(loss_sum, grad_norm)        # every step; does not wait for the device
     skipped = guard.pop_skipped_steps(step)        # at reports; waits for the device
 
-    All ranks must decide alike, else their parameters would diverge. Under HSDP the gradient norm is reduced within a
+    All ranks must make the same decision, else their parameters would diverge. Under HSDP the gradient norm is reduced within a
     replica only. So one all-reduce sums loss, norm and flag over all ranks.
     """
 

@@ -2,7 +2,7 @@
 
 The order of backward and of frees is that of PyTorch's engine (torch/csrc/autograd/engine.cpp). Two gradients of one
 tensor are added into a third tensor, as in PyTorch when another reference to the first exists. Activation checkpointing
-is `torch.utils.checkpoint` with `use_reentrant=False`: a saved tensor is a place-holder, and the first access runs the
+is `torch.utils.checkpoint` with `use_reentrant=False`: a saved tensor is a placeholder, and the first access runs the
 forward of its block again, up to the last saved tensor.
 """
 
@@ -28,7 +28,7 @@ class _BlockRepeated(Exception):  # noqa: N818 (not an error)
 
 
 class _Saved:
-    """A place-holder for the tensors that one operation saved in a checkpointed block."""
+    """A placeholder for the tensors that one operation saved in a checkpointed block."""
 
     __slots__ = ("__weakref__", "block")
 
@@ -131,7 +131,7 @@ class Autograd:
         self.is_backward = False
 
     def _pass_on(self, node: Node, results: list[Tensor | None], index: int, gradients: dict[Node, Tensor]) -> None:
-        """Add a gradient to those that a node has already, and let go of it."""
+        """Add a gradient to those that a node already has, and release it."""
         result, results[index] = results[index], None
         assert result is not None, "what leads to a parameter has a gradient"
         before = gradients.get(node)

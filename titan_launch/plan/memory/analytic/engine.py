@@ -53,7 +53,7 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
     """Return a function that computes the footprint of a job under other modes of gradient accumulation and activation
     checkpointing.
 
-    `kernels`: whose footprint operations have. Where many blocks are alike, two shallower models are replayed, and
+    `kernels`: the device family whose memory is predicted. If many blocks are equal, two shallower models are replayed, and
     their footprints extrapolated: memory is an affine function of depth.
     """
     inventory, args, model = model_inventory(config), _args(config), ANALYTIC_MODELS[config.model.name]
