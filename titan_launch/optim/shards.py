@@ -170,8 +170,8 @@ class Draw:
 def round_to(target: Tensor, value: Tensor, draw: Draw | None = None) -> None:
     """Store float32 values in a tensor of the same shape: to the nearest, or to bfloat16 stochastically with `draw`.
 
-    Stochastic rounding takes the neighbour above with the probability that makes the mean right; what bfloat16 has is
-    kept. `value` is used up.
+    Stochastic rounding takes the neighbour above with the probability that makes the mean right. Values that
+    bfloat16 represents are unchanged. `value` is overwritten.
     """
     if target is value:
         return

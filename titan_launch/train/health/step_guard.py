@@ -55,8 +55,8 @@ class StepGuard:
     skip = guard.check(loss_sum, grad_norm)        # every step; does not wait for the device
     skipped = guard.pop_skipped_steps(step)        # at reports; waits for the device
 
-    All ranks must make the same decision, else their parameters would diverge. Under HSDP the gradient norm is reduced within a
-    replica only. So one all-reduce sums loss, norm and flag over all ranks.
+    All ranks must decide the same, else their parameters would diverge. Under HSDP the gradient norm is reduced within
+    a replica only. So one all-reduce sums loss, norm and flag over all ranks.
     """
 
     def __init__(self, config: DebugConfig, device: torch.device):

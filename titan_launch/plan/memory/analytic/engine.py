@@ -53,8 +53,8 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
     """Return a function that computes the footprint of a job under other modes of gradient accumulation and activation
     checkpointing.
 
-    `kernels`: the device family whose memory is predicted. If many blocks are equal, two shallower models are replayed, and
-    their footprints extrapolated: memory is an affine function of depth.
+    `kernels`: the device family whose memory is predicted. If many blocks are equal, two shallower
+    models are replayed, and their footprints extrapolated: memory is an affine function of depth.
     """
     inventory, args, model = model_inventory(config), _args(config), ANALYTIC_MODELS[config.model.name]
 
