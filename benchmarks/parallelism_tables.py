@@ -30,7 +30,7 @@ from titan_launch.trace.engine import trace_engine
 from titan_launch.train.auto_mode import inspect_model
 
 SAMPLES = 512
-_RECOMPUTATION = {"8B": "selective", "70B": "full", "405B": "full"}
+_CHECKPOINTING = {"8B": "selective", "70B": "full", "405B": "full"}
 _STAGES = {"70B": 4, "405B": 8}
 _ACCUMULATION = (
     {"mode": "immediate"},
@@ -78,7 +78,7 @@ def _predict(model: str, ranks: int, layout: Named, accumulation: dict[str, Any]
             "training": {"seq_len": 8192, "local_batch_size": 1, "global_batch_size": SAMPLES, "loss_chunks": 8},
             "parallelism": layout.keys,
             "gradient_accumulation": accumulation,
-            "activation_checkpoint": {"mode": _RECOMPUTATION[model]},
+            "activation_checkpoint": {"mode": _CHECKPOINTING[model]},
             "optimizer": {"implementation": "fused"},
             "planner": {"device": "h100-80gb"},
         }
@@ -122,12 +122,12 @@ def table(models: Sequence[str], ranks: Sequence[int], names: Sequence[str] | No
             fitting = {name: row for name, row in rows.items() if row.verdict == "fits"}
             best = min(fitting, key=lambda name: _shortest(fitting[name]), default=None)
             lines += [_cells(model, number, name, row, name == best) for name, row in rows.items()]
-    recomputed = ", ".join(f"{mode} for {model}" for model, mode in _RECOMPUTATION.items() if model in models)
+    checkpointed = ", ".join(f"{mode} for {model}" for model, mode in _CHECKPOINTING.items() if model in models)
     tokens = SAMPLES * 8192 // 2**20
     notes = (
         f"{SAMPLES} sequences of 8,192 tokens a step ({tokens} Mi tokens), one per microbatch; fp32 parameters "
-        f"and AdamW, bf16 compute, fp32 reduction; activation checkpointing: {recomputed}; 8 loss chunks; pipelines by "
-        "1F1B. Memory is that of the rank that needs most. Bold: the layout that fits with the lowest lower bound of "
+        f"and AdamW, bf16 compute, fp32 reduction; activation checkpointing: {checkpointed}; 8 loss chunks; pipelines "
+        "by 1F1B. Memory is that of the rank that needs most. Bold: the layout that fits with the lowest lower bound of "
         "the step time; of equal ones, that with the lowest upper bound."
     )
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", notes])
@@ -160,7 +160,7 @@ def main() -> int:
     """Predict all layouts, or the selected ones."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--write", type=Path, help="Markdown file with the markers")
-    parser.add_argument("--models", nargs="+", default=list(_RECOMPUTATION), choices=list(_RECOMPUTATION))
+    parser.add_argument("--models", nargs="+", default=list(_CHECKPOINTING), choices=list(_CHECKPOINTING))
     parser.add_argument("--layouts", nargs="+", help="names of layouts, such as FSDP (default: all)")
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 512], choices=[8, 64, 512])
     options = parser.parse_args()

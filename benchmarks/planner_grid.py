@@ -47,7 +47,7 @@ class Result:
     kernels: Kernels
     analytic_bytes: int
     traced_bytes: int
-    same_place: bool
+    same_peak_point: bool
     same_traffic: bool
 
     @property
@@ -89,7 +89,7 @@ def random_job(seed: int) -> tuple[dict[str, Any], int, Kernels]:
         "precision": precision,
         "batchnorm": {"statistics": pick.choice(["local", "synchronized"])},
         "gradient_accumulation": {"mode": mode, "keep_params_unsharded": pick.random() < 0.3},
-        "activation_checkpoint": _random_recomputation(pick),
+        "activation_checkpoint": _random_checkpointing(pick),
         "parallelism": {
             "data_parallel_replicate_degree": replicate,
             "data_parallel_shard_degree": shard,
@@ -125,7 +125,7 @@ def _random_precision(pick: random.Random, mode: str) -> dict[str, Any]:
     return {"storage_dtype": storage, "param_dtype": compute, "reduce_dtype": reduce, "rules": pick.choice(rules)}
 
 
-def _random_recomputation(pick: random.Random) -> dict[str, Any]:
+def _random_checkpointing(pick: random.Random) -> dict[str, Any]:
     mode = pick.choice(["none", "full", "selective"])
     return {"mode": mode} | ({"selective_ac_option": pick.choice(["op", "op", 1])} if mode == "selective" else {})
 
@@ -148,7 +148,7 @@ def compare(seed: int) -> Result | None:
         kernels=kernels,
         analytic_bytes=analytic.peak_bytes,
         traced_bytes=traced.footprint.peak_bytes,
-        same_place=analytic.place == traced.footprint.place,
+        same_peak_point=analytic.peak_point == traced.footprint.peak_point,
         same_traffic=traced.traffic == traffic_of_step(plan, layout, choice.accumulation),
     )
 
@@ -166,7 +166,7 @@ def summarize(results: Sequence[Result], refused: int) -> str:
             f"{max(errors):.3%}",
             f"{statistics.mean(errors):.3%}",
             sum(error < 0.01 for error in errors),
-            sum(result.same_place for result in chosen),
+            sum(result.same_peak_point for result in chosen),
             sum(result.same_traffic for result in chosen),
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")

@@ -136,14 +136,14 @@ def gradient(run: Run, tokens: Tensor) -> dict[str, Tensor]:
     statistics = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
     tokens = tokens.to(run.ranks.device)
     (cross_entropy_sum(run.model(tokens[:, :-1]), tokens[:, 1:]) / tokens[:, 1:].numel()).backward()
-    found = {name: whole(p.grad) for name, p in run.model.named_parameters() if p.grad is not None}
+    found = {name: full_tensor(p.grad) for name, p in run.model.named_parameters() if p.grad is not None}
     run.model.zero_grad()
     for name, buffer in run.model.named_buffers():
         buffer.copy_(statistics[name])
     return found
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return the unsharded tensor in fp64."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).double()
 

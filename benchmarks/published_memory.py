@@ -32,7 +32,7 @@ class Report:
     name: str
     ranks: int
     training: dict[str, Any]
-    recomputation: str
+    checkpointing: str
     reserved_gib: float
     remark: str = ""
 
@@ -66,7 +66,7 @@ def predict(report: Report) -> tuple[float, float]:
         {
             "model": {"name": "llama3", "flavor": "8B"},
             "training": report.training,
-            "activation_checkpoint": {"mode": report.recomputation},
+            "activation_checkpoint": {"mode": report.checkpointing},
             "optimizer": {"implementation": "fused"},
         }
     )
@@ -97,7 +97,7 @@ def main() -> int:
         ratio = active / report.reserved_gib
         is_right &= 0.75 <= ratio < 1
         figures = [f"{active:.1f}", f"{reserved:.1f}", f"{report.reserved_gib:.1f}", f"{ratio:.2f}"]
-        rows.append([report.name, report.recomputation, *figures, report.remark])
+        rows.append([report.name, report.checkpointing, *figures, report.remark])
     publish("\n".join(f"| {' | '.join(row)} |" for row in rows), "published_memory", options.write)
     return int(not is_right)
 

@@ -31,12 +31,12 @@ def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert [name for name, tensor in a.items() if not torch.equal(tensor, b[name])] == []
 
 
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
+def full_state(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, gathered from their shards."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: whole(tensor) for name, tensor in tensors.items()}
+    return {name: full_tensor(tensor) for name, tensor in tensors.items()}
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """A tensor gathered from its shards."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

@@ -111,7 +111,7 @@ def test_plan_shows_every_module_with_its_unit_and_the_line_of_its_rule(job: Pat
     plan = json.loads(run("titan_launch", "plan", "--config", job, "--world-size", "4", "--json", override).stdout)
     unit, *others = [unit for unit in plan["units"] if unit["reason"] == "precision.rules.0"]
     assert bool(others) is not CAN_SHARE_UNITS
-    assert (unit["compute_dtype"], unit["output_dtype"], unit["place"]) == ("float32", "bfloat16", f"{job}:{line}")
+    assert (unit["compute_dtype"], unit["output_dtype"], unit["location"]) == ("float32", "bfloat16", f"{job}:{line}")
     assert sum(unit["parameters"] for unit in plan["units"]) == plan["parameters"]
     assert not (tmp_path / "tiny").exists()
 

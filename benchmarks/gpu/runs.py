@@ -14,7 +14,7 @@ from benchmarks.gpu.cases import Case, Shape
 from benchmarks.gpu.processes import log_name, run_process
 from titan_launch.config.loading.load import load_job
 from titan_launch.plan.hardware import GIB
-from titan_launch.plan.job import configured_choice, with_whole_parameters
+from titan_launch.plan.job import configured_choice, with_unsharded_parameters
 from titan_launch.plan.layout import plan_layout
 from titan_launch.plan.memory.analytic.engine import analytic_engine
 
@@ -102,7 +102,7 @@ def planned_gib(case: Case, device: Device) -> float:
     """Return the planner's prediction of peak active memory. It is that of an eager step without float8."""
     config = load_job(BASE, overrides(job_of(case, device, "outputs"))).config
     layout = plan_layout(config.parallelism, config.training, world_size=1)
-    config = with_whole_parameters(config, layout)
+    config = with_unsharded_parameters(config, layout)
     return analytic_engine(config, layout, device)(configured_choice(config)).peak_bytes / GIB
 
 

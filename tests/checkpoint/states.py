@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.tensors import whole, whole_state
+from tests.tensors import full_state, full_tensor
 from titan_launch.checkpoint.manager import CheckpointManager, Origin
 from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.config.sections.checkpoint import CheckpointConfig
@@ -43,10 +43,10 @@ class Trained:
 
     def everything(self) -> dict[str, Tensor]:
         """Parameters, buffers and optimizer state, gathered."""
-        found = whole_state(self.model)
+        found = full_state(self.model)
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                found[f"{name}/{key}"] = whole(value)
+                found[f"{name}/{key}"] = full_tensor(value)
         return found
 
 

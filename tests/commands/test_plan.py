@@ -31,7 +31,7 @@ def test_a_run_records_the_units_that_plan_shows(tmp_path: Path, capsys: pytest.
     recorded = json.loads((tmp_path / "tiny" / "units.json").read_text())
     print_plan(JobConfig.model_validate(job), 2, lambda key: f"precision.rules.{key[-1]}", JSON)
     assert json.loads(capsys.readouterr().out)["units"] == recorded
-    assert {unit["place"] for unit in recorded} == {None, "precision.rules.0", "precision.rules.1"}
+    assert {unit["location"] for unit in recorded} == {None, "precision.rules.0", "precision.rules.1"}
 
 
 def wrapped_modules(job: dict[str, Any]) -> set[str]:

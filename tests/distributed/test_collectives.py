@@ -42,11 +42,11 @@ def test_the_result_is_that_of_pytorchs_operator(ranks: int) -> None:
 def collectives_of_all_gathers() -> set[str]:
     """Return the c10d operators of a functional all-gather, and of the all-gather of a DTensor."""
     mesh = this_mesh().ranks
-    whole = torch.arange(12.0).view(4, 3)
-    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    full = torch.arange(12.0).view(4, 3)
+    sharded = distribute_tensor(full, mesh, [Shard(0)])
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        gather(whole)
-        assert torch.equal(sharded.full_tensor(), whole)
+        gather(full)
+        assert torch.equal(sharded.full_tensor(), full)
     return {event.key for event in profiled.key_averages() if event.key.startswith("c10d::")}
 
 

@@ -96,7 +96,7 @@ def test_pauses_do_not_count() -> None:
     assert scalars["throughput/tflops_per_device"] == 2
 
 
-def test_unknown_figures_are_left_out() -> None:
+def test_unknown_values_are_not_reported() -> None:
     clock = Clock()
     no_flops, no_peak = build(clock, peak_flops=1e12), build(clock, flops_per_step_per_device=1e12)
     for meter in (no_flops, no_peak):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed import run_ranks
-from tests.tensors import assert_equal, whole_state
+from tests.tensors import assert_equal, full_state
 from tests.train.jobs import this_rank
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import ModelConfig
@@ -73,7 +73,7 @@ def _expected(factory: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
     torch.manual_seed(SEED)
     random.seed(SEED)
     np.random.seed(SEED)
-    return whole_state(factory())
+    return full_state(factory())
 
 
 def _config(name: str, **sections: Any) -> JobConfig:
@@ -112,7 +112,7 @@ def _sharded_values() -> dict[str, torch.Tensor]:
     model = shard_model(config, built, plan_precision(config, built), mesh)
     allocate(model, CPU)
     initialize(model, built.initializer, 0, CPU)
-    return whole_state(model)
+    return full_state(model)
 
 
 def test_every_sharding_has_the_values_of_the_factory() -> None:
@@ -252,10 +252,10 @@ def test_a_factory_that_cannot_be_used(factory: str, args: dict[str, Any], reaso
 
 def test_the_memory_of_copied_layers_is_counted() -> None:
     """Copies register nothing. While they are made, the layer that they are made of is there too."""
-    whole = sum(parameter.nbytes for parameter in Copied().parameters())
-    _built("Copied", free_bytes=whole * 7 // 6)
+    size = sum(parameter.nbytes for parameter in Copied().parameters())
+    _built("Copied", free_bytes=size * 7 // 6)
     with pytest.raises(ConfigError, match="GiB of host memory on each of 1 ranks"):
-        _built("Copied", free_bytes=whole - 1)
+        _built("Copied", free_bytes=size - 1)
 
 
 class Replaced(nn.Module):

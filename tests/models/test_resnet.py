@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.distributed import run_ranks
-from tests.tensors import assert_equal, whole_state
+from tests.tensors import assert_equal, full_state
 from tests.train.jobs import sharded_model
 from titan_launch.config.architectures.resnet import FLAVORS, ResNetArgs, flops_per_image, num_parameters
 from titan_launch.config.job import JobConfig
@@ -206,7 +206,7 @@ def test_trains_from_the_meta_device_under_fsdp(block: str, single_process_group
 
 
 def initial_state(job: dict[str, Any]) -> dict[str, Tensor]:
-    return whole_state(sharded_model(JobConfig.model_validate(job), seq_len=1))
+    return full_state(sharded_model(JobConfig.model_validate(job), seq_len=1))
 
 
 def test_initial_values_do_not_depend_on_the_number_of_ranks() -> None:

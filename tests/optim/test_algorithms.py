@@ -84,22 +84,22 @@ def set_gradients(model: nn.Module, step: int, factor: float = 1.0) -> None:
     """Set random gradients that depend on the step and not on the sharding."""
     generator = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
-        whole = factor * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        parameter.grad = divided_like(parameter, whole) if isinstance(parameter, DTensor) else whole
+        full = factor * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        parameter.grad = divided_like(parameter, full) if isinstance(parameter, DTensor) else full
 
 
-def divided_like(parameter: DTensor, whole: Tensor) -> DTensor:
+def divided_like(parameter: DTensor, full: Tensor) -> DTensor:
     """A rank's part of a tensor, where it has a parameter's."""
     (chunk,) = parameter.__create_chunk_list__()
-    part = whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))].clone()
+    part = full[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))].clone()
     mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(part, mesh, placements, shape=whole.shape, stride=whole.stride(), run_check=False)
+    return DTensor.from_local(part, mesh, placements, shape=full.shape, stride=full.stride(), run_check=False)
 
 
-def train(model: nn.Module, optimizer: Optimizer, steps: range, left_out: tuple[int, ...] = ()) -> None:
+def train(model: nn.Module, optimizer: Optimizer, steps: range, skipped: tuple[int, ...] = ()) -> None:
     for step in steps:
-        set_gradients(model, step, math.nan if step in left_out else 1.0)
-        step_unless(optimizer, torch.tensor(float(step in left_out)))
+        set_gradients(model, step, math.nan if step in skipped else 1.0)
+        step_unless(optimizer, torch.tensor(float(step in skipped)))
 
 
 def values_of(model: nn.Module, optimizer: Optimizer) -> Values:
@@ -185,7 +185,7 @@ def test_adamw_without_low_precision_is_pytorchs() -> None:
     reference = build_optimizer(theirs, config)
     optimizer = MixedOptimizer(group_parameters(ours, config), config, is_mixed=True, seed=0)
     for model, each in ((ours, optimizer), (theirs, reference)):
-        train(model, each, range(5), left_out=(0, 3))
+        train(model, each, range(5), skipped=(0, 3))
     assert_same(values_of(ours, optimizer), values_of(theirs, reference), 1e-6)
 
 
@@ -243,12 +243,12 @@ class _NobodyWaits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_that_is_left_out_leaves_no_trace(case: str) -> None:
+def test_a_skipped_step_leaves_no_trace(case: str) -> None:
     """The first one too, and nobody waits for the device."""
     model, never = small_model(CASES[case][1]), small_model(CASES[case][1])
     optimizer, other = optimizer_of(model, case), optimizer_of(never, case)
     with _NobodyWaits():
-        train(model, optimizer, range(4), left_out=(0, 2))
+        train(model, optimizer, range(4), skipped=(0, 2))
     for step in (1, 3):
         train(never, other, range(step, step + 1))
     assert_same(values_of(model, optimizer), values_of(never, other))

@@ -89,7 +89,7 @@ RULES: dict[str, list[dict[str, Any]]] = {
     "no rules": [],
     "rules": [{"type": "RMSNorm", "param_dtype": "float32"}, {"match": "output", "param_dtype": "float32"}],
 }
-RECOMPUTATIONS: dict[str, dict[str, Any]] = {
+CHECKPOINTING: dict[str, dict[str, Any]] = {
     "none": {"mode": "none"},
     "full": {"mode": "full"},
     "selective": {"mode": "selective"},
@@ -104,7 +104,7 @@ class Case:
     division: Division
     rules: str
     mode: str
-    recomputation: str
+    checkpointing: str
 
     @property
     def local(self) -> int:
@@ -124,7 +124,7 @@ class Case:
                 "mode": self.mode,
                 "keep_params_unsharded": self.division.splits_backward or None,
             },
-            activation_checkpoint=RECOMPUTATIONS[self.recomputation],
+            activation_checkpoint=CHECKPOINTING[self.checkpointing],
             parallelism=self.division.parallelism,
             # If a gradient is almost 0, the sign of its rounding error decides the sign of Adam's update.
             optimizer={"eps": 1e-5},
@@ -140,7 +140,7 @@ def cases(divisions: Iterable[Division] = DIVISIONS) -> list[Case]:
     return [
         Case(division, *choice)
         for division in divisions
-        for choice in itertools.product(RULES, _modes(division), _recomputations(division))
+        for choice in itertools.product(RULES, _modes(division), _checkpointings(division))
     ]
 
 
@@ -149,10 +149,10 @@ def sample(divisions: Iterable[Division] = DIVISIONS) -> list[Case]:
     Which kind that is, and whether with precision rules, changes from one division to the next."""
     picked = []
     for offset, division in enumerate(divisions):
-        modes, (none, *others) = _modes(division), _recomputations(division)
-        recomputations = (none, others[offset % 2], others[(offset + 1) % 2])
+        modes, (none, *others) = _modes(division), _checkpointings(division)
+        checkpointings = (none, others[offset % 2], others[(offset + 1) % 2])
         picked += [
-            Case(division, list(RULES)[(index + offset) % 2], modes[index % len(modes)], recomputations[index])
+            Case(division, list(RULES)[(index + offset) % 2], modes[index % len(modes)], checkpointings[index])
             for index in range(max(2, len(modes)))
         ]
     return picked
@@ -164,7 +164,7 @@ def _modes(division: Division) -> tuple[str, ...]:
     return ("immediate", "deferred", *(["deferred_all_reduce"] if division.has_replicas else []))
 
 
-def _recomputations(division: Division) -> tuple[str, ...]:
+def _checkpointings(division: Division) -> tuple[str, ...]:
     return ("none", "full", "every second") if division.splits_backward else ("none", "full", "selective")
 
 

@@ -104,10 +104,10 @@ GATHERS = N * (2 * (LAYERS - 1) + 3)
         ("deferred", True, Collectives(UNITS, UNITS, UNITS)),
     ],
 )
-def test_collectives_of_a_step_on_hsdp(mode: str, keep: bool, expected: Collectives) -> None:
+def test_collectives_of_a_step_on_hsdp(mode: str, unsharded: bool, expected: Collectives) -> None:
     job = make_job(
         mode,
-        gradient_accumulation={"keep_params_unsharded": keep},
+        gradient_accumulation={"keep_params_unsharded": unsharded},
         parallelism={"data_parallel_replicate_degree": 2},
     )
     for counted, planned in run_ranks(count, 4, job):

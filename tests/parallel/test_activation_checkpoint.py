@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed import run_ranks
-from tests.tensors import Operations, assert_equal, whole, whole_state
+from tests.tensors import Operations, assert_equal, full_state, full_tensor
 from tests.train.jobs import TINY_ARGS, run_job, run_job_until, sharded_model, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.models.loss import cross_entropy_sum
@@ -31,14 +31,14 @@ PARTS = {"mode": "selective", "modules": ["layers.*.attention", "layers.*.*_norm
 CONV_PARTS = {"mode": "full", "modules": ["blocks.*.bn", "blocks.1"]}
 
 
-def make_job(norm: str, recomputation: dict[str, Any], **sections: dict[str, Any]) -> JobConfig:
+def make_job(norm: str, checkpointing: dict[str, Any], **sections: dict[str, Any]) -> JobConfig:
     """A Llama with one of its norms, or the convolutional network; fp32 unless `sections` say otherwise."""
     llama = {"args": {**TINY_ARGS, "norm": norm}}
     job: dict[str, Any] = {
         "model": {"name": "tests.parallel.conv_model:ConvNet"} if norm == "conv" else llama,
         "training": {"seq_len": 16},
         "precision": {"param_dtype": "float32"},
-        "activation_checkpoint": recomputation,
+        "activation_checkpoint": checkpointing,
     }
     return JobConfig.model_validate({**job, **sections})
 
@@ -52,8 +52,8 @@ def train(model: torch.nn.Module, num_microbatches: int = 2) -> dict[str, Tensor
         loss = cross_entropy_sum(model(tokens), tokens)
         loss.backward()
         found[f"loss {index}"] = loss.detach()
-    found |= {f"{name}.grad": whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return found | whole_state(model)
+    found |= {f"{name}.grad": full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return found | full_state(model)
 
 
 def assert_counted(state: dict[str, Tensor], num_forwards: int) -> None:
@@ -75,15 +75,15 @@ def precisions(norm: str) -> list[dict[str, Any]]:
     ]
 
 
-def recomputed_and_not(norm: str, statistics: str) -> int:
+def checkpointed_and_not(norm: str, statistics: str) -> int:
     """The number of comparisons made: in all precisions with running statistics, which are what recomputation could
     spoil, and otherwise in the one that gathers again what it recomputes with."""
     compared = 0
     for sections in precisions(norm) if (norm, statistics) == ("batchnorm", "local") else precisions(norm)[-1:]:
         sections = {**sections, "batchnorm": {"statistics": statistics}}
         expected = train(sharded_model(make_job(norm, {}, **sections), 16))
-        for recomputation in (FULL, OPS, EVERY_SECOND, CONV_PARTS if norm == "conv" else PARTS):
-            found = train(sharded_model(make_job(norm, recomputation, **sections), 16))
+        for checkpointing in (FULL, OPS, EVERY_SECOND, CONV_PARTS if norm == "conv" else PARTS):
+            found = train(sharded_model(make_job(norm, checkpointing, **sections), 16))
             assert_counted(found, num_forwards=2)
             assert_equal(found, expected)
             compared += 1
@@ -94,9 +94,9 @@ def recomputed_and_not(norm: str, statistics: str) -> int:
     ("norm", "statistics"),
     [(norm, "local") for norm in NORM_CLASSES] + [("batchnorm", "synchronized"), ("conv", "synchronized")],
 )
-def test_recomputation_changes_no_bit(norm: str, statistics: str) -> None:
+def test_activation_checkpointing_changes_no_bit(norm: str, statistics: str) -> None:
     compared = 12 if (norm, statistics) == ("batchnorm", "local") else 4
-    assert run_ranks(recomputed_and_not, 2, norm, statistics) == [compared] * 2
+    assert run_ranks(checkpointed_and_not, 2, norm, statistics) == [compared] * 2
 
 
 def interrupted_and_not(folder: Path) -> None:
@@ -111,7 +111,7 @@ def interrupted_and_not(folder: Path) -> None:
         run = build_run(JobConfig.model_validate(tiny_job(folder, **sections)), this_rank(), stack)
         assert run.first_step == 3
         fit(run)
-    assert_equal(whole_state(run.model), run_job(tiny_job(folder, **sections, job={"name": "plain"})))
+    assert_equal(full_state(run.model), run_job(tiny_job(folder, **sections, job={"name": "plain"})))
 
 
 def test_a_checkpoint_fits_a_run_in_another_mode(tmp_path: Path) -> None:
@@ -121,8 +121,8 @@ def test_a_checkpoint_fits_a_run_in_another_mode(tmp_path: Path) -> None:
 def backward_operations(norm: str) -> list[Counter[str]]:
     """What runs in backward without recomputation, with all of it, with every second block's, and with `op`."""
     counts = []
-    for recomputation in ({}, FULL, EVERY_SECOND, OPS):
-        model = sharded_model(make_job(norm, recomputation, batchnorm={"statistics": "synchronized"}), 16)
+    for checkpointing in ({}, FULL, EVERY_SECOND, OPS):
+        model = sharded_model(make_job(norm, checkpointing, batchnorm={"statistics": "synchronized"}), 16)
         tokens = torch.zeros(1, 16, dtype=torch.int64)
         loss = cross_entropy_sum(model(tokens), tokens)
         with Operations() as operations:

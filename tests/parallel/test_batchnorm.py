@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.tensors import Operations, assert_equal, whole, whole_state
+from tests.tensors import Operations, assert_equal, full_state, full_tensor
 from tests.train.jobs import TINY_ARGS, read_metrics, run_job, sharded_model, this_mesh, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.precision import BatchNormConfig
@@ -143,11 +143,11 @@ MODELS = {
     "llama": {"args": {**TINY_ARGS, "norm": "batchnorm"}},
     "conv": {"name": "tests.parallel.conv_model:ConvNet"},
 }
-RECOMPUTATIONS: list[dict[str, Any]] = [{"mode": "none"}, {"mode": "full"}]
+CHECKPOINTING: list[dict[str, Any]] = [{"mode": "none"}, {"mode": "full"}]
 """That the other kinds are bitwise equal is shown in test_activation_checkpoint.py."""
 
 
-def synchronized_job(model: str, replicate: int, recomputation: dict[str, Any]) -> JobConfig:
+def synchronized_job(model: str, replicate: int, checkpointing: dict[str, Any]) -> JobConfig:
     return JobConfig.model_validate(
         {
             "model": MODELS[model],
@@ -155,7 +155,7 @@ def synchronized_job(model: str, replicate: int, recomputation: dict[str, Any]) 
             "precision": {"param_dtype": "float32"},
             "parallelism": {"data_parallel_replicate_degree": replicate},
             "batchnorm": {"statistics": "synchronized"},
-            "activation_checkpoint": recomputation,
+            "activation_checkpoint": checkpointing,
         }
     )
 
@@ -167,11 +167,11 @@ def train(model: nn.Module, batches: list[Tensor], num_targets: int) -> dict[str
         (cross_entropy_sum(model(tokens), tokens) / num_targets).backward()
         for parameter in model.parameters():
             parameter.data -= 0.1 * parameter.grad  # type: ignore[operator]
-    gradients = {f"{name}.grad": whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return whole_state(model) | gradients
+    gradients = {f"{name}.grad": full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return full_state(model) | gradients
 
 
-def whole_model(config: JobConfig) -> nn.Module:
+def model_on_one_rank(config: JobConfig) -> nn.Module:
     """The same model, plain, as one process has it."""
     built = build_model(config.model, 16)
     built.module.to_empty(device=CPU)
@@ -186,12 +186,12 @@ def errors_against_one_process(replicate: int) -> dict[str, float]:
     parts = [batch.chunk(dist.get_world_size())[dist.get_rank()] for batch in batches]
     largest = {}
     for name in MODELS:
-        expected = train(whole_model(synchronized_job(name, 1, {})), batches, batches[0].numel())
-        for recomputation in RECOMPUTATIONS:
-            model = sharded_model(synchronized_job(name, replicate, recomputation), 16)
+        expected = train(model_on_one_rank(synchronized_job(name, 1, {})), batches, batches[0].numel())
+        for checkpointing in CHECKPOINTING:
+            model = sharded_model(synchronized_job(name, replicate, checkpointing), 16)
             found = train(model, parts, batches[0].numel())
             assert found.keys() == expected.keys()
-            largest[f"{name} {recomputation}"] = max(error(found[key], expected[key]) for key in found)
+            largest[f"{name} {checkpointing}"] = max(error(found[key], expected[key]) for key in found)
     return largest
 
 
@@ -280,7 +280,7 @@ def norms_trained_on_nan(depth: int) -> tuple[nn.Module, RunningStatistics]:
 @pytest.mark.parametrize("restores", [True, False])
 def test_the_statistics_of_a_skipped_step_are_restored_bit_for_bit(restores: bool) -> None:
     model, statistics = norms_trained_on_nan(2)
-    after = whole_state(model)
+    after = full_state(model)
     statistics.restore_if(torch.tensor(float(restores)))
     for name, buffer in model.named_buffers():
         changed = not torch.equal(buffer.view(-1).view(torch.uint8), after[name].view(-1).view(torch.uint8))
@@ -420,10 +420,10 @@ def one_value_on_each_rank() -> tuple[list[Tensor], list[str]]:
 
 
 def test_with_synchronized_statistics_the_values_of_all_ranks_count() -> None:
-    ((mean, variance, tracked), (said, warned)), _ = run_ranks(one_value_on_each_rank, 2)
+    ((mean, variance, tracked), (logged, warned)), _ = run_ranks(one_value_on_each_rank, 2)
     assert (mean.unique().item(), tracked.item()) == (0.0, 1)
     torch.testing.assert_close(variance, torch.full((3,), 0.9 + 0.1 * 2.0))
-    assert said == "batchnorm statistics: 2 layers synchronized over 2 ranks"
+    assert logged == "batchnorm statistics: 2 layers synchronized over 2 ranks"
     assert "0 has 2; such statistics are mostly noise" in warned
     ((_, (alone,)),) = run_ranks(one_value_on_each_rank, 1)
     assert alone == "batchnorm statistics: synchronized over 1 rank, which is the same as local"

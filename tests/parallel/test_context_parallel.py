@@ -90,5 +90,5 @@ def build_on_cpu(folder: Path) -> str:
 
 
 def test_the_cpu_is_refused(tmp_path: Path) -> None:
-    for said in run_ranks(build_on_cpu, 2, tmp_path):
-        assert "PyTorch's ring attention has no kernels for the CPU" in said
+    for printed in run_ranks(build_on_cpu, 2, tmp_path):
+        assert "PyTorch's ring attention has no kernels for the CPU" in printed

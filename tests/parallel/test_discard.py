@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import run_ranks
-from tests.tensors import assert_equal, whole_state
+from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, sharded_model, this_mesh, this_rank
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import DebugConfig
@@ -27,7 +27,7 @@ from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.step import Microbatch, TrainStep
 
 SEQ_LEN = 8
-RECOMPUTATIONS: list[dict[str, Any]] = [
+CHECKPOINTING: list[dict[str, Any]] = [
     {"mode": "none"},
     {"mode": "full"},
     {"mode": "selective"},
@@ -39,30 +39,32 @@ RECOMPUTATIONS: list[dict[str, Any]] = [
 def jobs(replicate: int) -> Iterator[JobConfig]:
     """Every mode, parameters kept or not, with an fp32 unit of norms and with BatchNorm, of which HSDP has one in turn;
     recomputation in turn."""
-    recomputation, norms = cycle(RECOMPUTATIONS), [("rmsnorm", "RMSNorm"), ("batchnorm", "BatchNorm")]
+    checkpointing, norms = cycle(CHECKPOINTING), [("rmsnorm", "RMSNorm"), ("batchnorm", "BatchNorm")]
     for mode in ("immediate", "deferred", *(["deferred_all_reduce"] if replicate > 1 else [])):
-        for keep in (False, True):
-            for norm, kind in norms[keep : keep + 1] if replicate > 1 else norms:
-                yield job(mode, keep, norm, [{"type": kind, "param_dtype": "float32"}], next(recomputation), replicate)
+        for unsharded in (False, True):
+            for norm, kind in norms[unsharded : unsharded + 1] if replicate > 1 else norms:
+                yield job(
+                    mode, unsharded, norm, [{"type": kind, "param_dtype": "float32"}], next(checkpointing), replicate
+                )
 
 
 def job(
-    mode: str, keep: bool, norm: str, rules: list[dict[str, str]], recomputation: dict[str, Any], replicate: int
+    mode: str, unsharded: bool, norm: str, rules: list[dict[str, str]], checkpointing: dict[str, Any], replicate: int
 ) -> JobConfig:
     return JobConfig.model_validate(
         {
             "model": {"args": {**TINY_ARGS, "norm": norm}},
             "training": {"seq_len": SEQ_LEN},
             "precision": {"param_dtype": "bfloat16", "rules": rules},
-            "gradient_accumulation": {"mode": mode, "keep_params_unsharded": keep},
-            "activation_checkpoint": recomputation,
+            "gradient_accumulation": {"mode": mode, "keep_params_unsharded": unsharded},
+            "activation_checkpoint": checkpointing,
             "parallelism": {"data_parallel_replicate_degree": replicate},
             "optimizer": {"lr": 1e-2},
         }
     )
 
 
-PLACES = [("forward", 2), ("recomputation", 1), ("backward", 2), ("recomputation", 2), ("backward", 3)]
+PLACES = [("forward", 2), ("checkpointing", 1), ("backward", 2), ("checkpointing", 2), ("backward", 3)]
 """Where steps of three microbatches are abandoned, one after the other; every second one only with recomputation."""
 
 
@@ -88,7 +90,7 @@ class Trained:
         )
 
     def state(self) -> dict[str, Tensor]:
-        return whole_state(self.model)
+        return full_state(self.model)
 
 
 def microbatches(step: int, count: int = 3) -> list[Microbatch]:
@@ -112,7 +114,7 @@ def failing(model: nn.Module, microbatch: int, where: str) -> Iterator[None]:
 
     def enter(*_: Any) -> None:
         in_block[0] += 1
-        if forwards[0] == microbatch and in_block[0] == {"forward": 1, "recomputation": 2}.get(where):
+        if forwards[0] == microbatch and in_block[0] == {"forward": 1, "checkpointing": 2}.get(where):
             raise Abandoned
 
     def leave(module: nn.Module, args: Any, output: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
-from tests.tensors import assert_equal, whole, whole_state
+from tests.tensors import assert_equal, full_state, full_tensor
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.precision import Float8Config
@@ -33,7 +33,7 @@ def losses(folder: Path, num_ranks: int, **sections: dict[str, Any]) -> list[flo
     return [report["train/loss"] for report in read_metrics(folder)]
 
 
-def test_two_ranks_train_near_bf16_and_recomputation_changes_nothing(tmp_path: Path) -> None:
+def test_two_ranks_train_near_bf16_and_activation_checkpointing_changes_nothing(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     exact = losses(tmp_path / "bf16", 2)
     rounded = losses(tmp_path / "float8", 2, float8=EMULATED)
@@ -50,8 +50,8 @@ def trained(job: dict[str, Any]) -> tuple[dict[str, Tensor], list[tuple[Tensor, 
         fit(run)
         parts: list[tuple[Tensor, Any]] = [(p, cast(DTensor, p)._local_tensor) for p in run.model.parameters()]
         wrapped = [(p, part) for p, part in parts if hasattr(part, "fsdp_pre_all_gather")]
-        scales = [(whole(p).abs().max(), part._precomputed_scale) for p, part in wrapped]
-        return whole_state(run.model), scales
+        scales = [(full_tensor(p).abs().max(), part._precomputed_scale) for p, part in wrapped]
+        return full_state(run.model), scales
 
 
 def check_weights_gathered_in_8_bits(folder: Path) -> None:

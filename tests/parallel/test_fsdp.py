@@ -33,13 +33,13 @@ PADDED = (TINY_ARGS["vocab_size"] + 1) * TINY_ARGS["dim"]
 """Elements of the embedding, whose rows are padded for two ranks."""
 
 
-def gathers_and_held(parallelism: dict[str, Any], recomputation: str) -> tuple[list[int], list[int], bool]:
+def gathers_and_held(parallelism: dict[str, Any], checkpointing: str) -> tuple[list[int], list[int], bool]:
     """Elements of the embedding's size that forward gathers, and backward; whether it is held in between."""
     config = JobConfig.model_validate(
         {
             "model": {"args": TINY_ARGS},
             "parallelism": parallelism,
-            "activation_checkpoint": {"mode": recomputation},
+            "activation_checkpoint": {"mode": checkpointing},
         }
     )
     model = sharded_model(config, 8)
@@ -57,14 +57,14 @@ def is_held(module: torch.nn.Module) -> bool:
     """Return True if a unit's unsharded parameters are in memory."""
     group = parameter_group(module)
     assert group is not None
-    whole: list[Tensor] = [tensor for p in group.fsdp_params for tensor in p.all_gather_outputs]
-    return any(tensor.untyped_storage().size() > 0 for tensor in whole)
+    unsharded: list[Tensor] = [tensor for p in group.fsdp_params for tensor in p.all_gather_outputs]
+    return any(tensor.untyped_storage().size() > 0 for tensor in unsharded)
 
 
-@pytest.mark.parametrize("recomputation", ["none", "full"])
-def test_an_embedding_is_gathered_once_and_not_held(recomputation: str) -> None:
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_an_embedding_is_gathered_once_and_not_held(checkpointing: str) -> None:
     for choice in ("default", "always"):
-        result = run_ranks(gathers_and_held, 2, {"fsdp_reshard_after_forward": choice}, recomputation)[0]
+        result = run_ranks(gathers_and_held, 2, {"fsdp_reshard_after_forward": choice}, checkpointing)[0]
         assert result == ([PADDED], [], False), choice
 
 

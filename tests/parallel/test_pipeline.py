@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.tensors import assert_equal, whole_state
+from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, RunError
@@ -30,7 +30,9 @@ Trained = tuple[list[dict[str, float]], dict[str, Tensor]]
 """The scalars of every step, and the full parameters and buffers of a rank at the end."""
 
 
-def job(folder: Path, norm: str = "rmsnorm", mode: str = "immediate", kept: bool = False, **parallelism: Any) -> Any:
+def job(
+    folder: Path, norm: str = "rmsnorm", mode: str = "immediate", unsharded: bool = False, **parallelism: Any
+) -> Any:
     """Five layers and unequal validation batches; audited, so that dtypes and units are as planned too. With BatchNorm
     in bfloat16. Eight samples a step: four microbatches on each of the ranks below."""
     local = 2 if norm == "batchnorm" else 1
@@ -41,7 +43,7 @@ def job(folder: Path, norm: str = "rmsnorm", mode: str = "immediate", kept: bool
         training={"global_batch_size": 8, "local_batch_size": local, "steps": 3},  # `train` omits the last one
         precision={"param_dtype": "bfloat16" if norm == "batchnorm" else "float32"},
         parallelism=parallelism,
-        gradient_accumulation={"mode": mode, "keep_params_unsharded": kept},
+        gradient_accumulation={"mode": mode, "keep_params_unsharded": unsharded},
         optimizer={"eps": 1e-5},
         validation={"freq": STEPS, "local_batch_size": 3, "max_samples": 8, "data": held_out},
         checkpoint={"enable": False},
@@ -57,7 +59,7 @@ def train(jobs: list[Any]) -> list[Trained]:
         with ExitStack() as stack:
             run = build_run(JobConfig.model_validate(each), this_rank(), stack)
             scalars = [report(run, train_one_step(run), due_now(run)) for _ in range(STEPS)]
-            results.append((scalars, whole_state(run.model)))
+            results.append((scalars, full_state(run.model)))
             _check_traffic(run, scalars[-1])
     return results
 
@@ -71,7 +73,7 @@ def _check_traffic(run: Run, scalars: dict[str, float]) -> None:
 
 def compare(jobs: dict[str, Any], ranks: int, alone: Any) -> None:
     """The jobs give what one process gives: losses and norms to 1e-5, and every parameter and buffer, on some rank."""
-    ((expected, whole),) = run_ranks(train, 1, [alone])[0]
+    ((expected, expected_state),) = run_ranks(train, 1, [alone])[0]
     by_rank = run_ranks(train, ranks, list(jobs.values()), timeout=60 + 10 * len(jobs))
     for index, name in enumerate(jobs):
         state: dict[str, Tensor] = {}
@@ -86,8 +88,10 @@ def compare(jobs: dict[str, Any], ranks: int, alone: Any) -> None:
                     "validation/accuracy",
                 } & reference.keys():
                     assert step[tag] == pytest.approx(reference[tag], rel=1e-5), (name, tag)
-        assert state.keys() == whole.keys(), name
-        apart = [key for key, value in whole.items() if not torch.allclose(state[key], value, rtol=1e-5, atol=1e-6)]
+        assert state.keys() == expected_state.keys(), name
+        apart = [
+            key for key, value in expected_state.items() if not torch.allclose(state[key], value, rtol=1e-5, atol=1e-6)
+        ]
         assert not apart, name
 
 
@@ -116,12 +120,12 @@ def test_every_schedule_equals_one_process(tmp_path: Path) -> None:
 
 
 def test_fsdp_within_stages_equals_one_process(tmp_path: Path) -> None:
-    def divided(name: str, schedule: str, mode: str, kept: bool = False, replicas: int = 1) -> Any:
+    def divided(name: str, schedule: str, mode: str, unsharded: bool = False, replicas: int = 1) -> Any:
         return job(
             tmp_path / name,
             "rmsnorm",
             mode,
-            kept,
+            unsharded,
             pipeline_parallel_degree=2,
             pipeline_parallel_schedule=schedule,
             data_parallel_replicate_degree=replicas,
@@ -130,7 +134,7 @@ def test_fsdp_within_stages_equals_one_process(tmp_path: Path) -> None:
     jobs = {
         "1F1B": divided("1F1B", "1F1B", "immediate"),
         "replicas": divided("replicas", "Interleaved1F1B", "deferred_all_reduce", replicas=2),
-        "ZBV": divided("ZBV", "ZBVZeroBubble", "deferred", kept=True),
+        "ZBV": divided("ZBV", "ZBVZeroBubble", "deferred", unsharded=True),
     }
     compare(jobs, 4, job(tmp_path / "alone"))
 
@@ -182,7 +186,7 @@ def resume_elsewhere(folder: Path) -> list[dict[str, Tensor]]:
             run = build_run(JobConfig.model_validate(saving(name, second)), this_rank(), stack)
             assert run.first_step == 3
             fit(run)
-            states.append(whole_state(run.model))
+            states.append(full_state(run.model))
     return states
 
 

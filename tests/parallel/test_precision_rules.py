@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.tensors import assert_equal, whole
+from tests.tensors import assert_equal, full_tensor
 from tests.train.jobs import TINY_ARGS, sharded_model
 from titan_launch.config.job import JobConfig
 from titan_launch.models.loss import cross_entropy_sum
@@ -24,8 +24,8 @@ def gradients(model: nn.Module, mode: str, inputs: list[Tensor], targets: list[T
     for index, (x, y) in enumerate(zip(inputs, targets, strict=True)):
         strategy.begin_microbatch(model, is_last=index == len(inputs) - 1)
         cross_entropy_sum(model(x), y).backward()
-    found = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return found | {name: whole(buffer) for name, buffer in model.named_buffers()}
+    found = {name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return found | {name: full_tensor(buffer) for name, buffer in model.named_buffers()}
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "batchnorm2d": {"name": "tests.parallel.conv_model:ConvNet"},
 }
 CLASSES = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "batchnorm": "BatchNorm1d", "batchnorm2d": "BatchNorm2d"}
-RECOMPUTATIONS: list[dict[str, Any]] = [
+CHECKPOINTING: list[dict[str, Any]] = [
     {"mode": "full"},
     {"mode": "selective", "selective_ac_option": "op"},
     {"mode": "selective", "selective_ac_option": 2},
@@ -49,22 +49,22 @@ def with_and_without_rules(norm: str, replicate: int, param_dtype: str) -> None:
     modes = ["immediate", "deferred", *(["deferred_all_reduce"] if replicate > 1 else [])]
     cases = [("immediate", unit_per, {"mode": "none"}) for unit_per in UNITS]
     cases += [(mode, "model", {"mode": "none"}) for mode in modes[1:]]
-    cases += [("deferred", "model", recomputation) for recomputation in RECOMPUTATIONS]
+    cases += [("deferred", "model", checkpointing) for checkpointing in CHECKPOINTING]
     tokens = tokens_of_this_rank()
 
-    def found(mode: str, rules: list[dict[str, Any]], recomputation: dict[str, Any]) -> dict[str, Tensor]:
+    def found(mode: str, rules: list[dict[str, Any]], checkpointing: dict[str, Any]) -> dict[str, Tensor]:
         job = {
             "model": MODELS[norm],
             "training": {"seq_len": 16},
             "precision": {"param_dtype": param_dtype, "rules": rules},
             "parallelism": {"data_parallel_replicate_degree": replicate},
-            "activation_checkpoint": recomputation,
+            "activation_checkpoint": checkpointing,
         }
         return gradients(sharded_model(JobConfig.model_validate(job), 16), mode, tokens, tokens)
 
     plain = {mode: found(mode, [], {"mode": "none"}) for mode in modes}
-    for mode, unit_per, recomputation in cases:
-        assert_equal(found(mode, [{**rule, "unit_per": unit_per}], recomputation), plain[mode])
+    for mode, unit_per, checkpointing in cases:
+        assert_equal(found(mode, [{**rule, "unit_per": unit_per}], checkpointing), plain[mode])
 
 
 def tokens_of_this_rank() -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.distributed import run_ranks
 from tests.parallel.divided_model import HEADS, PLAN, Model
-from tests.tensors import assert_equal, whole, whole_state
+from tests.tensors import assert_equal, full_state, full_tensor
 from tests.train.jobs import TINY_ARGS, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import ModelConfig
@@ -73,7 +73,7 @@ def train_one(job: dict[str, Any], folder: Path) -> Trained:
         names = ("train/loss", "train/grad_norm", "validation/loss", "validation/accuracy")
         seen = {name: torch.tensor([scalars[name] for scalars in reports if name in scalars]) for name in names}
         seen = {name: values for name, values in seen.items() if len(values)}
-        return {**seen, **whole_state(run.model)}
+        return {**seen, **full_state(run.model)}
 
 
 def test_trains_like_one_process(tmp_path: Path) -> None:
@@ -107,16 +107,16 @@ def drop(folder: Path) -> list[Trained]:
     """A model with dropout and deterministic kernels, without and with recomputation of what has been dropped."""
     job: dict[str, Any] = {"model": {"name": OWN, "args": {"dropout": 0.3}}, "parallelism": TWO}
     results = []
-    for recomputation in ({"mode": "none"}, {"mode": "full", "modules": ["attention"]}):
+    for checkpointing in ({"mode": "none"}, {"mode": "full", "modules": ["attention"]}):
         seed_everything(0, deterministic=True)
-        results.append(train_one({**job, "activation_checkpoint": recomputation}, folder / recomputation["mode"]))
+        results.append(train_one({**job, "activation_checkpoint": checkpointing}, folder / checkpointing["mode"]))
     return results
 
 
-def test_what_is_dropped_is_dropped_again_where_it_is_recomputed(tmp_path: Path) -> None:
-    (kept, recomputed), (others, _) = run_ranks(drop, 2, tmp_path)
-    assert_equal(recomputed, kept)
-    assert_equal(others, kept)
+def test_checkpointed_dropout_drops_the_same_elements_again(tmp_path: Path) -> None:
+    (plain, checkpointed), (others, _) = run_ranks(drop, 2, tmp_path)
+    assert_equal(checkpointed, plain)
+    assert_equal(others, plain)
 
 
 def fail_for_shapes(folder: Path) -> str:
@@ -127,9 +127,9 @@ def fail_for_shapes(folder: Path) -> str:
 
 
 def test_shapes_that_do_not_go_with_the_plan_are_explained(tmp_path: Path) -> None:
-    for said in run_ranks(fail_for_shapes, 2, tmp_path):
-        assert said.startswith("model.name: fails ") and "divided_model.py" in said and "unflatten" in said
-        assert "with 1/2 of the heads and features on each rank: does its attribute" in said
+    for printed in run_ranks(fail_for_shapes, 2, tmp_path):
+        assert printed.startswith("model.name: fails ") and "divided_model.py" in printed and "unflatten" in printed
+        assert "with 1/2 of the heads and features on each rank; check that its attribute" in printed
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ def test_other_errors_are_raised_unchanged(name: str, degree: int, error: Except
 
 def everything(run: Run) -> dict[str, Tensor]:
     """Parameters, buffers and optimizer state, gathered."""
-    found = whole_state(run.model)
+    found = full_state(run.model)
     for name, parameter in run.model.named_parameters():
         for key, value in run.optimizer.state.get(parameter, {}).items():
-            found[f"{name}/{key}"] = whole(value)
+            found[f"{name}/{key}"] = full_tensor(value)
     return found
 
 

@@ -11,7 +11,7 @@ from titan_launch.plan.module_selection import checkpointed_modules
 from titan_launch.plan.types import Inventory, ModuleInfo
 
 
-def recomputed(blocks: Sequence[str], **config: Any) -> tuple[str, ...]:
+def checkpointed(blocks: Sequence[str], **config: Any) -> tuple[str, ...]:
     """Of a model whose modules are these blocks, each with a `norm` and an `mlp` of two layers, in one `list`, and a
     `rope` that the first two share."""
     modules = [ModuleInfo("", ("Model",), True), ModuleInfo("list", ("ModuleList",), False)]
@@ -27,28 +27,28 @@ BLOCKS = tuple(f"list.{index}" for index in range(7))
 
 
 def test_blocks_within_blocks_belong_to_the_outer_ones() -> None:
-    assert recomputed(("a.0", "a.0.b", "a.1", "a.1.b")) == ("a.0", "a.1")
-    assert recomputed(BLOCKS, mode="selective", selective_ac_option=3) == ("list.2", "list.5")
-    assert recomputed(BLOCKS, mode="none") == recomputed(BLOCKS, mode="memory_budget") == ()
+    assert checkpointed(("a.0", "a.0.b", "a.1", "a.1.b")) == ("a.0", "a.1")
+    assert checkpointed(BLOCKS, mode="selective", selective_ac_option=3) == ("list.2", "list.5")
+    assert checkpointed(BLOCKS, mode="none") == checkpointed(BLOCKS, mode="memory_budget") == ()
 
 
 def test_globs_take_the_place_of_blocks() -> None:
     mlps = tuple(f"{block}.mlp" for block in BLOCKS)
-    assert recomputed(BLOCKS, modules=("list.*.mlp",)) == mlps
-    assert recomputed(BLOCKS, modules=("list.*.mlp.*", "list.*.mlp")) == mlps
-    assert recomputed(BLOCKS, modules=("**.mlp",), mode="selective", selective_ac_option=3) == mlps[2::3]
-    assert recomputed(BLOCKS, modules=("list.1.rope", "list.3")) == ("list.0.rope", "list.3")
-    assert recomputed(BLOCKS[:2], modules=("**",)) == BLOCKS[:2]
+    assert checkpointed(BLOCKS, modules=("list.*.mlp",)) == mlps
+    assert checkpointed(BLOCKS, modules=("list.*.mlp.*", "list.*.mlp")) == mlps
+    assert checkpointed(BLOCKS, modules=("**.mlp",), mode="selective", selective_ac_option=3) == mlps[2::3]
+    assert checkpointed(BLOCKS, modules=("list.1.rope", "list.3")) == ("list.0.rope", "list.3")
+    assert checkpointed(BLOCKS[:2], modules=("**",)) == BLOCKS[:2]
 
 
 def test_a_mode_without_a_module_to_checkpoint_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"activation_checkpoint.mode: works on blocks, .* model.blocks"):
-        recomputed(())
+        checkpointed(())
     with pytest.raises(ConfigError, match=r"activation_checkpoint.selective_ac_option: the model has 2 blocks"):
-        recomputed(BLOCKS[:2], mode="selective", selective_ac_option=3)
+        checkpointed(BLOCKS[:2], mode="selective", selective_ac_option=3)
     with pytest.raises(ConfigError, match=r"modules matches 7 modules, so this would checkpoint none"):
-        recomputed(BLOCKS, modules=("list.*.norm",), mode="selective", selective_ac_option=8)
+        checkpointed(BLOCKS, modules=("list.*.norm",), mode="selective", selective_ac_option=8)
     with pytest.raises(ConfigError, match=r'modules.0: matches no module of the model; did you mean "list..\.mlp"'):
-        recomputed(BLOCKS, modules=("list.*.mlpp",))
+        checkpointed(BLOCKS, modules=("list.*.mlpp",))
     with pytest.raises(ConfigError, match=r'modules.1: matches only list, a container .* "list.\*"'):
-        recomputed(BLOCKS, modules=("list.*", "list"))
+        checkpointed(BLOCKS, modules=("list.*", "list"))

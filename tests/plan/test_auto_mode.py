@@ -39,8 +39,8 @@ def test_auto_takes_the_least_traffic_of_the_choices_that_fit(memory: float, exp
 
 
 def test_auto_keeps_to_what_the_job_says() -> None:
-    not_kept = {"mode": "auto", "keep_params_unsharded": False}
-    sections = {**auto(memory_gib=12), "gradient_accumulation": not_kept, "activation_checkpoint": {"mode": "full"}}
+    resharded = {"mode": "auto", "keep_params_unsharded": False}
+    sections = {**auto(memory_gib=12), "gradient_accumulation": resharded, "activation_checkpoint": {"mode": "full"}}
     assert configured_choice(resolved(make_job(**sections)).config).label == choice_label("deferred", "full")
 
 
@@ -50,7 +50,7 @@ def test_a_tight_choice_is_never_taken() -> None:
     assert resolution.row.choice.accumulation_label == f"immediate{UNSHARDED}"
 
 
-def test_auto_recomputation_looks_for_the_shortest_step_first() -> None:
+def test_auto_activation_checkpointing_looks_for_the_shortest_step_first() -> None:
     both = {"activation_checkpoint": {"mode": "auto"}, "gradient_accumulation": {"mode": "auto"}}
     roomy = resolved(make_job(**both, **PEAK, planner={"memory_gib": 8.5, "intra_node_gb_per_s": 100}))
     assert roomy.row.choice.label == choice_label("immediate", "none")
@@ -80,7 +80,7 @@ def test_if_nothing_fits_the_error_has_the_table_and_remedies() -> None:
     assert text.count("does not fit") == 12
 
 
-def test_what_fits_only_with_another_recomputation_is_named() -> None:
+def test_a_job_that_fits_only_with_other_activation_checkpointing_names_it() -> None:
     with pytest.raises(
         ConfigError, match=r"these choices fit: .* checkpointing selective \(per operation\); .* checkpointing full"
     ):

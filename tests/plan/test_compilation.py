@@ -13,10 +13,10 @@ from titan_launch.plan.types import ModelPlan
 FP32_NORMS = {"rules": [{"match": ["layers.*.*_norm", "norm"], "param_dtype": "float32"}]}
 
 
-def planned(recomputation: dict[str, Any] | None = None, **sections: dict[str, Any]) -> ModelPlan:
+def planned(checkpointing: dict[str, Any] | None = None, **sections: dict[str, Any]) -> ModelPlan:
     """A compiled Llama of three layers."""
     model = {"args": {"n_layers": 3, **sections.pop("args", {})}}
-    job = {"model": model, "compile": {"enable": True}, "activation_checkpoint": recomputation or {}, **sections}
+    job = {"model": model, "compile": {"enable": True}, "activation_checkpoint": checkpointing or {}, **sections}
     config = JobConfig.model_validate(job)
     return plan_job(config, model_inventory(config))
 
@@ -31,7 +31,7 @@ def test_the_largest_modules_without_units_inside_are_compiled() -> None:
     assert planned(compile={}).compiled == ()
 
 
-def test_under_tensor_parallelism_nothing_that_is_recomputed_is_inside_of_a_graph() -> None:
+def test_under_tensor_parallelism_no_checkpointed_module_is_inside_of_a_graph() -> None:
     modules = {"mode": "full", "modules": ["layers.*.attention"]}
     divided = {"tensor_parallel_degree": 2}
     parts = tuple(f"layers.{index}.{part}" for index in range(3) for part in ("attention", "feed_forward"))
@@ -53,5 +53,5 @@ def test_what_keeps_results_of_operations_must_see_them() -> None:
     with pytest.raises(ConfigError, match=r'modules = \["layers.\*.attention", "layers.\*.feed_forward"\]'):
         planned(selective, precision=FP32_NORMS)
     named = {**selective, "modules": ["layers.*.attention", "layers.*.feed_forward"]}
-    assert planned(named, precision=FP32_NORMS).recomputed == planned(named, precision=FP32_NORMS).compiled
-    assert planned({**selective, "selective_ac_option": 2}, precision=FP32_NORMS).recomputed == ("layers.1",)
+    assert planned(named, precision=FP32_NORMS).checkpointed == planned(named, precision=FP32_NORMS).compiled
+    assert planned({**selective, "selective_ac_option": 2}, precision=FP32_NORMS).checkpointed == ("layers.1",)

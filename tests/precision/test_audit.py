@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import run_ranks
 from tests.precision.steps import SEQ_LEN, train, wrapped
-from tests.tensors import assert_equal, whole_state
+from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import UserError
@@ -65,16 +65,22 @@ def cases(replicate: int) -> list[JobConfig]:
     llamas = [({"args": {**TINY_ARGS, "norm": norm}}, name, "output") for norm, name in NORMS.items()]
     conv = ({"name": "tests.parallel.conv_model:ConvNet"}, "BatchNorm", "head")
     modes = cycle(["immediate", "deferred", "deferred_all_reduce"] if replicate > 1 else ["immediate", "deferred"])
-    recomputation = cycle(["none", "full", "selective"])
+    checkpointing = cycle(["none", "full", "selective"])
     return [
-        job(model, precision, norm, head, replicate, next(modes), next(recomputation))
+        job(model, precision, norm, head, replicate, next(modes), next(checkpointing))
         for model, norm, head in (*llamas, conv)
         for precision in RULES
     ]
 
 
 def job(
-    model: dict[str, Any], precision: dict[str, Any], norm: str, head: str, replicate: int, mode: str, recompute: str
+    model: dict[str, Any],
+    precision: dict[str, Any],
+    norm: str,
+    head: str,
+    replicate: int,
+    mode: str,
+    checkpointing: str,
 ) -> JobConfig:
     text = json.dumps(precision).replace("NORM", norm).replace("HEAD", head)
     return JobConfig.model_validate(
@@ -84,7 +90,7 @@ def job(
             "precision": json.loads(text),
             "parallelism": {"data_parallel_replicate_degree": replicate},
             "gradient_accumulation": {"mode": mode},
-            "activation_checkpoint": {"mode": recompute},
+            "activation_checkpoint": {"mode": checkpointing},
         }
     )
 
@@ -93,7 +99,7 @@ def all_as_planned(replicate: int, every: int) -> None:
     for config in cases(replicate)[::every]:
         audit = audit_of(config)
         assert audit.differences() == [], (audit.differences(), config)
-        recomputes = config.activation_checkpoint.mode != "none"
+        checkpoints = config.activation_checkpoint.mode != "none"
         for row in audit.modules:
             if row.remark == "container":
                 continue
@@ -102,7 +108,9 @@ def all_as_planned(replicate: int, every: int) -> None:
             takes_integers = not row.name or (row.classes == "Embedding" and row.unit.reason == "embedding")
             assert unseen == (["inputs"] if takes_integers else []) + ["autocast"] and not row.remark, (row, config)
             in_block = row.name.startswith(("layers.0.", "blocks.0."))
-            assert not in_block or row.classes == "RotaryEmbedding" or row.num_forwards == (4 if recomputes else 2), row
+            assert not in_block or row.classes == "RotaryEmbedding" or row.num_forwards == (4 if checkpoints else 2), (
+                row
+            )
         for row in audit.units:
             shards = dist.get_world_size() // replicate
             seen = {finding.what for finding in row.findings if finding.observed}
@@ -150,10 +158,10 @@ def differences_of_casts(folder: Path) -> None:
     sections["model"].pop("args")
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(sections), this_rank(), stack, locate_key=lambda _: "job.toml:7")
-        before = whole_state(run.model)
+        before = full_state(run.model)
         with pytest.raises(UserError) as raised:
             train_one_step(run)
-        after = whole_state(run.model)
+        after = full_state(run.model)
         assert after.pop("table").dtype == torch.bfloat16 and before.pop("table").dtype == torch.float32
         assert_equal(after, before)
         assert str(raised.value) == (

@@ -428,11 +428,11 @@ def check(case: Case) -> None:
         return
     error = failure_of(job(case, case.rules, case.mode))
     (problem,) = error.problems
-    said = (format_key(problem.key), words(problem))
-    assert said == (case.key, case.reason), said
+    problem_found = (format_key(problem.key), words(problem))
+    assert problem_found == (case.key, case.reason), problem_found
     assert problem.value is case.value or problem.value == case.value
-    said, cause = problem.reason.partition(" (PyTorch: ")[2].removesuffix(")"), error.__cause__
-    assert said and str(cause).startswith(said), (said, cause)
+    problem_found, cause = problem.reason.partition(" (PyTorch: ")[2].removesuffix(")"), error.__cause__
+    assert problem_found and str(cause).startswith(problem_found), (problem_found, cause)
     for rules, mode in (
         *((rules, case.mode) for rules in case.helps),
         *((case.rules, m) for m in case.helpful_modes),

@@ -22,15 +22,15 @@ SGD = {"name": "SGD", "weight_decay": 1e-4}
 FULL, SELECTIVE = {"mode": "full"}, {"mode": "selective"}
 
 
-def accumulation(mode: str, kept: bool = False) -> dict[str, Any]:
-    return {"mode": mode, "keep_params_unsharded": kept}
+def accumulation(mode: str, unsharded: bool = False) -> dict[str, Any]:
+    return {"mode": mode, "keep_params_unsharded": unsharded}
 
 
 # name: ranks (replicas, shards), microbatches, kernels, overrides of [model.args], other sections
 JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, Any]]] = {
     "plain": ((1, 8), 1, "cuda", {}, {}),
     "deferred": ((1, 8), 3, "cuda", {}, {"gradient_accumulation": accumulation("deferred")}),
-    "zero2": ((1, 8), 3, "cuda", {}, {"gradient_accumulation": accumulation("deferred", kept=True)}),
+    "zero2": ((1, 8), 3, "cuda", {}, {"gradient_accumulation": accumulation("deferred", unsharded=True)}),
     "uneven": ((1, 7), 2, "cuda", {"hidden_dim": 101, "vocab_size": 61}, {"activation_checkpoint": FULL}),
     "hsdp": ((2, 4), 3, "cuda", {}, {"gradient_accumulation": accumulation("deferred_all_reduce")}),
     "hsdp at once": ((2, 4), 2, "cpu", {}, {"activation_checkpoint": SELECTIVE, "precision": FP32_NORMS}),
@@ -123,8 +123,8 @@ def test_the_analytic_peak_and_traffic_are_the_traced_ones(name: str) -> None:
     analytic = analytic_engine(config, layout, kernels)(choice)
     traced = trace_step(config, built, plan, layout, kernels)
     assert analytic.peak_bytes == pytest.approx(traced.footprint.peak_bytes, rel=0.002)
-    assert analytic.place == traced.footprint.place
-    for place in analytic.peaks:
-        traced_there = pytest.approx(traced.footprint.peaks[place].total, rel=0.005, abs=256)
-        assert analytic.peaks[place].total == traced_there, place
+    assert analytic.peak_point == traced.footprint.peak_point
+    for point in analytic.peaks:
+        traced_there = pytest.approx(traced.footprint.peaks[point].total, rel=0.005, abs=256)
+        assert analytic.peaks[point].total == traced_there, point
     assert traced.traffic == traffic_of_step(plan, layout, choice.accumulation)

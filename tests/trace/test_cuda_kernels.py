@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_launch.models.layers import causal_attention
-from titan_launch.trace.cuda_kernels import kernels_in_place
+from titan_launch.trace.cuda_kernels import kernels_replaced
 
 B, T, D, H, K, HEAD = 2, 64, 32, 4, 2, 8
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -25,7 +25,7 @@ def kept_bytes(make: Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]) -
         storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with FakeTensorMode(), kernels_in_place("cuda"):
+    with FakeTensorMode(), kernels_replaced("cuda"):
         function, inputs = make()
         for tensor in inputs:
             tensor.requires_grad_()
@@ -95,16 +95,16 @@ def test_attention_that_no_fused_kernel_takes_stores_all_scores() -> None:
 
 def test_kernels_of_a_cpu_job_are_not_replaced() -> None:
     before = (F.rms_norm, torch.rms_norm, F.layer_norm, F.scaled_dot_product_attention)
-    with kernels_in_place("cpu"):
+    with kernels_replaced("cpu"):
         assert (F.rms_norm, torch.rms_norm, F.layer_norm, F.scaled_dot_product_attention) == before
-    with pytest.raises(ZeroDivisionError), kernels_in_place("cuda"):
+    with pytest.raises(ZeroDivisionError), kernels_replaced("cuda"):
         assert F.rms_norm is not before[0]
         raise ZeroDivisionError
     assert (F.rms_norm, torch.rms_norm, F.layer_norm, F.scaled_dot_product_attention) == before
 
 
 def test_modules_meet_the_stand_ins() -> None:
-    with FakeTensorMode(), kernels_in_place("cuda"):
+    with FakeTensorMode(), kernels_replaced("cuda"):
         x = torch.empty(B, T, D, requires_grad=True)
         assert (
             type(nn.RMSNorm(D)(x).grad_fn).__name__ == type(nn.LayerNorm(D)(x).grad_fn).__name__ == "_FusedNormBackward"

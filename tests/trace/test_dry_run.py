@@ -26,21 +26,21 @@ ALL_AXES = {
 }
 
 
-def say(ranks: int, rank: int = 0, **sections: Any) -> str:
+def dry_run_output(ranks: int, rank: int = 0, **sections: Any) -> str:
     config, layout, _ = a_job(ranks, model=sections.pop("model", MODEL), **sections)
     return dry_run(config, layout, hardware_of(config, ranks), rank)
 
 
-def test_a_rank_says_where_it_is_and_what_it_holds() -> None:
+def test_a_dry_run_prints_the_coordinate_and_units_of_its_rank() -> None:
     """The last of 16: of the second stage, of a replica's second shard, half of each matrix."""
-    said = say(16, rank=15, parallelism=ALL_AXES, training={"global_batch_size": 24})
-    assert "ranks: 16 = 2 pipeline ranks x 2 replicas x 2 shards x 2 tensor-parallel ranks" in said
-    assert "rank 15: pp 1 of 2, dp_replicate 1 of 2, dp_shard 1 of 2, tp 1 of 2" in said
-    assert "stage 1 of 2: layers.2 .. output" in said
+    printed = dry_run_output(16, rank=15, parallelism=ALL_AXES, training={"global_batch_size": 24})
+    assert "ranks: 16 = 2 pipeline ranks x 2 replicas x 2 shards x 2 tensor-parallel ranks" in printed
+    assert "rank 15: pp 1 of 2, dp_replicate 1 of 2, dp_shard 1 of 2, tp 1 of 2" in printed
+    assert "stage 1 of 2: layers.2 .. output" in printed
     block = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
     held = (2 * block // 2 + 2 * 2 * 32 + 32 + 64 * 32 // 2) // 2  # norms are whole on every rank of the tensor axis
-    assert f"4 units and {held:,} elements of parameters" in said
-    assert "nothing was trained, read or written" in said
+    assert f"4 units and {held:,} elements of parameters" in printed
+    assert "nothing was trained, read or written" in printed
 
 
 @pytest.mark.parametrize(
@@ -58,18 +58,18 @@ def test_a_rank_says_where_it_is_and_what_it_holds() -> None:
 )
 def test_a_job_that_a_run_refuses_is_refused(ranks: int, sections: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        say(ranks, **sections)
+        dry_run_output(ranks, **sections)
 
 
-def test_a_plan_that_divides_what_belongs_together_is_told_in_a_line() -> None:
+def test_a_plan_that_divides_connected_layers_differently_is_reported_in_one_line() -> None:
     """As in training: with the user's own line, and without PyTorch's frames."""
     swapped = {**PLAN, "attention.qkv.*": "rowwise", "attention.out": "colwise"}
     model = {"name": "tests.parallel.divided_model:Model", "flavor": "debug", "args": {}}
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as raised:
         patch.setattr(divided_model, "PLAN", swapped)
-        say(2, model=model, precision={"param_dtype": "float32"}, parallelism={"tensor_parallel_degree": 2})
+        dry_run_output(2, model=model, precision={"param_dtype": "float32"}, parallelism={"tensor_parallel_degree": 2})
     (problem,) = raised.value.problems
-    assert "tensor_parallel divide connected layers alike" in problem.reason and "\n" not in problem.reason
+    assert "tensor_parallel divides connected layers alike" in problem.reason and "\n" not in problem.reason
     assert re.search(r"fails at \S+divided_model\.py:\d+ with 1/2", problem.reason)
 
 
@@ -80,7 +80,7 @@ def test_other_commands_have_an_option_of_another_name(command: str, capsys: pyt
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "printed"),
     [
         (["--fake-rank=3"], "--fake-rank is for a dry run"),
         (["--fake-world-size=4", "--fake-rank=4"], "from 0 to 3"),
@@ -88,9 +88,9 @@ def test_other_commands_have_an_option_of_another_name(command: str, capsys: pyt
         (["--fake-world-size=16385"], "must be at most 16384 ranks, not 16385"),
     ],
 )
-def test_ranks_that_are_none(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_are_none(options: list[str], printed: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", "configs/llama_debug.toml", *options]) == 2
-    assert said in capsys.readouterr().err
+    assert printed in capsys.readouterr().err
 
 
 def test_processes_of_another_number_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

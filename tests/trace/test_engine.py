@@ -25,7 +25,7 @@ DEEP: dict[str, dict[str, Any]] = {
         "gradient_accumulation": {"mode": "deferred"},
         "training": {"global_batch_size": 8},
     },
-    "Llama, every second block recomputed": {
+    "Llama, every second block checkpointed": {
         "model": {"args": {"n_layers": 13}},
         "training": {"global_batch_size": 4},
         "activation_checkpoint": {"mode": "selective", "selective_ac_option": 2},
@@ -41,7 +41,7 @@ DEEP: dict[str, dict[str, Any]] = {
         "optimizer": {"implementation": "foreach", "param_groups": [{"match": "layers.1.**", "lr_factor": 0.5}]},
     },
     "a user's own": {"model": CONV},
-    "a user's own, full recomputation": {"model": CONV, "activation_checkpoint": {"mode": "full"}},
+    "a user's own, full activation checkpointing": {"model": CONV, "activation_checkpoint": {"mode": "full"}},
 }
 
 
@@ -76,18 +76,18 @@ def test_two_depths_extrapolated_equal_the_full_model(
     whole, traffic_of_whole = ask(DEEP[name])
     assert traced_blocks[-1] > max(traced_blocks[:-1])
     assert traffic == traffic_of_whole
-    assert footprint.peaks == {place: whole.peaks[place] for place in footprint.peaks}
-    assert (footprint.peak_bytes, footprint.place) == (whole.peak_bytes, whole.place)
+    assert footprint.peaks == {point: whole.peaks[point] for point in footprint.peaks}
+    assert (footprint.peak_bytes, footprint.peak_point) == (whole.peak_bytes, whole.peak_point)
 
 
-def test_a_model_that_counts_its_blocks_is_traced_whole(traced_blocks: list[int]) -> None:
+def test_a_model_that_counts_its_blocks_is_traced_with_all_blocks(traced_blocks: list[int]) -> None:
     counted, _ = ask({"model": {"name": "tests.trace.models:Chain", "args": {"n_layers": 7, "counts": True}}})
     assert traced_blocks == [5, 7]  # the last block differs from the others
     plain, _ = ask({"model": {"name": "tests.trace.models:Chain", "args": {"n_layers": 7}}})
     assert counted.peak_bytes == plain.peak_bytes
 
 
-def test_a_model_that_grows_unevenly_is_traced_whole(traced_blocks: list[int]) -> None:
+def test_a_model_that_grows_unevenly_is_traced_with_all_blocks(traced_blocks: list[int]) -> None:
     """Every layer keeps what it makes of all that came before it: memory grows with the square of the depth."""
     dense = {"name": "tests.trace.models:Chain", "args": {"n_layers": 12, "dense": True}}
     ask({"model": dense, "training": {"seq_len": 512}})

@@ -30,15 +30,15 @@ def reason(does: str) -> str:
     ],
 )
 def test_an_operation_that_needs_values_is_named_with_its_place(does: str, operation: str, line: str) -> None:
-    said = reason(does)
-    assert said.startswith(f"cannot be traced: {operation}")
-    place = said.split(" at ")[1].split(" needs ")[0]
-    file, number = place.rsplit(":", 1)
+    printed = reason(does)
+    assert printed.startswith(f"cannot be traced: {operation}")
+    location = printed.split(" at ")[1].split(" needs ")[0]
+    file, number = location.rsplit(":", 1)
     with open(file) as stream:
         assert line in stream.readlines()[int(number) - 1]
 
 
 def test_another_error_comes_with_its_traceback() -> None:
-    said = reason("shape")
-    assert said.startswith("failed while it was traced")
-    assert "tests/trace/models.py" in said and "must have same reduction dim" in said
+    printed = reason("shape")
+    assert printed.startswith("failed while it was traced")
+    assert "tests/trace/models.py" in printed and "must have same reduction dim" in printed

@@ -27,9 +27,9 @@ JOBS: dict[str, dict[str, Any]] = {
     "immediate": {},
     "one microbatch, bf16": {"training": {"global_batch_size": 4}, "precision": BF16},
     "deferred, bf16": {"precision": BF16, "gradient_accumulation": DEFERRED},
-    "deferred, kept, fp32": {"gradient_accumulation": {**DEFERRED, "keep_params_unsharded": True}},
-    "full recomputation": {"precision": BF16, "activation_checkpoint": {"mode": "full"}},
-    "selective recomputation": {"precision": BF16, "activation_checkpoint": {"mode": "selective"}},
+    "deferred, unsharded parameters, fp32": {"gradient_accumulation": {**DEFERRED, "keep_params_unsharded": True}},
+    "full activation checkpointing": {"precision": BF16, "activation_checkpoint": {"mode": "full"}},
+    "selective activation checkpointing": {"precision": BF16, "activation_checkpoint": {"mode": "selective"}},
     "norms in fp32": {"precision": FP32_NORMS, "gradient_accumulation": DEFERRED},
     "BatchNorm": {"precision": BF16, "model": {"args": {"norm": "batchnorm"}}},
     "LayerNorm, foreach": {"model": {"args": {"norm": "layernorm"}}, "optimizer": {"implementation": "foreach"}},
@@ -108,11 +108,11 @@ def test_deferred_accumulation_holds_whole_gradients_between_microbatches() -> N
         assert peak.by_category[Category.UNSHARDED_GRADIENTS] == held
 
 
-def test_places_follow_the_model_forth_and_back() -> None:
-    places = [place for place in trace(4, {}).peaks if place.microbatch == 0 and place.unit]
+def test_step_points_follow_the_model_forward_and_backward() -> None:
+    points = [point for point in trace(4, {}).peaks if point.microbatch == 0 and point.unit]
     modules = ["tok_embeddings", "layers.0", "layers.1", "norm", "output"]
     forth, back = [("forward", path) for path in modules], [("backward", path) for path in reversed(modules)]
-    assert [(place.phase, place.unit) for place in places] == forth + back
+    assert [(point.phase, point.unit) for point in points] == forth + back
 
 
 def test_a_trace_restores_the_state_of_the_process() -> None:

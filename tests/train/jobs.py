@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.tensors import whole_state
+from tests.tensors import full_state
 from titan_launch.config.job import JobConfig
 from titan_launch.distributed.mesh import Mesh, build_mesh
 from titan_launch.distributed.process_group import Ranks
@@ -93,7 +93,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Tensor]:
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), this_rank(), stack)
         fit(run)
-        return whole_state(run.model)
+        return full_state(run.model)
 
 
 def run_job_until(job: dict[str, Any], step: int) -> None:

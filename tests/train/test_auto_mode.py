@@ -75,8 +75,10 @@ def test_auto_defers_if_memory_allows_with_equal_results(tmp_path: Path) -> None
     assert recorded(tmp_path / "scarce") == ("immediate", False, "none")
     for name, tensor in plenty[0][0].items():
         torch.testing.assert_close(scarce[0][0][name], tensor, rtol=1e-5, atol=1e-6, msg=name)
-    ((said,), (nothing,)) = ([log[1] for log in logs][:1] for logs in (plenty, scarce))
-    assert said[0].startswith(f"auto: {label('deferred')}, because it has the least link traffic of the 2 of 2 choices")
+    ((printed,), (nothing,)) = ([log[1] for log in logs][:1] for logs in (plenty, scarce))
+    assert printed[0].startswith(
+        f"auto: {label('deferred')}, because it has the least link traffic of the 2 of 2 choices"
+    )
     assert nothing[0].startswith(f"auto: {label('immediate')}, because it has the least link traffic of the 1 of 2")
 
 
@@ -84,9 +86,9 @@ def test_a_resumed_run_keeps_the_mode_it_began_with(tmp_path: Path) -> None:
     limit = between_modes(tmp_path)
     run_ranks(run_and_log, 2, job(tmp_path, limit), 2)
     assert recorded(tmp_path) == ("immediate", False, "none")
-    _, said = run_ranks(run_and_log, 2, job(tmp_path, 10 * limit))[0]
+    _, printed = run_ranks(run_and_log, 2, job(tmp_path, 10 * limit))[0]
     assert recorded(tmp_path) == ("immediate", False, "none")
-    assert said == [f"auto: {label('immediate')}, because the run began with it"]
+    assert printed == [f"auto: {label('immediate')}, because the run began with it"]
     assert [report["step"] for report in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 
@@ -94,15 +96,15 @@ def test_a_mode_that_the_job_no_longer_allows_is_chosen_again(tmp_path: Path) ->
     limit = between_modes(tmp_path)
     run_ranks(run_and_log, 2, job(tmp_path, limit), 2)
     kept = job(tmp_path, 10 * limit, accumulation={"keep_params_unsharded": True})
-    _, said = run_ranks(run_and_log, 2, kept)[0]
+    _, printed = run_ranks(run_and_log, 2, kept)[0]
     assert recorded(tmp_path) == ("deferred", True, "none")
     assert (
         f"{label('immediate')} is not possible any more (gradient_accumulation.keep_params_unsharded has changed)"
-        in said[0]
+        in printed[0]
     )
 
 
-def test_recomputation_is_chosen_too(tmp_path: Path) -> None:
+def test_activation_checkpointing_is_chosen_too(tmp_path: Path) -> None:
     wanted = job(tmp_path, 1.0, accumulation={}, activation_checkpoint={"mode": "auto"}, checkpoint={"enable": False})
     run_ranks(run_job, 2, wanted)
     assert recorded(tmp_path) == ("deferred", True, "none")

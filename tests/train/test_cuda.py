@@ -32,15 +32,15 @@ def test_the_main_job_trains_on_cuda(tmp_path: Path, mode: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("mode", ["immediate", "deferred"])
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_predicted_memory_is_the_measured(tmp_path: Path, recompute: str, mode: str, microbatches: int) -> None:
+def test_predicted_memory_is_the_measured(tmp_path: Path, checkpointing: str, mode: str, microbatches: int) -> None:
     """Two blocks as wide as those of the 8B model: 12 runs. Measured is a little more: workspaces inside of kernels."""
     overrides = ["--model.flavor=8B", "--model.args.n_layers=2", "--training.steps=6", "--training.seq_len=4096"]
     overrides += ["--checkpoint.enable=false", "--checkpoint.save_last=false", "--metrics.log_freq=2"]
     overrides += [f"--training.global_batch_size={microbatches}"]
-    overrides += [f"--gradient_accumulation.mode={mode}", f"--activation_checkpoint.mode={recompute}"]
+    overrides += [f"--gradient_accumulation.mode={mode}", f"--activation_checkpoint.mode={checkpointing}"]
     overrides += ["--lr_scheduler.warmup_steps=1", "--validation.freq=0", f"--job.dump_folder={tmp_path}"]
     command = [sys.executable, "-m", "titan_launch", "--config", "configs/llama3_8b.toml", *overrides]
     result = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=230)

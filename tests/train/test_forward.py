@@ -92,7 +92,7 @@ def write(folder: Path, signature: str, body: str, args: str = "") -> None:
         (folder / name).write_text(f"a short text of {name} " * 20)
 
 
-def said(folder: Path, *command: str) -> str:
+def printed(folder: Path, *command: str) -> str:
     """The one line that a bad forward ends a command with, behind the key."""
     status, _, reported = run_command([*command, "--config", "job.toml"], folder)
     start, line = "error: job.toml:8: model.name: its forward ", reported.splitlines()[-1]
@@ -166,9 +166,9 @@ WRONG = {
 def test_a_wrong_forward_is_one_sentence(tmp_path: Path, kind: str) -> None:
     model, expected = WRONG[kind]
     write(tmp_path, *model)
-    assert said(tmp_path, "train") == expected.format("Tensor")
+    assert printed(tmp_path, "train") == expected.format("Tensor")
     if kind in ("labels", "an object", "a loss", "few rows"):  # a trace has tensors without values
-        assert said(tmp_path, "plan") == expected.format("FakeTensor")
+        assert printed(tmp_path, "plan") == expected.format("FakeTensor")
 
 
 def test_classes_of_images_are_compared_too() -> None:
@@ -187,7 +187,7 @@ def test_a_model_without_a_forward_is_refused() -> None:
 def test_auto_and_several_ranks_print_the_error_once(tmp_path: Path) -> None:
     model, expected = WRONG["few classes"]
     write(tmp_path, *model)
-    assert said(tmp_path, "train", "--gradient_accumulation.mode=auto") == expected
+    assert printed(tmp_path, "train", "--gradient_accumulation.mode=auto") == expected
     command = [sys.executable, "-m", "titan_launch", "launch", "--nproc-per-node", "2", "--config", "job.toml"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stderr) == (2, f"error: job.toml:8: model.name: its forward {expected}\n")
@@ -195,7 +195,7 @@ def test_auto_and_several_ranks_print_the_error_once(tmp_path: Path) -> None:
 
 def test_an_index_beyond_another_embedding_is_named_with_its_place(tmp_path: Path) -> None:
     write(tmp_path, "self, tokens", "return self.logits(tokens)", "positions = 8")
-    assert said(tmp_path, "train") == (
+    assert printed(tmp_path, "train") == (
         "looks up the index 15 in positions (Embedding), which has 8 rows (at my_model.py:21); add rows, or lower "
         "training.seq_len if the indices are positions"
     )
@@ -203,7 +203,7 @@ def test_an_index_beyond_another_embedding_is_named_with_its_place(tmp_path: Pat
 
 def test_a_negative_index_is_named(tmp_path: Path) -> None:
     write(tmp_path, "self, tokens", "return self.logits(tokens) + self.positions(tokens[0] * 0 - 2).sum()")
-    assert said(tmp_path, "train") == (
+    assert printed(tmp_path, "train") == (
         f"looks up the index -2 in positions (Embedding), which has 16 rows (at {PLACE}); indices count from 0"
     )
 
@@ -211,7 +211,7 @@ def test_a_negative_index_is_named(tmp_path: Path) -> None:
 def test_validation_checks_the_forward_too(tmp_path: Path) -> None:
     body = "return self.logits(tokens) if self.training else self.loss(tokens, tokens)"
     write(tmp_path, "self, tokens", body)
-    assert said(tmp_path, "train").startswith("returns a scalar")
+    assert printed(tmp_path, "train").startswith("returns a scalar")
 
 
 RIGHT = {

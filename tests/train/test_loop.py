@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
-from tests.tensors import assert_equal, whole_state
+from tests.tensors import assert_equal, full_state
 from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import RunError
@@ -165,10 +165,10 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
             validation=VALIDATION,
         )
 
-    whole = run_ranks(run_job, ranks, job("whole"))
+    full_tensor = run_ranks(run_job, ranks, job("whole"))
     run_ranks(run_job_until, ranks, job("parts"), 5)  # steps 4 and 5 are lost
     resumed = run_ranks(run_job, ranks, job("parts"))
-    for a, b in zip(whole, resumed, strict=True):
+    for a, b in zip(full_tensor, resumed, strict=True):
         assert_equal(a, b)
     for tag in ("train/loss", "train/grad_norm", "train/lr", "train/samples_seen", "validation/loss"):
         assert losses(tmp_path / "parts", tag) == losses(tmp_path / "whole", tag), tag
@@ -215,12 +215,12 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
             parallelism={"data_parallel_replicate_degree": replicate},
         )
 
-    (whole,) = run_ranks(run_recorded_until, 1, job("whole"), 30)
+    (full_tensor,) = run_ranks(run_recorded_until, 1, job("whole"), 30)
     for ranks, replicate, step in ((2, 1, 10), (4, 2, 20), (1, 1, 30)):
         asked = run_ranks(run_recorded_until, ranks, job("parts", replicate), step)
         samples = sorted(sample for of_rank in asked for sample in of_rank)
-        assert samples == sorted(whole[4 * (step - 10) : 4 * step]), f"{ranks} ranks to step {step}"
-    assert len(whole) == 4 * 30
+        assert samples == sorted(full_tensor[4 * (step - 10) : 4 * step]), f"{ranks} ranks to step {step}"
+    assert len(full_tensor) == 4 * 30
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
     assert len(losses(tmp_path / "parts")) == 30
 
@@ -256,9 +256,9 @@ def validate_again(job: dict[str, Any]) -> tuple[list[float], dict[str, float], 
         for _ in range(3):
             result = train_one_step(run)
         report(run, result, due_now(run))
-        before = whole_state(run.model)
+        before = full_state(run.model)
         metrics = validation_scalars(run)
-        after = whole_state(run.model)
+        after = full_state(run.model)
         assert all(isinstance(parameter, DTensor) for parameter in run.model.parameters())  # nothing is left gathered
         statistics = [float(tensor.double().sum()) for name, tensor in after.items() if "running" in name]
         return statistics, metrics, all(map(torch.equal, before.values(), after.values()))
@@ -329,10 +329,10 @@ def test_dropout_unused_and_tied_parameters_resume_bitwise(tmp_path: Path, name:
             job["model"] = {"name": f"{__name__}:PartlyUsed"}
         return job
 
-    whole = run_ranks(run_job, 2, job("whole"))
+    full_tensor = run_ranks(run_job, 2, job("whole"))
     run_ranks(run_job_until, 2, job("parts"), 3)
     resumed = run_ranks(run_job, 2, job("parts"))
-    for a, b in zip(whole, resumed, strict=True):
+    for a, b in zip(full_tensor, resumed, strict=True):
         assert_equal(a, b)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 

@@ -40,9 +40,9 @@ MODES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "replicate", "accumulation", "recomputation"), MODES)
+@pytest.mark.parametrize(("ranks", "replicate", "accumulation", "checkpointing"), MODES)
 def test_a_run_communicates_and_holds_what_is_planned(
-    tmp_path: Path, ranks: int, replicate: int, accumulation: dict[str, Any], recomputation: dict[str, Any]
+    tmp_path: Path, ranks: int, replicate: int, accumulation: dict[str, Any], checkpointing: dict[str, Any]
 ) -> None:
     job = tiny_job(
         tmp_path,
@@ -50,7 +50,7 @@ def test_a_run_communicates_and_holds_what_is_planned(
         precision={"param_dtype": "bfloat16", "rules": [{"type": "RMSNorm", "param_dtype": "float32"}]},
         parallelism={"data_parallel_replicate_degree": replicate},
         gradient_accumulation=accumulation,
-        activation_checkpoint=recomputation,
+        activation_checkpoint=checkpointing,
         comm={"count_traffic": True},
         debug={"audit_precision": True},
         validation=VALIDATION,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.tensors import whole_state
+from tests.tensors import full_state
 from tests.train.jobs import TINY_ARGS, sharded_model, this_mesh, this_rank
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import DebugConfig
@@ -41,15 +41,20 @@ def batches() -> tuple[Tensor, Tensor]:
 
 
 def job(
-    mode: str, keep: bool, replicate: int, local_batch: int, param_dtype: str = "float32", recomputation: str = "none"
+    mode: str,
+    unsharded: bool,
+    replicate: int,
+    local_batch: int,
+    param_dtype: str = "float32",
+    checkpointing: str = "none",
 ) -> JobConfig:
     return JobConfig.model_validate(
         {
             "model": {"args": TINY_ARGS},
             "training": {"seq_len": SEQ_LEN, "local_batch_size": local_batch, "global_batch_size": GLOBAL_BATCH},
             "precision": {"param_dtype": param_dtype, "rules": [{"type": "RMSNorm", "param_dtype": "float32"}]},
-            "gradient_accumulation": {"mode": mode, "keep_params_unsharded": keep},
-            "activation_checkpoint": {"mode": recomputation},
+            "gradient_accumulation": {"mode": mode, "keep_params_unsharded": unsharded},
+            "activation_checkpoint": {"mode": checkpointing},
             "parallelism": {"data_parallel_replicate_degree": replicate},
             "optimizer": {"lr": 1e-2, "eps": 1e-5},
         }
@@ -76,7 +81,7 @@ def train_sharded(config: JobConfig, steps: list[Step] | None = None) -> tuple[d
         # Microbatch-major, as the loader deals them: round m goes to ranks 0, 1, ...
         rounds = [tensor.unflatten(0, (count, ranks.world_size, -1))[:, ranks.rank] for tensor in batch]
         norms.append(step(list(zip(*rounds, strict=True))).grad_norm.item())
-    return whole_state(model), norms
+    return full_state(model), norms
 
 
 def train_plainly(steps: list[tuple[Tensor, Tensor]] | None = None) -> tuple[dict[str, Tensor], list[float]]:
@@ -97,7 +102,7 @@ def train_plainly(steps: list[tuple[Tensor, Tensor]] | None = None) -> tuple[dic
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
-    return whole_state(model), norms
+    return full_state(model), norms
 
 
 def relative_error(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
@@ -119,19 +124,21 @@ MESHES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)]
 def test_every_mode_equals_one_big_batch(
     world_size: int, replicate: int, reference: tuple[dict[str, Tensor], list[float]]
 ) -> None:
-    for (mode, keep), states in run_ranks(train_in_all_modes, world_size, replicate)[0].items():
+    for (mode, unsharded), states in run_ranks(train_in_all_modes, world_size, replicate)[0].items():
         parameters, norms = states
-        assert relative_error(parameters, reference[0]) < 2e-6, (mode, keep)
-        assert norms == pytest.approx(reference[1], rel=1e-5), (mode, keep)
+        assert relative_error(parameters, reference[0]) < 2e-6, (mode, unsharded)
+        assert norms == pytest.approx(reference[1], rel=1e-5), (mode, unsharded)
 
 
 def train_in_all_modes(replicate: int) -> dict[tuple[str, bool], tuple[dict[str, Tensor], list[float]]]:
-    return {(mode, keep): train_sharded(job(mode, keep, replicate, 1)) for mode, keep in all_modes(replicate)}
+    return {
+        (mode, unsharded): train_sharded(job(mode, unsharded, replicate, 1)) for mode, unsharded in all_modes(replicate)
+    }
 
 
 def all_modes(replicate: int) -> list[tuple[str, bool]]:
     modes = ["immediate", "deferred"] + (["deferred_all_reduce"] if replicate > 1 else [])
-    return [(mode, keep) for mode in modes for keep in (False, True)]
+    return [(mode, unsharded) for mode in modes for unsharded in (False, True)]
 
 
 UNEVEN = (3, 1, 2)
@@ -157,10 +164,10 @@ def uneven_batches(world_size: int) -> list[tuple[Tensor, Tensor]]:
 
 def train_unevenly(replicate: int) -> dict[tuple[str, bool], tuple[dict[str, Tensor], list[float]]]:
     steps = list(zip(UNEVEN, uneven_batches(this_rank().world_size), strict=True))
-    recomputation = "full" if replicate == 1 else "selective"
+    checkpointing = "full" if replicate == 1 else "selective"
     return {
-        (mode, keep): train_sharded(job(mode, keep, replicate, 1, recomputation=recomputation), steps)
-        for mode, keep in all_modes(replicate)
+        (mode, unsharded): train_sharded(job(mode, unsharded, replicate, 1, checkpointing=checkpointing), steps)
+        for mode, unsharded in all_modes(replicate)
     }
 
 
@@ -174,7 +181,7 @@ def test_accumulation_modes_agree_in_bf16() -> None:
 
 def train_in_all_modes_bf16() -> dict[tuple[str, bool], tuple[dict[str, Tensor], list[float]]]:
     return {
-        (mode, keep): train_sharded(job(mode, keep, 1, 1, "bfloat16"))
+        (mode, unsharded): train_sharded(job(mode, unsharded, 1, 1, "bfloat16"))
         for mode in ("immediate", "deferred")
-        for keep in (False, True)
+        for unsharded in (False, True)
     }

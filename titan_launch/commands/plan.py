@@ -21,7 +21,7 @@ from titan_launch.core.torch_release import planned_release
 from titan_launch.plan.auto_mode import Resolution, recommend, remedies, resolve
 from titan_launch.plan.communication import Traffic
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
-from titan_launch.plan.job import Choice, is_auto, plan_job, with_whole_parameters
+from titan_launch.plan.job import Choice, is_auto, plan_job, with_unsharded_parameters
 from titan_launch.plan.layout import Layout, plan_layout
 from titan_launch.plan.report.comparison import Comparison, Engine, compare
 from titan_launch.plan.report.plot import check_plot, plot_comparison
@@ -165,7 +165,7 @@ def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
     Raises ConfigError as a run does at its start, and if no choice of `auto` fits.
     """
     layout, hardware = _divide(config, world_size)
-    config = with_whole_parameters(config, layout)
+    config = with_unsharded_parameters(config, layout)
     if is_auto(config):
         resolution = _plan(config, world_size, PlanOptions(only_own=True)).resolution
         config = resolution.config
@@ -182,7 +182,7 @@ def _divide(config: JobConfig, world_size: int) -> tuple[Layout, Hardware]:
 
 def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
     layout, hardware = _divide(config, world_size)
-    config = with_whole_parameters(config, layout)
+    config = with_unsharded_parameters(config, layout)
     subject = _subject(config, layout, hardware, options.engine)
     model = (subject.inventory, subject.flops)
     comparison = compare(config, layout, *model, hardware, subject.engine, options.only_own, subject.counted)

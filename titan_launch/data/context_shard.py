@@ -25,11 +25,11 @@ class SequencePart:
     order balances the work under a causal mask, and PyTorch's ring attention requires it. False: of `count` chunks,
     rank i has chunk i."""
 
-    def of(self, whole: Tensor, axis: int = 0) -> Tensor:
+    def of(self, full: Tensor, axis: int = 0) -> Tensor:
         """Return the rank's part of a tensor along the token axis, whose size is a multiple of the number of chunks."""
         if not self.is_balanced:
-            return whole.chunk(self.count, axis)[self.index]
-        chunks = whole.chunk(2 * self.count, axis)
+            return full.chunk(self.count, axis)[self.index]
+        chunks = full.chunk(2 * self.count, axis)
         return torch.cat((chunks[self.index], chunks[-1 - self.index]), axis)
 
 

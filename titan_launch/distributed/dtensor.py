@@ -24,12 +24,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return inner
 
 
-def own_part(whole: Tensor, like: DTensor) -> Tensor:
+def own_part(full: Tensor, like: DTensor) -> Tensor:
     """Return a view of this rank's part of a whole tensor that is sharded as `like` is."""
-    offsets, lengths = own_box(whole.shape, like.device_mesh, like.placements)
+    offsets, lengths = own_box(full.shape, like.device_mesh, like.placements)
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        whole = whole.narrow(dim, offset, length)
-    return whole
+        full = full.narrow(dim, offset, length)
+    return full
 
 
 def own_box(

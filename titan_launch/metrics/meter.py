@@ -71,7 +71,8 @@ class Meter:
     def paused(self) -> Iterator[None]:
         """Exclude the time of the block from step time and throughput.
 
-        Both ends wait for the device, so that work queued by training counts and work queued in the block does not.
+        The host waits for the device at both ends. So work queued by training counts, and work queued in the block does
+        not.
         """
         self._synchronize()
         start = self._clock()
@@ -143,7 +144,8 @@ class Meter:
 
     @torch.no_grad()
     def _combine(self, local: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """Reduce every value as its tag says (one without a tag is the same on all ranks) and bring it to the host."""
+        """Reduce every value by the rule of its tag and copy it to the host. A value without a tag is the same on
+        all ranks."""
         how_to_combine = {tag.name: tag.combine for tag in TAGS}
         names: dict[str, list[str]] = {"sum": [], "max": [], "same": []}
         unchanged: dict[str, float] = {}
@@ -156,7 +158,7 @@ class Meter:
         on_device = {name: value for name, value in local.items() if isinstance(value, Tensor)}
         on_host = [name for name in local if name not in on_device and name not in unchanged]
         # float64 holds every integer up to 2^53, float32 only up to 16 million: too few for the targets of a window.
-        # One copy for all of them: the host waits for each copy.
+        # One copy for all values, because the host waits for each copy.
         copied = torch.tensor([local[name] for name in on_host], dtype=torch.float64).to(self._device)
         on_device |= dict(zip(on_host, copied.unbind(), strict=True))
         vectors = {

@@ -1,4 +1,4 @@
-"""Every metric that a run reports, as data that the meter, the console, the dashboard and the documentation read."""
+"""All metrics of a run, as data for the meter, the console, the dashboard and the documentation."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Tag:
-    """One metric."""
+    """A metric."""
 
     name: str
     combine: Literal["sum", "max", "same"]
-    """How the values of the ranks become one: added, the largest, or the same on all ranks anyway."""
+    """Reduction over the ranks: sum, maximum, or none because all ranks have the same value."""
 
     meaning: str
     chart: tuple[str, str] | None = None
@@ -263,7 +263,7 @@ def dashboard_layout() -> dict[str, dict[str, list[str]]]:
 
 
 def markdown_table() -> str:
-    """The table of all metrics, for the documentation."""
+    """Return the table of all metrics for the documentation."""
     over_ranks = {"sum": "sum", "max": "maximum", "same": "-"}
     rows = [f"| `{tag.name}` | {tag.meaning} | {over_ranks[tag.combine]} |" for tag in TAGS]
     return "\n".join(["| tag | meaning | over ranks |", "|---|---|---|", *rows, ""])

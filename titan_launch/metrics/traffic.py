@@ -68,7 +68,7 @@ def _traffic_of(kind: str, output: Tensor, sent: Tensor) -> Traffic:
 
 
 class Kernel(NamedTuple):
-    """One kernel, with its start and end on the device in nanoseconds."""
+    """A kernel with its start and end on the device in nanoseconds."""
 
     name: str
     start: int

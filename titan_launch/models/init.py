@@ -46,7 +46,7 @@ def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: in
         _copy_values(model, initializer)
         return
     for path, module, names in reversed(list(_owners(model))):
-        twin = _whole_twin(module, device)
+        twin = _unsharded_twin(module, device)
         with _seeded(_module_seed(seed, path), device), torch.no_grad():
             initializer(twin, path)
             for name in names:
@@ -70,7 +70,7 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
             yield path, module, names
 
 
-def _whole_twin(module: nn.Module, device: torch.device) -> nn.Module:
+def _unsharded_twin(module: nn.Module, device: torch.device) -> nn.Module:
     """Return a module like `module` before it was wrapped, with its own unsharded, uninitialised tensors.
 
     The twin shares its attributes with the original. It has no children, because those of the original are sharded.
@@ -104,12 +104,12 @@ def _uninitialised(like: Tensor, device: torch.device) -> Tensor:
     return torch.full(like.shape, torch.nan, dtype=dtype, device=device)
 
 
-def _copy_shard(target: Tensor, whole: Tensor) -> None:
-    """Copy into `target` its part of `whole`, cast to its dtype."""
+def _copy_shard(target: Tensor, source: Tensor) -> None:
+    """Copy into `target` its part of `source`, cast to its dtype."""
     if isinstance(target, DTensor):
-        local_tensor(target).copy_(own_part(whole.detach(), target))
+        local_tensor(target).copy_(own_part(source.detach(), target))
     else:
-        target.copy_(whole)
+        target.copy_(source)
 
 
 def _module_seed(seed: int, path: str) -> int:

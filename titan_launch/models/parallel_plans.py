@@ -49,11 +49,12 @@ def shapes_explained(model: ModelConfig, degree: int) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         if degree == 1 or ":" not in model.name or not _ABOUT_SHAPES.search(str(error)):
             raise
-        place, text = user_location(error), str(error).partition("\n")[0]
+        location, text = user_location(error), str(error).partition("\n")[0]
         reason = (
-            f"fails{f' at {place}' if place else ''} with 1/{degree} of the heads and features on each rank: does its "
-            "attribute tensor_parallel divide connected layers alike, do its reshapes take sizes from their input (-1, "
-            "not the number of heads), and does the degree divide the heads? See docs/how_to/parallelism.md "
+            f"fails{f' at {location}' if location else ''} with 1/{degree} of the heads and features on each rank; "
+            "check that its attribute tensor_parallel divides connected layers alike, that its reshapes take sizes "
+            "from their input (-1, not the number of heads), and that the degree divides the heads. See "
+            "docs/how_to/parallelism.md "
             f"(PyTorch: {text})"
         )
         raise config_error(_NAME, reason, model.name, also=(_TENSOR_DEGREE,)) from error
@@ -103,7 +104,7 @@ def _problems(
     found = style_by_module(model, styles)
     for path, style in found.items():
         yield from _misfits(path, model.get_submodule(path), style, degree)
-    yield from _left_out(model, found)
+    yield from _unassigned(model, found)
     yield from _divided_ties(model, found)
     if "head" not in found.values():
         yield Problem(
@@ -148,7 +149,7 @@ def _what_is_divided(style: TensorStyle) -> str:
     return {"embedding": "rows", "rowwise": "input features"}.get(style, "output features")
 
 
-def _left_out(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
+def _unassigned(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
     """Yield a problem if modules with parameters have no style: the reduction of their gradients is then undefined."""
     owners = (
         path for path, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None

@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) with moments, parameters and masters in dtypes of their own."""
+"""AdamW (arXiv:1711.05101) with separate dtypes for moments, parameters and masters."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.optim.shards import ShardGroup, count_step, in_float32, masters, store
 
 
-def update_adamw(groups: Sequence[ShardGroup], config: OptimizerConfig, kept: Tensor) -> None:
+def update_adamw(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: Tensor) -> None:
     """Update all groups in float32. Results that are stored in bfloat16 are rounded once, at the end.
 
-    `kept`: 1, or 0 for a skipped step, whose gradients must be 0. The host does not wait for the device.
+    `applied`: 1, or 0 for a skipped step, whose gradients must be 0. The host does not wait for the device.
     """
     for group in groups:
-        count_step(group.shards, kept)
+        count_step(group.shards, applied)
         step = group.shards[0].state["step"].double().clamp(min=1)  # 0 before the first update, which may be skipped
         # Scalars in the dtype of the lists, without which PyTorch updates a list tensor by tensor.
         corrections = _Corrections(
             (1 - config.beta2**step).sqrt().float(),
-            ((1 - config.beta1**step) / kept).float(),  # infinity where the step is skipped: no update
+            ((1 - config.beta1**step) / applied).float(),  # infinity where the step is skipped: no update
         )
         for batch in batches([shard.parameter.numel() for shard in group.shards]):
-            _update(group._replace(shards=[group.shards[index] for index in batch]), config, kept, corrections)
+            _update(group._replace(shards=[group.shards[index] for index in batch]), config, applied, corrections)
 
 
 def update_pytorch(group: ShardGroup, config: OptimizerConfig, found_inf: Tensor | None) -> None:
@@ -53,20 +53,20 @@ class _Corrections(NamedTuple):
     """Bias corrections of the moments: scalars on the device."""
 
     root: Tensor
-    """Of the square root of the second moment."""
+    """Bias correction of the square root of the second moment."""
 
     mean: Tensor
-    """Of the first moment."""
+    """Bias correction of the first moment."""
 
 
-def _update(group: ShardGroup, config: OptimizerConfig, kept: Tensor, corrections: _Corrections) -> None:
+def _update(group: ShardGroup, config: OptimizerConfig, applied: Tensor, corrections: _Corrections) -> None:
     shards, beta1, beta2 = group.shards, config.beta1, config.beta2
     gradients = in_float32([shard.gradient for shard in shards])
     means = in_float32([shard.state["exp_avg"] for shard in shards])
-    torch._foreach_mul_(means, (1 - (1 - beta1) * kept).float())
+    torch._foreach_mul_(means, (1 - (1 - beta1) * applied).float())
     torch._foreach_add_(means, gradients, alpha=1 - beta1)
     squares = in_float32([shard.state["exp_avg_sq"] for shard in shards])
-    torch._foreach_mul_(squares, (1 - (1 - beta2) * kept).float())
+    torch._foreach_mul_(squares, (1 - (1 - beta2) * applied).float())
     torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
     del gradients
     roots = torch._foreach_sqrt(squares)
@@ -76,7 +76,7 @@ def _update(group: ShardGroup, config: OptimizerConfig, kept: Tensor, correction
     torch._foreach_add_(roots, config.eps)
     torch._foreach_mul_(roots, corrections.mean)
     parameters = masters(shards)
-    torch._foreach_mul_(parameters, (1 - group.lr * group.weight_decay * kept).float())
+    torch._foreach_mul_(parameters, (1 - group.lr * group.weight_decay * applied).float())
     torch._foreach_addcdiv_(parameters, means, roots, value=-group.lr)
     del roots
     store(shards, "exp_avg", means)

@@ -51,8 +51,11 @@ def clip_grad_norm(
 
 
 def _norm_over_shards(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of gradients, of which this rank has parts, in float32 or more: stages of a pipeline, whose gradients
-    may have other dtypes, must agree on it. Squares are added in float64: those of large norms overflow float32."""
+    """Return the norm of gradients of which this rank has shards, in float32 or more.
+
+    Pipeline stages, whose gradients may have different dtypes, must agree on the norm. Squares are added in float64,
+    because the squares of large norms overflow float32.
+    """
     if not isinstance(gradients[0], DTensor):
         return get_total_norm(gradients)
     mesh = gradients[0].device_mesh
@@ -70,7 +73,7 @@ def _norm_over_shards(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _by_placements(gradients: Sequence[Tensor]) -> Mapping[tuple[Placement, ...], list[Tensor]]:
-    """This rank's parts of DTensors, together where they are divided alike."""
+    """Yield this rank's shards of DTensors, grouped by mesh and placements."""
     parts: defaultdict[tuple[Placement, ...], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         assert isinstance(gradient, DTensor), "parameters are DTensors, all or none"
@@ -79,7 +82,7 @@ def _by_placements(gradients: Sequence[Tensor]) -> Mapping[tuple[Placement, ...]
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Together what one kernel can take."""
+    """Return the tensors in groups that one kernel can process."""
     alike: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         alike[tensor.dtype].append(tensor)

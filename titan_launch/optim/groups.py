@@ -1,4 +1,4 @@
-"""Which parameters have which algorithm, learning rate and weight decay."""
+"""Optimizer groups of a model: algorithm, learning rate and weight decay of every parameter."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from titan_launch.plan.param_groups import (
 
 
 class Group(NamedTuple):
-    """Parameters that are updated alike."""
+    """Parameters with the same settings."""
 
     name: str
     settings: GroupSettings
     parameters: dict[str, nn.Parameter]
-    """By their first paths."""
+    """Parameters by path. A shared parameter has its first path."""
 
 
 def group_parameters(model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()) -> list[Group]:
-    """The parameters of a model, or of a part of one: each trainable one in one group.
+    """Return the trainable parameters of a model, or of a part of one, in groups.
 
-    The first of `[[optimizer.param_groups]]` whose glob matches a path of the parameter decides; a shared parameter
-    has several paths, and is in one group all the same. `head`: paths of the modules that run last.
+    The first entry of `[[optimizer.param_groups]]` whose glob matches a path of a parameter decides. A shared parameter
+    has several paths, but only one group. `head`: paths of the modules that run last.
     """
     undecayed, inner = _undecayed(model), _inner_matrices(model, head)
     groups: dict[str, Group] = {}
@@ -46,8 +46,8 @@ def group_parameters(model: nn.Module, config: OptimizerConfig, head: Collection
 
 
 def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()) -> None:
-    """Raise ConfigError for what only the whole model can tell: each of `[[optimizer.param_groups]]` that decides
-    nothing, and an algorithm of matrices where it has no matrix to update, or cannot know which."""
+    """Raise ConfigError for problems that only the whole model shows: an entry of `[[optimizer.param_groups]]` that
+    decides nothing, an algorithm for matrices without a matrix to update, or an unknown output layer."""
     paths = _trainable_paths(model)
     decisions = {parameter: first_match(config.param_groups, names) for parameter, names in paths.items()}
     problems = list(_unused(config.param_groups, paths.values(), set(decisions.values())))
@@ -77,8 +77,8 @@ def _without_matrices(model: nn.Module, config: OptimizerConfig, head: Collectio
         return
     if not head and all(group.algorithm is None for group in config.param_groups):
         reason = (
-            "is not for the output layer, and which one that is a model of your own does not say; give it a group, as "
-            f'in [[optimizer.param_groups]] match = "output.*", algorithm = "{for_others}"'
+            "does not support output layers, and the output layer of your model is unknown; give that layer a group, "
+            f'as in [[optimizer.param_groups]] match = "output.*", algorithm = "{for_others}"'
         )
         yield Problem(("optimizer", "name"), reason, config.name)
     elif all(group.settings.algorithm != config.name for group in group_parameters(model, config, head)):
@@ -87,7 +87,7 @@ def _without_matrices(model: nn.Module, config: OptimizerConfig, head: Collectio
 
 
 def _trainable_paths(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Every trainable parameter with its paths: one, or several where it is shared."""
+    """Return every trainable parameter with its paths. A shared parameter has several paths."""
     paths: dict[nn.Parameter, list[str]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
@@ -96,7 +96,8 @@ def _trainable_paths(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _undecayed(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters without weight decay by default; the weight that an output layer shares with an embedding too."""
+    """Return the parameters without weight decay by default. A weight shared by an embedding and an output layer is
+    one of them."""
     return {
         parameter
         for module in model.modules()

@@ -1,4 +1,4 @@
-"""Whole matrices out of shards, and back: of a batch of matrices every rank puts one together."""
+"""Gather full matrices from shards, and scatter results: each rank gets one full matrix of a batch."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from torch.nn.functional import pad
 from titan_launch.distributed.dtensor import chunk_sizes, own_box
 
 Shape = Sequence[int]
-"""Of a whole matrix."""
+"""Shape of a full matrix."""
 
 
 @dataclass(frozen=True)
 class MatrixGather:
-    """How matrices are divided among ranks; those that are divided alike can be exchanged together.
+    """The division of matrices among ranks. Matrices with equal divisions can be exchanged together.
 
-    Along FSDP2's axis of the mesh, every rank sends its part of the i-th matrix of a batch to the i-th rank, in one
-    all-to-all, and gets its part of the result back in another. Where tensor parallelism divides matrices too, its
-    ranks gather them among themselves in between, and each goes on with the whole. Replicas do the same work.
+    Along FSDP2's mesh axis, every rank sends its shard of the i-th matrix of a batch to the i-th rank in one
+    all-to-all. A second all-to-all returns the shards of the results. If tensor parallelism divides the matrices too,
+    its ranks all-gather them between the two. Each of these ranks then computes with the full matrix. Replicas do the
+    same work.
     """
 
     mesh: DeviceMesh | None
-    """None where nothing is divided."""
+    """None if nothing is divided."""
 
     placements: tuple[Placement, ...]
 
@@ -39,8 +40,10 @@ class MatrixGather:
         return 1 if self.mesh is None or self._axis is None else self.mesh.size(self._axis)
 
     def gather(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> Tensor | None:
-        """This rank's matrix of a batch, whole, from all ranks' parts of all of them; None where the batch has none for
-        it. bfloat16, on the mesh's device."""
+        """Return this rank's full matrix of a batch, from the shards of all ranks.
+
+        The result is in bfloat16 on the mesh's device. It is None if the batch has no matrix for this rank.
+        """
         if self.mesh is None or self._axis is None:
             return parts[0]
         mine = self._index(shapes)
@@ -50,14 +53,14 @@ class MatrixGather:
         received = self._all_to_all(parts, [count * columns for count in rows])
         return None if mine is None else self._gather_tensor_parallel(received.view(-1, columns), shapes[mine])
 
-    def scatter(self, whole: Tensor | None, shapes: Sequence[Shape]) -> list[Tensor]:
-        """This rank's parts of all matrices of a batch, from the whole one of every rank."""
+    def scatter(self, full: Tensor | None, shapes: Sequence[Shape]) -> list[Tensor]:
+        """Return this rank's shards of all matrices of a batch, from the full matrix of every rank."""
         if self.mesh is None or self._axis is None or self.size == 1:
-            assert whole is not None
-            return [self._tensor_parallel_part(whole)]
+            assert full is not None
+            return [self._tensor_parallel_part(full)]
         mine, parts = self._index(shapes), []
-        if whole is not None and mine is not None:
-            parts = list(self._tensor_parallel_part(whole).split(self._rows(shapes[mine])[0]))
+        if full is not None and mine is not None:
+            parts = list(self._tensor_parallel_part(full).split(self._rows(shapes[mine])[0]))
         own = self.mesh.get_local_rank(self._axis)
         sizes = [(rows[own], columns) for rows, columns in map(self._rows, shapes)]
         received = self._all_to_all(parts, [rows * columns for rows, columns in sizes])
@@ -65,7 +68,7 @@ class MatrixGather:
         return [part.view(size) for part, size in zip(flat, sizes, strict=True)]
 
     def offsets(self, shape: Shape) -> tuple[int, ...]:
-        """Where this rank's part of a tensor of any number of axes begins."""
+        """Return the offsets of this rank's shard in a tensor of any number of axes."""
         return own_box(shape, self.mesh, self.placements)[0]
 
     @property
@@ -81,14 +84,14 @@ class MatrixGather:
         return [(axis, placement.dim) for axis, placement in behind if isinstance(placement, Sharded)]
 
     def _index(self, shapes: Sequence[Shape]) -> int | None:
-        """Which matrix of a batch this rank puts together."""
+        """Return the index of the matrix in a batch that this rank gathers; None if there is none."""
         assert self.mesh is not None and self._axis is not None
         own = self.mesh.get_local_rank(self._axis)
         return own if own < len(shapes) else None
 
     def _rows(self, shape: Shape) -> tuple[list[int], int]:
-        """Of what this rank's tensor parallelism leaves of a matrix: the rows of each rank of FSDP2's axis, and the
-        columns."""
+        """Return the rows of each rank along FSDP2's axis, and the columns, of this rank's tensor-parallel part of a
+        matrix."""
         assert self.mesh is not None
         left = list(shape)
         for axis, divided in self._tensor_parallel:
@@ -96,7 +99,8 @@ class MatrixGather:
         return chunk_sizes(left[0], self.size), left[1]
 
     def _all_to_all(self, parts: Sequence[Tensor], received: Sequence[int]) -> Tensor:
-        """`parts` go to the first ranks, in order; `received`: elements from the first ranks."""
+        """Send `parts` to the first ranks, in order, and return what they send. `received`: number of elements from
+        each of them."""
         assert self.mesh is not None and self._axis is not None
         device = self.mesh.device_type
         sent = [part.numel() for part in parts]
@@ -112,7 +116,7 @@ class MatrixGather:
         return [*counts, *[0] * (self.size - len(counts))]
 
     def _gather_tensor_parallel(self, part: Tensor, shape: Shape) -> Tensor:
-        """The whole matrix, from what FSDP2 has divided."""
+        """Return the full matrix, from this rank's tensor-parallel part."""
         assert self.mesh is not None
         for axis, divided in self._tensor_parallel:
             sizes = chunk_sizes(shape[divided], self.mesh.size(axis))
@@ -123,16 +127,16 @@ class MatrixGather:
             part = torch.cat(gathered, divided).narrow(divided, 0, shape[divided])
         return part
 
-    def _tensor_parallel_part(self, whole: Tensor) -> Tensor:
+    def _tensor_parallel_part(self, full: Tensor) -> Tensor:
         for axis, divided in self._tensor_parallel:
             assert self.mesh is not None
-            sizes = chunk_sizes(whole.shape[divided], self.mesh.size(axis))
-            whole = whole.split(sizes, divided)[self.mesh.get_local_rank(axis)]
-        return whole
+            sizes = chunk_sizes(full.shape[divided], self.mesh.size(axis))
+            full = full.split(sizes, divided)[self.mesh.get_local_rank(axis)]
+        return full
 
 
 def matrix_gather_of(parameter: Tensor) -> MatrixGather:
-    """How a parameter is divided."""
+    """Return the division of a parameter."""
     if isinstance(parameter, DTensor):
         return MatrixGather(parameter.device_mesh, tuple(parameter.placements))
     return MatrixGather(None, ())

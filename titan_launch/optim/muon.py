@@ -14,7 +14,7 @@ from titan_launch.optim.matrix_gather import MatrixGather, matrix_gather_of
 from titan_launch.optim.shards import LocalShard, ShardGroup, masters, store
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic polynomial: chosen for its slope at 0, so that small singular values grow fast."""
+"""Coefficients of the quintic polynomial. Its slope at 0 is large, so small singular values grow fast."""
 
 _EPS = 1e-7
 
@@ -27,32 +27,32 @@ class Matrix(NamedTuple):
     weight_decay: float
 
 
-def update_muon(groups: Sequence[ShardGroup], config: OptimizerConfig, kept: Tensor) -> None:
+def update_muon(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: Tensor) -> None:
     """Update all groups. Collective over the ranks that share the matrices; all ranks have the same ones in one order.
 
-    `kept`: 1, or 0 for a skipped step, whose gradients must be 0. The host does not wait for the device.
+    `applied`: 1, or 0 for a skipped step, whose gradients must be 0. The host does not wait for the device.
     """
     matrices = [Matrix(shard, group.lr, group.weight_decay) for group in groups for shard in group.shards]
     for division, batch in _batches(matrices):
-        _update(division, batch, config.muon, kept)
+        _update(division, batch, config.muon, applied)
 
 
-def _update(division: MatrixGather, batch: Sequence[Matrix], config: MuonConfig, kept: Tensor) -> None:
-    shapes = [matrix.shard.whole.shape for matrix in batch]
-    whole = division.gather([_direction(matrix.shard, config, kept) for matrix in batch], shapes)
-    if whole is not None:
-        whole = orthogonalized(whole, config.ns_steps).mul_(kept)
-    updates = division.scatter(whole, shapes)
-    del whole
+def _update(division: MatrixGather, batch: Sequence[Matrix], config: MuonConfig, applied: Tensor) -> None:
+    shapes = [matrix.shard.full.shape for matrix in batch]
+    full = division.gather([_direction(matrix.shard, config, applied) for matrix in batch], shapes)
+    if full is not None:
+        full = orthogonalized(full, config.ns_steps).mul_(applied)
+    updates = division.scatter(full, shapes)
+    del full
     for matrix, update in zip(batch, updates, strict=True):
-        _apply(matrix, update, config, kept)
+        _apply(matrix, update, config, applied)
 
 
 def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
-    """The matrix with singular values near 1, in bfloat16: `steps` Newton-Schulz iterations of a quintic.
+    """Return the matrix with singular values near 1, in bfloat16: `steps` Newton-Schulz iterations of a quintic.
 
-    They run on the smaller of the two products with the transpose, after division by the Frobenius norm. `matrix` is
-    used up.
+    The matrix is divided by its Frobenius norm. The iterations run on the smaller of its two products with its
+    transpose. `matrix` is overwritten.
     """
     a, b, c = _COEFFICIENTS
     x = matrix.bfloat16()
@@ -70,38 +70,40 @@ def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
 
 
 def scale_of_update(config: MuonConfig, rows: int, columns: int) -> float:
-    """What the learning rate of a matrix is multiplied by: see `optimizer.muon.adjust_lr_fn`."""
+    """Return the factor on the learning rate of a matrix (see `optimizer.muon.adjust_lr_fn`)."""
     if config.adjust_lr_fn == "original":
         return math.sqrt(max(1.0, rows / columns))
     return 0.2 * math.sqrt(max(rows, columns))
 
 
 def _batches(matrices: Sequence[Matrix]) -> Iterator[tuple[MatrixGather, list[Matrix]]]:
-    """As many matrices as ranks share them, one for each to put together; those of one size together, since the ranks
-    wait for each other."""
+    """Yield batches with at most one matrix for each rank that divides them.
+
+    Matrices of equal size are in one batch, because the ranks wait for each other.
+    """
     divided_alike: dict[MatrixGather, list[Matrix]] = {}
-    for matrix in sorted(matrices, key=lambda matrix: matrix.shard.whole.numel(), reverse=True):
-        divided_alike.setdefault(matrix_gather_of(matrix.shard.whole), []).append(matrix)
+    for matrix in sorted(matrices, key=lambda matrix: matrix.shard.full.numel(), reverse=True):
+        divided_alike.setdefault(matrix_gather_of(matrix.shard.full), []).append(matrix)
     for division, group in divided_alike.items():
         for start in range(0, len(group), division.size):
             yield division, group[start : start + division.size]
 
 
-def _direction(shard: LocalShard, config: MuonConfig, kept: Tensor) -> Tensor:
-    """The momentum after this step's gradient, in bfloat16; the state has it too."""
-    shard.state["step"].add_(kept)
+def _direction(shard: LocalShard, config: MuonConfig, applied: Tensor) -> Tensor:
+    """Return the momentum after this step's gradient, in bfloat16, and store it in the state."""
+    shard.state["step"].add_(applied)
     gradient, momentum = shard.gradient.float(), shard.state["momentum_buffer"].float()
-    momentum.lerp_(gradient, ((1 - config.momentum) * kept).float())
+    momentum.lerp_(gradient, ((1 - config.momentum) * applied).float())
     direction = gradient.lerp(momentum, config.momentum) if config.nesterov else momentum
     direction = direction.to(torch.bfloat16, copy=True)
     store([shard], "momentum_buffer", [momentum])
     return direction
 
 
-def _apply(matrix: Matrix, update: Tensor, config: MuonConfig, kept: Tensor) -> None:
+def _apply(matrix: Matrix, update: Tensor, config: MuonConfig, applied: Tensor) -> None:
     shard = matrix.shard
-    rows, columns = shard.whole.shape
+    rows, columns = shard.full.shape
     (parameter,) = masters([shard])
-    parameter.mul_(1 - matrix.lr * matrix.weight_decay * kept)
+    parameter.mul_(1 - matrix.lr * matrix.weight_decay * applied)
     parameter.add_(update.to(parameter.device), alpha=-matrix.lr * scale_of_update(config, rows, columns))
     store([shard], "parameter", [parameter])

@@ -1,4 +1,4 @@
-"""One optimizer over the shards, for every algorithm of `titan_launch.config.optimizers` and several dtypes."""
+"""An optimizer over shards for every algorithm of `titan_launch.config.optimizers` and for mixed dtypes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from torch.optim import Optimizer
 from titan_launch.config.optimizers import ALGORITHMS, PyTorchUpdate
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.optim.groups import Group, group_parameters
-from titan_launch.optim.shards import LocalShard, ShardGroup, mask_gradients, shard_of, share_kept
+from titan_launch.optim.shards import LocalShard, ShardGroup, applied_or_skipped, mask_gradients, shard_of
 from titan_launch.plan.param_groups import is_mixed
 
 
 class MixedOptimizer(Optimizer):
-    """Each group has its algorithm. PyTorch's implementation updates where there is one, unless `is_mixed`: then
-    moments, parameters and masters have dtypes of their own.
+    """An optimizer whose groups have their own algorithms.
 
-    The state of a parameter: `step`; the tensors that the algorithm names; `master` where it has one. All but the step
-    are DTensors like the parameter. As in PyTorch's fused optimizers, a step is skipped if `found_inf` is not 0.
+    PyTorch's implementation updates a group if there is one, unless `is_mixed` is True. Then moments, parameters and
+    masters have dtypes of their own.
+
+    The state of a parameter is `step`, the tensors that the algorithm names, and `master` if there is one. All but
+    `step` are DTensors like the parameter. As in PyTorch's fused optimizers, a step is skipped if `found_inf` is not 0.
     """
 
     def __init__(self, groups: Sequence[Group], config: OptimizerConfig, *, is_mixed: bool, seed: int):
-        """`seed`: of stochastic rounding."""
+        """`seed`: seed of stochastic rounding."""
         self._config = config
         self._is_mixed = is_mixed
         self._seed = seed if config.rounding == "stochastic" else None
@@ -39,14 +41,14 @@ class MixedOptimizer(Optimizer):
 
     @property
     def reads_found_inf(self) -> bool:
-        """Whether the device decides that a step is skipped."""
+        """True if the device decides that a step is skipped."""
         is_own = all(self._pytorchs(group["algorithm"]) is None for group in self.param_groups)
         return is_own or self._config.implementation == "fused"
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of every parameter that has a gradient. Collective where an algorithm exchanges matrices."""
-        assert closure is None, "nothing here evaluates the model"
+        """Update every parameter that has a gradient. Collective if an algorithm exchanges matrices."""
+        assert closure is None, "closures are not supported"
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         by_algorithm: dict[str, list[ShardGroup]] = {}
         for group in self.param_groups:
@@ -61,11 +63,11 @@ class MixedOptimizer(Optimizer):
                     update(shard_group, self._config, found_inf)
             else:
                 shards = [shard for shard_group in groups for shard in shard_group.shards]
-                # With offloaded parameters the shards are on the host, which then waits.
+                # With CPU offload the shards are on the host, so the host waits for the device.
                 found_there = None if found_inf is None else found_inf.to(shards[0].parameter.device)
                 mask_gradients(shards, found_there)
-                kept = share_kept(found_there, shards[0].parameter.device)
-                resolve_name(ALGORITHMS[name].update)(groups, self._config, kept)
+                applied = applied_or_skipped(found_there, shards[0].parameter.device)
+                resolve_name(ALGORITHMS[name].update)(groups, self._config, applied)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state as it is. (PyTorch's casts all of it to the dtypes of the parameters.)"""
@@ -81,12 +83,11 @@ class MixedOptimizer(Optimizer):
                 self._histories[parameter] = float(state["step"])
 
     def _shards_by_step(self, group: Mapping[str, Any]) -> list[list[LocalShard]]:
-        """Return the shards of a group in lists with equal step counts: one list, as long as all parameters have
-        gradients in every step.
+        """Return the shards of a group in lists with equal step counts.
 
-        The counts are on the device, since a skipped step does not count. A skipped step is skipped for all parameters.
-        So counts stay equal where parameters have gradients in the same steps. The host knows these steps, so it can
-        group parameters without reading the counts.
+        There is one list if all parameters have gradients in every step. The step counts are on the device, because a
+        skipped step does not count. A skipped step is skipped for all parameters. So counts are equal if parameters had
+        gradients in the same steps. The host knows these steps and does not read the counts.
         """
         numbers: dict[tuple[float | None, bool], int] = {}
         for parameter in group["params"]:
@@ -95,11 +96,11 @@ class MixedOptimizer(Optimizer):
             self._histories[parameter] = number
         lists: dict[float, list[LocalShard]] = {}
         for shard in self._shards(group):
-            lists.setdefault(self._histories[shard.whole], []).append(shard)
+            lists.setdefault(self._histories[shard.full], []).append(shard)
         return list(lists.values())
 
     def _shards(self, group: Mapping[str, Any]) -> Iterator[LocalShard]:
-        """Of the parameters with a gradient; their state is made where it is not there yet."""
+        """Return the shards of the parameters with a gradient, and create missing state."""
         for parameter in group["params"]:
             if parameter.grad is not None:
                 state = self.state[parameter]
@@ -124,7 +125,7 @@ class MixedOptimizer(Optimizer):
 
 
 def as_param_group(group: Group) -> dict[str, Any]:
-    """A group as PyTorch's optimizers take it."""
+    """Return a group in the format of PyTorch's optimizers."""
     return {"name": group.name, "params": list(group.parameters.values()), **group.settings._asdict()}
 
 
@@ -157,12 +158,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, head: Collection[
 
 
 def step_unless(optimizer: Optimizer, nonfinite: Tensor) -> None:
-    """`optimizer.step()`, unless `nonfinite` (a scalar on the device, 0 or 1) is 1: then neither parameters nor
-    optimizer state change, the state's step counts included.
+    """Call `optimizer.step()` unless `nonfinite` (a scalar on the device, 0 or 1) is 1.
 
-    `MixedOptimizer` and PyTorch's fused implementation decide on the device. They read the attributes that
-    `torch.amp.GradScaler` sets on an optimizer for the same purpose, and which exist for this step only. Others make
-    the host wait for the flag.
+    A skipped step changes neither parameters nor optimizer state, including its step counts. `MixedOptimizer` and
+    PyTorch's fused implementation decide on the device. They read the attributes that `torch.amp.GradScaler` sets on an
+    optimizer for the same purpose. The attributes exist for this step only. With other implementations the host waits
+    for the device.
     """
     if _decides_on_device(optimizer):
         flag = (nonfinite != 0).to(torch.float32)  # the kernels compare with exactly 1.0

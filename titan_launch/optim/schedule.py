@@ -12,9 +12,9 @@ from titan_launch.config.sections.training import Constant, Cosine, Linear, Sche
 def lr_factor(config: SchedulerConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of an optimizer step, as a fraction of the peak. Steps count from 1.
 
-    Warm-up is linear from 0, before the first step, to the peak at its last step (without warm-up: at step 1). The
-    decay starts after the last step at the peak, and would reach `min_lr_factor` at step `total_steps + 1`, so that
-    no step is spent on a learning rate of 0. If the phases of the job do not fit into `total_steps`, they are clipped.
+    Warm-up is linear from 0, before the first step, to the peak at its last step. Without warm-up, step 1 is at the
+    peak. The decay starts after the last step at the peak. It would reach `min_lr_factor` at step `total_steps + 1`, so
+    that no step has a learning rate of 0. If the phases of the job do not fit into `total_steps`, they are clipped.
     """
     warmup, decay = _clipped_phases(config, total_steps)
     if step < warmup:
@@ -27,7 +27,7 @@ def lr_factor(config: SchedulerConfig, step: int, total_steps: int) -> float:
 
 
 def describe_clipping(config: SchedulerConfig, total_steps: int) -> str | None:
-    """Say to how many steps warm-up and decay are clipped; None if they fit into `total_steps`."""
+    """Describe to how many steps warm-up and decay are clipped; return None if they fit into `total_steps`."""
     phases = zip(("warm-up", "decay"), _phases(config, total_steps), _clipped_phases(config, total_steps), strict=True)
     clipped = [f"{name} is clipped from {wanted} to {fits} steps" for name, wanted, fits in phases if fits < wanted]
     if not clipped:
@@ -61,7 +61,7 @@ def _shape(config: WarmupStableDecay | Cosine | Linear) -> str:
 
 
 def _fall(shape: str, done: float) -> float:
-    """Return the share of the decay that is left: 1 if none of it is done (0), 0 if all of it is (1)."""
+    """Return the remaining share of the decay: 1 at its start (0), 0 at its end (1)."""
     if shape == "cosine":
         return (1 + math.cos(math.pi * done)) / 2
     if shape == "sqrt":

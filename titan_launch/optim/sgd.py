@@ -1,4 +1,4 @@
-"""SGD with momentum, parameters and masters in dtypes of their own."""
+"""SGD with separate dtypes for momentum, parameters and masters."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch.optim.sgd import sgd
 
 from titan_launch.config.optimizers import batches
 from titan_launch.config.sections.training import OptimizerConfig, SGDConfig
-from titan_launch.optim.shards import ShardGroup, count_step, in_float32, masters, share_kept, store
+from titan_launch.optim.shards import ShardGroup, applied_or_skipped, count_step, in_float32, masters, store
 
 
-def update_sgd(groups: Sequence[ShardGroup], config: OptimizerConfig, kept: Tensor) -> None:
+def update_sgd(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: Tensor) -> None:
     """Update all groups in float32. Results that are stored in bfloat16 are rounded once, at the end.
 
-    `kept`: 1, or 0 for a skipped step, whose gradients must be 0. The host does not wait for the device.
+    `applied`: 1, or 0 for a skipped step, whose gradients must be 0. The host does not wait for the device.
     """
     for group in groups:
-        count_step(group.shards, kept)
+        count_step(group.shards, applied)
         for batch in batches([shard.parameter.numel() for shard in group.shards]):
-            _update(group._replace(shards=[group.shards[index] for index in batch]), config.sgd, kept)
+            _update(group._replace(shards=[group.shards[index] for index in batch]), config.sgd, applied)
 
 
 def update_pytorch(group: ShardGroup, config: OptimizerConfig, found_inf: Tensor | None) -> None:
     """Update a group by PyTorch's function. (`torch.optim.SGD` makes its buffers in the first step, and leaves them
     uninitialized when that step is skipped.)"""
     shards = group.shards
-    count_step(shards, share_kept(found_inf, shards[0].parameter.device))
+    count_step(shards, applied_or_skipped(found_inf, shards[0].parameter.device))
     sgd(
         [shard.parameter for shard in shards],
         [shard.gradient for shard in shards],
@@ -39,15 +39,15 @@ def update_pytorch(group: ShardGroup, config: OptimizerConfig, found_inf: Tensor
     )
 
 
-def _update(group: ShardGroup, config: SGDConfig, kept: Tensor) -> None:
+def _update(group: ShardGroup, config: SGDConfig, applied: Tensor) -> None:
     # Scalars in the dtype of the lists, without which PyTorch updates a list tensor by tensor.
     shards = group.shards
     parameters = masters(shards)
-    updates = torch._foreach_mul(parameters, (group.weight_decay * kept).float())
+    updates = torch._foreach_mul(parameters, (group.weight_decay * applied).float())
     torch._foreach_add_(updates, in_float32([shard.gradient for shard in shards]))
     if config.momentum:
         momenta = in_float32([shard.state["momentum_buffer"] for shard in shards])
-        torch._foreach_mul_(momenta, (1 - (1 - config.momentum) * kept).float())
+        torch._foreach_mul_(momenta, (1 - (1 - config.momentum) * applied).float())
         torch._foreach_add_(momenta, updates)
         if config.nesterov:
             torch._foreach_add_(updates, momenta, alpha=config.momentum)
@@ -55,7 +55,7 @@ def _update(group: ShardGroup, config: SGDConfig, kept: Tensor) -> None:
             torch._foreach_copy_(updates, momenta)
         store(shards, "momentum_buffer", momenta)
         del momenta
-    torch._foreach_mul_(updates, (-group.lr * kept).float())
+    torch._foreach_mul_(updates, (-group.lr * applied).float())
     torch._foreach_add_(parameters, updates)
     del updates
     store(shards, "parameter", parameters)

@@ -20,20 +20,21 @@ class LocalShard:
     """A parameter as this rank has it: plain tensors, the memory of which is that of the DTensors."""
 
     name: str
-    whole: Tensor
+    full: Tensor
     """The parameter itself: a DTensor, or a plain tensor."""
 
     parameter: Tensor
     gradient: Tensor
     state: dict[str, Tensor]
     seed: int | None
-    """Of stochastic rounding; None: to the nearest."""
+    """Seed of stochastic rounding; None rounds to the nearest."""
 
     def draw(self, what: str) -> Draw | None:
-        """Random numbers for the stochastic rounding of the `parameter`, or of a name of the state; None without it."""
+        """Return the random numbers for the stochastic rounding of `parameter` or of a state tensor; None without
+        it."""
         if self.seed is None:
             return None
-        offsets = matrix_gather_of(self.whole).offsets(self.whole.shape)
+        offsets = matrix_gather_of(self.full).offsets(self.full.shape)
         return Draw(self.seed, f"{self.name}/{what}", self.state["step"], offsets)
 
 
@@ -57,7 +58,7 @@ class ShardGroup(NamedTuple):
 
 
 def shard_of(name: str, parameter: Tensor, state: dict[str, Any], seed: int | None) -> LocalShard:
-    """The part of a parameter that has a gradient and state."""
+    """Return the shard of a parameter that has a gradient and state."""
     assert parameter.grad is not None
     local_state = {key: local_tensor(value) for key, value in state.items()}
     return LocalShard(name, parameter, local_tensor(parameter), local_tensor(parameter.grad), local_state, seed)
@@ -76,17 +77,17 @@ def mask_gradients(shards: Sequence[LocalShard], found_inf: Tensor | None) -> No
             torch._foreach_mul_(same_size, (found_inf == 0).to(dtype))
 
 
-def share_kept(found_inf: Tensor | None, device: torch.device) -> Tensor:
+def applied_or_skipped(found_inf: Tensor | None, device: torch.device) -> Tensor:
     """Return 1, or 0 for a skipped step, on a device: float64, which takes the dtype of the tensors it multiplies."""
     if found_inf is None:
         return torch.ones((), dtype=torch.float64, device=device)
     return (found_inf.to(device) == 0).double()
 
 
-def count_step(shards: Sequence[LocalShard], kept: Tensor) -> None:
-    """Count a step that is kept."""
+def count_step(shards: Sequence[LocalShard], applied: Tensor) -> None:
+    """Count a step that is not skipped."""
     # A list of equal tensors: of one tensor, PyTorch would ask the device for its value.
-    torch._foreach_add_([shard.state["step"] for shard in shards], [kept.float()] * len(shards))
+    torch._foreach_add_([shard.state["step"] for shard in shards], [applied.float()] * len(shards))
 
 
 def in_float32(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -136,24 +137,26 @@ _GOLDEN = -1640531527  # 2^32 divided by the golden ratio, as an int32: multiple
 
 @dataclass(frozen=True)
 class Draw:
-    """Which random numbers: those of a tensor at a step. They depend on nothing else, so that a resumed run draws the
-    same ones, and so does every division of the tensor among ranks."""
+    """The random numbers of a tensor at a step.
+
+    They depend on nothing else. So a resumed run draws the same numbers, and so does every division of the tensor.
+    """
 
     seed: int
     name: str
-    """Of the tensor."""
+    """Name of the tensor."""
 
     step: Tensor
     """The step, a scalar on the tensor's device."""
 
     offsets: Sequence[int]
-    """Where in the whole tensor the part of this rank begins."""
+    """Offsets of this rank's shard in the full tensor."""
 
     def bits(self, shape: Sequence[int]) -> Tensor:
-        """Random integers below 2^16, int32, for a part of a shape.
+        """Return random integers below 2^16 (int32) for a shard of a shape.
 
-        A hash of seed, name, step and the element's indices: each index is mixed into a 32-bit word by multiplications
-        and shifts, which keep as integers what overflows (the finalizer of MurmurHash3, with C. Wellons' constants).
+        They are a hash of seed, name, step and the element's indices. Each index is mixed into a 32-bit word by
+        multiplications and shifts. These discard overflow (the finalizer of MurmurHash3, with C. Wellons' constants).
         """
         digest = hashlib.blake2b(f"{self.seed}/{self.name}".encode(), digest_size=4).digest()
         word = self.step.to(torch.int32) * _GOLDEN + int.from_bytes(digest, "little", signed=True)
@@ -167,8 +170,8 @@ class Draw:
 def round_to(target: Tensor, value: Tensor, draw: Draw | None = None) -> None:
     """Store float32 values in a tensor of the same shape: to the nearest, or to bfloat16 stochastically with `draw`.
 
-    Stochastic rounding takes the neighbour above with the probability that makes the mean right; what bfloat16 has is
-    kept. `value` is used up.
+    Stochastic rounding takes the neighbour above with the probability that makes the mean right. Values that
+    bfloat16 represents are unchanged. `value` is overwritten.
     """
     if target is value:
         return
@@ -179,7 +182,7 @@ def round_to(target: Tensor, value: Tensor, draw: Draw | None = None) -> None:
 
 
 def _mix(word: Tensor) -> Tensor:
-    """Every bit of the result depends on every bit of a word; in place."""
+    """Mix a word in place, so that every bit of the result depends on every bit of the word."""
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         word ^= _shifted(word, shift)
         word *= factor
@@ -188,5 +191,5 @@ def _mix(word: Tensor) -> Tensor:
 
 
 def _shifted(word: Tensor, by: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Shift to the right, with zeros from the left."""
     return (word >> by).bitwise_and_((1 << (32 - by)) - 1)

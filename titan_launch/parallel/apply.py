@@ -58,10 +58,10 @@ def parallelize(
     prepare_batch_norms(model, batchnorm, mesh.layout.num_microbatches, statistics_group)
     if checkpoints_compiled(activation_checkpoint, mesh.layout.tensor):
         compile_pieces(model, plan, compilation, activation_checkpoint)
-        checkpoint_activations(model, plan.recomputed, activation_checkpoint)
+        checkpoint_activations(model, plan.checkpointed, activation_checkpoint)
     else:
-        checkpoint_activations(model, plan.recomputed, activation_checkpoint)
+        checkpoint_activations(model, plan.checkpointed, activation_checkpoint)
         compile_pieces(model, plan, compilation, activation_checkpoint)
     apply_fsdp(model, plan, mesh.fsdp, offloads)
     if not CAN_SHARE_UNITS:
-        cast_in_second_forward(model, plan, plan.recomputed)
+        cast_in_second_forward(model, plan, plan.checkpointed)

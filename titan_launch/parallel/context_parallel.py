@@ -36,9 +36,9 @@ def divide_buffers(model: nn.Module, axes: Mapping[str, int], part: SequencePart
     `axes`: the model's declaration (`ModelSpec.context_parallel`), checked by `check_context_plan`.
     """
     for module, name, axis in buffers_along_sequence(model, axes).values():
-        whole = module._buffers[name]
-        assert isinstance(whole, Tensor)
-        module._buffers[name] = part.of(whole.narrow(axis, 0, seq_len), axis).clone()
+        full = module._buffers[name]
+        assert isinstance(full, Tensor)
+        module._buffers[name] = part.of(full.narrow(axis, 0, seq_len), axis).clone()
 
 
 @contextmanager

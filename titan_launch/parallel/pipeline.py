@@ -103,7 +103,7 @@ class Boundaries:
         _compute_as_planned(model, plan)
         first = plan.units[-1].policy.input_dtype  # of the root unit
         self._first_dtype = None if first is None else torch_dtype(first)
-        self._whole = model
+        self._model = model
         self._pipeline_order = [path for stage in plan.stages for path in stage.modules]
         self._stages = cut(model, [stage.modules for stage in plan.stages], ())
         self._token_shards = token_shards
@@ -139,8 +139,8 @@ class Boundaries:
         last module.
         """
         check = _OrderCheck(self._pipeline_order, x)
-        with check.watched(self._whole):
-            y = self._run(self._whole, x, "the model")
+        with check.watched(self._model):
+            y = self._run(self._model, x, "the model")
         check.end(y)
 
     def _run(self, module: nn.Module, x: Tensor, what: str) -> Tensor:

@@ -49,22 +49,22 @@ def token_shards(parallelism: ParallelismConfig) -> int:
 def _appliers(mesh: DeviceMesh, parallelism: ParallelismConfig) -> dict[TensorStyle, Callable[[nn.Module], object]]:
     """Return, by style, the function that divides a module in place."""
     stream: Placement = Shard(TOKENS) if parallelism.sequence_parallel else Replicate()
-    whole, part = Replicate(), Shard(FEATURES)
+    replicated, part = Replicate(), Shard(FEATURES)
 
     def apply(style: ParallelStyle) -> Callable[[nn.Module], object]:
         return lambda module: parallelize_module(module, mesh, style, src_data_rank=None)
 
     return {
-        "embedding": apply(RowwiseParallel(input_layouts=whole, output_layouts=stream)),
-        "sequence": lambda module: _keep_whole(module, mesh, Partial() if parallelism.sequence_parallel else whole),
+        "embedding": apply(RowwiseParallel(input_layouts=replicated, output_layouts=stream)),
+        "sequence": lambda module: _replicate(module, mesh, Partial() if parallelism.sequence_parallel else replicated),
         "input": lambda module: _gather_input(module, mesh, stream),
         "colwise": apply(ColwiseParallel()),
-        "heads": lambda module: _keep_whole(module, mesh, Partial()),
+        "heads": lambda module: _replicate(module, mesh, Partial()),
         "rowwise": apply(RowwiseParallel(output_layouts=stream)),
         "head": apply(
             ColwiseParallel(
                 input_layouts=stream,
-                output_layouts=part if parallelism.loss_parallel else whole,
+                output_layouts=part if parallelism.loss_parallel else replicated,
                 use_local_output=not parallelism.loss_parallel,
             )
         ),
@@ -84,7 +84,7 @@ def _gather_input(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> Non
     module.register_forward_pre_hook(gather)
 
 
-def _keep_whole(module: nn.Module, mesh: DeviceMesh, gradient: Placement) -> None:
+def _replicate(module: nn.Module, mesh: DeviceMesh, gradient: Placement) -> None:
     """Replicate a module's own parameters on every rank, and let the module compute with plain tensors.
 
     `gradient`: `Partial` if ranks have different activations, so that gradients are summed; `Replicate` if they have
@@ -92,8 +92,8 @@ def _keep_whole(module: nn.Module, mesh: DeviceMesh, gradient: Placement) -> Non
     """
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            whole = distribute_tensor(parameter.data, mesh, [Replicate()], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))
+            replicated = distribute_tensor(parameter.data, mesh, [Replicate()], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(replicated, parameter.requires_grad))
 
     def forward(*args: Any, **kwargs: Any) -> Any:  # with `partial` the compiler would make a graph per module
         with _local_parameters(module, gradient):

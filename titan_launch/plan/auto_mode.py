@@ -1,7 +1,7 @@
-"""The modes that `auto` stands for, and the modes that a plan recommends. No torch.
+"""The modes that `auto` resolves to, and the modes that a plan recommends. No torch.
 
-The rule: `auto` takes only choices that leave the margin below the memory limit free (verdict `fits`), of these the one
-with the shortest predicted step where activation checkpointing is open, then the one with the least link traffic.
+`auto` takes only choices with the verdict `fits`: they leave the margin below the memory limit free. If activation
+checkpointing is `auto`, the choice with the shortest predicted step comes first. Then the least link traffic decides.
 """
 
 from __future__ import annotations

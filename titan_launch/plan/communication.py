@@ -159,12 +159,12 @@ def _traffic_of_unit(
     unit: Unit, parameters: Sequence[TensorInfo], layout: Layout, accumulation: GradientAccumulationConfig
 ) -> Traffic:
     calls = _times(collectives_of_unit(unit, layout), layout, accumulation)
-    whole = sum(padded_numel(p, layout.parameter_shards) for p in parameters)
+    padded = sum(padded_numel(p, layout.parameter_shards) for p in parameters)
     trained = sum(padded_numel(p, layout.parameter_shards) for p in parameters if p.requires_grad)
     gradients = trained * DTYPE_BYTES[unit.reduce_dtype]
     return Traffic(
         calls,
-        all_gather_bytes=calls.all_gathers * whole * DTYPE_BYTES[unit.compute_dtype],
+        all_gather_bytes=calls.all_gathers * padded * DTYPE_BYTES[unit.compute_dtype],
         reduce_scatter_bytes=calls.reduce_scatters * gradients,
         all_reduce_bytes=calls.all_reduces * gradients // layout.parameter_shards,
     )
@@ -204,10 +204,11 @@ def link_traffic_of_step(traffic: Traffic, layout: Layout, gpus_per_node: int) -
 
     In a ring of n ranks, each rank sends B (n-1)/n for an all-gather or a reduce-scatter of a buffer of B bytes, and
     twice that for an all-reduce. The ring follows the order of ranks (see `titan_launch.plan.layout.Layout`), with
-    `gpus_per_node` neighbours on a node. If k of the n hops lead to another node, k/n of the bytes of each rank count
-    as sent to other nodes: NCCL lays one ring per rank of a node, and each ring leaves the node through another link.
-    If groups lie differently on nodes, the group with the most such hops counts. Traffic between pipeline stages is
-    divided in the same way.
+    `gpus_per_node` neighbours on a node.
+
+    If k of the n hops lead to another node, k/n of the bytes of each rank count as sent to other nodes. NCCL lays one
+    ring per rank of a node, and each ring leaves the node through another link. If groups lie differently on nodes, the
+    group with the most such hops counts. Traffic between pipeline stages is divided in the same way.
     """
     shard_stride = layout.tensor
     replica_stride = layout.tensor * layout.parameter_shards

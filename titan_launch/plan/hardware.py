@@ -191,7 +191,7 @@ class Device:
     """Lower-case words of the name that the driver reports, without neutral words."""
 
     memory_gib: float
-    """Total memory that torch reports, rounded down. It is less than the data sheet says."""
+    """Total memory that torch reports, rounded down. It is less than on the data sheet."""
 
     peak_bf16_tflops: float
     """Dense peak of the matrix units in bfloat16 with float32 accumulation, in TFLOP/s, at the boost clock of the data
@@ -206,7 +206,7 @@ class Device:
 
 
 # Peaks are from the makers' data sheets; NVIDIA prints most with 2:4 sparsity, which is twice the dense figure.
-# Devices without bfloat16 matrix units (V100, T4) are left out on purpose.
+# Devices without bfloat16 matrix units (V100, T4) are omitted on purpose.
 #
 # Links: data sheets print both directions together, which is twice the figure here. NVLink: A100 600 GB/s, H100, H200
 # and GH200 900, B200 1,800; H100 NVL has 600, but in pairs only. PCIe with 16 lanes: generation 4 carries 32 GB/s each

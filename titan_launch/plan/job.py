@@ -88,13 +88,13 @@ def is_auto(config: JobConfig) -> bool:
     return "auto" in (config.gradient_accumulation.mode, config.activation_checkpoint.mode)
 
 
-def with_whole_parameters(config: JobConfig, layout: Layout) -> JobConfig:
-    """Return the job with `parallelism.fsdp_reshard_after_forward = "never"` if one rank holds whole parameters and the
-    job does not set the key.
+def with_unsharded_parameters(config: JobConfig, layout: Layout) -> JobConfig:
+    """Return the job with `parallelism.fsdp_reshard_after_forward = "never"` if one rank holds all shards and the job
+    does not set the key.
 
     With one shard, FSDP2 all-gathers nothing: parameters that it frees after forward are only copied again for
-    backward. The job stays as it is under `auto`, which puts memory first and has unsharded parameters among its
-    choices, and with CPU offload, because all parameters would stay on the GPU.
+    backward. Two kinds of jobs stay unchanged. A job with `auto` puts memory first and has unsharded parameters among
+    its choices. With CPU offload, all parameters would stay on the GPU.
     """
     parallelism = config.parallelism
     is_open = parallelism.fsdp_reshard_after_forward == "default" and not is_auto(config)
@@ -124,7 +124,7 @@ def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
     plan = plan_model(inventory, config.precision, resharding, CAN_SHARE_UNITS)
     return replace(
         plan,
-        recomputed=checkpointed,
+        checkpointed=checkpointed,
         compiled=compiled_modules(config, inventory, plan.units, checkpointed),
         float8=float8_modules(config.float8, plan),
         stages=plan_stages(inventory, config.parallelism),

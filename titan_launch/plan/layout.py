@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks with data of their own."""
+        """Number of ranks with different data."""
         return self.replicate * self.shard
 
     @property
@@ -70,12 +70,12 @@ class Layout:
 
     @property
     def divides_model(self) -> bool:
-        """Whether a rank has a part of the matrices, or of the layers, only."""
+        """True if a rank has only a part of the matrices or of the layers."""
         return self.tensor > 1 or self.pipeline > 1
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.data_parallel * self.model_parallel
 
     @property

@@ -73,7 +73,7 @@ _ENABLE: KeyPath = ("compile", "enable")
 
 
 def compiled_modules(
-    config: JobConfig, inventory: Inventory, units: Sequence[Unit], recomputed: Collection[str]
+    config: JobConfig, inventory: Inventory, units: Sequence[Unit], checkpointed: Collection[str]
 ) -> tuple[str, ...]:
     """Return the paths of the compiled modules, each once.
 
@@ -84,7 +84,7 @@ def compiled_modules(
     if not inventory.blocks:
         raise ConfigError([Problem(_ENABLE, _no_blocks(config), True, also=(("model", "blocks"),))])
     tensor_degree = config.parallelism.tensor_parallel_degree
-    outside = recomputed if checkpoints_compiled(config.activation_checkpoint, tensor_degree) else ()
+    outside = checkpointed if checkpoints_compiled(config.activation_checkpoint, tensor_degree) else ()
     pieces = _Pieces(inventory, units, outside)
     found = {block: list(pieces.of_block(block)) for block in outermost(inventory.blocks)}
     empty = [block for block, paths in found.items() if not paths]
@@ -92,7 +92,7 @@ def compiled_modules(
         raise ConfigError([_nothing_left(empty, units, outside)])
     compiled = tuple(dict.fromkeys(path for paths in found.values() for path in paths))
     if selection(config.activation_checkpoint) == "op":
-        _check_seen_by_selection(compiled, recomputed)
+        _check_seen_by_selection(compiled, checkpointed)
     return compiled
 
 
@@ -101,9 +101,9 @@ def alike(paths: Sequence[str]) -> dict[str, int]:
     return Counter(re.sub(r"\b\d+\b", "*", path) for path in paths)
 
 
-def _check_seen_by_selection(compiled: Sequence[str], recomputed: Collection[str]) -> None:
+def _check_seen_by_selection(compiled: Sequence[str], checkpointed: Collection[str]) -> None:
     """Raise ConfigError if a checkpoint per operation contains a whole graph, whose operations it cannot see."""
-    hidden = [path for path in compiled if enclosing(parent(path), recomputed)]
+    hidden = [path for path in compiled if enclosing(parent(path), checkpointed)]
     if hidden:
         globs = ", ".join(f'"{pattern}"' for pattern in alike(hidden))
         reason = (
@@ -114,13 +114,13 @@ def _check_seen_by_selection(compiled: Sequence[str], recomputed: Collection[str
         raise config_error(("activation_checkpoint", "selective_ac_option"), reason, "op", also=also)
 
 
-def checkpoints_compiled(recomputation: ActivationCheckpointConfig, tensor_degree: int) -> bool:
+def checkpoints_compiled(checkpointing: ActivationCheckpointConfig, tensor_degree: int) -> bool:
     """Return whether activation checkpointing runs whole graphs again, instead of being part of the graphs.
 
     With tensor parallelism it runs whole graphs again, because a graph with a checkpoint inside would have to save a
     DeviceMesh. `selective_ac_option = "op"` needs the operations, so it is always part of the graph.
     """
-    return tensor_degree > 1 and selection(recomputation) != "op"
+    return tensor_degree > 1 and selection(checkpointing) != "op"
 
 
 class _Pieces:
@@ -132,19 +132,19 @@ class _Pieces:
 
     def of_block(self, path: str) -> Iterator[str]:
         """Yield the block, or the largest modules in it without a boundary inside. Single layers are not compiled."""
-        if self._is_whole(path):
+        if self._has_no_boundary_inside(path):
             yield path
         else:
             yield from self._parts(path)
 
     def _parts(self, path: str) -> Iterator[str]:
         for child in self._children[path]:
-            if not self._is_whole(child):
+            if not self._has_no_boundary_inside(child):
                 yield from self._parts(child)
             elif self._children[child]:
                 yield self._inventory.by_path[child].same_as or child
 
-    def _is_whole(self, path: str) -> bool:
+    def _has_no_boundary_inside(self, path: str) -> bool:
         return self._inventory.by_path[path].has_forward and not any(map(self._is_boundary, self._inside(path)))
 
     def _is_boundary(self, module: ModuleInfo) -> bool:

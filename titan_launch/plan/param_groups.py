@@ -1,4 +1,4 @@
-"""Which parameters the optimizer updates together, by what algorithm, and what it keeps for them. No torch."""
+"""Optimizer groups: the parameters that are updated together, their algorithm, and their state. No torch."""
 
 from __future__ import annotations
 
@@ -13,36 +13,41 @@ _EMBEDDINGS = {"Embedding", "EmbeddingBag"}
 
 
 def first_match(groups: Sequence[ParamGroup], paths: Iterable[str]) -> int | None:
-    """The index of the first of `[[optimizer.param_groups]]` that matches a path of a parameter; None: none does."""
+    """Return the index of the first of `[[optimizer.param_groups]]` that matches a path of a parameter; None if none
+    does."""
     paths = list(paths)
     return next((i for i, group in enumerate(groups) if matches_any(group, paths)), None)
 
 
 def matches_any(group: ParamGroup, paths: Iterable[str]) -> bool:
-    """Whether a group's glob matches one of the paths."""
+    """Return True if a group's glob matches one of the paths."""
     return any(matches(group.match, path) for path in paths)
 
 
 def is_undecayed(name: str, num_axes: int, classes: Iterable[str]) -> bool:
-    """Whether a parameter has no weight decay by default: a vector, a bias, or one of a norm or an embedding.
+    """Return True if a parameter has no weight decay by default: a vector, a bias, or a parameter of a norm or an
+    embedding.
 
-    `name`: within its module, of whose class and bases `classes` are the names, without their modules.
+    `name`: name in its module. `classes`: names of the module's class and its bases, without their modules.
     """
     is_norm_or_embedding = any("Norm" in cls or cls in _EMBEDDINGS for cls in classes)
     return num_axes < 2 or name.endswith("bias") or is_norm_or_embedding
 
 
 def is_inner_matrix(name: str, num_axes: int, classes: Iterable[str], path: str, head: Iterable[str]) -> bool:
-    """Whether Muon updates a parameter by default: a matrix within the model, neither of a norm nor of an embedding,
-    nor of the output layer. `path`: of its module; `head`: of the modules that run last."""
+    """Return True if Muon updates a parameter by default: a matrix that belongs to no norm, embedding or output layer.
+
+    `path`: path of its module. `head`: paths of the modules that run last.
+    """
     in_head = any(is_within(path, module) for module in head)
     return num_axes == 2 and not is_undecayed(name, num_axes, classes) and not in_head
 
 
 def settings_of(config: OptimizerConfig, index: int | None, undecayed: bool, inner_matrix: bool) -> GroupSettings:
-    """The settings of a parameter whose first match is `index`.
+    """Return the settings of a parameter whose first match is `index`.
 
-    `undecayed`: as `is_undecayed` says, of any module that has it; `inner_matrix`: as `is_inner_matrix` says, of all.
+    `undecayed`: True if `is_undecayed` is True for any module that has the parameter. `inner_matrix`: True if
+    `is_inner_matrix` is True for all of them.
     """
     algorithm = config.name if inner_matrix else ALGORITHMS[config.name].for_others or config.name
     lr_factor, decay = 1.0, None
@@ -57,7 +62,8 @@ def settings_of(config: OptimizerConfig, index: int | None, undecayed: bool, inn
 
 
 def _weight_decay(config: OptimizerConfig, algorithm: str) -> float:
-    """The weight decay of an algorithm: the job's if `optimizer.name` decays in the same way, else the default."""
+    """Return the weight decay of an algorithm: the job's if `optimizer.name` decays in the same way, else the
+    default."""
     row = ALGORITHMS[algorithm]
     if config.weight_decay is not None and row.decay == ALGORITHMS[config.name].decay:
         return config.weight_decay
@@ -65,15 +71,18 @@ def _weight_decay(config: OptimizerConfig, algorithm: str) -> float:
 
 
 def group_name(index: int | None, settings: GroupSettings) -> str:
-    """What a group is called: `default, weight decay 0.1`, or `default, Muon, weight decay 0.1`."""
+    """Return the name of a group: `default, weight decay 0.1`, or `default, Muon, weight decay 0.1`."""
     first = "default" if index is None else f"param_groups.{index}"
     algorithm = "" if settings.algorithm == "AdamW" else f", {settings.algorithm}"
     return f"{first}{algorithm}, weight decay {settings.weight_decay:g}"
 
 
 def is_mixed(config: OptimizerConfig, storage_dtypes: Iterable[str]) -> bool:
-    """Whether this package updates parameters that are stored in these dtypes although PyTorch implements their
-    algorithm. PyTorch's implementations know one dtype, one rounding and no masters."""
+    """Return True if this package updates parameters with these storage dtypes although PyTorch implements their
+    algorithm.
+
+    PyTorch's implementations support one dtype, one rounding and no masters.
+    """
     dtypes = set(storage_dtypes)
     in_other_dtype = config.state_dtype is not None and dtypes != {config.state_dtype}
     return in_other_dtype or config.rounding == "stochastic" or has_master(config, *dtypes)

@@ -50,7 +50,7 @@ def plan_stages(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[S
     stages = tuple(
         Stage(
             index=index,
-            rank=place(index, parallelism),
+            rank=rank_of_stage(index, parallelism),
             modules=part,
             num_parameters=sum(_elements(inventory, path, min_axes=0) for path in part),
         )
@@ -60,7 +60,7 @@ def plan_stages(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[S
     return stages
 
 
-def place(stage: int, parallelism: ParallelismConfig) -> int:
+def rank_of_stage(stage: int, parallelism: ParallelismConfig) -> int:
     """Return the pipeline rank of a stage. Ranks take stages in turn; for ZBV in a V, so that the first rank also has
     the last stage."""
     degree = parallelism.pipeline_parallel_degree
@@ -221,8 +221,8 @@ def balance(costs: Sequence[int], num_parts: int) -> tuple[int, ...]:
 def stage_part(plan: ModelPlan, stage: Stage) -> ModelPlan:
     """Return the part of a model's plan for one stage: its modules, units and buffers.
 
-    A unit with modules of several stages has a part on each. The root of a later stage does not cast its inputs: they
-    are the outputs of the previous stage, which the whole model does not cast there.
+    A unit with modules of several stages has a part on each. The root of a later stage does not cast its inputs. They
+    are the outputs of the previous stage, which the unsplit model does not cast there.
     """
     foreign = {path for other in plan.stages if other.index != stage.index for path in other.modules}
     inventory, first = _without(plan.inventory, foreign)
@@ -244,7 +244,7 @@ def stage_part(plan: ModelPlan, stage: Stage) -> ModelPlan:
             for buffer in module.buffers
             if buffer.is_floating and module.same_as is None
         },
-        recomputed=_own(plan.recomputed, foreign),
+        checkpointed=_own(plan.checkpointed, foreign),
         compiled=_own(plan.compiled, foreign),
         float8=_own(plan.float8, foreign),
     )

@@ -18,16 +18,16 @@ from titan_launch.plan.types import Inventory
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: between communication that hides behind computation wholly, and one that does not at all."""
+    """Seconds of a step, with communication either hidden behind computation completely or not at all."""
 
     compute: float | None
-    """None where FLOPs or peak are unknown."""
+    """None if FLOPs or peak FLOP/s are unknown."""
 
     communication: float | None
-    """None where a bandwidth that is needed is unknown."""
+    """None if a required bandwidth is unknown."""
 
     bubble: float = 0.0
-    """Of `compute`, the part in which a rank waits for other stages of the pipeline."""
+    """Part of `compute` in which a rank waits for other pipeline stages."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -37,7 +37,7 @@ class StepTime:
         return max(self.compute, self.communication), self.compute + self.communication
 
     def ties_with(self, other: StepTime) -> bool:
-        """Whether the assumptions do not say which of two steps is shorter: their intervals overlap, or are unknown."""
+        """Return True if either of two steps may be the shorter one: their intervals overlap or are unknown."""
         if self.interval is None or other.interval is None:
             return True
         (low, high), (other_low, other_high) = self.interval, other.interval
@@ -47,9 +47,9 @@ class StepTime:
 def estimate_step_time(
     flops_per_rank: float | None, link_traffic: LinkTraffic, hardware: Hardware, bubble_share: float = 0.0
 ) -> StepTime:
-    """Computing at `mfu` of the peak; communicating at the full rate of the links, of which the slower one counts.
+    """Return the time of a step: computation at `mfu` of the peak, communication at the full rate of the slower link.
 
-    `bubble_share`: see there.
+    `bubble_share`: see the function `bubble_share`.
     """
     compute = None
     if flops_per_rank is not None and hardware.peak_tflops is not None:
@@ -67,11 +67,10 @@ def estimate_step_time(
 
 
 def bubble_share(parallelism: ParallelismConfig, layout: Layout) -> float:
-    """How long a rank waits while a pipeline fills and empties, as a share of the time in which it computes.
+    """Return the time that a rank waits while a pipeline fills and empties, as a share of its compute time.
 
-    (p - 1) / (v m) for p ranks of v stages and m microbatches, all stages taken as equal (arXiv:2104.04473).
-    Zero-bubble schedules, which put gradients of weights into the gaps, are taken at their best: none
-    (arXiv:2401.10241).
+    The share is (p - 1) / (v m) for p ranks with v equal stages and m microbatches (arXiv:2104.04473). Zero-bubble
+    schedules put gradients of weights into the gaps. Their share is 0, which is their best case (arXiv:2401.10241).
     """
     if parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES:
         return 0.0
@@ -101,8 +100,8 @@ class ModelFlops:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the FLOPs that activation checkpointing adds are counted exactly. Otherwise checkpointing all blocks
-        is taken for one more forward of the whole model: a third of its FLOPs."""
+        """True if the FLOPs that activation checkpointing adds are counted exactly. Otherwise checkpointing all
+        blocks counts as one more forward of the model: a third of its FLOPs."""
         return self._block_flops(saves_costly_ops=False) is not None
 
     def checkpointed_per_sample(self, checkpointing: ActivationCheckpointConfig) -> int | None:

@@ -24,7 +24,7 @@ class TensorInfo:
     is_floating: bool
     requires_grad: bool = False
     tied_to: str | None = None
-    """For a shared (tied) parameter: the full path under which the same tensor comes first."""
+    """Path of the first occurrence of a shared (tied) parameter; None for the first occurrence itself."""
 
     @property
     def numel(self) -> int:
@@ -34,7 +34,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class ModuleInfo:
-    """One module of the tree."""
+    """A module of the module tree."""
 
     path: str
     """Dotted path from the root; the root's is empty."""
@@ -49,7 +49,7 @@ class ModuleInfo:
     buffers: tuple[TensorInfo, ...] = ()
 
     same_as: str | None = None
-    """For a module with several parents: the path under which the same module comes first."""
+    """Path of the first occurrence of a module with several parents; None for the first occurrence itself."""
 
     @property
     def class_name(self) -> str:
@@ -160,14 +160,14 @@ class Unit:
     """Elements of its parameters, over all ranks."""
 
     is_trained: bool = True
-    """Whether any of its parameters takes a gradient."""
+    """True if any of its parameters takes a gradient."""
 
     unshard_in_backward: bool = True
-    """Whether backward all-gathers the parameters again after a reshard. False: backward does not read them."""
+    """True if backward all-gathers the parameters again after a reshard. False: backward does not read them."""
 
     @property
     def num_gathers(self) -> int:
-        """All-gathers of its parameters in one forward and backward, on several ranks."""
+        """Number of all-gathers of its parameters in one forward and backward, on several ranks."""
         return 2 if self.reshard_after_forward and self.unshard_in_backward else 1
 
     @property
@@ -214,7 +214,7 @@ class ModelPlan:
     buffer_dtypes: Mapping[str, str]
     """Dtypes of all floating buffers by full name: from the model, or from `[precision]`."""
 
-    recomputed: tuple[str, ...] = ()
+    checkpointed: tuple[str, ...] = ()
     """Paths of the modules with activation checkpointing."""
 
     compiled: tuple[str, ...] = ()

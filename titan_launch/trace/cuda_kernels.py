@@ -1,21 +1,22 @@
-"""What CUDA's kernels keep for backward, on a machine without CUDA.
+"""Replacements for operations that save other tensors for backward on CUDA than on a CPU.
 
-Eager PyTorch keeps the same tensors on a CPU and on CUDA but for a few operations, for which these stand in. They
-compute nothing: outputs have the right shape, dtype and strides, and what is saved has the right size.
+Eager PyTorch saves the same tensors on both devices, except for a few operations. The replacements compute nothing.
+Their outputs have the right shape, dtype and strides, and the tensors that they save have the right size.
 
-- RMSNorm: on a CPU it is several operations that keep two fp32 copies of the input; CUDA's `_fused_rms_norm` keeps the
-  input and an fp32 factor for each row. It wants weight and input of one dtype; otherwise it is the several operations
-  there too, and nothing stands in.
-- LayerNorm: the same operation on both, but CUDA keeps the rows' mean and factor in fp32 also for a bf16 input.
-- Attention: flash attention for fp16 and bf16, memory-efficient attention for fp32 or with a mask, and the kernel that
-  stores all scores for the rest: other shapes than (batch, heads, tokens, head_dim), and grouped queries in fp32.
-- BatchNorm needs none: CUDA's native kernel and cuDNN's keep the input and two fp32 numbers for each channel, as the
-  CPU's does.
+- RMSNorm: a CPU runs several operations, which save two fp32 copies of the input. CUDA's `_fused_rms_norm` saves the
+  input and an fp32 factor for each row. It requires weight and input of one dtype. Otherwise CUDA runs the several
+  operations too, and nothing is replaced.
+- LayerNorm: both devices run the same operation. CUDA saves mean and factor of the rows in fp32 even for a bf16 input.
+- Attention: CUDA runs flash attention for fp16 and bf16, and memory-efficient attention for fp32 or with a mask. The
+  kernel that stores all scores runs for other shapes than (batch, heads, tokens, head_dim), and for grouped queries in
+  fp32.
+- BatchNorm needs no replacement: CUDA's native kernel, cuDNN's and the CPU's save the input and two fp32 numbers for
+  each channel.
 
-That CUDA takes these ways was read in PyTorch's source (2.13: `layer_norm.cpp`, `sdp_utils.cpp`, `derivatives.yaml`);
-none of it could be run here. Workspaces inside of kernels (flash attention's backward, cuDNN's convolutions) are not
-seen. Only calls through `torch.nn.functional` and its layers are met, and those of `torch.rms_norm` and
-`torch.layer_norm`: not a function that a model's file has imported by name.
+This behaviour of CUDA was read in PyTorch's source (2.13: `layer_norm.cpp`, `sdp_utils.cpp`, `derivatives.yaml`).
+Workspaces inside kernels (flash attention's backward, cuDNN's convolutions) are not counted. Calls through
+`torch.nn.functional` and its layers are replaced, and calls of `torch.rms_norm` and `torch.layer_norm`. A function that
+a model's file imports by name is not replaced.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ _REDUCED = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
-def kernels_in_place(kernels: Kernels, backend: str = "auto") -> Iterator[None]:
-    """Let operations keep what those `kernels` do until the end of the block. `backend`: the kernel for attention, if
-    the job asks for one."""
+def kernels_replaced(kernels: Kernels, backend: str = "auto") -> Iterator[None]:
+    """Let operations save what the kernels of a device family save, until the end of the block.
+
+    `backend`: the attention kernel, if the job sets one.
+    """
     with ExitStack() as stack:
         if kernels == "cuda":
             for owner in (F, torch):
@@ -58,7 +61,7 @@ def kernels_in_place(kernels: Kernels, backend: str = "auto") -> Iterator[None]:
 
 @contextmanager
 def copies_from_host() -> Iterator[None]:
-    """Let FSDP2 copy shards of parameters that are on the host to the device: in a trace there is only one device."""
+    """Let FSDP2 copy host shards of parameters to the device. A trace has only one device, so the copy is a clone."""
 
     def all_gather_inputs(parameter: Any) -> list[Tensor]:
         shard, dtype = shard_to_send(parameter)
@@ -70,7 +73,7 @@ def copies_from_host() -> Iterator[None]:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Keeps the input, the weights, and `num_statistics` fp32 numbers for each row of `row_size`."""
+    """Saves the input, the weights, and `num_statistics` fp32 numbers for each row of `row_size`."""
 
     @staticmethod
     def forward(
@@ -123,7 +126,8 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The stand-in, of the same name: context parallelism replaces the function by what it is called."""
+    """Replace the function of the same name. Context parallelism finds the function by its name, so the names must
+    be equal."""
     is_plain = query.dim() == key.dim() == value.dim() == 4
     has_equal_heads = is_plain and query.shape[1] == key.shape[1]
     if is_plain and query.dtype in _REDUCED and attn_mask is None:

@@ -44,11 +44,11 @@ def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) ->
         model, _ = assemble_without_values(config, built, plan, layout, hardware.kernels, rank, stack)
         optimizer = build_optimizer(model.module, config.optimizer, built.head, config.training.seed)
         _update(model, optimizer)
-        held = list(_what_it_holds(model, optimizer))
+        held = list(_describe_rank(model, optimizer))
     eager = config.model_copy(update={"compile": CompileConfig()})  # compilation is slow and does not change the text
     traced = trace_rank(eager, replace(plan, compiled=()), layout, hardware.kernels, rank)
     batch = [f"{name}: {value}" for name, value in summary_of_batch(layout)]
-    lines = [*batch, *held, *_what_a_step_takes(traced, layout, hardware)]
+    lines = [*batch, *held, *_describe_step(traced, layout, hardware)]
     return "\n".join([*lines, "nothing was trained, read or written"])
 
 
@@ -61,15 +61,15 @@ def _update(model: AssembledModel, optimizer: Optimizer) -> None:
     optimizer.step()
 
 
-def _what_it_holds(model: AssembledModel, optimizer: Optimizer) -> Iterator[str]:
+def _describe_rank(model: AssembledModel, optimizer: Optimizer) -> Iterator[str]:
     mesh, plan = model.mesh, model.plan
-    names, place = mesh.ranks.mesh_dim_names, mesh.ranks.get_coordinate()
-    assert names is not None and place is not None
-    degrees = zip(names, place, mesh.ranks.mesh.shape, strict=True)
+    names, coordinate = mesh.ranks.mesh_dim_names, mesh.ranks.get_coordinate()
+    assert names is not None and coordinate is not None
+    degrees = zip(names, coordinate, mesh.ranks.mesh.shape, strict=True)
     where = ", ".join(f"{name} {index} of {degree}" for name, index, degree in degrees)
     yield f"rank {torch.distributed.get_rank()}: {where}"
     for stage in plan.stages:
-        if stage.rank == place[0]:
+        if stage.rank == coordinate[0]:
             yield f"stage {stage.index} of {len(plan.stages)}: {stage.extent}"
     parameters = list(model.module.parameters())
     num_units = sum(len(part.units) for _, part in parts(model.module, plan))
@@ -81,9 +81,9 @@ def _what_it_holds(model: AssembledModel, optimizer: Optimizer) -> Iterator[str]
     yield f"optimizer: {len(optimizer.param_groups)} parameter groups, {_gib(values)} of state"
 
 
-def _what_a_step_takes(traced: TracedStep, layout: Layout, hardware: Hardware) -> Iterator[str]:
+def _describe_step(traced: TracedStep, layout: Layout, hardware: Hardware) -> Iterator[str]:
     footprint, sent = traced.footprint, link_traffic_of_step(traced.traffic, layout, hardware.gpus_per_node)
-    yield f"peak memory of a step: {format_gib(footprint.peak_bytes)} GiB active ({footprint.place})"
+    yield f"peak memory of a step: {format_gib(footprint.peak_bytes)} GiB active ({footprint.peak_point})"
     reserved = estimate_reserved(footprint, hardware)
     verdict = judge(footprint, reserved, hardware)
     if verdict is not None:

@@ -39,14 +39,14 @@ from titan_launch.train.auto_mode import inspect_model
 _log = logging.getLogger(__name__)
 
 _ON_THE_LINE = 1e-4
-"""How far the peak of a third depth may be off, relatively. (Where memory is affine in depth it is off by no byte.)"""
+"""Largest relative error of the extrapolated peak at a third depth. If memory is affine in depth, the error is 0."""
 
 
 def trace_rank(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int) -> TracedStep:
-    """The step of one rank. `plan`: of the whole model.
+    """Trace the step of one rank. `plan`: plan of the model with all stages.
 
-    At two depths where one block repeats often, and extrapolated; else whole. Raises ConfigError as `trace_step` does,
-    and for a model that cannot be traced.
+    If one block repeats often, trace two smaller depths and extrapolate. Otherwise trace all blocks. Raises ConfigError
+    as `trace_step` does, and for a model that cannot be traced.
     """
     shortcut = _find_shortcut(plan, layout.pipeline_rank(rank))
     if shortcut is not None:
@@ -58,31 +58,40 @@ def trace_rank(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kern
 
 
 def _find_shortcut(plan: ModelPlan, pipeline_rank: int) -> Shortcut | None:
-    """Through the blocks of the stage that the rank holds. (Several stages hold several numbers of microbatches.)"""
+    """Return the shortcut through the blocks of the rank's stage; None for several stages on the rank, because they
+    hold different numbers of microbatches."""
     parts = parts_on_rank(plan, pipeline_rank)
     if len(parts) > 1:
         return None
     signatures = block_signatures(parts[0])
-    return find_shortcut(signatures, outermost(parts[0].inventory.blocks), parts[0].recomputed)
+    return find_shortcut(signatures, outermost(parts[0].inventory.blocks), parts[0].checkpointed)
 
 
 def _trace_short(
     config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int, shortcut: Shortcut
 ) -> TracedStep | None:
-    """Two depths, extrapolated; None where the model does not run without some of its blocks, or where a third depth is
-    not on the line (blocks that read what all blocks before them made). The models of this package are."""
+    """Trace two depths and extrapolate.
+
+    Return None if the model does not run without some of its blocks, or if memory is not affine in depth, as a third
+    depth shows (for example, blocks that read the outputs of all blocks before them). The models of this package are
+    not checked, because their memory is affine.
+    """
     try:
         shorter = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_from_shorter)
         longer = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_from_longer)
         if ":" in config.model.name:
             seen = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_for_check)
             if not _are_alike(_extrapolated(shorter, longer, 2), seen):
-                _log.warning("traced whole, which takes longer: the model's memory does not grow evenly with its depth")
+                _log.warning("tracing all blocks, which takes longer: the model's memory is not affine in its depth")
                 return None
-    except ConfigError:  # of the whole model too, most likely: its trace raises it
+    except ConfigError:  # most likely the trace of all blocks raises it too
         return None
-    except Exception as error:  # whatever a model raises that counts its blocks; if it cannot run at all, we will see
-        _log.warning("traced whole, which takes longer: without some of its blocks the model does not run (%s)", error)
+    except (
+        Exception
+    ) as error:  # for example, a model that counts its blocks; the trace of all blocks raises other errors
+        _log.warning(
+            "tracing all blocks, which takes longer: the model does not run without some of its blocks (%s)", error
+        )
         return None
     return _extrapolated(shorter, longer, shortcut.factor)
 
@@ -121,21 +130,24 @@ def remove_blocks(model: nn.Module, removed: Iterable[str]) -> None:
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _UNSUPPORTED = (UnsupportedOperatorException, UnsupportedFakeTensorException)
-_SAID_BY_RUNTIME_ERROR = {".numpy()": "tensor.numpy()", "Cannot access data pointer": "tensor.data_ptr()"}
+_OPERATION_BY_ERROR_TEXT = {".numpy()": "tensor.numpy()", "Cannot access data pointer": "tensor.data_ptr()"}
 
 
 @contextmanager
 def failures_explained(config: ModelConfig) -> Iterator[None]:
-    """Raise ConfigError on `model.name` for an operation that needs values, or that PyTorch cannot do without them, and
-    with the traceback for another error of a user's own model; other errors come as they are."""
+    """Replace errors of a model that cannot be traced by a ConfigError on `model.name`.
+
+    They are errors of operations that need values, or that fake tensors do not support. For other errors of a user's
+    own model, the ConfigError has the traceback. Other errors are raised unchanged.
+    """
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
-        operation = _unfit_operation(error)
+        operation = _untraceable_operation(error)
         if operation is not None:
-            reason = _unfit(operation, user_location(error, or_own=True))
+            reason = _needs_values(operation, user_location(error, or_own=True))
             raise config_error(("model", "name"), reason, config.name) from error
         if ":" not in config.name:
             raise
@@ -143,20 +155,21 @@ def failures_explained(config: ModelConfig) -> Iterator[None]:
         raise config_error(("model", "name"), f"{reason}\n{user_traceback(error)}", config.name) from error
 
 
-def _unfit(operation: str, place: str | None) -> str:
+def _needs_values(operation: str, location: str | None) -> str:
     return (
-        f"cannot be traced: {operation}{f' at {place}' if place else ''} needs the values of a tensor, and a trace has "
-        "only shapes; compute it with operations whose output shapes do not depend on values (torch.where, masked_fill)"
+        f"cannot be traced: {operation}{f' at {location}' if location else ''} needs the values of a tensor, and a "
+        "trace has only shapes; compute it with operations whose output shapes do not depend on values (torch.where, "
+        "masked_fill)"
     )
 
 
-def _unfit_operation(error: Exception) -> str | None:
-    """The name of the operation that cannot run on fake tensors; None where the error is of another kind."""
+def _untraceable_operation(error: Exception) -> str | None:
+    """Return the name of the operation that cannot run on fake tensors; None for an error of another kind."""
     if isinstance(error, (*_NEEDS_VALUES, *_UNSUPPORTED)):
         operation = getattr(error, "func", None) or next(iter(error.args), "an operation")
         return _READABLE.get(str(operation), str(operation))
     if isinstance(error, RuntimeError):
-        return next((name for part, name in _SAID_BY_RUNTIME_ERROR.items() if part in str(error)), None)
+        return next((name for part, name in _OPERATION_BY_ERROR_TEXT.items() if part in str(error)), None)
     return None
 
 
@@ -167,7 +180,7 @@ _READABLE = {
 
 
 class TraceEngine:
-    """Traces a job's step for each choice, once; the operations of the model itself, also where it is compiled."""
+    """An engine that traces a job's step once for each choice. Compiled models are traced without compilation."""
 
     def __init__(self, config: JobConfig, layout: Layout, kernels: Kernels):
         self._config = config.model_copy(update={"compile": CompileConfig()})
@@ -177,17 +190,17 @@ class TraceEngine:
         self._known: dict[Choice, TracedStep] = {}
 
     def __call__(self, choice: Choice) -> Footprint:
-        """The active memory of the rank that holds the most.
+        """Return the active memory of the rank with the highest peak.
 
-        Raises ConfigError as a run would, and where the model cannot be traced.
+        Raises ConfigError as a run would, and for a model that cannot be traced.
         """
         return self._step(choice).footprint
 
     def traffic(self, choice: Choice) -> Traffic:
-        """What that rank communicates in a step, counted: the collectives that FSDP2 called for its units, and what it
-        exchanged with ranks that work on the same samples.
+        """Return the traffic of that rank in a step, as counted.
 
-        Raises as `__call__` does.
+        It includes the collectives of FSDP2's units, and communication with ranks that work on the same samples. Raises
+        as `__call__` does.
         """
         return self._step(choice).traffic
 
@@ -212,8 +225,11 @@ class TraceEngine:
 
 
 def representative_ranks(plan: ModelPlan) -> list[int]:
-    """The ranks along the pipeline one of which holds the most: the first, where most microbatches have begun before a
-    backward ends, the last, which has the logits, and the one with the most parameters."""
+    """Return the pipeline ranks of which one has the highest peak memory.
+
+    The first rank starts the most microbatches before a backward ends. The last rank has the logits. The third one has
+    the most parameters.
+    """
     parameters: dict[int, int] = {}
     for stage in plan.stages:
         parameters[stage.rank] = parameters.get(stage.rank, 0) + stage.num_parameters

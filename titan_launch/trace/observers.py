@@ -27,25 +27,30 @@ from titan_launch.precision.observation import floating_tensors
 
 
 class StepPoints:
-    """Enters a ledger's places. Forward reaches a module before FSDP2 gathers its parameters, backward when the
-    gradient of its output is there; the loss lasts until then, its own backward included."""
+    """Enters the step points of a ledger.
+
+    The forward of a module begins before FSDP2 all-gathers its parameters. The backward of a module begins when the
+    gradient of its output exists. The loss lasts until then, so it includes its own backward.
+    """
 
     def __init__(self, ledger: Ledger):
         self._ledger = ledger
         self._counts: dict[nn.Module, int] = {}
         self._inside: str | None = None
         self.microbatch = 0
-        """The one that is gone through."""
+        """Index of the current microbatch."""
 
     def begin_microbatch(self, index: int) -> None:
-        """What comes now belongs to this microbatch."""
+        """Assign the following step points to this microbatch."""
         self.microbatch = index
         self._enter("forward", "")
 
     @contextmanager
     def watch(self, model: nn.Module, paths: Sequence[str], has_loss: bool = True) -> Iterator[None]:
-        """Follow the modules at `paths`, and the model, until the end of the block. `has_loss`: whether a loss follows
-        its forward."""
+        """Observe the modules at `paths` and the model until the end of the block.
+
+        `has_loss`: True if a loss follows the model's forward.
+        """
         with ExitStack() as hooks:
             hooks.callback(model.register_forward_pre_hook(self._begin_next, prepend=True).remove)
             for path in paths:
@@ -60,13 +65,16 @@ class StepPoints:
         self._ledger.enter(StepPoint(self.microbatch, phase, unit))
 
     def _begin_next(self, model: nn.Module, _: Any) -> None:
-        """A model, or a stage of a pipeline, goes through the microbatches one after the other."""
+        """Begin the next microbatch of a model or of a pipeline stage."""
         index = self._counts.get(model, 0)
         self._counts[model] = index + 1
         self.begin_microbatch(index)
 
     def _begin(self, path: str, *_: Any) -> None:
-        """Not of what runs inside another, such as a rotary embedding that the model owns and its blocks call."""
+        """Begin the forward of a module, unless it runs inside another observed module.
+
+        An example is a rotary embedding that the model owns and its blocks call.
+        """
         if self._inside is None and not is_in_backward():
             self._inside = path
             self._enter("forward", path)
@@ -84,9 +92,9 @@ class StepPoints:
         self._enter("backward", path)
 
 
-def stations(model: nn.Module, inventory: Inventory) -> list[str]:
-    """Paths of the modules that a forward goes through one after the other: the blocks, and beside them the outermost
-    modules that hold no block. What of the model is elsewhere (on other stages of a pipeline) is left out."""
+def modules_in_order(model: nn.Module, inventory: Inventory) -> list[str]:
+    """Return the paths of the modules that a forward runs one after another: the blocks, and the outermost modules
+    beside them that contain no block. Modules on other pipeline stages are omitted."""
     blocks = outermost(inventory.blocks)
     found: list[str] = []
     _collect(model, "", set(blocks), {around for block in blocks for around in _ancestors(block)}, found)
@@ -125,7 +133,7 @@ _SENT_SHARE: dict[str, Callable[[int], Fraction]] = {
     "broadcast": lambda n: Fraction(1),
     "send": lambda n: Fraction(1),
 }
-"""By functional collective, and by what is sent to one rank: what a rank of n sends, as a share of its input."""
+"""Bytes that a rank of n sends, as a share of its input, by functional collective or point-to-point operation."""
 
 _IN_PLACE = {
     "allreduce_": ("all_reduce", 0),
@@ -138,13 +146,13 @@ _IN_PLACE = {
     "broadcast_": ("broadcast", 0),
     "send": ("send", 0),
 }
-"""By operation of a process group: which one of these it is, and which argument is its input."""
+"""Name of the functional collective, and index of the input argument, by operation of a process group."""
 
 _SENDS_NOTHING = ("recv_", "barrier", "wait_tensor", "_wrap_tensor_autograd")
 
 
 class _Exchanges(TorchDispatchMode):
-    """Sees every collective, functional or of a process group."""
+    """Counts every collective, functional or of a process group."""
 
     def __init__(self, mesh: Mesh, count: TrafficCount):
         super().__init__()
@@ -172,7 +180,8 @@ class _Exchanges(TorchDispatchMode):
 
 
 def _group_of(args: Sequence[Any]) -> str:
-    """The name of a collective's group: functional ones are given it, as their last text, the others the group."""
+    """Return the name of a collective's group. A functional collective has the name as its last text argument. Other
+    collectives have the group itself."""
     names = [arg for arg in args if isinstance(arg, str)]
     if names:
         return names[-1]

@@ -50,9 +50,9 @@ from titan_launch.plan.memory.ledger import (
 from titan_launch.plan.pipeline import scaled_to_step, sufficient_microbatches
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.diagnosis import dtype_failures_explained
-from titan_launch.trace.cuda_kernels import copies_from_host, kernels_in_place
+from titan_launch.trace.cuda_kernels import copies_from_host, kernels_replaced
 from titan_launch.trace.fake_group import fake_process_group, silence
-from titan_launch.trace.observers import StepPoints, count_exchanges, stations
+from titan_launch.trace.observers import StepPoints, count_exchanges, modules_in_order
 from titan_launch.train.forward import checked_loss
 from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
 from titan_launch.train.pipeline_step import PipelinedStep
@@ -60,10 +60,10 @@ from titan_launch.train.step import forward_backward, loss_of
 
 
 class Batches:
-    """The microbatches of a rank, all alike: the SampleFormat of a model that is traced."""
+    """The equal microbatches of a rank: the SampleFormat of a traced model."""
 
     def __init__(self, config: JobConfig, layout: Layout, part: SequencePart | None):
-        """`part`: the tokens of every sequence that the rank has. Raises ConfigError as `sample_format` does."""
+        """`part`: the tokens of every sequence that belong to the rank. Raises ConfigError as `sample_format` does."""
         self._config = config
         self._batch_size = layout.local_batch_size
         self._shape, self.num_classes = sample_format(config)
@@ -165,7 +165,7 @@ def assemble_without_values(
     batches = Batches(config, layout, sequence_part(mesh.context, config.parallelism))
     model = assemble_model(config, built, replace(plan, float8=()), mesh, batches)
     stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-    stack.enter_context(kernels_in_place(kernels, config.kernels.attention))
+    stack.enter_context(kernels_replaced(kernels, config.kernels.attention))
     if on_host(config.training, kernels):
         stack.enter_context(copies_from_host())
     attention_device = torch.device("meta" if kernels == "cuda" else "cpu")  # PyTorch has no ring attention for CPUs
@@ -182,11 +182,13 @@ def _trace_microbatches(
     """
     model, plan, mesh = assembled.module, assembled.plan, assembled.mesh
     ledger.enter(StepPoint(0, "forward", ""))
-    places = StepPoints(ledger)
+    step_points = StepPoints(ledger)
     with ExitStack() as stack:
         memory = stack.enter_context(track(model, ledger))
         for module, part in parts(model, plan):
-            stack.enter_context(places.watch(module, stations(module, part.inventory), _makes_logits(model, module)))
+            stack.enter_context(
+                step_points.watch(module, modules_in_order(module, part.inventory), _makes_logits(model, module))
+            )
             stack.enter_context(dtype_failures_explained(module, part, config.precision))
         count = stack.enter_context(count_collectives(model))
         stack.enter_context(count_exchanges(mesh, count))
@@ -195,8 +197,8 @@ def _trace_microbatches(
         memory.scope(Category.BUFFERS)
         statistics = RunningStatistics(model)  # a run holds this copy during the whole step
         memory.scope(None)
-        traffic = _Accumulation(config, model, mesh.layout, num_microbatches, batches, places, memory, count).run()
-        ledger.enter(StepPoint(places.microbatch, "optimizer", ""))
+        traffic = _Accumulation(config, model, mesh.layout, num_microbatches, batches, step_points, memory, count).run()
+        ledger.enter(StepPoint(step_points.microbatch, "optimizer", ""))
         _update(temporary_bytes(config.optimizer, groups, mesh.layout.parameter_shards), ledger)
         del statistics
         return TracedStep(ledger.footprint(), traffic)
@@ -217,7 +219,7 @@ class _Accumulation:
     layout: Layout
     num_microbatches: int
     batches: Batches
-    places: StepPoints
+    step_points: StepPoints
     memory: LiveMemory
     count: TrafficCount
 
@@ -232,7 +234,7 @@ class _Accumulation:
         strategy = build_strategy(self.config.gradient_accumulation)
         traffic = []
         for index in range(self.num_microbatches):
-            self.places.begin_microbatch(index)
+            self.step_points.begin_microbatch(index)
             strategy.begin_microbatch(self.model, is_last=index == self.num_microbatches - 1)
             microbatch = self.batches.make()
             self.memory.hold(microbatch, Category.INPUTS)
@@ -277,7 +279,9 @@ def _shard_size(parameter: nn.Parameter) -> ShardSize:
 
 
 def _update(num_bytes: int, ledger: Ledger) -> None:
-    """Book the optimizer's temporaries, which are known in closed form. Clipping scales gradients in place. Neither is
-    traced: operations on so many DTensors would take longer than the rest of the trace."""
+    """Count the optimizer's temporaries, whose size is known in closed form. Clipping scales gradients in place.
+
+    Neither is traced, because operations on so many DTensors would take longer than the rest of the trace.
+    """
     ledger.allocate(num_bytes, Category.OPTIMIZER_TEMPORARIES)
     ledger.free(num_bytes, Category.OPTIMIZER_TEMPORARIES)

@@ -124,10 +124,10 @@ def _recorded(config: JobConfig, folder: Path, attempt: Attempt) -> Decision | N
     recorded = recorded_modes(folder, config, attempt)
     if recorded is None:
         return None
-    own_accumulation, own_recomputation = config.gradient_accumulation, config.activation_checkpoint
+    own_accumulation, own_checkpointing = config.gradient_accumulation, config.activation_checkpoint
     accumulation = recorded.accumulation if own_accumulation.mode == "auto" else own_accumulation
-    recomputation = recorded.activation_checkpoint if own_recomputation.mode == "auto" else own_recomputation
-    choice = configured_choice(with_choice(config, Choice(accumulation, recomputation)))
+    checkpointing = recorded.activation_checkpoint if own_checkpointing.mode == "auto" else own_checkpointing
+    choice = configured_choice(with_choice(config, Choice(accumulation, checkpointing)))
     obstacle = next(_obstacles(config, choice), None)
     if obstacle is not None:
         _log.info("auto: %s is not possible any more (%s); `auto` is resolved again", choice.label, obstacle)
@@ -170,5 +170,5 @@ def _resolved_by_trace(config: JobConfig, layout: Layout, hardware: Hardware) ->
     with ExitStack() as stack:
         resolved = TraceProcess(config, layout.world_size, hardware, stack).result()["resolved"]
     accumulation = GradientAccumulationConfig.model_validate(resolved["gradient_accumulation"])
-    recomputation = ActivationCheckpointConfig.model_validate(resolved["activation_checkpoint"])
-    return Choice(accumulation, recomputation), str(resolved["reason"])
+    checkpointing = ActivationCheckpointConfig.model_validate(resolved["activation_checkpoint"])
+    return Choice(accumulation, checkpointing), str(resolved["reason"])

@@ -31,7 +31,7 @@ class TrainBatches:
     """
 
     def __init__(self, build: Callable[[int], Loader], position: int):
-        """`build` returns a loader that begins at a position, counted in samples over all ranks."""
+        """`build` returns a loader that begins at a position. The position is counted in samples over all ranks."""
         self._build = build
         self._begin(position)
 

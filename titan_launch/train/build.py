@@ -1,4 +1,4 @@
-"""From a job's configuration to the finished parts of a run."""
+"""Build the parts of a run from a job's configuration."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def check_signature(model: nn.Module, unit: SampleUnit) -> None:
         inspect.signature(model.forward).bind(None)
     except TypeError as error:
         code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-        place = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
-        raise _error(f"{place} cannot be called with one argument ({error})".lstrip(), unit) from None
+        location = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
+        raise _error(f"{location} cannot be called with one argument ({error})".lstrip(), unit) from None
 
 
 @contextmanager
@@ -139,13 +139,13 @@ def _explanation(error: Exception, model: nn.Module, inputs: Tensor) -> ConfigEr
     if isinstance(error, ConfigError) or not user_frames:
         return None
     frame, line = user_frames[-1]
-    place = f"{frame.f_code.co_filename}:{line}"
+    location = f"{frame.f_code.co_filename}:{line}"
     if str(error) == "index out of range in self":
-        return _missing_row(frames[-2][0], model, place)
+        return _missing_row(frames[-2][0], model, location)
     text = linecache.getline(frame.f_code.co_filename, line)
     if _misuses_inputs(error, frame, text, inputs) or _misses_arguments(error, frame, text, model):
         message = str(error).partition("\n")[0]
-        return _error(f"fails at {place} ({type(error).__name__}: {message})", _unit_of(inputs))
+        return _error(f"fails at {location} ({type(error).__name__}: {message})", _unit_of(inputs))
     return None
 
 
@@ -181,7 +181,7 @@ def _misses_arguments(error: Exception, frame: FrameType, text: str, model: nn.M
     return "NoneType" in str(error) and any(re.search(rf"\b{name}\b(?!\s*=[^=])", text) for name in missing)
 
 
-def _missing_row(frame: FrameType, model: nn.Module, place: str) -> ConfigError | None:
+def _missing_row(frame: FrameType, model: nn.Module, location: str) -> ConfigError | None:
     """Return the error of an `nn.Embedding` for an index beyond its rows. `frame`: frame of its forward."""
     module, indices = frame.f_locals.get("self"), frame.f_locals.get("input")
     if not isinstance(module, nn.Embedding) or not isinstance(indices, Tensor):
@@ -191,5 +191,5 @@ def _missing_row(frame: FrameType, model: nn.Module, place: str) -> ConfigError 
     index = lowest if lowest < 0 else highest
     reason = f"looks up the index {index} in {path} (Embedding), which has {module.num_embeddings} rows"
     if index < 0:
-        return _error(f"{reason} (at {place}); indices count from 0")
-    return _error(f"{reason} (at {place}); add rows, or lower training.seq_len if the indices are positions")
+        return _error(f"{reason} (at {location}); indices count from 0")
+    return _error(f"{reason} (at {location}); add rows, or lower training.seq_len if the indices are positions")

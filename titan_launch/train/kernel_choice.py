@@ -87,7 +87,7 @@ def use_kernels(
 def attention_failures_explained(kernels: KernelsConfig) -> Iterator[None]:
     """Raise ConfigError if the backend of `kernels.attention` refuses a call of attention within the block.
 
-    Only the call can tell. PyTorch's warnings, which give the reasons, become part of the error.
+    Only a call shows a refusal. PyTorch's warnings, which give the reasons, become part of the error.
     """
     if kernels.attention == "auto":
         yield  # the backend math takes every call
@@ -221,7 +221,8 @@ _NO_REASONS = ("because:", "runtime disabled")
 
 @contextmanager
 def _refusals_collected() -> Iterator[list[str]]:
-    """Collect the warnings that say why a backend is refused, instead of showing them. Other warnings are shown."""
+    """Collect the warnings that give the reasons for refusing a backend, instead of showing them. Other warnings are
+    shown."""
     reasons: list[str] = []
     show = warnings.showwarning
 

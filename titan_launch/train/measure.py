@@ -38,7 +38,7 @@ class Prediction:
     """The planner's prediction of a step's peak active memory."""
 
     gib: float
-    place: str
+    peak_point: str
     """Text of the StepPoint of the peak."""
 
 
@@ -64,7 +64,7 @@ class MemoryCheck:
             return
         if unknown_part(config) is None:
             footprint = analytic_engine(config, layout, hardware.kernels)(configured_choice(config))
-            self._prediction = Prediction(footprint.peak_bytes / GIB, str(footprint.place))
+            self._prediction = Prediction(footprint.peak_bytes / GIB, str(footprint.peak_point))
             return
         if layout.pipeline > 1 or (layout.model_parallel > 1 and hardware.kernels == "cpu"):
             _log.info("memory is not predicted during a run with %s; use `plan`", unknown_part(config))
@@ -103,7 +103,7 @@ class MemoryCheck:
         if abs(predicted.gib - measured) > TOLERANCE * measured:
             _log.warning(
                 "memory: the measured peak is %s, but %s was predicted (%s); do not rely on the plan of this job",
-                *(_format_memory(measured), _format_memory(predicted.gib), predicted.place),
+                *(_format_memory(measured), _format_memory(predicted.gib), predicted.peak_point),
             )
 
 

@@ -155,7 +155,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class PipelinedStep:
-    """Forward and backward of all microbatches of a step, through a pipeline.
+    """Runs forward and backward of all microbatches of a step through a pipeline.
 
     The microbatches of the schedule are those of gradient accumulation. Each loss is divided already, so the schedule
     does not scale. FSDP2's hooks reduce gradients as the accumulation strategy says, independent of the schedule. With

@@ -9,7 +9,7 @@ from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.build import BuiltModel
 from titan_launch.optim.groups import check_param_groups
 from titan_launch.plan.hardware import Hardware
-from titan_launch.plan.job import with_whole_parameters
+from titan_launch.plan.job import with_unsharded_parameters
 from titan_launch.plan.layout import Layout, plan_layout, with_global_batch_size
 from titan_launch.plan.module_selection import check_shards
 from titan_launch.plan.types import ModelPlan
@@ -31,7 +31,7 @@ class ResolvedJob:
     """The job as resolved: global batch size set, modes in place of `auto`, `parallelism` completed for these ranks."""
 
     requested: JobConfig
-    """The same job with `parallelism` as the user requested it: on another number of ranks it resolves differently."""
+    """The same job with `parallelism` as the user requested it. It resolves differently on another number of ranks."""
 
     reason: str | None
     """Why the modes were chosen; None if the job has no `auto`."""
@@ -53,7 +53,7 @@ def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> ResolvedJo
     """
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
     job = with_global_batch_size(config, layout)
-    config = with_whole_parameters(job, layout)
+    config = with_unsharded_parameters(job, layout)
     built = build_on_all_ranks(config, ranks)
     check_param_groups(built.module, config.optimizer, built.head)
     check_profiling(config.comm, ranks.device)

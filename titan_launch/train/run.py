@@ -72,7 +72,7 @@ class Run:
     meter: Meter
     measurements: StepMeasurements
     memory_check: MemoryCheck | None
-    """None on other ranks than rank 0."""
+    """None on all ranks except rank 0."""
 
     sinks: tuple[Sink, ...]
     console: ConsoleSink | None

@@ -55,7 +55,7 @@ class StepResult:
 
 
 class TrainStep:
-    """One optimizer step: count targets, forward and backward over all microbatches, clip, guard, update."""
+    """An optimizer step: count targets, run forward and backward over all microbatches, clip, guard, update."""
 
     def __init__(
         self,

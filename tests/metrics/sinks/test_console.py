@@ -67,7 +67,7 @@ def test_lines_are_aligned() -> None:
     assert len({line.index("tok/s") for line in lines}) == 1
 
 
-def test_fields_that_are_missing_are_left_out() -> None:
+def test_missing_fields_are_not_shown() -> None:
     cpu = {tag: REPORT[tag] for tag in ("train/loss", "memory/max_rss_gib")}
     assert printed(cpu, {"validation/loss": 2.0}, {"train/epoch": 1.0}) == [
         "step    1/1000  loss   5.4321  host memory   3.00 GiB",

@@ -29,7 +29,7 @@ def test_shortened_sequences_keep_their_ends() -> None:
     assert shorten(82, repeat, 5) == [0, 1, 2, 78, 79, 80, 81]
 
 
-def test_whole_periods_are_left_out() -> None:
+def test_whole_periods_are_removed() -> None:
     assert shorten(20, Repeat(start=0, period=2, times=10), 3) == [0, 1, 16, 17, 18, 19]
 
 

@@ -5,7 +5,7 @@ from titan_launch.plan.memory.ledger import Category, Footprint, Ledger, StepPoi
 FORWARD, BACKWARD = StepPoint(0, "forward", "layers.0"), StepPoint(0, "backward", "layers.0")
 
 
-def two_places() -> Ledger:
+def two_points() -> Ledger:
     ledger = Ledger()
     ledger.enter(FORWARD)
     ledger.allocate(100, Category.PARAMETERS)
@@ -18,28 +18,28 @@ def two_places() -> Ledger:
     return ledger
 
 
-def test_peak_its_place_and_what_is_held_there() -> None:
-    footprint = two_places().footprint()
+def test_peak_its_step_point_and_bytes_by_category() -> None:
+    footprint = two_points().footprint()
     assert footprint.peak_bytes == 160
-    assert footprint.place == BACKWARD
+    assert footprint.peak_point == BACKWARD
     assert footprint.by_category == {Category.PARAMETERS: 100, Category.ACTIVATIONS: 20, Category.ALL_GATHER: 40}
     assert footprint.by_phase() == {"forward": 130, "backward": 160}
 
 
 def test_streams_do_not_share_memory() -> None:
     """The 40 bytes of the all-gather are free again when compute needs 15 more, but in another pool."""
-    assert two_places().footprint().stream_bytes == 100 + 20 + 15 + 40
+    assert two_points().footprint().stream_bytes == 100 + 20 + 15 + 40
 
 
-def test_what_a_place_begins_with_counts_there() -> None:
+def test_bytes_at_the_start_of_a_step_point_count_there() -> None:
     ledger = Ledger()
     ledger.allocate(7, Category.PARAMETERS)
     ledger.enter(FORWARD)
     assert ledger.footprint().peaks[FORWARD].total == 7
 
 
-def test_a_place_that_is_entered_again_keeps_its_peak() -> None:
-    ledger = two_places()
+def test_a_step_point_that_is_entered_again_keeps_its_peak() -> None:
+    ledger = two_points()
     ledger.enter(FORWARD)
     ledger.free(100, Category.PARAMETERS)
     assert ledger.footprint().peaks[FORWARD].total == 135  # the point starts with the tensors of backward
@@ -77,12 +77,12 @@ def test_extrapolation_of_an_affine_footprint_is_exact() -> None:
     assert extrapolate(held(4), held(5), 76).peaks == held(80).peaks
 
 
-def test_places_in_the_middle_are_left_out() -> None:
-    places = extrapolate(of_depth(4), of_depth(5), 3).peaks
-    assert [place.unit for place in places] == ["layers.0", "layers.1", "layers.98", "layers.99"]
+def test_step_points_in_the_middle_are_skipped() -> None:
+    points = extrapolate(of_depth(4), of_depth(5), 3).peaks
+    assert [point.unit for point in points] == ["layers.0", "layers.1", "layers.98", "layers.99"]
 
 
-def test_places_read_like_sentences() -> None:
+def test_step_points_read_like_sentences() -> None:
     assert str(StepPoint(1, "backward", "layers.3")) == "backward of layers.3 in microbatch 2"
     assert str(StepPoint(0, "loss", "")) == "loss in microbatch 1"
     assert str(StepPoint(3, "optimizer", "")) == "optimizer update"

@@ -43,14 +43,14 @@ def footprint(gib: float) -> Footprint:
 
 
 ACCUMULATION = {"immediate": 1, "deferred_all_reduce": 1, "deferred": 3}
-RECOMPUTATION = {"none": 6, "selective": 3, "full": 1}
+CHECKPOINTING = {"none": 6, "selective": 3, "full": 1}
 
 
 def predict(choice: Choice) -> Footprint:
     """Return a footprint in GiB: 1 or 3 for gradients, 2 for unsharded parameters, and 6, 3 or 1 for activations."""
     unsharded = 2 if choice.accumulation.keep_params_unsharded else 0
     return footprint(
-        ACCUMULATION[choice.accumulation.mode] + unsharded + RECOMPUTATION[choice.activation_checkpoint.mode]
+        ACCUMULATION[choice.accumulation.mode] + unsharded + CHECKPOINTING[choice.activation_checkpoint.mode]
     )
 
 
@@ -79,7 +79,7 @@ UNSHARDED = " with unsharded parameters"
 FOUR = ["immediate", "deferred", f"immediate{UNSHARDED}", f"deferred{UNSHARDED}"]
 
 
-def test_every_mode_is_compared_under_every_recomputation() -> None:
+def test_every_accumulation_mode_is_compared_under_every_activation_checkpointing_mode() -> None:
     comparison, _ = compared(make_job())
     assert labels(comparison) == FOUR and len(comparison.rows) == 12
     assert [row.choice.label for row in comparison.rows if row.is_own] == [choice_label("immediate", "none")]
@@ -98,7 +98,7 @@ def test_equivalent_modes_share_a_row_under_the_name_of_the_jobs_mode() -> None:
     assert labels(compared(make_job(), ranks=1)[0]) == ["immediate"]
 
 
-def test_a_recomputation_of_ones_own_has_its_row() -> None:
+def test_a_configured_activation_checkpointing_mode_has_its_row() -> None:
     own = {"mode": "selective", "selective_ac_option": 2}
     comparison, _ = compared(make_job(activation_checkpoint=own))
     assert [row.choice.label for row in comparison.rows if row.is_own] == [
@@ -108,7 +108,7 @@ def test_a_recomputation_of_ones_own_has_its_row() -> None:
     assert len(compared(make_job(activation_checkpoint=own), only_own=True)[0].rows) == 1
 
 
-def test_modes_that_a_job_file_could_not_ask_for_are_left_out_with_the_reason() -> None:
+def test_modes_that_a_job_file_could_not_set_are_not_compared_and_the_reason_is_shown() -> None:
     comparison, _ = compared(make_job(precision={"reduce_dtype": "bfloat16"}))
     assert labels(comparison) == ["immediate", f"immediate{UNSHARDED}"]
     (note,) = comparison.notes

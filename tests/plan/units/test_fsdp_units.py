@@ -13,7 +13,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.precision import PrecisionConfig, PrecisionRule
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import take_inventory
-from titan_launch.plan.job import with_whole_parameters
+from titan_launch.plan.job import with_unsharded_parameters
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.unit_table import describe_units, format_units
 from titan_launch.plan.types import Inventory, Policy, Unit
@@ -234,8 +234,8 @@ def test_a_declared_embedding_is_a_unit_that_backward_does_not_gather() -> None:
 
 
 def test_a_declared_embedding_is_held_where_everything_is() -> None:
-    kept = plan_model(declare_embedding(), PrecisionConfig(), Resharding(blocks=False, late=False)).units[0]
-    assert (kept.reshard_after_forward, kept.unshard_in_backward, kept.num_gathers) == (False, True, 1)
+    unsharded = plan_model(declare_embedding(), PrecisionConfig(), Resharding(blocks=False, late=False)).units[0]
+    assert (unsharded.reshard_after_forward, unsharded.unshard_in_backward, unsharded.num_gathers) == (False, True, 1)
 
 
 def test_a_rule_or_a_block_overrides_the_unit_of_a_declared_embedding() -> None:
@@ -465,7 +465,7 @@ def test_parameters_stay_where_every_rank_has_them_whole() -> None:
     def resharding(choice: str, *degrees: int, **sections: Any) -> str:
         config = JobConfig.model_validate({"parallelism": {"fsdp_reshard_after_forward": choice}} | sections)
         layout = Layout(*degrees, local_batch_size=1, num_microbatches=1)
-        return with_whole_parameters(config, layout).parallelism.fsdp_reshard_after_forward
+        return with_unsharded_parameters(config, layout).parallelism.fsdp_reshard_after_forward
 
     assert resharding("default", 1, 1) == resharding("default", 2, 1) == "never"
     assert resharding("default", 1, 2) == resharding("default", 2, 2) == "default"

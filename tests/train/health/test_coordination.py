@@ -27,16 +27,16 @@ def agree() -> list[tuple[int, bool]]:
     """Let rank 0's clock reach the interval, and later rank 1 receive a signal. Return the decisions of each step."""
     clock, request = Clock(), Signal()
     control = StepCoordinator(request, interval_minutes=2, clock=clock)  # type: ignore[arg-type]
-    told = []
+    seen = []
     for seconds in (100, 130, 240, 260):
         clock.now = seconds if dist.get_rank() == 0 else 0
         control.agree()
-        told.append((control.stop_signal, control.save_is_due))
+        seen.append((control.stop_signal, control.save_is_due))
         if control.save_is_due:
             control.saved()
     request.signal = 15 * dist.get_rank()
     control.agree()
-    return [*told, (control.stop_signal, control.save_is_due)]
+    return [*seen, (control.stop_signal, control.save_is_due)]
 
 
 def test_all_ranks_act_on_the_clock_or_signal_of_one() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.tensors import assert_equal, whole_state
+from tests.tensors import assert_equal, full_state
 from tests.train.jobs import read_metrics, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import RunError
@@ -61,8 +61,8 @@ def train_poisoned(job: dict[str, Any], bad: range) -> tuple[dict[str, Tensor], 
         try:
             fit(run)
         except RunError as error:
-            return whole_state(run.model), str(error), inputs
-        return whole_state(run.model), "", inputs
+            return full_state(run.model), str(error), inputs
+        return full_state(run.model), "", inputs
 
 
 def train_past(job: dict[str, Any], step: int, position: int) -> dict[str, Tensor]:
@@ -73,7 +73,7 @@ def train_past(job: dict[str, Any], step: int, position: int) -> dict[str, Tenso
             if run.progress.step == step:
                 run.train_batches.move_to(position)
             train_one_step(run)
-        return whole_state(run.model)
+        return full_state(run.model)
 
 
 BAD = range(16, 24)  # steps 5 and 6
@@ -101,7 +101,7 @@ def test_a_run_returns_to_its_checkpoint_and_skips_the_bad_data(tmp_path: Path) 
     config = JobConfig.model_validate(job)
     source = build_source(config.data, build_tokenizer(config.tokenizer), config.training.seq_len, ("data",), None)
     for step, position in ((5, 16), (6, 20)):
-        record = json.loads((tmp_path / "run" / "tiny" / "faults" / f"step-{step}.json").read_text())
+        record = json.loads((tmp_path / "run" / "tiny" / "skipped_steps" / f"step-{step}.json").read_text())
         assert (record["step"], record["reason"], record["data_position"]) == (step, "nonfinite", position)
         assert [math.isfinite(float(rank["loss"])) for rank in record["ranks"]] == [True, False]
         for rank in record["ranks"]:
@@ -127,7 +127,7 @@ def test_a_run_returns_to_a_checkpoint_a_limited_number_of_times(tmp_path: Path)
     ((_, message, _),) = run_ranks(train_poisoned, 1, job, range(16, 1000))
     assert message.startswith("step 5: the loss or the gradient is not finite")
     assert "it has gone back to a checkpoint 2 times already (debug.max_rollbacks)" in message
-    assert str(tmp_path / "tiny" / "faults" / "step-5.rollback-2.json") in message
+    assert str(tmp_path / "tiny" / "skipped_steps" / "step-5.rollback-2.json") in message
 
 
 def test_a_run_without_a_checkpoint_stops_with_an_error(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_too_many_skipped_steps_stop_the_run_and_a_resume_continues_the_count(tm
     job = job_with(tmp_path, 3)
     bad = range(8, 16)  # steps 3 and 4
     assert run_ranks(train_poisoned, 1, job, bad)[0][1] == ""
-    faults = tmp_path / "tiny" / "faults"
+    faults = tmp_path / "tiny" / "skipped_steps"
     for number in range(MAX_RECORDS):
         (faults / f"step-{number + 100}.json").touch()
     ((_, message, _),) = run_ranks(train_poisoned, 1, {**job, "training": {**job["training"], "steps": 8}}, bad)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed import run_ranks
-from tests.tensors import assert_equal, whole_state
+from tests.tensors import assert_equal, full_state
 from tests.train.jobs import this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import DebugConfig
@@ -59,7 +59,7 @@ def test_stop_leaves_out_all_that_follow() -> None:
         assert skipped.last.step == 11
 
 
-def test_steps_left_out_are_counted_in_a_row() -> None:
+def test_consecutive_skipped_steps_are_counted() -> None:
     bad = (math.inf, 1.0)
     values = [bad, bad, GOOD, bad, bad, bad, GOOD]
     for decisions, skipped in run_ranks(decide, 2, DebugConfig(on_nonfinite="skip", max_skips=3), 0, values):
@@ -162,14 +162,14 @@ def train_with_poison(job: dict[str, Any], bad_step: int, bad_rank: int) -> tupl
             while run.progress.step < job["training"]["steps"]:
                 train_one_step(run)
                 act_on_skipped_steps(run)
-                states.append(whole_state(run.model))
+                states.append(full_state(run.model))
         except RunError as error:
             return states, str(error)
         return states, f"skipped {run.progress.skipped_steps}"
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "batchnorm"])
-def test_a_step_that_is_left_out_changes_nothing(tmp_path: Path, norm: str) -> None:
+def test_a_skipped_step_changes_nothing(tmp_path: Path, norm: str) -> None:
     job = tiny_job(
         tmp_path,
         model={"args": {"norm": norm}},
@@ -187,4 +187,4 @@ def test_a_non_finite_step_stops_the_run(tmp_path: Path) -> None:
     for states, message in run_ranks(train_with_poison, 2, tiny_job(tmp_path), 3, 1):
         assert len(states) == 2
         assert message.startswith("step 3: the loss or the gradient is not finite (loss nan, on rank 1; gradient norm")
-        assert f"Its samples are in {tmp_path / 'tiny' / 'faults' / 'step-3.json'}" in message
+        assert f"Its samples are in {tmp_path / 'tiny' / 'skipped_steps' / 'step-3.json'}" in message

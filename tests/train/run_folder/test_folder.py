@@ -420,9 +420,9 @@ def test_a_run_resumes_from_the_checkpoint_before_tampered_ones(tampered: Path) 
         files = {**read_manifest(path).files, "index.json": record_of(path / "index.json")}
         write_manifest(path, dataclasses.replace(read_manifest(path), files=files))
     copies = max(checkpoint_steps(checkpoints))
-    status, said = train(tampered, "--training.steps=3")
-    assert status == 0 and said.count(" is damaged and not loaded: ") == copies - 2
-    assert f"resumed from {Path('tiny/checkpoints/step-2')}\n" in said and checkpoint_steps(checkpoints) == [3, 2, 1]
+    status, printed = train(tampered, "--training.steps=3")
+    assert status == 0 and printed.count(" is damaged and not loaded: ") == copies - 2
+    assert f"resumed from {Path('tiny/checkpoints/step-2')}\n" in printed and checkpoint_steps(checkpoints) == [3, 2, 1]
     assert len(list(checkpoints.glob("step-*.damaged-1"))) == copies - 2
 
 
@@ -472,20 +472,20 @@ def test_tampered_folders_are_refused_in_one_sentence(
         if (folder / name).exists():
             (folder / name).rename(moved)
         replace(folder / name, kind)
-        status, said = main(["check", "--config", "job.json"]), capsys.readouterr().err
+        status, printed = main(["check", "--config", "job.json"]), capsys.readouterr().err
         if name == "metrics.jsonl":
-            assert (status, said) == train(tampered)
+            assert (status, printed) == train(tampered)
         is_file = name in run_folder._FILES
         reason = f"{Path('tiny', name)} is not a {'regular file' if is_file else 'folder'}; move it away, or choose"
-        assert status == 2 and reason in said and said.count("error: ") == 1, (name, kind, said)
+        assert status == 2 and reason in printed and printed.count("error: ") == 1, (name, kind, printed)
         remove(folder / name)
         if moved.exists():
             moved.rename(folder / name)
     for name, content, reason in CONTENTS:
         before = (folder / name).read_bytes()
         (folder / name).write_bytes(content)
-        status, said = train(tampered, "--training.steps=3")
-        assert status == 2 and str(Path("tiny", name)) in said and reason in said, (name, content[:80], said)
+        status, printed = train(tampered, "--training.steps=3")
+        assert status == 2 and str(Path("tiny", name)) in printed and reason in printed, (name, content[:80], printed)
         assert (folder / name).read_bytes() == content
         (folder / name).write_bytes(before)
     for name in ("config.json.tmp", "launch.json.tmp", "units.json.tmp"):
@@ -510,15 +510,15 @@ def test_a_folder_that_vanishes_ends_the_run_and_the_same_command_starts_again(t
     checkpoint = {"enable": True, "interval": 2, "async_mode": mode}
     job = tiny_job(Path("."), checkpoint=checkpoint, training={"steps": 9}, metrics={"enable_tensorboard": True})
     (tmp_path / "job.json").write_text(json.dumps({**job, "model": {"name": "own:Model"}}))
-    status, said = train(tmp_path)
+    status, printed = train(tmp_path)
     error = (
         "error: tiny was deleted or moved while the run wrote to it; to resume, move it back and run the same command "
     )
-    assert status == 1 and error + "again; without it, the same command starts anew\n" in said
-    assert said.count("error") == 1 and not list(tmp_path.glob("tiny/*"))
+    assert status == 1 and error + "again; without it, the same command starts anew\n" in printed
+    assert printed.count("error") == 1 and not list(tmp_path.glob("tiny/*"))
     if kind == "moved":
         (tmp_path / "moved").rename(tmp_path / "tiny")
         assert "was deleted or moved" in (tmp_path / "tiny/logs/attempt-1/rank_0.log").read_text()
-    status, said = train(tmp_path)
-    assert status == 0 and ("resumed from" in said) == (kind == "moved")
+    status, printed = train(tmp_path)
+    assert status == 0 and ("resumed from" in printed) == (kind == "moved")
     assert [report["step"] for report in read_metrics(tmp_path)] == list(range(1, 10))

@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from tests.distributed import run_ranks
-from tests.tensors import assert_equal, whole_state
+from tests.tensors import assert_equal, full_state
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import TextData
@@ -70,7 +70,7 @@ def start(config: dict[str, Any]) -> tuple[int, int, dict[str, Tensor], int]:
     tensors."""
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(config), this_rank(), stack)
-        return run.progress.step, run.progress.data_position, whole_state(run.model), len(run.optimizer.state)
+        return run.progress.step, run.progress.data_position, full_state(run.model), len(run.optimizer.state)
 
 
 def test_a_copied_checkpoint_does_not_change_the_resumed_step(
@@ -94,12 +94,12 @@ def test_a_copied_checkpoint_does_not_change_the_resumed_step(
 
 def test_a_run_goes_on_from_another_runs_checkpoint(tmp_path: Path, source: tuple[Path, dict[str, Tensor]]) -> None:
     path = str(source[0] / "source/checkpoints/step-2")
-    whole = run_ranks(run_job, 1, job(tmp_path, "whole", 4))[0]
+    full_tensor = run_ranks(run_job, 1, job(tmp_path, "whole", 4))[0]
     resumed = run_ranks(run_job, 1, job(tmp_path, "copy", 4, load=path))[0]
     assert [report["step"] for report in read_metrics(tmp_path, "copy")] == [3, 4]
     losses = [[report["train/loss"] for report in read_metrics(tmp_path, name)[-2:]] for name in ("whole", "copy")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert resumed.keys() == whole.keys()
+    assert resumed.keys() == full_tensor.keys()
     assert len(list((source[0] / "source/checkpoints").glob("step-*"))) == 2  # nothing is written there
 
 

@@ -21,10 +21,10 @@ class SampleSource(Protocol):
     """
 
     def __len__(self) -> int:
-        """Number of samples, at least 1."""
+        """Return the number of samples, at least 1."""
 
     def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]:
-        """Sample `index`, from 0 to `len(self)` - 1."""
+        """Return sample `index`, from 0 to `len(self)` - 1."""
 
     @property
     def num_classes(self) -> int:

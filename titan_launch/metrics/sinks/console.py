@@ -20,9 +20,9 @@ _BAR_WIDTH = 24
 
 
 class ConsoleSink(Sink):
-    """One aligned line per report; on a terminal, below it, a bar with the time that is left.
+    """Prints one aligned line per report, and on a terminal a bar with the remaining time below it.
 
-    Escape sequences go to terminals only: a log file stays plain text. Colours can be turned off with NO_COLOR
+    Escape sequences go to terminals only, so a log file stays plain text. NO_COLOR turns colours off
     (https://no-color.org).
     """
 
@@ -69,7 +69,7 @@ class ConsoleSink(Sink):
             self._drawn_step, self._drawn_at = None, -math.inf
 
     def rewind(self, step: int) -> None:
-        """Take the bar away, and estimate the time that is left anew."""
+        """Remove the bar, and restart the estimate of the remaining time."""
         self.clear()
         self._first = None
 

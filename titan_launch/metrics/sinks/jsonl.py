@@ -20,18 +20,20 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class JsonlSink(Sink):
-    """One object per report: `{"step": 10, "train/loss": 5.25, ...}`.
+    """Writes one JSON object per report: `{"step": 10, "train/loss": 5.25, ...}`.
 
-    JSON has no numbers that are not finite, so these are the strings "nan", "inf" and "-inf": nothing is lost, every
-    parser reads the file, and `float(value)` gives back any value.
+    JSON has no NaN and no infinity, so they are written as the strings "nan", "inf" and "-inf". `float(value)` reads
+    them.
 
-    A resumed run drops the lines of steps that are computed again, and a last line that a kill has cut short. A run
-    that goes back to a checkpoint moves them to the end of `metrics.rolled_back.jsonl`: these steps had other samples.
+    A resumed run drops the lines of steps that it will run again, and a last line that was cut short. A run that rolls
+    back moves these lines to the end of `metrics.rolled_back.jsonl`, because the steps had other samples.
     """
 
     def __init__(self, path: Path, resume_step: int = 0):
-        """`resume_step`: the step of the checkpoint that the run goes on from; 0 for a fresh start. Raises UserError
-        where a line of the file is no report."""
+        """Open the file. `resume_step`: step of the checkpoint that the run resumes from; 0 for a new run.
+
+        Raises UserError if a line of the file is not a report.
+        """
         if path.exists():
             os.truncate(path, _length_until(path, resume_step))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +41,7 @@ class JsonlSink(Sink):
         self._file = path.open("a", buffering=1, encoding="utf-8")  # line by line
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """One line, on disk when this returns: a run that is killed loses nothing."""
+        """Write one line to the disk. A run that is killed afterwards does not lose the line."""
         finite = {tag: json_number(value) for tag, value in scalars.items()}
         self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
 
@@ -57,12 +59,15 @@ class JsonlSink(Sink):
 
 
 def json_number(value: float) -> float | str:
-    """A number as JSON has it: itself, or "nan", "inf" and "-inf", which `float` reads."""
+    """Return a number as JSON: the number itself, or "nan", "inf" or "-inf", which `float` reads."""
     return value if math.isfinite(value) else str(float(value))
 
 
 def _length_until(path: Path, last_step: int) -> int:
-    """Bytes of the lines before the first that is of a later step, or torn. Steps never go back within a file."""
+    """Return the number of bytes before the first line that belongs to a later step or is cut short.
+
+    Steps never decrease within a file.
+    """
     length = 0
     with open_regular(path) as file:
         for number, line in enumerate(file, start=1):
@@ -80,9 +85,9 @@ class _Report:
 _REPORT = TypeAdapter(_Report)
 
 
-def _step_of(line: bytes, place: str) -> int:
+def _step_of(line: bytes, location: str) -> int:
     try:
         return _REPORT.validate_json(line, strict=True).step
     except ValidationError:
         reason = 'is no report of a run (a JSON object with a whole number as "step")'
-        raise UserError(f"{place}: the line {reason}; correct the line, or move the file away") from None
+        raise UserError(f"{location}: the line {reason}; correct the line, or move the file away") from None

@@ -22,15 +22,16 @@ class TensorBoardSink(Sink):
     """
 
     def __init__(self, log_dir: Path, resume_step: int = 0):
-        """`resume_step`: the step of the checkpoint that the run goes on from; 0 for a fresh start.
+        """`resume_step`: step of the checkpoint that the run resumes from; 0 for a new run.
 
-        The event file is opened for the first scalars, after the run's first step: TensorBoard takes long to import.
+        The event file is opened for the first scalars, after the run's first step, because TensorBoard takes long to
+        import.
         """
         log_dir.mkdir(parents=True, exist_ok=True)  # an error comes now, not after the first step
         self._log_dir = log_dir
         self._resume_step = resume_step
         self._texts: list[tuple[str, str]] = []
-        """Those that wait for the file."""
+        """Texts that are written when the file is opened."""
 
         self._opened: _EventFile | None = None
 
@@ -42,13 +43,13 @@ class TensorBoardSink(Sink):
         self._file().add(step, summary=Summary(value=values))
 
     def text(self, tag: str, text: str) -> None:
-        """Shown under "Text", once for every time that the run was started."""
+        """Show a text under "Text". Each start of the run adds its own text."""
         self._texts.append((tag, text))
         if self._opened is not None:
             self._file()
 
     def rewind(self, step: int) -> None:
-        """Go on in another file of the folder, which tells TensorBoard to drop later steps."""
+        """Continue in a new file of the folder. The file makes TensorBoard drop later steps."""
         self.close()
         self._resume_step = step
         self._opened = _EventFile(self._log_dir, step + 1)
@@ -77,11 +78,14 @@ _PREFIX = "events.out.tfevents."
 
 
 class _EventFile:
-    """An event file that the calling thread writes. (SummaryWriter has a thread, which prints a traceback when the disk
-    is full, and it opens the file anew for every event, which fails when the run's folder is moved.)"""
+    """An event file that the calling thread writes.
+
+    SummaryWriter is not used for two reasons. Its thread prints a traceback if the disk is full. It opens the file
+    again for every event, which fails after the run folder is moved.
+    """
 
     def __init__(self, log_dir: Path, purge_step: int | None):
-        """`purge_step`: TensorBoard drops this step and those after it from the files before."""
+        """`purge_step`: TensorBoard drops this step and later steps of earlier files."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from torch.utils.tensorboard import RecordWriter
 
@@ -104,7 +108,7 @@ class _EventFile:
 
 
 def _custom_scalars() -> dict[str, dict[str, list[object]]]:
-    """The dashboard in the form that PyTorch takes. Tags are regular expressions that match from the start."""
+    """Return the dashboard in PyTorch's format. Tags are regular expressions that match from the start."""
     return {
         group: {title: ["Multiline", [f"{tag}$" for tag in tags]] for title, tags in charts.items()}
         for group, charts in dashboard_layout().items()

@@ -107,7 +107,7 @@ def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
         ),
         tuple(unit for unit in units if unit.modules),
         {name: dtype for name, dtype in plan.buffer_dtypes.items() if stays(name)},
-        recomputed=tuple(filter(stays, plan.recomputed)),
+        checkpointed=tuple(filter(stays, plan.checkpointed)),
         compiled=tuple(filter(stays, plan.compiled)),
         float8=tuple(filter(stays, plan.float8)),
         stages=tuple(replace(stage, modules=tuple(filter(stays, stage.modules))) for stage in plan.stages),

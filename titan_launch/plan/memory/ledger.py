@@ -118,7 +118,7 @@ class Ledger:
         self.live = [0] * len(Category)
         self.total = 0
         self._streams = [0, 0, 0]
-        self._place: StepPoint | None = None
+        self._point: StepPoint | None = None
         self._peak = Peak(0, (), ())
         self._stream_peaks: list[float] = [0, 0, 0]
         self._is_rising = False
@@ -160,11 +160,11 @@ class Ledger:
             self.total -= num_bytes
             self.allocate(num_bytes, new)
 
-    def enter(self, place: StepPoint) -> None:
+    def enter(self, point: StepPoint) -> None:
         """Begin a point of the step. Peaks count there from now on."""
         self._leave()
-        self._place = place
-        known = self._peaks.get(place)
+        self._point = point
+        known = self._peaks.get(point)
         self._peak = known or Peak(0, (), ())
         before = known.by_stream if known else (0, 0, 0)
         self._stream_peaks = [max(pair) for pair in zip(self._streams, before, strict=True)]
@@ -176,9 +176,9 @@ class Ledger:
         return Footprint(dict(self._peaks))
 
     def _leave(self) -> None:
-        if self._place is not None:
+        if self._point is not None:
             self._look()
-            self._peaks[self._place] = self._peak._replace(by_stream=tuple(self._stream_peaks))
+            self._peaks[self._point] = self._peak._replace(by_stream=tuple(self._stream_peaks))
 
     def _look(self) -> None:
         """Update the peak. This is needed only before memory is freed, because memory rises until then."""
@@ -196,19 +196,19 @@ class Footprint:
     """Pipeline rank; None without pipeline parallelism."""
 
     @property
-    def place(self) -> StepPoint:
+    def peak_point(self) -> StepPoint:
         """Point of the step with the peak memory."""
-        return max(self.peaks, key=lambda place: self.peaks[place].total)
+        return max(self.peaks, key=lambda point: self.peaks[point].total)
 
     @property
     def peak_bytes(self) -> int:
         """Peak memory of the step in bytes."""
-        return round(self.peaks[self.place].total)
+        return round(self.peaks[self.peak_point].total)
 
     @property
     def by_category(self) -> dict[Category, int]:
         """Bytes of each category at the peak, without empty categories."""
-        at_peak = zip(Category, self.peaks[self.place].by_category, strict=True)
+        at_peak = zip(Category, self.peaks[self.peak_point].by_category, strict=True)
         return {category: round(held) for category, held in at_peak if round(held)}
 
     @property
@@ -219,19 +219,19 @@ class Footprint:
     def by_phase(self) -> dict[str, int]:
         """Return the peak of each phase: forward, loss, backward, optimizer."""
         phases: dict[str, int] = {}
-        for place, peak in self.peaks.items():
-            phases[place.phase] = max(phases.get(place.phase, 0), round(peak.total))
+        for point, peak in self.peaks.items():
+            phases[point.phase] = max(phases.get(point.phase, 0), round(peak.total))
         return phases
 
 
 def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footprint:
     """Return the footprint at another depth: `shorter + factor * (longer - shorter)`.
 
-    At each point of a step, memory is an affine function of the number of repeated blocks, if blocks have the same
-    names at all depths, counted from the first or from the last block. Points that only one of the two has (in the
-    middle) are skipped: memory there is between that of the neighbouring points.
+    At each step point, memory is an affine function of the number of repeated blocks. This requires that blocks have
+    the same names at all depths, counted from the first or from the last block. Points in the middle, which only one of
+    the two footprints has, are skipped. Memory there is between that of the neighbouring points.
     """
-    return Footprint({place: _along(peak, longer.peaks[place], factor) for place, peak in _shared(shorter, longer)})
+    return Footprint({point: _along(peak, longer.peaks[point], factor) for point, peak in _shared(shorter, longer)})
 
 
 def with_growth(footprint: Footprint, longer: Footprint, factor: float) -> Footprint:
@@ -239,7 +239,7 @@ def with_growth(footprint: Footprint, longer: Footprint, factor: float) -> Footp
     the peak of its phase in `longer`."""
     before, after = footprint.by_phase(), longer.by_phase()
     growth = {phase: factor * (after[phase] - peak) for phase, peak in before.items()}
-    return Footprint({place: _grown(peak, growth[place.phase]) for place, peak in footprint.peaks.items()})
+    return Footprint({point: _grown(peak, growth[point.phase]) for point, peak in footprint.peaks.items()})
 
 
 def _grown(peak: Peak, num_bytes: float) -> Peak:
@@ -251,7 +251,7 @@ def _grown(peak: Peak, num_bytes: float) -> Peak:
 
 
 def _shared(shorter: Footprint, longer: Footprint) -> Iterator[tuple[StepPoint, Peak]]:
-    return ((place, peak) for place, peak in shorter.peaks.items() if place in longer.peaks)
+    return ((point, peak) for point, peak in shorter.peaks.items() if point in longer.peaks)
 
 
 def _along(a: Peak, b: Peak, factor: float) -> Peak:

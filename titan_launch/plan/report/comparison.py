@@ -46,7 +46,7 @@ class Row:
     limit free. `tight`: any other. None: there is no limit."""
 
     is_own: bool
-    """Whether the job sets the choice, or `auto` may take it."""
+    """True if the job sets the choice, or `auto` may take it."""
 
 
 @dataclass(frozen=True)

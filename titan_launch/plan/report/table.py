@@ -23,13 +23,13 @@ class _Column:
 
     cell: Callable[[Row], str]
     is_detail: bool = False
-    """Whether only the verbose table has the column."""
+    """True if only the verbose table has the column."""
 
 
 _COLUMNS = (
     _Column(
         "activation checkpointing",
-        "modules whose activations are recomputed in backward instead of saved (activation_checkpoint.mode)",
+        "modules that run forward again in backward instead of saving activations (activation_checkpoint.mode)",
         lambda row: row.choice.activation_checkpoint_label,
     ),
     _Column(
@@ -53,7 +53,7 @@ _COLUMNS = (
         "tight: neither, so run three steps to see",
         lambda row: row.verdict or "",
     ),
-    _Column("peak at", "point of the step with the peak memory", lambda row: str(row.footprint.place), True),
+    _Column("peak at", "point of the step with the peak memory", lambda row: str(row.footprint.peak_point), True),
     _Column(
         "pipeline rank",
         "pipeline rank that the row describes: the one with the highest peak memory",
@@ -184,7 +184,7 @@ def format_categories(comparison: Comparison) -> str:
         held = ", ".join(f"{format_gib(size)} {category.label}" for category, size in row.footprint.by_category.items())
         phases = ", ".join(f"{phase} {format_gib(size)}" for phase, size in row.footprint.by_phase().items())
         lines.append(f"{row.choice.label}: {held}")
-        lines.append(f"  peak at: {row.footprint.place}; peaks by phase: {phases}")
+        lines.append(f"  peak at: {row.footprint.peak_point}; peaks by phase: {phases}")
     return "\n".join(lines)
 
 
@@ -269,7 +269,7 @@ def _describe(row: Row, is_chosen: bool) -> dict[str, Any]:
         "active_bytes": row.footprint.peak_bytes,
         "reserved_bytes_estimated": round(row.reserved_bytes),
         "verdict": row.verdict,
-        "peak": dict(row.footprint.place._asdict(), text=str(row.footprint.place)),
+        "peak": dict(row.footprint.peak_point._asdict(), text=str(row.footprint.peak_point)),
         "pipeline_rank": row.footprint.pipeline_rank,
         "active_bytes_by_category": {category.label: size for category, size in row.footprint.by_category.items()},
         "active_bytes_by_phase": row.footprint.by_phase(),

@@ -51,7 +51,7 @@ def _describe(unit: Unit, plan: ModelPlan, layout: Layout, locate_key: KeyLocato
         "collectives_per_microbatch": asdict(collectives_of_unit(unit, layout)),
         "reason": unit.reason,
         **({"stages": _stages_of(unit, plan)} if plan.stages else {}),
-        "place": None if unit.key is None else locate_key(unit.key),
+        "location": None if unit.key is None else locate_key(unit.key),
     }
 
 
@@ -86,7 +86,7 @@ _COLUMNS = (
     ("buffer dtype", lambda row: ", ".join(row["buffer_dtypes"]) or "no buffers"),
     ("reshard after forward", lambda row: _resharding(row)),
     ("collectives per microbatch", lambda row: str(Collectives(**row["collectives_per_microbatch"]))),
-    ("made by", lambda row: row["reason"] + (f" ({row['place']})" if row["place"] else "")),
+    ("made by", lambda row: row["reason"] + (f" ({row['location']})" if row["location"] else "")),
 )  # fmt: skip
 """Titles and cells of the unit table."""
 

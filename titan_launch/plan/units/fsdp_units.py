@@ -48,11 +48,11 @@ def plan_model(
 ) -> ModelPlan:
     """Return the units of a model, and the dtypes of its buffers.
 
-    `share_units`: whether modules under one rule may share a unit, which FSDP2 supports from torch 2.13 on. Otherwise
+    `share_units`: True if modules under one rule may share a unit, which FSDP2 supports from torch 2.13 on. Otherwise
     each module has its own unit.
 
-    Raises ConfigError for a rule that matches nothing or only modules without tensors, for combinations of dtypes that
-    kernels do not support, and for tied parameters that the rules would put into two units.
+    Raises ConfigError for three kinds of problems: a rule that matches nothing or only modules without tensors,
+    combinations of dtypes that kernels do not support, and tied parameters that the rules would put into two units.
     """
     assignments = assign_rules(inventory, precision)
     check_rules(inventory, precision, assignments)
@@ -155,10 +155,11 @@ class _UnitPlanner:
         return not covered and self._numel_within[path] > 0
 
     def _embedding_units(self) -> list[Unit]:
-        """Return a unit for each embedding. Backward does not read its weight, so the unit needs as many collectives as
-        in the root, and holds no unsharded parameters between forward and backward.
+        """Return a unit for each embedding.
 
-        Tied embeddings and embeddings inside a block have no unit of their own.
+        Backward does not read its weight. So the unit needs as many collectives as in the root, and holds no unsharded
+        parameters between forward and backward. Tied embeddings and embeddings inside a block have no unit of their
+        own.
         """
         reshard = self.resharding.blocks
         return [

@@ -92,13 +92,14 @@ def _paths_behind_blocks(inventory: Inventory) -> set[str]:
 
 @dataclass(frozen=True)
 class Resharding:
-    """Whether units reshard after forward, by kind of unit."""
+    """The reshard-after-forward setting of each kind of unit."""
 
     blocks: bool
-    """For blocks, and units inside a block."""
+    """Setting of blocks, and of units inside a block."""
 
     late: bool
-    """For units that backward needs first: the last block, the head, and units with modules of several blocks."""
+    """Setting of units that backward needs first: the last block, the head, and units with modules of several
+    blocks."""
 
 
 def plan_resharding(parallelism: ParallelismConfig, accumulation: GradientAccumulationConfig) -> Resharding:

@@ -30,7 +30,7 @@ _PREFIX = "rank_"
 
 @dataclass(frozen=True)
 class _Collective:
-    """One collective of one group, equal on all ranks of the group."""
+    """A collective of one group, equal on all ranks of the group."""
 
     group: str
     members: tuple[int, ...]

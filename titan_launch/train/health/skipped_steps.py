@@ -19,7 +19,7 @@ from titan_launch.train.run import Run
 
 _log = logging.getLogger(__name__)
 
-FOLDER = "faults"
+FOLDER = "skipped_steps"
 """Folder of the records of skipped steps, in the run folder."""
 
 MAX_RECORDS = 100

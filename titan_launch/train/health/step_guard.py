@@ -55,8 +55,8 @@ class StepGuard:
     skip = guard.check(loss_sum, grad_norm)        # every step; does not wait for the device
     skipped = guard.pop_skipped_steps(step)        # at reports; waits for the device
 
-    All ranks must decide alike, else their parameters would diverge. Under HSDP the gradient norm is reduced within a
-    replica only. So one all-reduce sums loss, norm and flag over all ranks.
+    All ranks must decide the same, else their parameters would diverge. Under HSDP the gradient norm is reduced within
+    a replica only. So one all-reduce sums loss, norm and flag over all ranks.
     """
 
     def __init__(self, config: DebugConfig, device: torch.device):
@@ -79,8 +79,8 @@ class StepGuard:
         self._ages = torch.arange(MAX_WINDOW, 0, -1, device=device)
         self._no_limits = torch.full((2,), math.inf, dtype=torch.float64, device=device)
         self._records: list[Tensor] = []
-        """For every step since the last call of `pop_skipped_steps`: reason, this rank's loss, whether the step
-        exceeded a limit, loss and norm, and their limits."""
+        """Values of every step since the last call of `pop_skipped_steps`: reason, this rank's loss, whether the
+        step exceeded a limit, loss and norm, and their limits."""
 
     @torch.no_grad()
     def check(self, loss: Tensor, grad_norm: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class AgentProcess:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of all ranks of a run."""
+    """A start of all ranks of a run."""
 
     agents: tuple[AgentProcess, ...] = ()
     """torchrun processes that started the ranks; empty if something else did."""

@@ -44,9 +44,9 @@ _log = logging.getLogger(__name__)
 LOCK_FILE = "lock"
 """File that is locked while a run writes to the folder. Its modification time is the start time of the run."""
 
-_FOLDERS = ("checkpoints", "logs", "tb", "faults", "hangs", "flight_recorder", "flight_recorder_gloo")
+_FOLDERS = ("checkpoints", "logs", "tb", "skipped_steps", "hangs", "flight_recorder", "flight_recorder_gloo")
 _FILES = (CONFIG_FILE, LAUNCH_FILE, LOCK_FILE, METRICS_FILE, ROLLED_BACK_FILE, UNITS_FILE, AUDIT_FILE)
-"""All files that a run creates in its folder."""
+"""Names of all files that a run creates in its folder."""
 
 Load = int | str
 """The checkpoint to load: `"latest"`, `"none"`, a step in the run folder, or the path of another run's checkpoint."""
@@ -58,8 +58,9 @@ def prepare_run_folder(folder: Path, config: JobConfig, attempt: Attempt, stack:
     An earlier run that is not resumed is moved as a whole to `<name>.<its start time>`, so nothing is lost. A restart
     of the same launch keeps its folder. The folder is locked until `stack` is closed or the process ends.
 
-    Raises ConfigError if the folder cannot be written, is not a run folder, is in use by another launch, or has
-    checkpoints although `checkpoint.load` is a path. Raises the errors of `check_earlier_run`.
+    Raises ConfigError if the folder cannot be written, is not a run folder, or is in use by another launch. Raises
+    ConfigError if the folder has checkpoints although `checkpoint.load` is a path. Raises the errors of
+    `check_earlier_run`.
     """
     try:
         _prepare(folder, config, attempt, stack)
@@ -71,8 +72,8 @@ def prepare_run_folder(folder: Path, config: JobConfig, attempt: Attempt, stack:
 def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
     """Raise ConfigError if the earlier run in the folder prevents this run from starting.
 
-    Three cases: the folder has checkpoints of another experiment, the checkpoint to load is in a folder that will be
-    moved away, or an entry of the folder has the wrong kind, for example a FIFO.
+    There are three cases. The folder has checkpoints of another experiment. The checkpoint to load is in a folder that
+    will be moved away. An entry of the folder has the wrong kind, for example a FIFO.
 
     `config`: job with its global batch size resolved. This function only reads files.
     """

@@ -43,9 +43,9 @@ def load_run(
 ) -> None:
     """Load the checkpoint with which a run starts, if any, into `state`. Collective.
 
-    `load`: result of `effective_load`. `progress`: one of the parts of `state`. Raises ConfigError or UserError, on all
-    ranks, if the checkpoint is missing, damaged or of another model, or if the training data has changed since this run
-    saved the checkpoint.
+    `load`: result of `effective_load`. `progress`: one of the parts of `state`. Raises ConfigError or UserError on all
+    ranks in two cases. The checkpoint is missing, damaged or of another model. The training data has changed since this
+    run saved the checkpoint.
     """
     found = _own_checkpoint(folder, load) if config.checkpoint.enable else None
     if found is not None:

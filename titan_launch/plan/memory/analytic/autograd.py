@@ -2,7 +2,7 @@
 
 The order of backward and of frees is that of PyTorch's engine (torch/csrc/autograd/engine.cpp). Two gradients of one
 tensor are added into a third tensor, as in PyTorch when another reference to the first exists. Activation checkpointing
-is `torch.utils.checkpoint` with `use_reentrant=False`: a saved tensor is a place-holder, and the first access runs the
+is `torch.utils.checkpoint` with `use_reentrant=False`: a saved tensor is a placeholder, and the first access runs the
 forward of its block again, up to the last saved tensor.
 """
 
@@ -19,16 +19,16 @@ from titan_launch.plan.memory.analytic.tensors import Backward, Leaf, Node, Save
 from titan_launch.plan.memory.ledger import Category, Ledger
 
 Keeps = Callable[[], Callable[[str], bool]]
-"""Makes, for one run of a block, what says of each costly operation, in the order they run, whether its result is kept
-(selective recomputation)."""
+"""Returns, for one run of a block, a function of an operation's name: True if selective activation checkpointing
+saves the result. The function is called for each costly operation, in the order in which they run."""
 
 
-class _RecomputationDone(Exception):  # noqa: N818 (not an error)
-    """Raised when the last tensor that backward needs has been recomputed."""
+class _BlockRepeated(Exception):  # noqa: N818 (not an error)
+    """Raised when the last tensor that backward needs has been computed again."""
 
 
 class _Saved:
-    """A place-holder for the tensors that one operation saved in a checkpointed block."""
+    """A placeholder for the tensors that one operation saved in a checkpointed block."""
 
     __slots__ = ("__weakref__", "block")
 
@@ -37,7 +37,7 @@ class _Saved:
 
 
 class _Block:
-    """One forward of a checkpointed block: how to run it again, and the tensors that the second run made."""
+    """A forward of a checkpointed block: the function to run again, and the tensors of the second run."""
 
     def __init__(self, compute: Callable[[Tensor], Tensor], x: Tensor, keeps: Keeps | None):
         self.compute = compute
@@ -46,9 +46,9 @@ class _Block:
         self.saved: list[weakref.ref[_Saved]] = []
         self.kept: deque[Any] = deque()
         """Saved results of costly operations (`selective_ac_option = "op"`)."""
-        self.recomputed: weakref.WeakKeyDictionary[_Saved, Sequence[Tensor]] = weakref.WeakKeyDictionary()
-        self.num_recomputed = 0
-        self.is_recomputed = False
+        self.repeated: weakref.WeakKeyDictionary[_Saved, Sequence[Tensor]] = weakref.WeakKeyDictionary()
+        self.num_repeated = 0
+        self.is_repeated = False
 
 
 class Autograd:
@@ -57,7 +57,7 @@ class Autograd:
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
         self.is_backward = False
-        """Whether backward runs, which includes activation checkpointing."""
+        """True during backward, which includes the second forward of checkpointed blocks."""
         self._num_nodes = 0
         self._recording: _Block | None = None
         self._repeating: _Block | None = None
@@ -68,7 +68,7 @@ class Autograd:
         return Tensor(Storage(self.ledger, numel * DTYPE_BYTES[dtype], category), numel, dtype)
 
     def record(self, output: Tensor, inputs: Sequence[Tensor], backward: Backward, *saved: Saved) -> Tensor:
-        """The output, with a node that leads to the inputs. `saved`: what `save` has returned."""
+        """Return the output, with a node that leads to the inputs. `saved`: results of `save`."""
         self._num_nodes += 1
         node = Node(self._num_nodes, [x.node for x in inputs], backward)
         if saved:
@@ -89,7 +89,8 @@ class Autograd:
         return lambda: self._recall(saved)
 
     def run_costly(self, name: str, compute: Callable[[], Any]) -> Any:
-        """The result of an operation that selective recomputation may keep: tensors outside of the graph."""
+        """Return the result of an operation that selective activation checkpointing may save: tensors outside of the
+        graph."""
         block = self._repeating or self._recording
         if block is None or self._keep is None or not self._keep(name):
             return compute()
@@ -130,7 +131,7 @@ class Autograd:
         self.is_backward = False
 
     def _pass_on(self, node: Node, results: list[Tensor | None], index: int, gradients: dict[Node, Tensor]) -> None:
-        """Add a gradient to those that a node has already, and let go of it."""
+        """Add a gradient to those that a node already has, and release it."""
         result, results[index] = results[index], None
         assert result is not None, "what leads to a parameter has a gradient"
         before = gradients.get(node)
@@ -158,32 +159,32 @@ class Autograd:
 
     def _recall(self, saved: _Saved) -> Sequence[Tensor]:
         block = saved.block
-        if not block.is_recomputed:
-            block.is_recomputed = True
+        if not block.is_repeated:
+            block.is_repeated = True
             self._repeat(block)
-        return block.recomputed.pop(saved)
+        return block.repeated.pop(saved)
 
     def _repeat(self, block: _Block) -> None:
         self._repeating, self._keep = block, block.keeps and block.keeps()
         try:
             block.compute(block.x)
-        except _RecomputationDone:
+        except _BlockRepeated:
             pass
         finally:
             self._repeating = self._keep = None
 
     def _save_again(self, block: _Block, tensors: Sequence[Tensor]) -> Saved:
-        saved = block.saved[block.num_recomputed]()
-        block.num_recomputed += 1
+        saved = block.saved[block.num_repeated]()
+        block.num_repeated += 1
         if saved is not None:
-            block.recomputed[saved] = tensors
-        if block.num_recomputed == len(block.saved):
-            raise _RecomputationDone
+            block.repeated[saved] = tensors
+        if block.num_repeated == len(block.saved):
+            raise _BlockRepeated
         return lambda: tensors
 
 
 def _count_edges(root: Node) -> dict[Node, int]:
-    """How many gradients each node waits for."""
+    """Return the number of gradients that each node waits for."""
     edges: dict[Node, int] = {}
     unseen, seen = [root], {root}
     while unseen:

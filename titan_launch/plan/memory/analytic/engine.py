@@ -19,12 +19,14 @@ from titan_launch.plan.module_selection import checkpointed_modules
 from titan_launch.plan.types import Inventory, ModelPlan
 
 ANALYTIC_MODELS: dict[str, AnalyticModel] = {"llama3": llama3.ANALYTIC}
-"""The models that the engine knows, by their name in `[model]`. All others are traced."""
+"""The models that the engine supports, by their name in `[model]`. Other models are traced."""
 
 
 def unknown_part(config: JobConfig) -> str | None:
-    """Return the part of a job that this engine does not know, in words; None where it knows the whole job. (Blocks
-    other than the model's own make other units, which only a trace finds.)"""
+    """Return the part of a job that this engine does not support, in words; None if it supports the whole job.
+
+    `model.blocks` is not supported, because other blocks make other units, which only a trace finds.
+    """
     model = ANALYTIC_MODELS.get(config.model.name)
     if model is None:
         return config.model.name
@@ -51,28 +53,28 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
     """Return a function that computes the footprint of a job under other modes of gradient accumulation and activation
     checkpointing.
 
-    `kernels`: whose footprint operations have. Where many blocks are alike, two shallower models are replayed, and
-    their footprints extrapolated: memory is an affine function of depth.
+    `kernels`: the device family whose memory is predicted. If many blocks are equal, two shallower
+    models are replayed, and their footprints extrapolated: memory is an affine function of depth.
     """
     inventory, args, model = model_inventory(config), _args(config), ANALYTIC_MODELS[config.model.name]
 
     @cache
-    def plan(kept: bool, removed: tuple[str, ...] = ()) -> ModelPlan:
-        return without_blocks(plan(kept), removed) if removed else plan_units(config, inventory, kept)
+    def plan(unsharded: bool, removed: tuple[str, ...] = ()) -> ModelPlan:
+        return without_blocks(plan(unsharded), removed) if removed else plan_units(config, inventory, unsharded)
 
     @cache
-    def signatures(kept: bool) -> list[Hashable]:
-        return block_signatures(plan(kept))
+    def signatures(unsharded: bool) -> list[Hashable]:
+        return block_signatures(plan(unsharded))
 
     def footprint(choice: Choice) -> Footprint:
-        kept = bool(choice.accumulation.keep_params_unsharded)
+        unsharded = bool(choice.accumulation.keep_params_unsharded)
         again = checkpointed_modules(inventory, choice.activation_checkpoint)
 
         def replay(removed: tuple[str, ...] = ()) -> Footprint:
             chosen = with_choice(config, choice)
-            return Replay(chosen, model, args, plan(kept, removed), layout, kernels, again).step()
+            return Replay(chosen, model, args, plan(unsharded, removed), layout, kernels, again).step()
 
-        shortcut = find_shortcut(signatures(kept), inventory.blocks, again)
+        shortcut = find_shortcut(signatures(unsharded), inventory.blocks, again)
         if shortcut is None:
             return replay()
         shorter, longer = replay(shortcut.removed_from_shorter), replay(shortcut.removed_from_longer)

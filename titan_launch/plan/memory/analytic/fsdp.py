@@ -39,7 +39,7 @@ class Context:
         self.autograd = autograd
         self.layout = layout
         self.offloads = Category.GRADIENTS in autograd.ledger.on_host
-        """Whether shards of parameters and gradients are in host memory."""
+        """True if shards of parameters and gradients are in host memory."""
         self.units: list[ShardedUnit] = []
         """Units in the order of the model's modules, parents before children."""
         self.all_gather: Tensor | None = None
@@ -63,12 +63,12 @@ class Context:
 
 
 class Parameter:
-    """One parameter of a unit: unsharded after an all-gather, sharded on dim 0 before it."""
+    """A parameter of a unit: sharded on dim 0, and unsharded after an all-gather."""
 
     def __init__(self, unit: ShardedUnit, info: TensorInfo, index: int):
         self.numel = info.numel
         self.padded = padded_numel(info, unit.context.layout.shard)
-        self.whole = Tensor(
+        self.unsharded = Tensor(
             None, info.numel, unit.unit.compute_dtype, self._leaf(unit, index) if info.requires_grad else None
         )
         """The tensor that operations take. The unit counts its memory."""
@@ -78,7 +78,7 @@ class Parameter:
 
 
 class ShardedUnit:
-    """One `fully_shard` call: `FSDPState` with its `FSDPParamGroup`."""
+    """A `fully_shard` call: `FSDPState` with its `FSDPParamGroup`."""
 
     def __init__(self, context: Context, unit: Unit, parameters: Sequence[TensorInfo]):
         self.context = context
@@ -150,7 +150,7 @@ class ShardedUnit:
         del before
 
     def _cast_one_by_one(self) -> None:
-        """With one shard there is no all-gather; every parameter is copied from its cast."""
+        """Copy every parameter from its cast. With one shard there is no all-gather."""
         copy = None
         for parameter in self.parameters:
             if self.context.offloads:
@@ -183,7 +183,7 @@ class ShardedUnit:
         """Unshard the parameters before a module of the unit runs, and return its input, cast."""
         if not self.modules_to_run:
             self.modules_to_run.update(self.unit.modules)
-        if self.state is State.PRE_BACKWARD:  # recomputation
+        if self.state is State.PRE_BACKWARD:  # the second forward of a checkpointed block
             if not self._unsharded_bytes:
                 self.unshard()
                 self.wait_for_unshard()
@@ -291,17 +291,19 @@ class ShardedUnit:
             if not ACCUMULATES_IN_GRAD:
                 self._accumulate_in_reduce_dtype()
             return
-        whole = {**self._gradients, **self._accumulated}
-        gradients = [whole[index] for index in sorted(whole)]
+        unsharded = {**self._gradients, **self._accumulated}
+        gradients = [unsharded[index] for index in sorted(unsharded)]
         self._gradients.clear()
         self._accumulated.clear()
-        whole.clear()
+        unsharded.clear()
         if self.reshard_after_backward:
             self.reshard()
         del self.context.reduce_scatter_inputs[:1]
         if gradients:
             self._all_reduce_input = None
-            self._reduce(gradients, [parameter for i, parameter in enumerate(self.parameters) if parameter.whole.node])
+            self._reduce(
+                gradients, [parameter for i, parameter in enumerate(self.parameters) if parameter.unsharded.node]
+            )
 
     def _accumulate_in_reduce_dtype(self) -> None:
         if self.unit.reduce_dtype == self.unit.compute_dtype:
@@ -312,12 +314,12 @@ class ShardedUnit:
             del self._gradients[index]
 
     def _reduce(self, gradients: list[Tensor], parameters: Sequence[Parameter]) -> None:
-        """`foreach_reduce`."""
+        """Replay `foreach_reduce`."""
         world, is_hsdp = self.context.layout.shard, self.context.layout.replicate > 1
         new, dtype = self.autograd.new, self.unit.reduce_dtype
         padded = sum(parameter.padded for parameter in parameters)
         reduce_input = new(padded, dtype, Category.REDUCE_SCATTER)
-        # Before torch 2.15 a loop variable in FSDP2 keeps it until the function ends.
+        # Before torch 2.15 a loop variable in FSDP2 holds the last gradient until the function ends.
         last = gradients[-1] if world > 1 and not FREES_EARLIER else None
         gradients.clear()
         output = new(padded // world, dtype, Category.REDUCE_SCATTER)

@@ -1,7 +1,7 @@
-"""Llama 3 without numbers: its modules as a table, and what its forward allocates. No torch.
+"""Llama 3 without numbers: its modules as a table, and the memory that its forward allocates. No torch.
 
-The twin of `titan_launch.models.llama3`, module by module and local variable by local variable, since both decide about
-memory. Tests hold the table against the built model, and the memory against a traced one.
+This module copies `titan_launch.models.llama3`, module by module and local variable by local variable, because both
+decide about memory. Tests compare the table with the built model, and the memory with a traced model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class AnalyticLlama3:
         self.statistics_ranks = context.statistics_ranks
 
     def forward(self, tokens: Tensor, blocks: Iterable[str]) -> Tensor:
-        """Tokens to logits, through some of the blocks."""
+        """Compute the logits of tokens through some of the blocks."""
         x = self.call("tok_embeddings", self._embed, tokens)
         for path in blocks:
             x = self.call(path, self._block(path), x)
@@ -98,7 +98,7 @@ class AnalyticLlama3:
 
 
 def llama3_inventory(args: Llama3Args, seq_len: int) -> Inventory:
-    """What `models.inventory.take_inventory` finds in a Llama of these arguments, for sequences of `seq_len` tokens."""
+    """Return the same inventory as `models.inventory.take_inventory` for a Llama with these arguments."""
     blocks = tuple(f"layers.{index}" for index in range(args.n_layers))
     modules = tuple(_modules(args, seq_len))
     return Inventory(modules, blocks, head=("norm", "output"), embeddings=("tok_embeddings",))
@@ -162,7 +162,7 @@ def _norm(args: Llama3Args, path: str) -> ModuleInfo:
 
 
 def _rope(args: Llama3Args, seq_len: int, path: str) -> ModuleInfo:
-    """The rotary table: one module, which every attention has."""
+    """Return the rotary table: one module that all attention modules share."""
     first, name = "rope", "table"
     is_first = path == first
     tied_to = None if is_first else full_name(first, name)

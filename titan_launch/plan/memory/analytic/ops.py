@@ -1,7 +1,7 @@
-"""Operations without numbers: what each allocates, saves for backward, and frees, in forward and in backward. No torch.
+"""Operations without numbers: tensors that each operation allocates, saves for backward, and frees. No torch.
 
-Sizes and order are those of PyTorch's kernels and derivative formulas, as a dispatch mode shows them; for CUDA's own
-kernels (fused RMSNorm, flash attention) as their derivative formulas say. Workspaces inside of a kernel do not count.
+Sizes and order are those of PyTorch's kernels and derivative formulas, as a dispatch mode shows them. For CUDA's own
+kernels (fused RMSNorm, flash attention) they follow the derivative formulas. Workspaces inside a kernel do not count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BACKWARD, _GRADIENT = Category.BACKWARD, Category.UNSHARDED_GRADIENTS
 
 
 def cast(autograd: Autograd, x: Tensor, dtype: str) -> Tensor:
-    """`x.to(dtype)`: the tensor itself where it has that dtype."""
+    """Compute `x.to(dtype)`: the tensor itself if it has that dtype."""
     if x.dtype == dtype:
         return x
     numel, before = x.numel, x.dtype
@@ -29,12 +29,12 @@ def cast(autograd: Autograd, x: Tensor, dtype: str) -> Tensor:
 
 
 def view(autograd: Autograd, x: Tensor) -> Tensor:
-    """The same memory in another shape, as a step of the graph of its own."""
+    """View the same memory in another shape. The view has its own node in the graph."""
     return autograd.record(Tensor(x.storage, x.numel, x.dtype), (x,), lambda gradient, saved: (gradient.pop(),))
 
 
 def embedding(autograd: Autograd, weight: Tensor, num_tokens: int, width: int) -> Tensor:
-    """Rows of a table; what is saved are the tokens, which are there anyway."""
+    """Look up rows of a table. Only the tokens are saved, and they exist anyway."""
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return (autograd.new(weight.numel, weight.dtype, _GRADIENT),)
@@ -43,7 +43,7 @@ def embedding(autograd: Autograd, weight: Tensor, num_tokens: int, width: int) -
 
 
 def linear(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int) -> Tensor:
-    """A matrix product with the transpose, which is a view, of a weight [width_out, width_in]."""
+    """Multiply with the transpose of a weight [width_out, width_in]. The transpose is a view."""
     weight = view(autograd, weight)
     numel, dtype = x.numel, x.dtype
     needs_input, needs_weight = x.node is not None, weight.node is not None
@@ -59,7 +59,7 @@ def linear(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int) -> Tens
 
 
 def add(autograd: Autograd, a: Tensor, b: Tensor) -> Tensor:
-    """A sum; both addends get the same gradient."""
+    """Add two tensors. Both addends get the same gradient."""
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return gradient[0], gradient.pop()
@@ -68,7 +68,7 @@ def add(autograd: Autograd, a: Tensor, b: Tensor) -> Tensor:
 
 
 def multiply(autograd: Autograd, a: Tensor, b: Tensor) -> Tensor:
-    """An elementwise product."""
+    """Multiply elementwise."""
     saved, numel, dtype = autograd.save(a, b), a.numel, a.dtype
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -78,7 +78,7 @@ def multiply(autograd: Autograd, a: Tensor, b: Tensor) -> Tensor:
 
 
 def silu(autograd: Autograd, x: Tensor) -> Tensor:
-    """x sigmoid(x)."""
+    """Compute x sigmoid(x)."""
     saved, numel, dtype = autograd.save(x), x.numel, x.dtype
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -88,8 +88,10 @@ def silu(autograd: Autograd, x: Tensor) -> Tensor:
 
 
 def rotate(autograd: Autograd, x: Tensor) -> Tensor:
-    """Rotary embedding in fp32, a product of complex numbers: `models.layers.rope`. Its table is a buffer; nothing is
-    saved."""
+    """Apply rotary embedding in fp32, a product of complex numbers: `models.layers.rope`.
+
+    Its table is a buffer. Nothing is saved.
+    """
     numel, dtype, new = x.numel, x.dtype, autograd.new
     wide = x if dtype == "float32" else new(numel, "float32")
     rotated = new(numel, "float32")
@@ -109,9 +111,12 @@ def rotate(autograd: Autograd, x: Tensor) -> Tensor:
 def attention(
     autograd: Autograd, q: Tensor, k: Tensor, v: Tensor, num_rows: int, seq_len: int, kernels: Kernels
 ) -> Tensor:
-    """Causal flash attention, whose heads of keys and values may be fewer than those of queries. It saves its inputs,
-    its output, and an fp32 logarithm for each of `num_rows` = tokens x query heads. In fp32 it is memory-efficient
-    attention on CUDA, which takes equal heads, and whose sequences of logarithms are padded to multiples of 32."""
+    """Compute causal flash attention. Keys and values may have fewer heads than queries.
+
+    It saves its inputs, its output, and an fp32 logarithm for each of `num_rows` = tokens x query heads. In fp32, CUDA
+    runs memory-efficient attention instead. It takes equal numbers of heads, and pads the logarithms to multiples of
+    32.
+    """
     if kernels == "cuda" and q.dtype == "float32":
         num_rows = num_rows // seq_len * (-(-seq_len // 32) * 32)
         if k.numel < q.numel:
@@ -131,7 +136,7 @@ def attention(
 
 
 def _repeat(autograd: Autograd, x: Tensor, numel: int) -> Tensor:
-    """Heads of keys or values, repeated for kernels that want as many as there are of queries."""
+    """Repeat heads of keys or values for kernels that require as many of them as query heads."""
     before, dtype = x.numel, x.dtype
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -141,27 +146,29 @@ def _repeat(autograd: Autograd, x: Tensor, numel: int) -> Tensor:
 
 
 def rms_norm(autograd: Autograd, x: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
-    """Root-mean-square normalization over the last axis: one kernel on CUDA if input and weight have one dtype."""
+    """Normalize by the root mean square over the last axis: one kernel on CUDA if input and weight have one dtype."""
     if kernels == "cuda" and x.dtype == weight.dtype:
         return _norm(autograd, x, (weight,), x.numel // weight.numel)
     return _composite_rms_norm(autograd, x, weight)
 
 
 def layer_norm(autograd: Autograd, x: Tensor, weight: Tensor, bias: Tensor, kernels: Kernels) -> Tensor:
-    """One kernel, which saves mean and deviation of each row: in fp32 on CUDA, in the input's dtype on a CPU if the
-    weight has that dtype too."""
+    """Normalize in one kernel, which saves mean and deviation of each row.
+
+    They are fp32 on CUDA. On a CPU they have the input's dtype if the weight has it too, else fp32.
+    """
     dtype = x.dtype if kernels == "cpu" and x.dtype == weight.dtype else "float32"
     return _norm(autograd, x, (weight, bias), 2 * (x.numel // weight.numel), dtype)
 
 
 def batch_norm(autograd: Autograd, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """One kernel, which saves the batch's mean and deviation of each channel."""
+    """Normalize in one kernel, which saves the batch's mean and deviation of each channel."""
     return _norm(autograd, x, (weight, bias), 2 * weight.numel)
 
 
 def synchronized_batch_norm(autograd: Autograd, x: Tensor, weight: Tensor, bias: Tensor, ranks: int) -> Tensor:
-    """`parallel.synchronized_batchnorm` over so many ranks: several operations in fp32, which keep the input and two
-    numbers for each channel."""
+    """Run `parallel.synchronized_batchnorm` over a number of ranks: several fp32 operations. They save the input and
+    two numbers for each channel."""
     numel, dtype, new = x.numel, x.dtype, autograd.new
     is_wide, needs_weight, needs_bias = dtype == "float32", weight.node is not None, bias.node is not None
     wide = None if is_wide else new(numel, "float32")
@@ -207,7 +214,7 @@ def _norm(
 
 
 def _composite_rms_norm(autograd: Autograd, x: Tensor, weight: Tensor) -> Tensor:
-    """Several operations in fp32, of which autograd saves the input and the normalized input."""
+    """Run several fp32 operations, of which autograd saves the input and the normalized input."""
     wide = cast(autograd, x, "float32")
     mean_square = _mean_square(autograd, wide, wide.numel // weight.numel)
     normalized = _scale_rows(autograd, wide, mean_square)
@@ -218,7 +225,7 @@ def _composite_rms_norm(autograd: Autograd, x: Tensor, weight: Tensor) -> Tensor
 
 
 def _mean_square(autograd: Autograd, x: Tensor, num_rows: int) -> Tensor:
-    """rsqrt(mean(x ** 2) + eps)."""
+    """Compute rsqrt(mean(x ** 2) + eps)."""
     saved, numel = autograd.save(x), x.numel
     squares = autograd.new(numel, "float32")
     result = autograd.new(num_rows, "float32")
@@ -265,7 +272,7 @@ def _scale_columns(autograd: Autograd, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def cross_entropy(autograd: Autograd, logits: Tensor, num_classes: int, num_chunks: int) -> Tensor:
-    """`loss.cross_entropy_sum`, in one piece or in chunks: a scalar."""
+    """Compute `loss.cross_entropy_sum`, at once or in chunks: a scalar."""
     if num_chunks == 1:
         wide = cast(autograd, logits, "float32")
         return _negative_log_likelihood(autograd, _log_softmax(autograd, wide))

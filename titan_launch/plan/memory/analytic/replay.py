@@ -1,4 +1,4 @@
-"""One optimizer step of a model on one rank, replayed as FSDP2 and autograd run it. No torch."""
+"""Replay of one optimizer step of a model on one rank, as FSDP2 and autograd run it. No torch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Forward(Protocol):
 
 @dataclass(frozen=True)
 class AnalyticModel:
-    """A language model that the analytic engine knows. `args` are the model's arguments."""
+    """A language model that the analytic engine supports. `args` are the model's arguments."""
 
     inventory: Callable[[Any, int], Inventory]
     """(args, seq_len) to the table of the model's modules, as `models.inventory.take_inventory` finds it."""
@@ -80,7 +80,7 @@ class AnalyticModel:
     """(args, context) to the forward."""
 
     unknown_part: Callable[[JobConfig], str | None] = lambda config: None
-    """The part of a job that the model does not know, in words."""
+    """Returns the part of a job that the engine does not support for this model, in words; None if there is none."""
 
 
 def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> list[GroupSizes]:
@@ -122,7 +122,7 @@ class Replay:
         kernels: Kernels,
         again: Collection[str],
     ):
-        """`again`: the checkpointed blocks."""
+        """`again`: paths of the checkpointed blocks."""
         self._config = config
         self._plan = plan
         self._layout = layout
@@ -137,7 +137,7 @@ class Replay:
         weight, seq_len = self._weights().__getitem__, config.training.seq_len
         context = ReplayContext(seq_len, self._autograd, kernels, weight, self._call, statistics_ranks)
         self._model = model.build(args, context)
-        self._places = {*plan.inventory.blocks, *plan.inventory.head, *plan.inventory.embeddings}
+        self._entered_modules = {*plan.inventory.blocks, *plan.inventory.head, *plan.inventory.embeddings}
         self._num_tokens = layout.local_batch_size * config.training.seq_len
         self._microbatch = 0
 
@@ -172,7 +172,7 @@ class Replay:
         for module in self._plan.inventory.modules:
             for info in module.parameters:
                 if info.tied_to is None:
-                    weight = next(unseen[self._plan.unit_of[module.path]]).whole
+                    weight = next(unseen[self._plan.unit_of[module.path]]).unsharded
                 else:
                     weight = weights[info.tied_to]
                 weights[full_name(module.path, info.name)] = weight
@@ -187,7 +187,8 @@ class Replay:
         self._ledger.allocate(sum(self._buffer_bytes()), Category.BUFFERS)
 
     def _buffer_bytes(self) -> Iterator[int]:
-        """BatchNorm's running statistics exist twice: a skipped step restores them."""
+        """Yield the bytes of every buffer. BatchNorm's running statistics exist twice, because a skipped step
+        restores them."""
         dtypes = self._plan.buffer_dtypes
         for module in self._plan.inventory.modules:
             for buffer in module.buffers if module.same_as is None else ():
@@ -213,7 +214,7 @@ class Replay:
         return self._model(tokens, self._plan.inventory.blocks)
 
     def _loss(self, logits: Tensor) -> Tensor:
-        """The point of the loss lasts until the gradient of the logits exists."""
+        """Compute the loss. Its step point lasts until the gradient of the logits exists."""
         self._ledger.enter(StepPoint(self._microbatch, "loss", ""))
         num_classes = logits.numel // self._num_tokens
         return ops.cross_entropy(self._autograd, logits, num_classes, self._config.training.loss_chunks)
@@ -221,14 +222,14 @@ class Replay:
     def _call(self, path: str, compute: Compute, x: Tensor) -> Tensor:
         """Run a module as `nn.Module.__call__` does: FSDP2's hooks around activation checkpointing around `forward`."""
         is_forward = not self._autograd.is_backward
-        if is_forward and path in self._places:
+        if is_forward and path in self._entered_modules:
             self._ledger.enter(StepPoint(self._microbatch, "forward", path))
         if is_forward and path in self._again:
             compute = self._checkpointed(compute)
         unit = self._unit_of_module.get(path)
         given = x if unit is None else unit.pre_forward(x)  # like nn.Module, it holds `x` too until it returns
         output = compute(given)
-        if is_forward and path in self._places:
+        if is_forward and path in self._entered_modules:
             self._mark_backward(output, path)
         return output if unit is None else unit.post_forward(path, output)
 
@@ -238,8 +239,8 @@ class Replay:
     def _mark_backward(self, output: Tensor, path: str) -> None:
         """Begin the backward of a module when the gradient of its output exists."""
         assert output.node is not None
-        place = StepPoint(self._microbatch, "backward", path)
-        output.node.hooks.append(lambda: self._ledger.enter(place))
+        point = StepPoint(self._microbatch, "backward", path)
+        output.node.hooks.append(lambda: self._ledger.enter(point))
 
 
 def _every_second_product() -> Callable[[str], bool]:

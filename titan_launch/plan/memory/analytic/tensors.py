@@ -40,7 +40,7 @@ class Tensor:
 
     def __init__(self, storage: Storage | None, numel: int, dtype: str, node: Node | None = None):
         self.storage = storage
-        """None: the memory is counted elsewhere (unsharded parameters), or too small to count."""
+        """None if the memory is counted elsewhere (unsharded parameters), or is too small to count."""
         self.numel = numel
         self.dtype = dtype
         self.node = node
@@ -51,16 +51,16 @@ class Tensor:
 
 
 Backward = Callable[[list[Tensor], Sequence[Tensor]], Sequence["Tensor | None"]]
-"""From the gradient of a node's output and its saved tensors to the gradients of its inputs. The gradient comes in a
-list, so that a node of several steps can take it out and free it half-way."""
+"""Computes the gradients of a node's inputs from the gradient of its output and its saved tensors. The gradient
+comes in a list, so that a node of several operations can remove it and free it early."""
 
 
 Saved = Callable[[], Sequence[Tensor]]
-"""Returns the tensors that forward saved. The first call may recompute a block."""
+"""Returns the tensors that forward saved. The first call may run the forward of a checkpointed block again."""
 
 
 class Node:
-    """One step of backward. A node runs when all its gradients have arrived; the newest node runs first."""
+    """An operation of backward. A node runs when all its gradients have arrived. The newest node runs first."""
 
     __slots__ = ("backward", "hooks", "inputs", "saved", "sequence")
 
