@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.rules.parallelism import split_backward_checkpoints_modules
+from titan_launch.config.rules.parallelism import split_backward_checkpoints_whole_modules
 from titan_launch.config.rules.precision import ACCUMULATION_RULES
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
@@ -155,7 +155,7 @@ def possible_choices(config: JobConfig, layout: Layout, inventory: Inventory) ->
 def _is_allowed_by_schedule(config: JobConfig, checkpointing: ActivationCheckpointConfig, notes: list[str]) -> bool:
     """Return whether the pipeline schedule supports an activation checkpointing mode; else add a note."""
     problem = next(
-        split_backward_checkpoints_modules(config.model_copy(update={"activation_checkpoint": checkpointing})),
+        split_backward_checkpoints_whole_modules(config.model_copy(update={"activation_checkpoint": checkpointing})),
         None,
     )
     if problem is not None:

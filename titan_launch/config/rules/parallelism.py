@@ -290,7 +290,7 @@ def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
         yield Problem(key, reason, value, also=(_SCHEDULE, ("gradient_accumulation", "mode")))
 
 
-def split_backward_checkpoints_modules(config: JobConfig) -> Iterator[Problem]:
+def split_backward_checkpoints_whole_modules(config: JobConfig) -> Iterator[Problem]:
     """Selective activation checkpointing by operation returns a saved result once; these schedules need it twice."""
     checkpointing, schedule = config.activation_checkpoint, config.parallelism.pipeline_parallel_schedule
     if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES:
@@ -318,7 +318,7 @@ def split_backward_is_not_compiled(config: JobConfig) -> Iterator[Problem]:
         yield Problem(_SCHEDULE, reason, parallelism.pipeline_parallel_schedule, also=(("compile", "enable"),))
 
 
-SPLIT_BACKWARD_RULES = (split_backward_is_reduced_once, split_backward_checkpoints_modules)
+SPLIT_BACKWARD_RULES = (split_backward_is_reduced_once, split_backward_checkpoints_whole_modules)
 """The rules for gradient accumulation and activation checkpointing with these schedules."""
 
 PIPELINE_RULES = (
