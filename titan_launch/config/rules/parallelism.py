@@ -297,12 +297,8 @@ def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
 
 
 def split_backward_checkpoints_whole_modules(config: JobConfig) -> Iterator[Problem]:
-<<<<<<< HEAD
     """Yield activation checkpointing that returns a saved result only once: schedules with a backward in two parts need
     the result twice."""
-=======
-    """Selective activation checkpointing by operation returns a saved result once; these schedules need it twice."""
->>>>>>> X2
     checkpointing, schedule = config.activation_checkpoint, config.parallelism.pipeline_parallel_schedule
     if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES:
         return
@@ -330,11 +326,7 @@ def split_backward_is_not_compiled(config: JobConfig) -> Iterator[Problem]:
 
 
 SPLIT_BACKWARD_RULES = (split_backward_is_reduced_once, split_backward_checkpoints_whole_modules)
-<<<<<<< HEAD
 """Rules for gradient accumulation and activation checkpointing with these schedules."""
-=======
-"""The rules for gradient accumulation and activation checkpointing with these schedules."""
->>>>>>> X2
 
 PIPELINE_RULES = (
     pipeline_options_have_a_pipeline,
