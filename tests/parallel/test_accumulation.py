@@ -95,7 +95,7 @@ GATHERS = N * (2 * (LAYERS - 1) + 3)
 
 
 @pytest.mark.parametrize(
-    ("mode", "keep", "expected"),
+    ("mode", "unsharded", "expected"),
     [
         ("immediate", False, Collectives(GATHERS, N * UNITS, N * UNITS)),
         ("deferred", False, Collectives(GATHERS, UNITS, UNITS)),

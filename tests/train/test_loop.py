@@ -165,10 +165,10 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
             validation=VALIDATION,
         )
 
-    full_tensor = run_ranks(run_job, ranks, job("whole"))
+    uninterrupted = run_ranks(run_job, ranks, job("whole"))
     run_ranks(run_job_until, ranks, job("parts"), 5)  # steps 4 and 5 are lost
     resumed = run_ranks(run_job, ranks, job("parts"))
-    for a, b in zip(full_tensor, resumed, strict=True):
+    for a, b in zip(uninterrupted, resumed, strict=True):
         assert_equal(a, b)
     for tag in ("train/loss", "train/grad_norm", "train/lr", "train/samples_seen", "validation/loss"):
         assert losses(tmp_path / "parts", tag) == losses(tmp_path / "whole", tag), tag
@@ -215,12 +215,12 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
             parallelism={"data_parallel_replicate_degree": replicate},
         )
 
-    (full_tensor,) = run_ranks(run_recorded_until, 1, job("whole"), 30)
+    (uninterrupted,) = run_ranks(run_recorded_until, 1, job("whole"), 30)
     for ranks, replicate, step in ((2, 1, 10), (4, 2, 20), (1, 1, 30)):
         asked = run_ranks(run_recorded_until, ranks, job("parts", replicate), step)
         samples = sorted(sample for of_rank in asked for sample in of_rank)
-        assert samples == sorted(full_tensor[4 * (step - 10) : 4 * step]), f"{ranks} ranks to step {step}"
-    assert len(full_tensor) == 4 * 30
+        assert samples == sorted(uninterrupted[4 * (step - 10) : 4 * step]), f"{ranks} ranks to step {step}"
+    assert len(uninterrupted) == 4 * 30
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
     assert len(losses(tmp_path / "parts")) == 30
 
@@ -329,10 +329,10 @@ def test_dropout_unused_and_tied_parameters_resume_bitwise(tmp_path: Path, name:
             job["model"] = {"name": f"{__name__}:PartlyUsed"}
         return job
 
-    full_tensor = run_ranks(run_job, 2, job("whole"))
+    uninterrupted = run_ranks(run_job, 2, job("whole"))
     run_ranks(run_job_until, 2, job("parts"), 3)
     resumed = run_ranks(run_job, 2, job("parts"))
-    for a, b in zip(full_tensor, resumed, strict=True):
+    for a, b in zip(uninterrupted, resumed, strict=True):
         assert_equal(a, b)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 

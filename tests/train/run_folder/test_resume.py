@@ -94,12 +94,12 @@ def test_a_copied_checkpoint_does_not_change_the_resumed_step(
 
 def test_a_run_goes_on_from_another_runs_checkpoint(tmp_path: Path, source: tuple[Path, dict[str, Tensor]]) -> None:
     path = str(source[0] / "source/checkpoints/step-2")
-    full_tensor = run_ranks(run_job, 1, job(tmp_path, "whole", 4))[0]
+    uninterrupted = run_ranks(run_job, 1, job(tmp_path, "whole", 4))[0]
     resumed = run_ranks(run_job, 1, job(tmp_path, "copy", 4, load=path))[0]
     assert [report["step"] for report in read_metrics(tmp_path, "copy")] == [3, 4]
     losses = [[report["train/loss"] for report in read_metrics(tmp_path, name)[-2:]] for name in ("whole", "copy")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert resumed.keys() == full_tensor.keys()
+    assert resumed.keys() == uninterrupted.keys()
     assert len(list((source[0] / "source/checkpoints").glob("step-*"))) == 2  # nothing is written there
 
 
