@@ -70,7 +70,7 @@ def job_of(storage: str, optimizer: dict[str, Any], seed: int, steps: int, lr: f
     )
 
 
-def full_tensor(run: Run) -> list[Tensor]:
+def full_parameters(run: Run) -> list[Tensor]:
     """Return unsharded copies of all parameters."""
     parameters = run.model.parameters()
     return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in parameters]
@@ -94,9 +94,9 @@ def study(ranks: Ranks, seeds: int, steps: int, lr: float) -> dict[str, dict[str
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
                 run = build_run(job_of(storage, optimizer, seed, steps, lr, folder), ranks, stack)
                 losses = [train_one_step(run).loss_sum.item() for _ in range(steps - 1)]
-                before = full_tensor(run)
+                before = full_parameters(run)
                 losses.append(train_one_step(run).loss_sum.item())
-                changed = sum(int((a != b).sum()) for a, b in zip(before, full_tensor(run), strict=True))
+                changed = sum(int((a != b).sum()) for a, b in zip(before, full_parameters(run), strict=True))
                 found = {
                     "bytes": bytes_per_parameter(run),
                     "training": statistics.mean(losses[-LAST_STEPS:]),

@@ -145,7 +145,7 @@ def _in_batches(groups: Sequence[GroupSizes]) -> Iterator[list[ShardSize]]:
 
 
 def _adamw(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
-    return max(_adamw_batch(batch, config) for batch in _in_batches(groups))
+    return max((_adamw_batch(batch, config) for batch in _in_batches(groups)), default=0)
 
 
 def _adamw_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
@@ -180,7 +180,7 @@ def _pytorch_adamw(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks:
 
 
 def _sgd(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
-    return max(_sgd_batch(batch, config) for batch in _in_batches(groups))
+    return max((_sgd_batch(batch, config) for batch in _in_batches(groups)), default=0)
 
 
 def _sgd_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:

@@ -88,7 +88,8 @@ def _best(config: JobConfig, candidates: Sequence[Row], hardware: Hardware, by_t
     fitting = [row for row in candidates if row.verdict == "fits"]
     if not fitting:
         return None
-    duration = _durations(fitting) if by_time else dict.fromkeys((row.choice.label for row in fitting), 0.0)
+    unranked = dict.fromkeys((row.choice.label for row in fitting), 0.0)
+    duration, shortest = _durations(fitting) if by_time else (unranked, "")
     row = min(
         fitting,
         key=lambda row: (
@@ -99,10 +100,8 @@ def _best(config: JobConfig, candidates: Sequence[Row], hardware: Hardware, by_t
         ),
     )
     interval = row.time.interval
-    seconds = "" if interval is None else f" (~{interval[0]:.3g} to {interval[1]:.3g} s)"
-    criterion = (
-        f"the shortest predicted step{seconds}, then the least link traffic," if by_time else "the least link traffic"
-    )
+    seconds = f" (~{interval[0]:.3g} to {interval[1]:.3g} s)" if by_time and interval is not None else ""
+    criterion = f"{shortest}{seconds}, then the least link traffic," if by_time else "the least link traffic"
     reason = (
         f"{row.choice.label}, because it has {criterion} of the {len(fitting)} of {len(candidates)} choices that fit "
         f"into {hardware.memory_gib:.4g} GiB with the margin"
@@ -113,15 +112,20 @@ def _best(config: JobConfig, candidates: Sequence[Row], hardware: Hardware, by_t
     return Resolution(with_choice(config, row.choice), row, reason)
 
 
-def _durations(rows: Sequence[Row]) -> dict[str, float]:
-    """Return by label the lower bound of the step time; FLOPs if a time is unknown; else a rank of the activation
-    checkpointing modes."""
+def _durations(rows: Sequence[Row]) -> tuple[dict[str, float], str]:
+    """Return a measure of the step time by label, and the name of its smallest value.
+
+    The measure is the lower bound of the step time. It is FLOPs if a time is unknown, and the order of the activation
+    checkpointing modes if FLOPs are unknown, too.
+    """
     intervals = [row.time.interval for row in rows]
     if all(intervals):
-        return {row.choice.label: interval[0] for row, interval in zip(rows, intervals, strict=True) if interval}
+        lower = {row.choice.label: interval[0] for row, interval in zip(rows, intervals, strict=True) if interval}
+        return lower, "the shortest predicted step"
     if all(row.flops_per_rank is not None for row in rows):
-        return {row.choice.label: float(row.flops_per_rank or 0) for row in rows}
-    return {row.choice.label: _COST[row.choice.activation_checkpoint.mode] for row in rows}
+        return {row.choice.label: float(row.flops_per_rank or 0) for row in rows}, "the fewest FLOPs"
+    costs = {row.choice.label: _COST[row.choice.activation_checkpoint.mode] for row in rows}
+    return costs, "the least activation checkpointing"
 
 
 _COST = {"none": 0.0, "selective": 1.0, "memory_budget": 1.0, "full": 2.0}

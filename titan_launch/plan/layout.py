@@ -139,7 +139,7 @@ def _shard_degree(parallelism: ParallelismConfig, world_size: int) -> int:
     if shard != -1:
         raise config_error(
             _key(_SHARD),
-            f"times {_format_memory(others) or 'no other degree'} makes {shard * product} ranks, but this run has "
+            f"times {_format_degrees(others) or 'no other degree'} makes {shard * product} ranks, but this run has "
             f"{world_size}; start {shard * product} processes, or set -1 to take the rest",
             shard,
             also=tuple(map(_key, others)),
@@ -163,7 +163,7 @@ def _does_not_divide(degrees: dict[str, int]) -> str:
     return f"and the other degrees make {' x '.join(map(str, above_one))} = {prod(above_one)}, which does not divide"
 
 
-def _format_memory(degrees: dict[str, int]) -> str:
+def _format_degrees(degrees: dict[str, int]) -> str:
     return " and ".join(f"{name} ({degree})" for name, degree in degrees.items() if degree > 1)
 
 

@@ -105,10 +105,11 @@ class Failure:
             return ("precision",), UNSET, f"add [[precision.rules]] {new}"
         if path not in unit.modules:
             return unit.key, UNSET, f"add [[precision.rules]] before {format_key(unit.key)} {new}"
-        if not rule.cast_forward_inputs:
-            return (*unit.key, "cast_forward_inputs"), False, "drop this key, so that inputs are cast"
+        if not rule.cast_forward_inputs and rule.param_dtype in dtypes:
+            return (*unit.key, "cast_forward_inputs"), False, "remove this key, so that inputs are cast"
         value = UNSET if rule.param_dtype is None else rule.param_dtype
-        return (*unit.key, "param_dtype"), value, f"set {choice} here, so that inputs are cast"
+        also = "" if rule.cast_forward_inputs else ", and remove cast_forward_inputs = false"
+        return (*unit.key, "param_dtype"), value, f"set {choice}{also}, so that inputs are cast"
 
 
 def explain(failure: Failure) -> Problem | None:
@@ -128,7 +129,7 @@ def clash(failure: Failure) -> Problem | None:
     info = failure.plan.inventory.by_path[path]
     is_leaf = len(failure.inside(path)) == 1
     if is_leaf and info.parameters and failure.buffers_in_another_dtype(info):
-        return _beside_buffers(failure, path)
+        return _output_dtype(failure, path) or _beside_buffers(failure, path)
     # PyTorch's own layers do not cast, so their inputs had the other dtype: a rule for either dtype casts these.
     dtypes = ("bfloat16", "float32") if is_leaf and info.classes[0].startswith("torch.nn.") else ("float32",)
     reason = f"two dtypes meet in {failure.describe(path)} ({failure.line}); cast there"
@@ -276,9 +277,8 @@ _EXPLANATIONS: Mapping[str, Callable[[Failure], Problem | None]] = {
     "FSDP reduce-scatter expects uniform gradient dtype": partial(
         Failure.problem,
         key=_ACCUMULATION_MODE,
-        reason="a module got gradients in the last microbatch only, in the compute dtype, and the rest of its unit has "
-        'sums in the reduce dtype; FSDP2 reduces one dtype; set "immediate"',
-        value="deferred",
+        reason="FSDP2 reduces one dtype per unit, but a module got gradients in the last microbatch only, in the "
+        'compute dtype, and the rest of its unit has sums in the reduce dtype; set "immediate"',
     ),
     "'FSDPParam' object has no attribute '_unsharded_param'": never_gathered,
     # The launcher sets a divide factor with which FSDP2 only sums.

@@ -20,6 +20,9 @@ class ModelArgs(Section):
     unit: ClassVar[SampleUnit] = "tokens"
     """Unit of the model's samples."""
 
+    supports_tensor_parallel: ClassVar[bool] = False
+    supports_context_parallel: ClassVar[bool] = False
+
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield contradictions between arguments, as (arguments, reason). The likeliest cause is the first of the
         arguments."""
@@ -49,14 +52,9 @@ class ModelArgs(Section):
         """Return the argument that ties the output layer to the embedding; None if each has a weight of its own."""
         return None
 
-    def tensor_parallel_sizes(self) -> Mapping[str, int] | None:
-        """Return the sizes, by argument, that the tensor-parallel degree must divide; None without tensor
-        parallelism."""
-        return None
-
-    def has_context_parallel(self) -> bool:
-        """Return True if context parallelism can divide the model's sequences."""
-        return False
+    def tensor_parallel_sizes(self) -> Mapping[str, int]:
+        """Return the sizes, by argument, that the tensor-parallel degree must divide."""
+        return {}
 
     def batchnorm_over_tokens(self) -> str | None:
         """Return the setting of `[model.args]` for which BatchNorm computes statistics over tokens; None if there is

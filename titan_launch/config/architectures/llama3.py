@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -33,6 +33,9 @@ class RopeScaling(Section):
 
 class Llama3Args(ModelArgs):
     """The shape of a Llama 3."""
+
+    supports_tensor_parallel: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True  # tokens interact only in attention
 
     dim: Positive
     """Width of the residual stream."""
@@ -107,10 +110,6 @@ class Llama3Args(ModelArgs):
         """Return the numbers of heads, the width of the feed-forward layer and the vocabulary."""
         names = ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
         return {name: int(getattr(self, name)) for name in names}
-
-    def has_context_parallel(self) -> bool:
-        """Return True: tokens interact only in attention, and ring attention divides attention among ranks."""
-        return True
 
     def batchnorm_over_tokens(self) -> str | None:
         """Return the setting for which the norms are BatchNorms."""

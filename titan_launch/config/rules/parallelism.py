@@ -40,9 +40,9 @@ def options_have_a_degree(config: JobConfig) -> Iterator[Problem]:
 def matrices_can_be_divided(config: JobConfig) -> Iterator[Problem]:
     """Yield a tensor-parallel degree that does not divide the heads, the feed-forward width and the vocabulary."""
     degree, args = config.parallelism.tensor_parallel_degree, known_args(config.model)
-    sizes = args and args.tensor_parallel_sizes()
-    if degree == 1 or not sizes:
+    if degree == 1 or args is None:
         return
+    sizes = args.tensor_parallel_sizes()
     misfits = [f"{name} ({size})" for name, size in sizes.items() if size % degree]
     if misfits:
         remedy = f"set {_divisors(gcd(*sizes.values()))}"
@@ -52,12 +52,12 @@ def matrices_can_be_divided(config: JobConfig) -> Iterator[Problem]:
 
 def models_can_be_divided(config: JobConfig) -> Iterator[Problem]:
     """Yield tensor and context parallelism that the model does not support."""
-    args, parallelism = known_args(config.model), config.parallelism
-    if args is None:
+    if config.model.name not in ARCHITECTURES:
         return
+    args, parallelism = ARCHITECTURES[config.model.name].args, config.parallelism
     for key, degree, is_supported in (
-        (_TENSOR, parallelism.tensor_parallel_degree, args.tensor_parallel_sizes() is not None),
-        (_CONTEXT, parallelism.context_parallel_degree, args.has_context_parallel()),
+        (_TENSOR, parallelism.tensor_parallel_degree, args.supports_tensor_parallel),
+        (_CONTEXT, parallelism.context_parallel_degree, args.supports_context_parallel),
     ):
         if degree > 1 and not is_supported:
             reason = (
