@@ -266,7 +266,7 @@ def either(match: str) -> tuple[tuple[dict[str, Any], ...], ...]:
 
 def meeting(module: str, match: str, dtypes: str = '"float32"') -> str:
     return (
-        f"two dtypes meet in {module} (test_explanations.py:LINE); cast there, or add [[precision.rules]] with match = "
+        f"two dtypes meet in {module} (test_diagnosis.py:LINE); cast there, or add [[precision.rules]] with match = "
         f'"{match}" and param_dtype = {dtypes} (it casts inputs)'
     )
 
@@ -276,7 +276,7 @@ def foreign(module: str, match: str) -> str:
 
 
 IN_PLACE = (
-    "changes in place a tensor that it got through the boundary of an FSDP2 unit (test_explanations.py:LINE); write "
+    "changes in place a tensor that it got through the boundary of an FSDP2 unit (test_diagnosis.py:LINE); write "
     "x = x + y for x += y, drop inplace=True, or change x.clone()"
 )
 RUNNING_NORM = (
@@ -307,8 +307,17 @@ CASES = (
     Case("ScattersFloat", meeting("layers.0 (ScattersFloat)", "layers.*"), helps=FLOAT_BLOCKS),
     Case(
         "Transforms",
-        "an operation in layers.0 (Transforms) (test_explanations.py:LINE) does not take bfloat16; cast to float32 "
+        "an operation in layers.0 (Transforms) (test_diagnosis.py:LINE) does not take bfloat16; cast to float32 "
         'there, or add [[precision.rules]] with match = "layers.*" and param_dtype = "float32" (it casts inputs)',
+        helps=FLOAT_BLOCKS,
+    ),
+    Case(
+        "Transforms",
+        "an operation in layers.0 (Transforms) (test_diagnosis.py:LINE) does not take bfloat16; cast to float32 "
+        'there, or set "float32", and remove cast_forward_inputs = false, so that inputs are cast',
+        key="precision.rules.0.param_dtype",
+        value="bfloat16",
+        rules=(rule("layers.*", "bfloat16", cast_forward_inputs=False),),
         helps=FLOAT_BLOCKS,
     ),
     Case(
@@ -319,7 +328,7 @@ CASES = (
     ),
     Case(
         "HasRunningNorm",
-        f'{RUNNING_NORM}; set "float32" here, so that inputs are cast',
+        f'{RUNNING_NORM}; set "float32", so that inputs are cast',
         key="precision.rules.0.param_dtype",
         value="bfloat16",
         rules=(rule("layers.*.layer", "bfloat16"),),
@@ -335,16 +344,16 @@ CASES = (
     ),
     Case(
         "HasProjection",
-        'two dtypes meet in layers.0.layer (Projection) (test_explanations.py:LINE); cast there, or set "float32" '
-        "here, so that inputs are cast",
+        "two dtypes meet in layers.0.layer (Projection) (test_diagnosis.py:LINE); cast there, or set "
+        '"float32", so that inputs are cast',
         key="precision.rules.0.param_dtype",
         rules=(rule("layers.*.layer"),),
         helps=((rule("layers.*.layer", "float32"),),),
     ),
     Case(
         "HasProjection",
-        "two dtypes meet in layers.0.layer (Projection) (test_explanations.py:LINE); cast there, or drop this key, so "
-        "that inputs are cast",
+        "two dtypes meet in layers.0.layer (Projection) (test_diagnosis.py:LINE); cast there, or remove this key, "
+        "so that inputs are cast",
         key="precision.rules.0.cast_forward_inputs",
         value=False,
         rules=(rule("layers.*.layer", "float32", cast_forward_inputs=False),),
@@ -353,7 +362,7 @@ CASES = (
     Case(
         "UsesWeight",
         "layers.0 (UsesWeight) uses the parameters of layers.0.proj (Linear) while they are sharded: FSDP2 gathers the "
-        "parameters of a unit when its module is called, and the module was not called (test_explanations.py:LINE); "
+        "parameters of a unit when its module is called, and the module was not called (test_diagnosis.py:LINE); "
         'match the module around it ("layers.*")',
         key="precision.rules.0",
         rules=(rule("layers.*.proj", "float32"),),
@@ -378,10 +387,9 @@ CASES = (
     ),
     Case(
         "RunsNowAndThen",
-        "a module got gradients in the last microbatch only, in the compute dtype, and the rest of its unit has sums "
-        'in the reduce dtype; FSDP2 reduces one dtype; set "immediate"',
+        "FSDP2 reduces one dtype per unit, but a module got gradients in the last microbatch only, in the compute "
+        'dtype, and the rest of its unit has sums in the reduce dtype; set "immediate"',
         key="gradient_accumulation.mode",
-        value="deferred",
         mode="deferred",
         until=(2, 14),
         helpful_modes=("immediate",),

@@ -28,7 +28,7 @@ FIRST_STEP = """
 import json, sys
 from contextlib import ExitStack
 from titan_launch.config.job import JobConfig
-from titan_launch.core.import_string import without_garbage_collection
+from titan_launch.core.patches import without_garbage_collection
 
 with without_garbage_collection():
     from titan_launch.distributed.process_group import process_group

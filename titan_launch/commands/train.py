@@ -9,7 +9,7 @@ from typing import NoReturn
 from titan_launch.commands.parser import Parser, at_least, load, load_to_train
 from titan_launch.config.loading.load import LoadedJob
 from titan_launch.core.errors import UserError
-from titan_launch.core.import_string import without_garbage_collection
+from titan_launch.core.patches import without_garbage_collection
 from titan_launch.core.process import run_and_exit
 from titan_launch.train.health.coordination import StopRequest
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -11,8 +10,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -160,19 +158,3 @@ def _make_working_directory_importable() -> None:
     if folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)
         importlib.invalidate_caches()
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection during the block, and exclude all objects that then exist from later collections.
-
-    Importing PyTorch creates a million permanent objects. Collections during the import take 10 % to 25 % of its time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        if was_enabled:
-            gc.enable()

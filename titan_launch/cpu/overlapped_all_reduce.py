@@ -7,11 +7,13 @@ end of backward waits for it. The gradients are the same bit for bit (tests/cpu/
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_launch.distributed.torch_private import ReplicaGroup, replace_replica_groups, sharded_parameters
+from titan_launch.distributed.torch_private import ReplicaGroup, replace_replica_groups, roots, sharded_parameters
 
 
 def overlap_all_reduces(model: nn.Module) -> None:
@@ -19,16 +21,20 @@ def overlap_all_reduces(model: nn.Module) -> None:
 
     Without replicas nothing changes. On an untested release of PyTorch, FSDP2's blocking all-reduce stays.
     """
-    pending = _PendingAllReduces()
-    replace_replica_groups(model, lambda group, unit: _OverlappingGroup(group, sharded_parameters(unit), pending))
+    for root in roots(model):  # each pipeline stage has a backward of its own
+        replace_replica_groups(root, _PendingAllReduces().group_of_unit)
 
 
 class _PendingAllReduces:
-    """The pending all-reduces."""
+    """The pending all-reduces of a model or of a pipeline stage."""
 
     def __init__(self) -> None:
         self._works: list[dist.Work] = []
         self._backwards: set[int] = set()
+
+    def group_of_unit(self, group: dist.ProcessGroup, unit: Any) -> ReplicaGroup:
+        """Return the stand-in for the group over which FSDP2 all-reduces the gradients of a unit."""
+        return _OverlappingGroup(group, sharded_parameters(unit), self)
 
     def add(self, work: dist.Work) -> None:
         """Wait for `work` at the end of the running backward, or of the innermost one of nested backwards."""

@@ -22,8 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_launch.core.import_string import without_garbage_collection
-from titan_launch.core.patches import environment, replaced
+from titan_launch.core.patches import environment, replaced, without_garbage_collection
 from titan_launch.core.process import EXITED_DIRECTLY, FAILED, remove_folders
 from titan_launch.core.signals import AGENT_PID, signal_name, signals_handled
 from titan_launch.launch.options import Processes

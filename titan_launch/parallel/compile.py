@@ -135,10 +135,10 @@ def _compile_error(error: Exception, config: CompileConfig, name: str) -> Config
 
     text = re.sub(r"\Abackend=.* raised:\n", "", str(error))
     head, _, trace = text.partition("from user code:")
-    lines = [head.partition("\n")[0].strip(), *re.findall(r"^ *Explanation: (.*)", head, re.MULTILINE)]
+    causes = [head.partition("\n")[0].strip(), *re.findall(r"^ *Explanation: (.*)", head, re.MULTILINE)]
     lines = [line for line in re.findall(r'File "([^"]*)", line (\d+)', trace) if not line[0].startswith(_PYTORCH)]
     where = f" ({Path(lines[-1][0]).name}:{lines[-1][1]})" if lines else ""
-    what = f"{name}{where}: {': '.join(part.rstrip('.') for part in lines)[:_MAX_LENGTH]}"
+    what = f"{name}{where}: {': '.join(cause.rstrip('.') for cause in causes)[:_MAX_LENGTH]}"
     if isinstance(error, BackendCompilerFailed):
         is_cached = config.cache_folder is not None
         damaged = "; delete compile.cache_folder if a file there is damaged, or" if is_cached else ";"

@@ -88,13 +88,13 @@ def sample_format(config: JobConfig) -> tuple[tuple[int, ...], int]:
     The shape of images comes from the model's arguments. For a user's own model one image of the data is read; raises
     ConfigError if that fails.
     """
-    tokenizer, seq_len = build_tokenizer(config.tokenizer), config.training.seq_len
+    seq_len = config.training.seq_len
     if config.data.unit == "tokens":
-        return (seq_len,), config.data.own_vocabulary() or tokenizer.vocab_size
+        return (seq_len,), config.data.own_vocabulary() or build_tokenizer(config.tokenizer).vocab_size
     taken = images_taken(config.model)
     if taken is not None:
         return (taken.channels, taken.height, taken.width), taken.num_classes
-    source = build_source(config.data, tokenizer, seq_len)
+    source = build_source(config.data, build_tokenizer(config.tokenizer), seq_len)
     image, _ = source[0]
     return tuple(image.shape), source.num_classes
 

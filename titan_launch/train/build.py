@@ -33,7 +33,7 @@ from titan_launch.train.kernel_choice import attention_dtypes, use_kernels
 from titan_launch.train.measure import MemoryCheck, StepMeasurements
 from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
 from titan_launch.train.resolve_job import ResolvedJob, resolve_job
-from titan_launch.train.run import Run, build_meter, build_sinks, log_summary
+from titan_launch.train.run import Run, build_meter, build_sinks, log_job, log_run
 from titan_launch.train.run_folder.attempt import this_attempt
 from titan_launch.train.run_folder.folder import OpenRunFolder, effective_load, new_attempt_folder, prepare_run_folder
 from titan_launch.train.run_folder.logs import LogFile
@@ -64,6 +64,7 @@ def build_run(
     watchdog = watchdog or Watchdog(config.comm, ranks)
     job = resolve_job(config, ranks, this_attempt())
     config = job.config
+    log_job(job, locate_key)
     use_kernels(config, job.built, job.plan, job.layout, ranks.device, stack)
     stack.enter_context(cache_folder(config.compile))
 
@@ -85,7 +86,7 @@ def build_run(
     load_or_begin(job, folder.path, state, progress, data, stack)
     on_rank_0(lambda: record_units(folder.path, describe_units(job.plan, job.layout, locate_key)))
     memory_check = MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_rank_0 else None
-    log_summary(job, ranks, memory_check, data.train, data.validation, folder.path, locate_key)
+    log_run(job, ranks.device, memory_check, data.train, data.validation, folder.path)
     first_step = progress.step + 1
     console = ConsoleSink(total_steps=config.training.steps) if ranks.is_rank_0 else None
     return Run(

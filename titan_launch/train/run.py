@@ -127,31 +127,33 @@ def build_sinks(
     return tuple(sinks)
 
 
-def log_summary(
-    resolved: ResolvedJob,
-    ranks: Ranks,
+def log_job(job: ResolvedJob, locate_key: KeyLocator) -> None:
+    """Log the job in about eight lines, and at level DEBUG the table of units."""
+    _log.info("%s", format_lines(summary_of_job(job.config, job.plan, job.layout)))
+    _log.debug("%s", format_plan(job.config, job.plan, job.layout, locate_key))
+
+
+def log_run(
+    job: ResolvedJob,
+    device: torch.device,
     memory_check: MemoryCheck | None,
     source: SampleSource,
     held_out: SampleSource | None,
     folder: Path,
-    locate_key: KeyLocator,
 ) -> None:
-    """Log the job in about twelve lines, and at level DEBUG the table of units. `held_out`: the validation source."""
-    config, plan = resolved.config, resolved.plan
+    """Log the device, the predicted memory, the data and the run folder. `held_out`: the validation source."""
+    config = job.config
     data = [("data", source.describe())]
     if held_out is not None:
         most = config.validation.max_samples
         used = f"; the first {most:,} samples are used" if most is not None and most < len(held_out) else ""
         data.append(("validation data", f"{held_out.describe()}{used}"))
     lines = [
-        *summary_of_job(config, plan, resolved.layout),
-        ("device", f"{ranks.device.type}{_memory(resolved.hardware, memory_check)}"),
+        ("device", f"{device.type}{_memory(job.hardware, memory_check)}"),
         *data,
-        ("folder", f"{folder} ({UNITS_FILE} has the table of the {len(plan.units)} FSDP2 units)"),
+        ("folder", f"{folder} ({UNITS_FILE} has the table of the {len(job.plan.units)} FSDP2 units)"),
     ]
     _log.info("%s", format_lines(lines))
-    if ranks.is_rank_0:
-        _log.debug("%s", format_plan(config, plan, resolved.layout, locate_key))
 
 
 def _memory(hardware: Hardware, memory_check: MemoryCheck | None) -> str:

@@ -198,6 +198,14 @@ def _kinds_with(name: str, table: KeyPath) -> list[str]:
     return [f'"{kind}"' for kind, section in kinds.variants.items() if name in section.model_fields] if kinds else []
 
 
+def key_without_its_section(name: str) -> str | None:
+    """Return the remedy for a key that is given without its section; None if no table has such a key."""
+    if foreign := foreign_key((name,)):
+        return foreign[0]
+    keys = [f'"--{format_key((*table, name))}"' for table in _tables_with(name).values()]
+    return f"did you mean {_any_of(keys)}?" if keys else None
+
+
 def _tables_with(name: str) -> dict[str, KeyPath]:
     """Return the tables that have a key of this name, by header; none if the name is not specific."""
     found = {table.header: table.key for table in _all_tables() if name in table.section.model_fields}

@@ -161,8 +161,8 @@ Line = tuple[str, str]
 
 
 def format_lines(lines: Iterable[Line]) -> str:
-    """Return aligned lines `name: value`."""
-    return "\n".join(aligned([(f"{name}:", value) for name, value in lines]))
+    """Return lines `name: value`. The values of several calls are aligned."""
+    return "\n".join(f"{f'{name}:':<27}{value}" for name, value in lines)
 
 
 def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[Line]:
