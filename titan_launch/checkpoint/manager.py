@@ -33,7 +33,7 @@ _SECONDS_AFTER_AN_ERROR = 60
 
 @dataclass(frozen=True)
 class Origin:
-    """The facts about the run that a manifest holds."""
+    """Facts about the run, for the manifests of its checkpoints."""
 
     world_size: int
     config_digest: str
@@ -82,9 +82,10 @@ class CheckpointManager:
             warn(_log, "no room for checkpoints yet: %s; training continues, and every save tries again", error)
 
     def save(self, validation_loss: float | None = None) -> None:
-        """Begin a checkpoint of the last finished step. Collective. `validation_loss`: loss of this step, if validated.
+        """Begin a checkpoint of the last finished step. Collective. `validation_loss`: loss of that step, if
+        the run validated after it.
 
-        Waits for the save before, and until the state may be changed.
+        Waits until the previous save has ended, and until training may change the state.
         """
         start = time.perf_counter()
         self._finish_pending()
@@ -165,7 +166,7 @@ class CheckpointManager:
         size, stall = written.bytes / 1e6, self._pending_stall_s
         _log.info("saved %s (%.1f MB in %.2f s; training waited %.2f s)", path, size, written.seconds, stall)
         if written.deleted:
-            _log.info("deleted %s", ", ".join(map(checkpoint_name, written.deleted)))
+            _log.info("deleted old checkpoints: %s", ", ".join(map(checkpoint_name, written.deleted)))
         if written.warning:
             warn(_log, "%s: %s", path, written.warning)
 

@@ -55,9 +55,10 @@ def loggers_silenced(*names: str, below: int = logging.CRITICAL) -> Iterator[Non
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection during the block, and exclude all objects that then exist from later collections.
+    """Disable garbage collection during the block. At its end, exempt all existing objects from later collections
+    (`gc.freeze`).
 
-    Importing PyTorch creates a million permanent objects. Collections during the import take 10 % to 25 % of its time.
+    Importing PyTorch creates a million permanent objects. Collections take 10 % to 25 % of the time of the import.
     """
     was_enabled = gc.isenabled()
     gc.disable()

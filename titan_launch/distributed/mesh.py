@@ -20,7 +20,7 @@ PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pp", "dp_replicate", "dp_shard", 
 class Mesh:
     """The grid of all ranks.
 
-    Its axes, outermost first. An axis of degree 1 is not part of the mesh, except dp_shard:
+    These are the axes, outermost first. An axis of degree 1 is not part of the mesh, except dp_shard:
 
         pp            layers are divided              sends activations to the next rank, once per microbatch
         dp_replicate  replicas of the model (HSDP)    all-reduces gradients
@@ -31,7 +31,7 @@ class Mesh:
     Inner axes have more traffic. Neighbouring ranks are on the same node. Combinations of axes and their use:
 
         dp_replicate x dp_shard         data: each rank has its own samples
-        dp_shard x cp                   FSDP2 shards the parameters over it; with dp_replicate outside, this is HSDP
+        dp_shard x cp                   FSDP2 shards the parameters over these ranks
         dp_replicate x dp_shard x cp    `data_group`: ranks with different tokens and the same parameters. Targets are
                                         counted, and BatchNorm's statistics are pooled, over this group.
     """
@@ -41,7 +41,10 @@ class Mesh:
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
-        """The mesh for `fully_shard`: two axes for HSDP, one axis without replicas."""
+        """The mesh for `fully_shard`: 2-D (replicate, shard) for HSDP, otherwise 1-D (shard).
+
+        With context parallelism, dp_shard and cp together are the shard axis.
+        """
         shard, sharded = SHARD, self.ranks[SHARD]
         if self.layout.context > 1:
             shard = f"{SHARD}_{CONTEXT}"
@@ -86,7 +89,7 @@ class Mesh:
         return self.ranks[name] if name in (self.ranks.mesh_dim_names or ()) else None
 
     def _data_ranks(self) -> list[list[int]]:
-        """Return the ranks of this rank's `data_group` and of all other ranks' groups."""
+        """Return the ranks of each data group: the `data_group` of this rank, and those of the other ranks."""
         layout, inner, outer = self.layout, self.layout.tensor, self.layout.ranks_per_stage
         return [
             [stage * outer + index * inner + part for index in range(outer // inner)]

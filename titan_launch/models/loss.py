@@ -36,7 +36,7 @@ def cross_entropy_sum(outputs: Tensor, targets: Tensor, chunks: int = 1) -> Tens
     are 0, and all ranks still run the same backward.
 
     `chunks`: number of parts of the targets, computed one after another. The fp32 tensors exist for one part at a time,
-    and backward computes them a second time. The gradient is the same bit for bit.
+    and backward computes them a second time. The gradient does not depend on `chunks`, bit for bit.
 
     If logits are divided by class over T ranks, each rank holds and computes 1/T of them. Backward then always computes
     the fp32 tensors a second time, and the call is collective: forward reduces three numbers for each target.
@@ -59,7 +59,7 @@ def _sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The operation `_sum` of logits (n, classes) and targets (n) in chunks. It saves only these two for backward."""
+    """The operation `_sum` of logits (n, classes) and targets (n) in chunks. For backward it saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, chunks: int) -> Tensor:
@@ -94,12 +94,12 @@ def _gradient_of_sum(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Classes:
-    """The part of the classes that this rank has the logits of."""
+    """The range of classes whose logits this rank holds."""
 
     start: int
     count: int
     group: dist.ProcessGroup
-    """The ranks that have the other classes, and this rank."""
+    """The ranks that together hold all classes."""
 
     def reduced(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         """Reduce `values` over the ranks in place, and return them."""
@@ -107,7 +107,11 @@ class _Classes:
         return values
 
     def at(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return, for targets (n), indices into this rank's logits and a mask of those on this rank; both [n, 1]."""
+        """Return two [n, 1] tensors for `targets` [n]: the index of each target in this rank's logits, and whether this
+        rank holds the class of the target.
+
+        The index is 0 if this rank does not hold the class.
+        """
         index = (targets - self.start).unsqueeze(-1)
         is_here = (index >= 0) & (index < self.count)
         return index.where(is_here, 0), is_here
@@ -117,16 +121,16 @@ def _own_classes(outputs: DTensor) -> tuple[Tensor, _Classes]:
     """Return this rank's part of divided logits, differentiable, and the classes of the part."""
     assert outputs.placements == (Shard(outputs.ndim - 1),), outputs.placements
     mesh, logits = outputs.device_mesh, outputs.to_local()
-    count = logits.shape[-1]  # the same on all ranks: check_tensor_plan asks for it
+    count = logits.shape[-1]  # the same on all ranks: check_tensor_plan requires this
     return logits, _Classes(mesh.get_local_rank() * count, count, mesh.get_group())
 
 
 class _DividedCrossEntropy(torch.autograd.Function):
     """The operation `_sum` of logits (n, classes / ranks) and targets (n) in chunks.
 
-    It saves these two for backward, and two numbers per target: the largest logit of all ranks, and the logarithm of
-    the sum of exp(logit - largest). The softmax of a part of the logits follows from these numbers. (Their sum alone
-    would lose digits of large logits.)
+    For backward it saves logits, targets, and two numbers per target: the largest logit of all ranks, and the logarithm
+    of the sum of exp(logit - largest). The softmax of a part of the logits follows from the two numbers. (The sum of
+    the two numbers alone would lose digits of large logits.)
     """
 
     @staticmethod
@@ -163,7 +167,7 @@ class _DividedCrossEntropy(torch.autograd.Function):
 def count_correct(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return how many targets have the largest logit: an int64 scalar on their device.
 
-    `outputs` are logits (..., classes), `targets` class indices (...). Of equal logits, the first is taken as the
+    `outputs` are logits (..., classes), `targets` class indices (...). Of equal logits, the first counts as the
     largest. An ignored target is never correct. Collective if logits are divided by class.
     """
     if isinstance(outputs, DTensor):

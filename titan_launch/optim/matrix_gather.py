@@ -1,4 +1,4 @@
-"""Gather full matrices from shards, and scatter results: each rank gets one full matrix of a batch."""
+"""Gather full matrices from shards, and scatter results. Several matrices are exchanged together: one per rank."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Shape = Sequence[int]
 class MatrixGather:
     """The division of matrices among ranks. Matrices with equal divisions can be exchanged together.
 
-    Along FSDP2's mesh axis, every rank sends its shard of the i-th matrix of a batch to the i-th rank in one
-    all-to-all. A second all-to-all returns the shards of the results. If tensor parallelism divides the matrices too,
-    its ranks all-gather them between the two. Each of these ranks then computes with the full matrix. Replicas do the
-    same work.
+    A batch is a list of at most `size` matrices, in the same order on all ranks. Along FSDP2's mesh axis, every rank
+    sends its shard of the i-th matrix to the i-th rank in one all-to-all. A second all-to-all returns the shards of the
+    results. If tensor parallelism divides the matrices too, its ranks all-gather them between the two all-to-alls, and
+    each of its ranks computes with the full matrix. Replicas do the same work.
     """
 
     mesh: DeviceMesh | None
@@ -36,13 +36,14 @@ class MatrixGather:
 
     @property
     def size(self) -> int:
-        """Ranks along FSDP2's axis: as many matrices are a batch."""
+        """Number of ranks along FSDP2's axis, which is the largest number of matrices in a batch."""
         return 1 if self.mesh is None or self._axis is None else self.mesh.size(self._axis)
 
     def gather(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> Tensor | None:
-        """Return this rank's full matrix of a batch, from the shards of all ranks.
+        """Return the full matrix that this rank computes with, gathered from the shards of all ranks.
 
-        The result is in bfloat16 on the mesh's device. It is None if the batch has no matrix for this rank.
+        `parts`: this rank's shards of a batch, one per matrix. `shapes`: the full shapes. The i-th rank along FSDP2's
+        axis gets the i-th matrix, in bfloat16 on the mesh's device. A rank without a matrix gets None.
         """
         if self.mesh is None or self._axis is None:
             return parts[0]
@@ -54,7 +55,10 @@ class MatrixGather:
         return None if mine is None else self._gather_tensor_parallel(received.view(-1, columns), shapes[mine])
 
     def scatter(self, full: Tensor | None, shapes: Sequence[Shape]) -> list[Tensor]:
-        """Return this rank's shards of all matrices of a batch, from the full matrix of every rank."""
+        """Return this rank's shards of all matrices of a batch.
+
+        `full`: the matrix that this rank has computed; None on a rank without a matrix. `shapes`: as for `gather`.
+        """
         if self.mesh is None or self._axis is None or self.size == 1:
             assert full is not None
             return [self._tensor_parallel_part(full)]
@@ -73,25 +77,25 @@ class MatrixGather:
 
     @property
     def _axis(self) -> int | None:
-        """FSDP2's axis of the mesh: the first that divides. That of tensor parallelism comes behind it."""
+        """FSDP2's axis of the mesh: the first axis that divides the matrices. Tensor parallelism has a later axis."""
         return next((axis for axis, placement in enumerate(self.placements) if placement != Replicate()), None)
 
     @property
     def _tensor_parallel(self) -> list[tuple[int, int]]:
-        """Axes of the mesh behind FSDP2's, with the axis of the matrix that each divides."""
+        """Pairs of an axis of the mesh, after FSDP2's axis, and the axis of the matrix that it divides."""
         start = len(self.placements) if self._axis is None else self._axis + 1
         behind = enumerate(self.placements[start:], start)
         return [(axis, placement.dim) for axis, placement in behind if isinstance(placement, Sharded)]
 
     def _index(self, shapes: Sequence[Shape]) -> int | None:
-        """Return the index of the matrix in a batch that this rank gathers; None if there is none."""
+        """Return the index of the matrix in a batch that this rank gathers; None if the batch has no matrix for it."""
         assert self.mesh is not None and self._axis is not None
         own = self.mesh.get_local_rank(self._axis)
         return own if own < len(shapes) else None
 
     def _rows(self, shape: Shape) -> tuple[list[int], int]:
-        """Return the rows of each rank along FSDP2's axis, and the columns, of this rank's tensor-parallel part of a
-        matrix."""
+        """Return the division of this rank's tensor-parallel part of a matrix along FSDP2's axis: the number of rows of
+        each rank, and the number of columns."""
         assert self.mesh is not None
         left = list(shape)
         for axis, divided in self._tensor_parallel:
@@ -99,8 +103,10 @@ class MatrixGather:
         return chunk_sizes(left[0], self.size), left[1]
 
     def _all_to_all(self, parts: Sequence[Tensor], received: Sequence[int]) -> Tensor:
-        """Send `parts` to the first ranks, in order, and return what they send. `received`: number of elements from
-        each of them."""
+        """Send the i-th part to the i-th rank, and return the elements that this rank receives, in one flat tensor.
+
+        `received`: number of elements from each rank. Both lists may end before the last rank.
+        """
         assert self.mesh is not None and self._axis is not None
         device = self.mesh.device_type
         sent = [part.numel() for part in parts]
@@ -136,7 +142,7 @@ class MatrixGather:
 
 
 def matrix_gather_of(parameter: Tensor) -> MatrixGather:
-    """Return the division of a parameter."""
+    """Return the division of a parameter among ranks."""
     if isinstance(parameter, DTensor):
         return MatrixGather(parameter.device_mesh, tuple(parameter.placements))
     return MatrixGather(None, ())

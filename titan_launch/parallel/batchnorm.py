@@ -19,7 +19,7 @@ from titan_launch.parallel.synchronized_batchnorm import overrides_forward, sync
 _log = logging.getLogger(__name__)
 
 _FEW_VALUES = 32
-"""Number of values per channel below which the variance of a batch has a relative standard error above 1/4.
+"""Number of values per channel below which their variance has a relative standard error above 1/4.
 
 The error is `sqrt(2 / (n - 1))` for normally distributed values."""
 
@@ -27,7 +27,7 @@ The error is `sqrt(2 / (n - 1))` for normally distributed values."""
 def prepare_batch_norms(
     model: nn.Module, config: BatchNormConfig, num_microbatches: int, group: dist.ProcessGroup | None
 ) -> None:
-    """Apply `[batchnorm]` to a model before it is wrapped, in place; nothing is allocated.
+    """Apply `[batchnorm]` in place to a model that FSDP2 has not wrapped yet. Nothing is allocated.
 
     `group`: the data-parallel ranks if statistics are synchronized, else None. `check_batch_norms` must be called
     first.
@@ -86,7 +86,8 @@ def _describe_synchronized(num_norms: int, ranks: int) -> str:
 
 
 class _ValuesCheck:
-    """Check of the first training forward: how many values per channel each layer's statistics are computed from."""
+    """Check of the first training forward: the number of values per channel from which each layer computes its
+    statistics."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self._group = group
@@ -116,7 +117,7 @@ class _ValuesCheck:
         handle = norm.register_forward_pre_hook(count, with_kwargs=True)
 
     def _count(self, local: int, device: torch.device) -> int:
-        """Return the number of values, of all ranks for synchronized statistics (collective; waits for the device)."""
+        """Return `local`; with synchronized statistics, its sum over the ranks (collective; waits for the device)."""
         if self._group is None:
             return local
         count = torch.tensor(local, device=device)
@@ -125,7 +126,7 @@ class _ValuesCheck:
 
     def _check(self, path: str) -> None:
         if self._counts[path] == 1:
-            reason = f"leaves the BatchNorm {path} one value per channel in a microbatch, and its variance is 0"
+            reason = f"gives the BatchNorm {path} only one value per channel and microbatch, so the variance is 0"
             raise config_error(("training", "local_batch_size"), f"{reason}; {self._remedy()}")
 
     def _report(self) -> None:
@@ -133,13 +134,14 @@ class _ValuesCheck:
         if few and not (dist.is_initialized() and dist.get_rank()):
             worst = min(few, key=lambda path: few[path])
             _log.warning(
-                "batchnorm statistics: %d layers have fewer than %d values per channel in a microbatch, %s has %d; "
-                "such statistics are mostly noise. The number follows from training.local_batch_size; %s",
+                "batchnorm statistics: %d layers compute them from fewer than %d values per channel and microbatch "
+                "(fewest: %s, %d values). Such statistics are mostly noise; %s",
                 *(len(few), _FEW_VALUES, worst, few[worst], self._remedy()),
             )
 
     def _remedy(self) -> str:
-        return "raise it" if self._group else 'raise it, or on several ranks set batchnorm.statistics = "synchronized"'
+        larger = "increase training.local_batch_size"
+        return larger if self._group else f'{larger}, or on several ranks set batchnorm.statistics = "synchronized"'
 
 
 @dataclass(frozen=True)
@@ -162,14 +164,14 @@ def largest_divergence(of_stages: Iterable[Divergence | None]) -> Divergence | N
 class RunningStatistics:
     """The running statistics of a model's BatchNorm layers, with one copy of them on this rank: save, restore, pool.
 
-    A training step saves them at its beginning. It restores them if its update is skipped or an error ends the step.
-    Between two steps the copy is free. Then a checkpoint that an undisturbed run would not save can pool the statistics
-    temporarily: `pool(temporarily=True)` saves those of this rank, `state_dict` returns them, and `unpool` restores
-    them.
+    A training step copies the statistics at its beginning. It restores them from the copy if its update is skipped or
+    an error ends the step. Between two steps the copy is free. A checkpoint that an uninterrupted run would not save
+    then uses the copy to pool temporarily: `pool(temporarily=True)` copies this rank's statistics, `state_dict` returns
+    the copied values, and `unpool` restores them.
 
     The copy is one flat tensor of bytes for buffers of all dtypes. So the number of kernels does not grow with the
-    depth of the model. Activation checkpointing does not use this class: it replaces the buffers during the second
-    forward, because autograd may have saved them for a layer in eval mode.
+    depth of the model. Activation checkpointing does not use this class. In the second forward it replaces the buffers
+    instead, because autograd may have saved the buffers of a layer in eval mode.
     """
 
     def __init__(self, model: nn.Module):
@@ -247,7 +249,7 @@ class RunningStatistics:
         self._is_pooled_temporarily = False
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's own statistics by full name if they are pooled temporarily; otherwise an empty table."""
+        """Return this rank's own statistics by full name if they are pooled temporarily; otherwise an empty dict."""
         if not self._is_pooled_temporarily:
             return {}
         own = zip(self._buffers.items(), self.saved.split(self._sizes), strict=True)

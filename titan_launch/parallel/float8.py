@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def convert_to_float8(model: nn.Module, plan: ModelPlan, config: Float8Config) -> None:
-    """Convert the linear layers of `plan.float8` in place to layers that multiply in 8 bits; nothing is allocated.
+    """Convert the linear layers of `plan.float8` in place to layers that multiply in 8 bits. Nothing is allocated.
 
     Parameters keep their names. With `float8.all_gather`, weights are wrapped for FSDP2's `fsdp_pre_all_gather`;
     otherwise the parameters are the same objects as before. Raise ConfigError if torchao is not installed.
@@ -32,7 +32,7 @@ def convert_to_float8(model: nn.Module, plan: ModelPlan, config: Float8Config) -
         try:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         except ImportError as error:
-            reason = f"needs torchao ({error}): pip install torchao, or set false"
+            reason = f"requires torchao ({error}); install it (pip install torchao), or set float8.enable = false"
             raise config_error(("float8", "enable"), reason, True) from error
         recipe = replace(Float8LinearConfig.from_recipe_name(config.recipe), emulate=config.emulate)
         recipe = replace(recipe, enable_fsdp_float8_all_gather=config.all_gather)
@@ -44,9 +44,9 @@ def convert_to_float8(model: nn.Module, plan: ModelPlan, config: Float8Config) -
 def scale_update(model: nn.Module, config: Float8Config) -> Callable[[], None] | None:
     """Return a function that computes the scales of all converted weights; None if `float8.all_gather` is off.
 
-    Call it after the optimizer or a checkpoint has changed the parameters, and before they are gathered. It makes one
-    all-reduce over the ranks that shard the parameters, for which the host does not wait. It loops over the layers in
-    Python, because torchao keeps a scale on each.
+    Call the function after the optimizer or a checkpoint has changed the parameters, and before they are all-gathered.
+    It makes one all-reduce over the ranks that shard the parameters, for which the host does not wait. It loops over
+    the layers in Python, because torchao keeps one scale per layer.
     """
     if not (config.enable and config.all_gather):
         return None
@@ -56,19 +56,20 @@ def scale_update(model: nn.Module, config: Float8Config) -> Callable[[], None] |
 
 
 def check_units(config: Float8Config, device: torch.device) -> None:
-    """Raise ConfigError if the device has no 8-bit matrix units and they are not emulated."""
+    """Raise ConfigError if float8 is enabled without emulation, and the device has no FP8 tensor cores."""
     if not config.enable or config.emulate:
         return
     if device.type != "cuda":
-        reason = 'needs the matrix units of a GPU, and the device is "cpu"; set float8.emulate = true, or false here'
+        reason = f'requires a GPU with FP8 tensor cores, but the device is "{device.type}"; {_WITHOUT_TENSOR_CORES}'
         raise config_error(("float8", "enable"), reason, True, also=(("job", "device"),))
     if torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         reason = (
-            f"{name} has no 8-bit matrix units (compute capability 8.9 or later has); set float8.emulate = true, or "
-            "false here"
+            f"requires a GPU with FP8 tensor cores (compute capability 8.9 or later), but the device is {name}; "
+            f"{_WITHOUT_TENSOR_CORES}"
         )
         raise config_error(("float8", "enable"), reason, True)
 
 
 _FIRST_CAPABILITY = (8, 9)
+_WITHOUT_TENSOR_CORES = "set float8.emulate = true, or set float8.enable = false"

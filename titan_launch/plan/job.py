@@ -1,5 +1,5 @@
-"""The FSDP2 units of a job, from the table of its model's modules, and the choices of modes that a plan compares. No
-torch.
+"""The FSDP2 units of a job, from the table of its model's modules, and the combinations of modes that a plan compares.
+No torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Choice:
     def __post_init__(self) -> None:
         """Raise ValueError for `auto`."""
         if "auto" in (self.accumulation.mode, self.activation_checkpoint.mode):
-            raise ValueError("a choice cannot be `auto`: resolve it first (plan.auto_mode)")
+            raise ValueError("a Choice cannot have mode `auto`: resolve the mode first (plan.auto_mode)")
 
     @property
     def label(self) -> str:
@@ -71,14 +71,14 @@ def activation_checkpoint_label(config: ActivationCheckpointConfig) -> str:
 
 
 def configured_choice(config: JobConfig) -> Choice:
-    """Return the choice of a job whose modes are not `auto`. An unset `keep_params_unsharded` becomes False."""
+    """Return the modes of a job without `auto`. An unset `keep_params_unsharded` becomes False."""
     accumulation, checkpointing = config.gradient_accumulation, config.activation_checkpoint
     unsharded = bool(accumulation.keep_params_unsharded)
     return Choice(accumulation.model_copy(update={"keep_params_unsharded": unsharded}), checkpointing)
 
 
 def with_choice(config: JobConfig, choice: Choice) -> JobConfig:
-    """Return the job with the modes of a choice."""
+    """Return the job with the modes of `choice`."""
     made = {"gradient_accumulation": choice.accumulation, "activation_checkpoint": choice.activation_checkpoint}
     return config.model_copy(update=made)
 
@@ -105,7 +105,7 @@ def with_unsharded_parameters(config: JobConfig, layout: Layout) -> JobConfig:
 
 
 def plan_units(config: JobConfig, inventory: Inventory, keep_params_unsharded: bool) -> ModelPlan:
-    """Return the units of a job. Of a choice of modes, they depend on `keep_params_unsharded` only.
+    """Return the units of a job. Of the modes, only `keep_params_unsharded` changes the units.
 
     Raises ConfigError for precision rules that the model does not support.
     """
@@ -132,7 +132,7 @@ def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
 
 
 def possible_choices(config: JobConfig, layout: Layout, inventory: Inventory) -> tuple[list[Choice], list[str]]:
-    """Return all choices that the job allows and that differ in effect, with notes about the others.
+    """Return the combinations of modes that the job allows and that differ in effect, with notes about the others.
 
     Raises ConfigError if the model does not support the job's activation checkpointing.
     """

@@ -37,8 +37,8 @@ def plan_stages(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[S
     """Return the stages of a model, in order; none without pipeline parallelism.
 
     `pipeline_parallel_split_points` gives the first modules of the stages. Without it, the largest stage is as small as
-    whole layers allow, counted in elements of matrices, as a measure of time. Embeddings do not count. Raises
-    ConfigError for a model that cannot be divided, or not at these points.
+    whole layers allow. The size is the number of elements of matrices, as an estimate of time. Embeddings do not count.
+    Raises ConfigError for a model that cannot be divided, or cannot be divided at these points.
     """
     if parallelism.pipeline_parallel_degree == 1:
         return ()
@@ -83,7 +83,10 @@ def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
         if module.same_as is None and not enclosing(module.path, inventory.pipeline_order)
     ]
     if outside:
-        reason = f"would drop {listed(outside)}, in no module of the model's pipeline_order; add these, or set 1"
+        reason = (
+            f"would drop {listed(outside)}, because no module of the model's pipeline_order contains them; add their "
+            "modules to pipeline_order, or set 1"
+        )
         raise config_error(_DEGREE, reason, degree)
 
 
@@ -104,9 +107,12 @@ def _given_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tuple
     starts = tuple(map(pipeline_order.index, points))
     for index, (before, start) in enumerate(pairwise((0, *starts))):
         if start <= before:
-            reason = f"does not come after {points[index - 1]}" if index else "is the first module of the first stage"
-            advice = f"name modules in the order of pipeline_order, each once ({listed(pipeline_order, most=8)})"
-            raise config_error((*_SPLIT, index), f"{reason}; {advice}", points[index])
+            reason = "already begins the first stage, so it cannot be a split point"
+            if index:
+                reason = f"does not come after {points[index - 1]}"
+            advice = "list the split points in the order of the model's pipeline_order, each once"
+            order = listed(pipeline_order, most=8)
+            raise config_error((*_SPLIT, index), f"{reason}; {advice} ({order})", points[index])
     return starts
 
 
@@ -150,7 +156,8 @@ def _cost(inventory: Inventory, path: str) -> int:
 
 
 def _elements(inventory: Inventory, path: str, min_axes: int) -> int:
-    """Return the elements of a module's parameters that have at least `min_axes` dims."""
+    """Return the number of elements of a module's parameters. Parameters with fewer than `min_axes` axes and tied
+    parameters do not count."""
     return sum(
         parameter.numel
         for module in inventory.modules
@@ -170,8 +177,8 @@ def _check_parameters(inventory: Inventory, stages: Sequence[Stage], degree: int
     for stage in stages:
         if stage.index not in trained:
             reason = (
-                f"stage {stage.index} would be {listed(stage.modules)}, with no parameters to train; name "
-                "pipeline_parallel_split_points that give each stage some"
+                f"stage {stage.index} ({listed(stage.modules)}) would have no parameters to train; set "
+                "pipeline_parallel_split_points so that each stage has some"
             )
             raise config_error(_DEGREE, reason, degree, also=(_SPLIT,))
     for module in inventory.modules:
@@ -181,15 +188,16 @@ def _check_parameters(inventory: Inventory, stages: Sequence[Stage], degree: int
             if own != other:
                 reason = (
                     f"{module.path} and {first} share a parameter (tied), and would be on the stages {own} and "
-                    f"{other}; untie them, or set 1 (tensor parallelism and FSDP2 take tied parameters)"
+                    f"{other}; untie them, or set 1 (tensor parallelism and FSDP2 support tied parameters)"
                 )
                 raise config_error(_DEGREE, reason, degree, also=(("model", "args"),))
 
 
 def balance(costs: Sequence[int], num_parts: int) -> tuple[int, ...]:
-    """Return the indices at which the second and later of `num_parts` non-empty parts of a sequence begin.
+    """Divide a sequence into `num_parts` non-empty parts. Return the indices at which the second and later parts begin.
 
-    The parts minimize the largest sum of costs, and then the sum of the squares of the sums.
+    The cost of a part is the sum of the costs in it. The division minimizes the largest cost of a part, and among
+    divisions with an equal largest cost, the sum of the squared costs.
     """
     ends, count = (0, *accumulate(costs)), len(costs)
 
@@ -221,8 +229,8 @@ def balance(costs: Sequence[int], num_parts: int) -> tuple[int, ...]:
 def stage_part(plan: ModelPlan, stage: Stage) -> ModelPlan:
     """Return the part of a model's plan for one stage: its modules, units and buffers.
 
-    A unit with modules of several stages has a part on each. The root of a later stage does not cast its inputs. They
-    are the outputs of the previous stage, which the unsplit model does not cast there.
+    A unit with modules of several stages has a part on each of these stages. The root unit of a later stage does not
+    cast its inputs. The inputs are the outputs of the previous stage, which the undivided model does not cast either.
     """
     foreign = {path for other in plan.stages if other.index != stage.index for path in other.modules}
     inventory, first = _without(plan.inventory, foreign)
@@ -258,9 +266,10 @@ def parts_on_rank(plan: ModelPlan, rank: int) -> tuple[ModelPlan, ...]:
 
 
 def _without(inventory: Inventory, foreign: Collection[str]) -> tuple[Inventory, dict[str, str]]:
-    """Return the table without some modules, and for each remaining path the first path of the same module before.
+    """Return the inventory without the modules inside of `foreign`, and the first path of each remaining module in the
+    whole inventory, by each of its remaining paths.
 
-    The first path of a module with several parents may be removed. The next path is then the first.
+    A module with several parents has several paths. If its first path is removed, its next path becomes the first.
     """
     modules: list[ModuleInfo] = []
     first: dict[str, str] = {}
@@ -312,7 +321,7 @@ def sufficient_microbatches(parallelism: ParallelismConfig, layout: Layout) -> i
 
 
 def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: GradientAccumulationConfig) -> Traffic:
-    """Return the traffic of a step with all microbatches, from the traffic of a step with `num_seen`.
+    """Return the traffic of a step with all microbatches, from the traffic of a step with `num_seen` microbatches.
 
     Traffic per microbatch is scaled. Traffic per step is not.
     """

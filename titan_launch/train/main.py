@@ -24,9 +24,10 @@ from titan_launch.train.run_folder.resume import how_to_resume
 
 
 def train(config: JobConfig, provenance: Provenance, stop: StopRequest, verbose: bool = False) -> None:
-    """Train as one rank, to the last step or until `stop`. All writers are closed on every path.
+    """Train as one rank, to the last step or until `stop`. Close all writers at the end, also after an error.
 
-    `verbose`: print messages of level DEBUG too, such as the table of FSDP2 units. The log files always have them.
+    `verbose`: print messages of level DEBUG too, such as the table of FSDP2 units. The log files always contain
+    them.
     """
     with full_disk_explained(config), ExitStack() as stack:
         log_file = stack.enter_context(rank_log())
@@ -48,8 +49,8 @@ def train(config: JobConfig, provenance: Provenance, stop: StopRequest, verbose:
 
 @contextmanager
 def full_disk_explained(config: JobConfig) -> Iterator[None]:
-    """Raise RunError if the disk is full when a report is written. (A checkpoint without room is logged, and training
-    continues.)"""
+    """Raise RunError if the disk is full when a report is written. (If the disk has no room for a checkpoint, the run
+    logs a warning, and training continues.)"""
     try:
         yield
     except OSError as error:
@@ -64,8 +65,8 @@ def _ignore_warnings() -> None:
     """Ignore warnings of PyTorch that every rank would print about something that the launcher logs or intends."""
     for message in (
         r"FSDP2-wrapped module .* returned a view tensor",  # train.audit names the modules
-        r"Mismatch dtype between input and weight",  # a precision rule for fp32 norm weights asks for it
-        r"Slicing a flattened dim from root mesh",  # distributed.mesh: HSDP needs it
+        r"Mismatch dtype between input and weight",  # the effect of a precision rule for fp32 norm weights
+        r"Slicing a flattened dim from root mesh",  # distributed.mesh slices for HSDP
         r"Using a non-tuple sequence for multidimensional indexing",  # inputs["name"]: train.forward explains the error
     ):
         warnings.filterwarnings("ignore", message=message)

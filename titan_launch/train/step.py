@@ -45,7 +45,8 @@ class StepResult:
     share matrices (tensor parallelism) compute the same loss, and each has an equal part of it."""
 
     valid_local: Tensor
-    """Number of valid (not ignored) targets in `loss_sum`: this rank's, divided by the ranks that share matrices."""
+    """Number of valid (not ignored) targets of this rank in `loss_sum`, divided by the number of ranks that share
+    matrices."""
 
     valid_global: Tensor
     """Number of valid targets of all ranks: the only denominator of the step's loss."""
@@ -55,7 +56,8 @@ class StepResult:
 
 
 class TrainStep:
-    """An optimizer step: count targets, run forward and backward over all microbatches, clip, guard, update."""
+    """One optimizer step: count valid targets, run forward and backward for all microbatches, clip gradients, decide
+    whether to skip the update, update."""
 
     def __init__(
         self,
@@ -70,9 +72,9 @@ class TrainStep:
         pipelined: PipelinedStep | None = None,
         after_update: Callable[[], None] | None = None,
     ):
-        """`loss` returns the sum of the loss over the valid targets of a microbatch. `pipelined` runs forward and
-        backward if the model has pipeline stages. `after_update` runs after every change of parameters; see
-        `parameters_changed`."""
+        """`guard` decides whether to skip the update. `loss` returns the sum of the loss over the valid targets of a
+        microbatch. `pipelined` runs forward and backward if the model has pipeline stages. `after_update` runs after
+        every change of parameters; see `parameters_changed`."""
         self._model = model
         self._optimizer = optimizer
         self._accumulation = accumulation
@@ -132,8 +134,10 @@ class TrainStep:
         return StepResult(loss_sum, valid_local / self._mesh.layout.tensor, valid.total(), grad_norm)
 
     def parameters_changed(self) -> None:
-        """Update the values that depend on parameters, such as float8 scales. A step does so after its update; call it
-        after any other change of parameters. The host does not wait for the device."""
+        """Update the values that depend on parameters, such as float8 scales. The host does not wait for the device.
+
+        A step calls this method after its update. Call the method after any other change of parameters.
+        """
         if self._after_update is not None:
             self._after_update()
 
@@ -186,7 +190,8 @@ def forward_backward(
 
 
 def loss_of(logits: Tensor, targets: Tensor, valid_global: Tensor, loss_sum: Loss) -> Tensor:
-    """Return a microbatch's part of the step's loss: its sum, divided by the step's valid targets over all ranks."""
+    """Return a microbatch's part of the step's loss: the sum of the microbatch's loss, divided by the number of the
+    step's valid targets over all ranks."""
     return loss_sum(logits, targets) / valid_global.clamp(min=1)
 
 

@@ -126,7 +126,9 @@ def test_a_schedule_that_splits_backward_leaves_out_what_it_does_not_go_with() -
         choice_label(f"deferred{UNSHARDED}", "none"),
         choice_label(f"deferred{UNSHARDED}", "full"),
     ]
-    assert any("selective (per operation) is not compared: saves results for one" in note for note in comparison.notes)
+    assert any(
+        "selective (per operation) is not compared: keeps each saved result" in note for note in comparison.notes
+    )
     coarse = make_job(parallelism=split, precision={"reduce_dtype": "bfloat16"}, **auto(memory_gib=10))
     with pytest.raises(
         ConfigError, match=r"has no mode to choose from: immediate is not compared.*; deferred is not compared"

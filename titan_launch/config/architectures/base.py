@@ -57,6 +57,6 @@ class ModelArgs(Section):
         return {}
 
     def batchnorm_over_tokens(self) -> str | None:
-        """Return the setting of `[model.args]` for which BatchNorm computes statistics over tokens; None if there is
-        none."""
+        """Return the key and value of `[model.args]` with which BatchNorm computes statistics over tokens; None if the
+        model has no such BatchNorm."""
         return None

@@ -112,7 +112,7 @@ class Llama3Args(ModelArgs):
         return {name: int(getattr(self, name)) for name in names}
 
     def batchnorm_over_tokens(self) -> str | None:
-        """Return the setting for which the norms are BatchNorms."""
+        """Return the key and value of `[model.args]` that make the norms BatchNorm; None if they are not BatchNorm."""
         return 'norm = "batchnorm"' if self.norm == "batchnorm" else None
 
 

@@ -24,7 +24,7 @@ class Override:
         self.value = value
 
     def find(self, key: KeyPath) -> tuple[int, str]:
-        """Return line 0, and the location of the override: the command line."""
+        """Return the line (0, because an override is in no file), and the text that errors show as the location."""
         return 0, f"command line: {self.text}"
 
     @property
@@ -53,7 +53,7 @@ def parse_overrides(arguments: Sequence[str], aliases: Mapping[str, str] | None 
 
 
 def _split(arguments: Sequence[str]) -> Iterator[tuple[str, str, str | None]]:
-    """Yield the overrides in the arguments, as (text, name, value). The value is None if the override has none."""
+    """Yield the overrides in the arguments, as (text, name, value). The value is None for `--section.flag`."""
     rest = list(arguments)
     while rest:
         text = rest.pop(0)
@@ -119,7 +119,8 @@ class Draft:
         self._merge(self.table, table, (), source)
 
     def override(self, override: Override) -> None:
-        """Set one key. Raises ConfigError if its path leads through a value that is neither a table nor an array."""
+        """Set the key of an override. Raises ConfigError if the path of the key leads through a value that is neither a
+        table nor an array."""
         self._sources.append(override)
         try:
             self._set(override)
@@ -171,7 +172,7 @@ class Draft:
         self._origins[key] = source
 
     def _enter(self, container: Any, name: str | int, key: KeyPath, following: str, source: Source) -> Any:
-        """Return the table or array at `key`. It is created if it does not exist."""
+        """Return the table or array at `key`, after creating it if it does not exist."""
         if not _has(container, name):
             self._put(container, name, [] if following.isdecimal() else {}, key, source)
         inside = container[name]
@@ -199,7 +200,7 @@ def _index_reason(array: str, length: int) -> str:
     if not length:
         return f"{array} is empty; use index 0 to append the first item"
     items = "item 0" if length == 1 else f"items 0 to {length - 1}"
-    return f"{array} has {items}; use index {length} to append one"
+    return f"{array} has {items}; use index {length} to append an item"
 
 
 def _has(container: Any, name: Any) -> bool:

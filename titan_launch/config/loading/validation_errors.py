@@ -36,14 +36,15 @@ def translate(error: ValidationError, section: type[Section], table: KeyPath = (
 
 
 def _in_no_member(one: Problem, other: Problem) -> Problem:
-    """Return one problem for a value that fits no member of a union. It has no hints, since they would contradict each
-    other."""
+    """Return one problem for a value that fits no member of a union, from the problems of two members. The
+    hints are dropped, since hints of different members contradict each other."""
     reasons = [problem.reason.partition(";")[0] for problem in (one, other)]
     return Problem(one.key, f"{reasons[0]} or {reasons[1].removeprefix('must be ')}", one.value)
 
 
 def _has_deeper(key: KeyPath, found: Mapping[KeyPath, Problem]) -> bool:
-    """Return True if a member of a union fits, except for a key in it."""
+    """Return True if a key inside of the table `key` has a problem. One member of the union then fits the table, except
+    for the inner key."""
     return any(len(other) > len(key) and other[: len(key)] == key for other in found)
 
 
@@ -82,7 +83,9 @@ def _reason(details: ErrorDetails, key: KeyPath) -> str:
 
 def _one_of(choices: list[str], value: Any) -> str:
     known = ", ".join(f'"{choice}"' for choice in choices)
-    near = nearest(value, choices, similarity=0.7) if isinstance(value, str) else None  # at 0.6, "cpu" for "gpu"
+    near = (
+        nearest(value, choices, similarity=0.7) if isinstance(value, str) else None
+    )  # 0.6 would suggest "cpu" for "gpu"
     hint = f'; did you mean "{near}"?' if near else ""
     if value in _HALF and "bfloat16" in choices:
         hint = "; float16 needs loss scaling, which is not supported; use bfloat16"
@@ -213,8 +216,11 @@ def _tables_with(name: str) -> dict[str, KeyPath]:
 
 
 def _nearest_anywhere(name: str) -> KeyPath | None:
-    """Return a very similar key of another table, or None. (A key in an array has no path to suggest, and a key of
-    several tables is ambiguous.)"""
+    """Return the key of any table that is most similar to `name`; None if no key is similar enough.
+
+    Keys in arrays of tables are not searched, because they have no fixed path. A key that several tables have gives
+    None.
+    """
     keys: dict[str, list[KeyPath]] = {}
     for table in _all_tables():
         for field in table.section.model_fields if table.header[1] != "[" else ():

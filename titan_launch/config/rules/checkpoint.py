@@ -28,7 +28,9 @@ def best_checkpoints_are_validated(config: JobConfig) -> Iterator[Problem]:
         return
     also = (("validation", "freq"), ("checkpoint", "interval"))
     if not freq:
-        reason = "requires the validation loss, but validation.freq is 0; set validation.freq above 0, or 0 here"
+        reason = (
+            "requires the validation loss, but validation.freq is 0; set validation.freq above 0, or set keep_best = 0"
+        )
         yield Problem(("checkpoint", "keep_best"), reason, checkpoint.keep_best, also=also)
     elif checkpoint.interval % freq and freq % checkpoint.interval:
         reason = (
@@ -106,7 +108,8 @@ _TIMEOUT: KeyPath = ("comm", "timeout_seconds")
 def rollback_has_checkpoints(config: JobConfig) -> Iterator[Problem]:
     """Yield `rollback` without checkpoints."""
     if config.debug.on_repeated_skips == "rollback" and not config.checkpoint.enable:
-        reason = 'requires checkpoints, but checkpoint.enable is false; set checkpoint.enable = true, or "stop" here'
+        remedy = 'set checkpoint.enable = true, or set on_repeated_skips = "stop"'
+        reason = f"requires checkpoints, but checkpoint.enable is false; {remedy}"
         yield Problem(_REPEATED, reason, config.debug.on_repeated_skips, also=(_ENABLE,))
 
 

@@ -26,7 +26,7 @@ def compile_options_are_for_compile(config: JobConfig) -> Iterator[Problem]:
 
 
 def cache_has_kernels(config: JobConfig) -> Iterator[Problem]:
-    """Yield a cache folder for a backend that compiles no kernels, and an empty name."""
+    """Yield a cache folder for a backend that compiles no kernels, and a cache folder without a name."""
     compiles = config.compile
     if compiles.cache_folder == "":
         yield Problem(_CACHE, "must be the name of a folder; remove this key for the compiler's own folder", "")
@@ -39,12 +39,13 @@ def cache_has_kernels(config: JobConfig) -> Iterator[Problem]:
 
 
 def selective_option_is_for_selective(config: JobConfig) -> Iterator[Problem]:
-    """Yield the selective option of another mode. (The default is accepted: a recorded job has it.)"""
+    """Yield `selective_ac_option` in a mode other than `selective`. (The default is accepted: a recorded job has
+    it.)"""
     yield from _option_of_another_mode(config, "selective_ac_option", "selective")
 
 
 def modules_are_checkpointed(config: JobConfig) -> Iterator[Problem]:
-    """Yield modules for a mode that does not checkpoint modules."""
+    """Yield `activation_checkpoint.modules` in a mode that ignores this key."""
     checkpointing = config.activation_checkpoint
     if checkpointing.modules and checkpointing.mode in ("none", "memory_budget"):
         reason = (
@@ -55,15 +56,16 @@ def modules_are_checkpointed(config: JobConfig) -> Iterator[Problem]:
 
 
 def budget_is_for_memory_budget(config: JobConfig) -> Iterator[Problem]:
-    """Yield the memory budget of another mode. (The default is accepted: a recorded job has it.)"""
+    """Yield `memory_budget` in a mode other than `memory_budget`. (The default is accepted: a recorded job has
+    it.)"""
     yield from _option_of_another_mode(config, "memory_budget", "memory_budget")
 
 
 def budget_has_a_compiler(config: JobConfig) -> Iterator[Problem]:
-    """Yield `memory_budget` without a compiler that builds the backward graph, and with tensor parallelism."""
+    """Yield mode `memory_budget` without a compiler that builds the backward graph, and with tensor parallelism."""
     if config.activation_checkpoint.mode != "memory_budget":
         return
-    mode, others = "memory_budget", 'or mode = "selective"'
+    mode, others = "memory_budget", 'or set mode = "selective"'
     compiles = config.compile
     if not compiles.enable or "model" not in compiles.components:
         key = _COMPONENTS if compiles.enable else _ENABLE
@@ -91,7 +93,7 @@ def compile_has_components(config: JobConfig) -> Iterator[Problem]:
 
 
 def compiled_loss_has_one_chunk(config: JobConfig) -> Iterator[Problem]:
-    """Yield chunks of a compiled loss, which makes no fp32 copies that chunks could save."""
+    """Yield a compiled loss in several chunks. A compiled loss makes no fp32 copies, so chunks save no memory."""
     chunks = config.training.loss_chunks
     if config.compile.enable and "loss" in config.compile.components and chunks > 1:
         reason = (
@@ -102,13 +104,14 @@ def compiled_loss_has_one_chunk(config: JobConfig) -> Iterator[Problem]:
 
 
 def compiled_loss_is_not_sharded(config: JobConfig) -> Iterator[Problem]:
-    """Yield a compiled loss of sharded logits, whose collectives and own backward cannot be compiled."""
+    """Yield a compiled loss with `parallelism.loss_parallel`: its collectives and its custom backward cannot be
+    compiled."""
     parallelism = config.parallelism
     is_divided = parallelism.tensor_parallel_degree > 1 and parallelism.loss_parallel
     if config.compile.enable and "loss" in config.compile.components and is_divided:
         reason = (
-            "the loss of logits that are sharded by class (parallelism.loss_parallel) cannot be compiled, and makes no "
-            'fp32 copies of all logits anyway; remove "loss", or set parallelism.loss_parallel = false'
+            'cannot include "loss" with parallelism.loss_parallel = true: its collectives and its custom backward '
+            'cannot be compiled; remove "loss", or set parallelism.loss_parallel = false'
         )
         also = (_ENABLE, _TENSOR, ("parallelism", "loss_parallel"))
         yield Problem(_COMPONENTS, reason, list(config.compile.components), also=also)
@@ -142,7 +145,7 @@ _ATTENTION: KeyPath = ("kernels", "attention")
 
 
 def kernels_exist_on_the_device(config: JobConfig) -> Iterator[Problem]:
-    """Yield kernels that CPUs lack. (If `job.device` is "auto", the run checks them.)"""
+    """Yield kernels that CPUs lack. (If `job.device` is "auto", the run checks this at its start.)"""
     if config.job.device == "cpu":
         yield from missing_on_cpu(config.kernels)
 

@@ -70,7 +70,7 @@ def stochastic_rounding_is_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
     if not _stores_bfloat16(config):
         reason = (
             "rounds to bfloat16, but parameters and moments are float32; set precision.storage_dtype or "
-            'optimizer.state_dtype = "bfloat16", or "nearest" here'
+            'optimizer.state_dtype = "bfloat16", or set optimizer.rounding = "nearest"'
         )
         yield Problem(_ROUNDING, reason, optimizer.rounding, also=also)
     elif optimizer.master_weights and optimizer.state_dtype == "float32":

@@ -29,7 +29,8 @@ _OPTIONS = {
 
 
 def options_have_a_degree(config: JobConfig) -> Iterator[Problem]:
-    """Yield options whose degree is 1. (Defaults are accepted: a recorded job has them.)"""
+    """Yield options of parallelism without effect, since their degree is 1. (Defaults are accepted: a recorded job has
+    them.)"""
     for name, value in config.parallelism.changed(*_OPTIONS):
         degree = _OPTIONS[name]
         if getattr(config.parallelism, degree) == 1:
@@ -61,14 +62,17 @@ def models_can_be_divided(config: JobConfig) -> Iterator[Problem]:
     ):
         if degree > 1 and not is_supported:
             reason = (
-                f"the model {config.model.name} does not support it; set 1, and use data parallelism "
+                f"is not supported by the model {config.model.name}; set 1, and use data parallelism "
                 "(data_parallel_shard_degree)"
             )
             yield Problem(key, reason, degree, also=_MODEL)
 
 
 def context_parallel_has_sequences(config: JobConfig) -> Iterator[Problem]:
-    """Yield context parallelism for images, with a user's own model, too: it divides only sequences of tokens."""
+    """Yield context parallelism of a user's own model for images: context parallelism divides sequences of tokens.
+
+    (`models_can_be_divided` checks the package's models.)
+    """
     degree = config.parallelism.context_parallel_degree
     if degree > 1 and config.data.unit != "tokens" and config.model.name not in ARCHITECTURES:
         reason = f'divides sequences of tokens, but data.kind = "{config.data.kind}" gives {config.data.unit}; set 1'
@@ -97,18 +101,19 @@ def sequences_can_be_divided(config: JobConfig) -> Iterator[Problem]:
 
 
 def batch_norm_sees_whole_sequences(config: JobConfig) -> Iterator[Problem]:
-    """Yield a division of sequences for which BatchNorm over tokens would see only a part of its microbatch."""
+    """Yield a division of sequences with which BatchNorm over tokens would compute its statistics from a part of a
+    microbatch."""
     args, parallelism = known_args(config.model), config.parallelism
     setting = args and args.batchnorm_over_tokens()
     if setting is None:
         return
     if parallelism.tensor_parallel_degree > 1 and parallelism.sequence_parallel:
-        reason = f"model.args.{setting} would compute its statistics over a part of the tokens; set false"
+        reason = f"the BatchNorms (model.args.{setting}) would compute statistics from a part of the tokens; set false"
         yield Problem(_SEQUENCE, reason, True, also=(_TENSOR, *_MODEL))
     if parallelism.context_parallel_degree > 1 and config.batchnorm.statistics == "local":
         reason = (
-            f"model.args.{setting} would compute its statistics over a part of the tokens; set "
-            'batchnorm.statistics = "synchronized", or 1 here'
+            f"the BatchNorms (model.args.{setting}) would compute statistics from a part of the tokens; set "
+            'batchnorm.statistics = "synchronized", or set context_parallel_degree = 1'
         )
         key: KeyPath = ("batchnorm", "statistics")
         yield Problem(_CONTEXT, reason, parallelism.context_parallel_degree, also=(key, *_MODEL))
@@ -176,7 +181,7 @@ def misfit_of_microbatches(
     parallelism: ParallelismConfig, num_microbatches: int, samples_each: int | None = None
 ) -> str | None:
     """Return why the schedule does not support a number of microbatches per step, with the nearest valid batch sizes;
-    None if it does.
+    None if the schedule supports the number.
 
     `samples_each`: samples per microbatch over all ranks; None if unknown.
     """
@@ -253,7 +258,8 @@ def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
     if tied_by is not None:
         reason = (
             f"puts the embedding and the output layer, which share one weight ({tied_by}), on different stages; "
-            f"set model.args.{tied_by} = false, or 1 here (FSDP2 and tensor parallelism support tied weights)"
+            f"set model.args.{tied_by} = false, or set pipeline_parallel_degree = 1 "
+            "(FSDP2 and tensor parallelism support tied weights)"
         )
         yield Problem(_PIPELINE, reason, degree, also=also)
 
@@ -277,9 +283,10 @@ def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
 
 
 def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
-    """Yield gradient accumulation modes that do not support a backward in two parts.
+    """Yield gradient accumulation modes that do not support a pipeline schedule that splits backward.
 
-    FSDP2 reduces gradients at the end of a backward, which a backward in two parts does not have.
+    FSDP2 reduces gradients at the end of each microbatch's backward. If backward is split, the gradients of weights are
+    not complete then.
     """
     accumulation, schedule = config.gradient_accumulation, config.parallelism.pipeline_parallel_schedule
     if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES:
@@ -297,23 +304,27 @@ def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
 
 
 def split_backward_checkpoints_whole_modules(config: JobConfig) -> Iterator[Problem]:
-    """Yield activation checkpointing that returns a saved result only once: schedules with a backward in two parts need
-    the result twice."""
+    """Yield selective checkpointing by operation (`op`), and mode `auto`, with a schedule that splits backward.
+
+    Such a schedule reads each saved result twice, but `op` keeps a result for one read.
+    """
     checkpointing, schedule = config.activation_checkpoint, config.parallelism.pipeline_parallel_schedule
     if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES:
         return
     mode: KeyPath = ("activation_checkpoint", "mode")
-    why = f"saves results for one backward, but {schedule} needs them twice"
+    why = f"keeps each saved result for one read, but {schedule} reads it twice"
     if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
         key: KeyPath = ("activation_checkpoint", "selective_ac_option")
-        yield Problem(key, f'{why}; set a number, mode = "full", or use Interleaved1F1B', "op", also=(_SCHEDULE, mode))
+        yield Problem(
+            key, f'{why}; set a number or mode = "full", or use Interleaved1F1B', "op", also=(_SCHEDULE, mode)
+        )
     elif checkpointing.mode == "auto":
         reason = f'may choose selective checkpointing by operation, which {why}; set "none" or "full"'
         yield Problem(mode, reason, "auto", also=(_SCHEDULE,))
 
 
 def split_backward_is_not_compiled(config: JobConfig) -> Iterator[Problem]:
-    """Yield a compiled model with a backward in two parts: the backward of a graph is one operation."""
+    """Yield a compiled model with a schedule that splits backward: the backward of a graph is one operation."""
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree == 1 or not config.compile.enable:
         return
@@ -326,7 +337,7 @@ def split_backward_is_not_compiled(config: JobConfig) -> Iterator[Problem]:
 
 
 SPLIT_BACKWARD_RULES = (split_backward_is_reduced_once, split_backward_checkpoints_whole_modules)
-"""Rules for gradient accumulation and activation checkpointing with these schedules."""
+"""Rules for gradient accumulation and activation checkpointing with schedules that split backward."""
 
 PIPELINE_RULES = (
     pipeline_options_have_a_pipeline,

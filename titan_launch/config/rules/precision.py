@@ -20,12 +20,16 @@ def precision_rules_have_a_target(config: JobConfig) -> Iterator[Problem]:
 
 
 def precision_rules_can_be_reached(config: JobConfig) -> Iterator[Problem]:
-    """Yield precision rules with the same target as an earlier rule, which always applies first."""
+    """Yield precision rules with the `type` and `match` of an earlier rule. The earlier rule applies to all of their
+    modules."""
     first: dict[tuple[str | None, str | tuple[str, ...] | None], int] = {}
     for index, rule in enumerate(config.precision.rules):
         earlier = first.setdefault(_target(rule), index)
         if earlier != index and any(_target(rule)):
-            reason = f"has no effect: precision.rules.{earlier} matches the same modules and comes first; merge the two"
+            reason = (
+                f"(counted from 0) never applies, because precision.rules.{earlier} has the same type and match, and "
+                "the first matching rule wins; merge the two"
+            )
             yield Problem(("precision", "rules", index), reason, also=(("precision", "rules", earlier),))
 
 
@@ -50,7 +54,8 @@ def deferred_all_reduce_has_replicas(config: JobConfig) -> Iterator[Problem]:
     degree = ("parallelism", "data_parallel_replicate_degree")
     mode = config.gradient_accumulation.mode
     if mode == "deferred_all_reduce" and config.parallelism.data_parallel_replicate_degree == 1:
-        reason = f'requires {format_key(degree)} > 1 (HSDP); set that, or "immediate" or "deferred" here'
+        remedy = 'set data_parallel_replicate_degree to 2 or more, or set mode = "immediate" or "deferred"'
+        reason = f"requires {format_key(degree)} > 1 (HSDP); {remedy}"
         yield Problem(("gradient_accumulation", "mode"), reason, mode, also=(degree,))
 
 
@@ -114,29 +119,34 @@ def float8_options_are_for_float8(config: JobConfig) -> Iterator[Problem]:
 
 
 def float8_has_whole_matrices(config: JobConfig) -> Iterator[Problem]:
-    """Yield float8 with tensor parallelism: each rank would scale by its own part of a matrix."""
+    """Yield float8 with tensor parallelism: each rank would compute the scale from its own shard only."""
     degree = config.parallelism.tensor_parallel_degree
     if config.float8.enable and degree > 1:
         reason = (
-            f"is not supported with parallelism.tensor_parallel_degree = {degree}: each rank would scale by its own "
-            "part of a matrix; set tensor_parallel_degree = 1 and a larger data_parallel_shard_degree, or false here"
+            f"is not supported with parallelism.tensor_parallel_degree = {degree}: each rank would compute the scale "
+            "from its own shard only; set tensor_parallel_degree = 1 and a larger data_parallel_shard_degree, or set "
+            "float8.enable = false"
         )
         yield Problem(_ENABLE, reason, True, also=(_TENSOR,))
 
 
 def float8_has_units(config: JobConfig) -> Iterator[Problem]:
-    """Yield float8 on a CPU, which has no 8-bit units. (If `job.device` is "auto", the run checks this.)"""
+    """Yield float8 on a CPU, which has no FP8 tensor cores. (If `job.device` is "auto", the run checks this at its
+    start.)"""
     if config.float8.enable and not config.float8.emulate and config.job.device == "cpu":
-        reason = 'requires the 8-bit units of a GPU, but job.device is "cpu"; set float8.emulate = true, or false here'
+        remedy = "set float8.emulate = true, or set float8.enable = false"
+        reason = f'requires a GPU with FP8 tensor cores, but job.device is "cpu"; {remedy}'
         yield Problem(_ENABLE, reason, True, also=(("job", "device"), ("float8", "emulate")))
 
 
 def float8_starts_from_bfloat16(config: JobConfig) -> Iterator[Problem]:
-    """Yield float8 with another computation dtype than bfloat16. (The planner checks precision rules of single
-    modules.)"""
+    """Yield float8 if `precision.param_dtype` is not bfloat16. (The planner checks the precision rules of modules.)"""
     dtype = config.precision.param_dtype
     if config.float8.enable and dtype != "bfloat16":
-        reason = f'requires precision.param_dtype = "bfloat16", which is "{dtype}"; set "bfloat16" there, or false here'
+        reason = (
+            f'requires precision.param_dtype = "bfloat16", but it is "{dtype}"; set it to "bfloat16", or set '
+            "float8.enable = false"
+        )
         yield Problem(_ENABLE, reason, True, also=(("precision", "param_dtype"),))
 
 
@@ -147,7 +157,7 @@ def float8_all_gather_has_one_scale(config: JobConfig) -> Iterator[Problem]:
     if float8.enable and float8.all_gather and float8.recipe != "tensorwise":
         reason = (
             f'requires one scale per tensor, but float8.recipe is "{float8.recipe}"; set float8.recipe = "tensorwise", '
-            "or false here"
+            "or set float8.all_gather = false"
         )
         yield Problem(_ALL_GATHER, reason, True, also=(("float8", "recipe"),))
 

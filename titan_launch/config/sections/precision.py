@@ -82,7 +82,7 @@ class BatchNormConfig(Section):
     costs one small all-gather per layer in forward, and one all-reduce in backward."""
 
     momentum_per: Literal["microbatch", "step"] = "microbatch"
-    """The unit to which the `momentum` of a BatchNorm layer applies. `momentum` is the weight of new statistics in the
+    """Period to which the `momentum` of a BatchNorm layer applies. `momentum` is the weight of new statistics in the
     running statistics. `microbatch`: each microbatch has this weight. `step`: all microbatches of a step together have
     this weight, whatever their number."""
 
@@ -90,8 +90,8 @@ class BatchNormConfig(Section):
 class Float8Config(Section):
     """8-bit floating-point products of linear layers, in forward and backward, by torchao (`pip install torchao`). The
     factors are scaled dynamically. Parameters keep their storage dtype. They are all-gathered in
-    `precision.param_dtype`, or with `all_gather` in 8 bits. The products need GPUs with 8-bit units: NVIDIA with
-    compute capability 8.9 or more (H100, H200, B200, L40S)."""
+    `precision.param_dtype`, or with `all_gather` in 8 bits. The products require GPUs with FP8 tensor cores:
+    NVIDIA with compute capability 8.9 or later (H100, H200, B200, L40S)."""
 
     enable: bool = False
     """Convert linear layers to 8 bits. This is faster only with `compile.enable`: without compilation each scaling is a
@@ -113,7 +113,7 @@ class Float8Config(Section):
 
     emulate: bool = False
     """Round the factors to 8 bits, and multiply in the dtype of the computation. Use this to test the numerics on
-    hardware without 8-bit units."""
+    hardware without FP8 tensor cores."""
 
 
 AttentionBackend = Literal["cudnn", "flash", "efficient", "math"]

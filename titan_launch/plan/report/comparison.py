@@ -19,21 +19,22 @@ from titan_launch.plan.step_time import ModelFlops, StepTime, bubble_share, esti
 from titan_launch.plan.types import Inventory, ModelPlan
 
 Engine = Callable[[Choice], Footprint]
-"""Predicts the memory of a step under a choice."""
+"""Predicts the memory of a step with the modes of a `Choice`."""
 
 Verdict = Literal["fits", "tight", "does not fit"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A choice of modes and its predictions."""
+    """The predictions for one combination of gradient accumulation mode and activation checkpointing mode."""
 
     choice: Choice
     footprint: Footprint
     traffic: Traffic
     link_traffic: LinkTraffic
     flops_per_rank: int | None
-    """FLOPs of a step with those of activation checkpointing: the mean of the ranks that work on the same samples."""
+    """FLOPs of a step, including those that activation checkpointing adds: the mean of the ranks that work on the same
+    samples."""
 
     time: StepTime
 
@@ -43,20 +44,21 @@ class Row:
 
     verdict: Verdict | None
     """`does not fit`: active memory and overhead exceed the limit. `fits`: `reserved_bytes` leaves the margin below the
-    limit free. `tight`: any other. None: there is no limit."""
+    limit free. `tight`: neither. None: the device has no limit."""
 
     is_own: bool
-    """True if the job sets the choice, or `auto` may take it."""
+    """True if the job sets these modes, or `auto` may choose them."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All choices of a job."""
+    """The predictions for a job: one row per combination of gradient accumulation mode and activation checkpointing
+    mode."""
 
     config: JobConfig
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
-    """Choices that are not in the table, with the reason, and remarks about the columns."""
+    """The reason for each combination of modes that has no row, and remarks about the columns."""
 
 
 def compare(
@@ -69,10 +71,10 @@ def compare(
     only_own: bool = False,
     counted: Callable[[Choice], Traffic] | None = None,
 ) -> Comparison:
-    """Predict all choices; with `only_own`, those that the job sets or `auto` may take.
+    """Predict every combination of modes; with `only_own`, those that the job sets or `auto` may choose.
 
-    `counted` returns the traffic that a trace has counted. Without `counted`, every unit is assumed to run once in a
-    forward, and every parameter to have a gradient.
+    `counted` returns the traffic that a trace has counted, or None. Without counted traffic, every unit is assumed to
+    run once in a forward, and every parameter to have a gradient.
 
     Raises ConfigError if the model does not support the job's precision rules, compilation or activation checkpointing.
     """
@@ -116,8 +118,8 @@ _MODEL_PARALLEL = (
     "mean of the ranks that work on the same samples"
 )
 _PIPELINE = (
-    "memory and traffic are those of the pipeline rank with the highest peak memory, of the first, the last and the "
-    "one with the most parameters; compute seconds include the pipeline bubble, with all stages assumed equal"
+    "memory and traffic are those of one pipeline rank: the one with the highest peak memory among the first rank, the "
+    "last rank, and the rank with the most parameters; compute seconds include the pipeline bubble, for equal stages"
 )
 
 
@@ -158,7 +160,7 @@ def estimate_reserved(footprint: Footprint, hardware: Hardware) -> float:
 
 
 def judge(footprint: Footprint, reserved_bytes: float, hardware: Hardware) -> Verdict | None:
-    """Return whether a step fits into the memory of the device; None without a limit."""
+    """Return the verdict on a step in the memory of the device; None if the device has no limit."""
     if hardware.memory_gib is None:
         return None
     if footprint.peak_bytes + hardware.overhead_gib * GIB > hardware.memory_gib * GIB:

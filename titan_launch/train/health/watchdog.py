@@ -40,7 +40,7 @@ _STDERR = 2
 
 _TIMED_OUT = ("Timed out waiting", "wait timeout after", "operation timeout")
 _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer")
-"""Parts of the messages of gloo's errors, which have no types of their own.
+"""Parts of the messages of gloo's errors. Only the message identifies such an error: its type is RuntimeError.
 
 NCCL raises errors in the training thread only with TORCH_NCCL_BLOCKING_WAIT=1. By default its watchdog thread aborts
 the process, and `launch` reports the unfinished collective."""
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class Watchdog:
-    """A thread that checks whether the main thread makes progress.
+    """A thread that checks whether the main thread of this rank makes progress.
 
     with Watchdog(config.comm, ranks) as watchdog:
         with watchdog.errors_explained():
@@ -81,7 +81,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._limit_s:
-            self._board = ProgressBoard(self._ranks)  # now: after a failure the store may refuse new clients
+            self._board = ProgressBoard(self._ranks)  # after a failure the store may refuse new clients
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
         return self
@@ -110,12 +110,12 @@ class Watchdog:
         self._is_warm = True
 
     def set_run_folder(self, run_folder: Path) -> None:
-        """Write later stacks to a folder of the run. Before this call they go to standard error."""
+        """Write later stacks to the run folder. Stacks before this call go to standard error."""
         self._folder = run_folder
 
     @contextmanager
     def errors_explained(self) -> Iterator[None]:
-        """Replace errors of gloo collectives (timeout, lost connection) by a RunError that names the ranks behind.
+        """Replace errors of gloo collectives (timeout, lost connection) by a RunError with the ranks that are behind.
 
         After any error, tell the other ranks that the run has failed, so that hanging ranks end."""
         try:
@@ -143,9 +143,9 @@ class Watchdog:
         return None
 
     def _describe_hang(self) -> str:
-        """Return a text that names the ranks behind, and the files with details. Writes the flight record."""
+        """Write the flight record. Return a text that names the ranks that are behind, and the files with details."""
         if self._board is None:
-            return "comm.hang_seconds = 0 disables hang detection, so the rank behind is unknown"
+            return "comm.hang_seconds = 0 disables hang detection, so the rank that is behind is unknown"
         behind = ranks_behind(self._board, self._now)
         if self._folder is None:
             return behind
@@ -164,12 +164,12 @@ class Watchdog:
         reported: ProgressPoint | None = None
         while not self._closing.wait(pause):
             now = self._now
-            if reported is None or now.sequence != reported.sequence:  # else `_report` has published it
+            if reported is None or now.sequence != reported.sequence:  # otherwise `_report` has published `now`
                 board.publish(now)
             # If the main thread holds the GIL, this thread cannot run. The timer of faulthandler does not need the GIL.
             faulthandler.dump_traceback_later(now.limit_s + 2 * pause, file=_STDERR)
             if reported is not None and now.sequence != reported.sequence:
-                _log.info("progress after a hang of %.0f s %s", now.since - reported.since, reported)
+                _log.info("this rank continues after a hang of %.0f s %s", now.since - reported.since, reported)
                 reported = None
             if self._is_late(now) and board.has_failed() and not self._closing.is_set():
                 _log.info("the run failed on another rank and this rank hangs %s, so this rank ends", now)
@@ -179,7 +179,7 @@ class Watchdog:
                 self._report(now, board, pause)
 
     def _report(self, now: ProgressPoint, board: ProgressBoard, pause: float) -> None:
-        """Write the stacks and the flight record, and log the ranks behind: as a warning on rank 0 only."""
+        """Write the stacks and the flight record, and log the ranks that are behind: as a warning on rank 0 only."""
         board.publish(with_collectives(now))
         self._closing.wait(2 * pause)  # until the other ranks have published
         level = logging.WARNING if self._ranks.is_rank_0 else logging.INFO

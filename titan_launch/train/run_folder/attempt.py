@@ -22,21 +22,20 @@ class AgentProcess:
 
     host: str
     folder: str
-    """torchrun's folder for errors of its workers, different for each launch and equal for its restarts."""
+    """torchrun's folder for the errors of its ranks. Each launch has its own folder; restarts use the same folder."""
 
     pid: int
     """Id of the parent process of the rank: torchrun, or a script between torchrun and the rank."""
 
     started: int | None
-    """Start time of that process in clock ticks since the boot of the host; None if unknown."""
+    """Start time of process `pid` in clock ticks since the boot of the host; None if unknown."""
 
     def is_same(self, other: AgentProcess) -> bool:
         """Return True if both are the same torchrun process."""
         return (self.host, self.folder) == (other.host, other.folder)
 
     def is_alive_here(self) -> bool:
-        """Return True if the process runs on this host. The start time tells it from a later process with the same
-        id."""
+        """Return True if process `pid` runs on this host. A later process with the same id has another start time."""
         return self.started is not None and self.host == socket.gethostname() and self.started == _start_time(self.pid)
 
 
@@ -45,18 +44,17 @@ class Attempt:
     """A start of all ranks of a run."""
 
     agents: tuple[AgentProcess, ...] = ()
-    """torchrun processes that started the ranks; empty if something else did."""
+    """torchrun processes that started the ranks; empty if torchrun did not start them."""
 
     slurm_job: str | None = None
     is_requeued: bool = False
-    """True if Slurm requeued this job."""
+    """True if Slurm has requeued `slurm_job`."""
 
     def continues(self, launch: Launch) -> bool:
-        """Return True if this attempt restarts a launch: one of its agents is the same, or Slurm requeued the same job.
-
-        One agent is enough: with `--nnodes 1:2` the other agents may be new. torchrun's restart counts differ between
-        hosts, so they cannot be compared.
-        """
+        """Return True if this attempt restarts `launch`: both have at least one torchrun agent in common, or Slurm
+        requeued the same job."""
+        # One agent is enough, because other hosts may be new (`--nnodes 1:2`). torchrun's restart counts are not
+        # compared, because they differ between hosts.
         by_torchrun = any(agent.is_same(other) for agent in self.agents for other in launch.agents)
         return by_torchrun or (self.is_requeued and self.slurm_job == launch.slurm_job)
 

@@ -102,7 +102,8 @@ def training_state(
     mesh: Mesh,
     ranks: Ranks,
 ) -> TrainingState:
-    """Return the state of a run that checkpoints save."""
+    """Return the state that checkpoints save: model, optimizer, random generators, progress, the skipped-step counters
+    and history of `guard` (a StepGuard), and BatchNorm statistics of this rank."""
     parts: dict[str, Part] = {"progress": progress, "guard": guard}
     stream = random_stream(ranks.rank, config.parallelism)
     seed, pipeline = config.training.seed, mesh.pipeline_group
@@ -124,7 +125,7 @@ def advice_without_folder(config: JobConfig) -> str:
 
 
 def _own_checkpoint(folder: Path, load: Load) -> Path | None:
-    """Return the checkpoint to load from the run folder, or None."""
+    """Return the checkpoint in the run folder that `load` names; None if `load` names none there."""
     checkpoints = checkpoint_folder(folder)
     if load == "latest":
         return newest_valid(checkpoints, set_damaged_aside=True)

@@ -47,19 +47,21 @@ Compute = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ReplayContext:
-    """The surroundings of a model's forward on one rank."""
+    """Inputs of a replayed forward on one rank: sequence length, autograd, kernels, parameters, and the call of a
+    module."""
 
     seq_len: int
     autograd: Autograd
     kernels: Kernels
     weight: Callable[[str], Tensor]
-    """Returns a parameter by its full name."""
+    """Returns the parameter with a full name."""
 
     call: Callable[[str, Compute, Tensor], Tensor]
-    """Runs a module by its path, with the hooks around it."""
+    """Runs the module at a path as `nn.Module.__call__` does, with FSDP2's hooks."""
 
     statistics_ranks: int
-    """Ranks over which the statistics of BatchNorm are synchronized; 0: they are not."""
+    """Ranks over which the statistics of BatchNorm are synchronized; 0 for local
+    statistics."""
 
 
 class Forward(Protocol):
@@ -84,7 +86,8 @@ class AnalyticModel:
 
 
 def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> list[GroupSizes]:
-    """Return the shards of the trained parameters by optimizer group. A shared parameter has several paths."""
+    """Return the shards of the trained parameters by optimizer group. A shared parameter is listed once, and any of its
+    paths can match a group."""
     paths: defaultdict[str, list[str]] = defaultdict(list)
     undecayed: defaultdict[str, bool] = defaultdict(bool)
     inner: defaultdict[str, bool] = defaultdict(lambda: True)
@@ -110,7 +113,7 @@ def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> lis
 
 
 class Replay:
-    """A model with its units. It can run one step."""
+    """A model with its FSDP2 units, for one step."""
 
     def __init__(
         self,
@@ -155,7 +158,8 @@ class Replay:
         return self._ledger.footprint()
 
     def _make_units(self) -> dict[str, ShardedUnit]:
-        """Return the units by the paths of their modules. The context has them in the order of the model's modules."""
+        """Return the FSDP2 units by the paths of their modules. Give them to the context in the order of the model's
+        modules."""
         parameters = parameters_by_unit(self._plan.inventory, self._plan.units)
         units = [ShardedUnit(self._context, *pair) for pair in zip(self._plan.units, parameters, strict=True)]
         by_path = {path: unit for unit in units for path in unit.unit.modules}
@@ -227,7 +231,7 @@ class Replay:
         if is_forward and path in self._again:
             compute = self._checkpointed(compute)
         unit = self._unit_of_module.get(path)
-        given = x if unit is None else unit.pre_forward(x)  # like nn.Module, it holds `x` too until it returns
+        given = x if unit is None else unit.pre_forward(x)  # like nn.Module, this frame holds `x` too until it returns
         output = compute(given)
         if is_forward and path in self._entered_modules:
             self._mark_backward(output, path)
@@ -244,7 +248,11 @@ class Replay:
 
 
 def _every_second_product() -> Callable[[str], bool]:
-    """Return the results that option `op` saves: of attention, and of a block's first, third, ... matrix product."""
+    """Return a new predicate for the costly operations of one forward of a block, in the order in which they run.
+
+    The predicate is true if selective checkpointing with `selective_ac_option = "op"` saves the next result. Of matrix
+    products, the first, third, ... is saved; of other operations, such as attention, every one.
+    """
     num_products = 0
 
     def keeps(name: str) -> bool:
