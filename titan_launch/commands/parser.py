@@ -13,7 +13,6 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import LoadedJob, load_job
 from titan_launch.core.errors import ConfigError, Problem, UserError, did_you_mean
 from titan_launch.core.import_string import refuse_imports_from
-from titan_launch.launch.options import LAUNCH_OPTIONS
 from titan_launch.plan.hardware import planned_device_exists
 
 OVERRIDES = """\
@@ -81,25 +80,23 @@ class Parser(ArgumentParser):
         raise UserError(f"error: {message.removeprefix('argument ')} (see {self.prog} --help)")
 
     def _refuse_unknown(self, name: str) -> NoReturn:
-        from titan_launch.config.loading.validation_errors import key_without_its_section  # needs much, and is rare
+        from titan_launch.config.loading.validation_errors import key_without_its_section
+        from titan_launch.launch.options import LAUNCH_OPTIONS
 
+        owners = {
+            **{f"--{launch_option}": "launch" for launch_option in LAUNCH_OPTIONS},
+            "--fake-world-size": "train and launch",
+            "--fake-rank": "train and launch",
+            "--world-size": "check and plan",
+        }
         option, known = name.replace("_", "-"), {*self._option_string_actions} - {"-h", "--help"}
-        if commands := _COMMANDS_WITH.get(option):
-            hint = f"; it is an option of {commands}"
+        if owner := owners.get(option):
+            hint = f"; it is an option of {owner}"
         elif remedy := key_without_its_section(name.removeprefix("--")):
             hint = f"; {remedy}"
         else:
             hint = did_you_mean(option, [*known, *(f"--{section}" for section in _sections())])
         self.error(f"unknown option {name}{hint}")
-
-
-_COMMANDS_WITH = {
-    **{f"--{name}": "launch" for name in LAUNCH_OPTIONS},
-    "--fake-world-size": "train and launch",
-    "--fake-rank": "train and launch",
-    "--world-size": "check and plan",
-}
-"""Options that other commands have."""
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
