@@ -111,8 +111,9 @@ def _given_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tuple
             if index:
                 reason = f"does not come after {points[index - 1]}"
             advice = "list the split points in the order of the model's pipeline_order, each once"
-            order = listed(pipeline_order, most=8)
-            raise config_error((*_SPLIT, index), f"{reason}; {advice} ({order})", points[index])
+            raise config_error(
+                (*_SPLIT, index), f"{reason}; {advice} ({listed(pipeline_order, most=8)})", points[index]
+            )
     return starts
 
 
