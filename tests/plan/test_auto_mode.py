@@ -129,7 +129,7 @@ def test_auto_never_uses_the_margin_for_a_shorter_step() -> None:
 
 def test_an_unresolved_auto_mode_cannot_be_planned() -> None:
     config = make_job(gradient_accumulation={"mode": "auto"}, activation_checkpoint={"mode": "auto"})
-    with pytest.raises(ValueError, match="resolve it first"):
+    with pytest.raises(ValueError, match="resolve the mode first"):
         configured_choice(config)
     with pytest.raises(ValueError, match="resolve `auto` first"):
         plan_resharding(config.parallelism, config.gradient_accumulation)

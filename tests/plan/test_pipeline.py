@@ -129,7 +129,7 @@ def test_stages_are_assigned_in_a_loop_or_in_a_v(schedule: str, ranks: list[int]
         (
             replace(llama(3), pipeline_order=llama(3).pipeline_order[:-1]),
             {"pipeline_parallel_degree": 2},
-            "would drop output.weight, because no module of the model's pipeline_order contains",
+            "would drop output.weight, which no module of the model's pipeline_order contains",
         ),
     ],
 )

@@ -83,10 +83,8 @@ def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
         if module.same_as is None and not enclosing(module.path, inventory.pipeline_order)
     ]
     if outside:
-        reason = (
-            f"would drop {listed(outside)}, because no module of the model's pipeline_order contains them; add their "
-            "modules to pipeline_order, or set 1"
-        )
+        remedy = "add their modules to pipeline_order, or set 1"
+        reason = f"would drop {listed(outside)}, which no module of the model's pipeline_order contains; {remedy}"
         raise config_error(_DEGREE, reason, degree)
 
 
@@ -111,8 +109,9 @@ def _given_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tuple
             if index:
                 reason = f"does not come after {points[index - 1]}"
             advice = "list the split points in the order of the model's pipeline_order, each once"
-            order = listed(pipeline_order, most=8)
-            raise config_error((*_SPLIT, index), f"{reason}; {advice} ({order})", points[index])
+            raise config_error(
+                (*_SPLIT, index), f"{reason}; {advice} ({listed(pipeline_order, most=8)})", points[index]
+            )
     return starts
 
 

@@ -160,7 +160,7 @@ def estimate_reserved(footprint: Footprint, hardware: Hardware) -> float:
 
 
 def judge(footprint: Footprint, reserved_bytes: float, hardware: Hardware) -> Verdict | None:
-    """Return the verdict on a step in the memory of the device; None if the device has no limit."""
+    """Return whether a step fits into the memory of the device; None if the device has no limit."""
     if hardware.memory_gib is None:
         return None
     if footprint.peak_bytes + hardware.overhead_gib * GIB > hardware.memory_gib * GIB:

@@ -60,8 +60,7 @@ class ReplayContext:
     """Runs the module at a path as `nn.Module.__call__` does, with FSDP2's hooks."""
 
     statistics_ranks: int
-    """Ranks over which the statistics of BatchNorm are synchronized; 0 for local
-    statistics."""
+    """Ranks over which the statistics of BatchNorm are synchronized; 0 if they are local."""
 
 
 class Forward(Protocol):
