@@ -40,13 +40,13 @@ class Division:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether there is an all-reduce to defer."""
+        """Return True if gradients are all-reduced between replicas."""
         return self.parallelism.get("data_parallel_replicate_degree", 1) > 1
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule computes gradients of weights apart, which only goes with deferred sync and parameters
-        that are kept, and not with selective recomputation by operation."""
+        """Return True if the schedule splits backward. Such a schedule requires deferred reduction and unsharded
+        parameters, and excludes selective activation checkpointing by operation."""
         return "ZeroBubble" in self.parallelism.get("pipeline_parallel_schedule", "")
 
 

@@ -144,7 +144,7 @@ MODELS = {
     "conv": {"name": "tests.parallel.conv_model:ConvNet"},
 }
 CHECKPOINTING: list[dict[str, Any]] = [{"mode": "none"}, {"mode": "full"}]
-"""That the other kinds are bitwise equal is shown in test_activation_checkpoint.py."""
+"""The modes of this file. `test_activation_checkpoint.py` shows that the other modes are bitwise equal."""
 
 
 def synchronized_job(model: str, replicate: int, checkpointing: dict[str, Any]) -> JobConfig:

@@ -65,7 +65,7 @@ def job(
 
 
 PLACES = [("forward", 2), ("checkpointing", 1), ("backward", 2), ("checkpointing", 2), ("backward", 3)]
-"""Where steps of three microbatches are abandoned, one after the other; every second one only with recomputation."""
+"""Points at which steps of three microbatches are abandoned: the phase, and the number of the microbatch."""
 
 
 class Trained:

@@ -12,8 +12,10 @@ from titan_launch.plan.types import Inventory, ModuleInfo
 
 
 def checkpointed(blocks: Sequence[str], **config: Any) -> tuple[str, ...]:
-    """Of a model whose modules are these blocks, each with a `norm` and an `mlp` of two layers, in one `list`, and a
-    `rope` that the first two share."""
+    """Return the checkpointed modules of a model with these blocks in one `list`.
+
+    Each block has a `norm` and an `mlp` of two layers. The first two blocks share a `rope`.
+    """
     modules = [ModuleInfo("", ("Model",), True), ModuleInfo("list", ("ModuleList",), False)]
     for index, block in enumerate(blocks):
         inside = ("", ".norm", ".mlp", ".mlp.0", ".mlp.1")

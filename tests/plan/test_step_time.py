@@ -27,11 +27,11 @@ FULL = {"mode": "full"}
 MODES = [{"mode": "none"}, FULL, {"mode": "selective"}, {"mode": "selective", "selective_ac_option": 2}]
 
 
-def counted_matmuls(recomputation: ActivationCheckpointConfig) -> int:
+def counted_matmuls(checkpointing: ActivationCheckpointConfig) -> int:
     """FLOPs of a forward and backward without attention's, which torch counts on a CPU from 2.15 on only."""
     built = build_model(ModelConfig(args={**TINY_ARGS, "n_layers": LAYERS}), SEQ_LEN)
     model = built.module.to_empty(device="cpu")
-    checkpoint_activations(model, checkpointed_modules(Inventory((), built.blocks), recomputation), recomputation)
+    checkpoint_activations(model, checkpointed_modules(Inventory((), built.blocks), checkpointing), checkpointing)
     tokens = torch.zeros(1, SEQ_LEN, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         cross_entropy_sum(model(tokens), tokens).backward()
@@ -42,15 +42,15 @@ def counted_matmuls(recomputation: ActivationCheckpointConfig) -> int:
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_llamas_matrix_products_are_those_that_torch_counts(mode: dict[str, Any]) -> None:
-    recomputation = ActivationCheckpointConfig.model_validate(mode)
+    checkpointing = ActivationCheckpointConfig.model_validate(mode)
     blocks = tuple(f"layers.{i}" for i in range(LAYERS))
     flops = flops_of_model(ModelConfig(args={**TINY_ARGS, "n_layers": LAYERS}), SEQ_LEN, blocks)
     attention = 4 * DIM * SEQ_LEN * SEQ_LEN  # of one block's forward
-    keeps_products = recomputation.selective_ac_option == "op" and mode != FULL
-    num_recomputed = 0 if keeps_products else len(checkpointed_modules(Inventory((), blocks), recomputation))
-    total = flops.total_per_sample(recomputation)
+    keeps_products = checkpointing.selective_ac_option == "op" and mode != FULL
+    num_checkpointed = 0 if keeps_products else len(checkpointed_modules(Inventory((), blocks), checkpointing))
+    total = flops.total_per_sample(checkpointing)
     assert total is not None and flops.is_exact
-    assert total - attention * (3 * LAYERS + num_recomputed) == counted_matmuls(recomputation)
+    assert total - attention * (3 * LAYERS + num_checkpointed) == counted_matmuls(checkpointing)
 
 
 def test_of_other_models_only_whole_checkpointed_blocks_are_estimated() -> None:

@@ -54,7 +54,7 @@ def test_context_parallelism_does_not_change_the_units() -> None:
 
 @pytest.mark.parametrize("rank", (0, 2))
 def test_stages_send_activations_and_their_gradients(rank: int) -> None:
-    """Of 4 stages, the first one sends to one other stage, and the middle ones to two."""
+    """The first of 4 stages sends to one other stage, and a middle stage to two."""
     parallelism = {"pipeline_parallel_degree": 4}
     sent = trace(4, rank, n_layers=4, parallelism=parallelism, training={"global_batch_size": 6}).traffic.pipeline
     assert sent == Exchange(calls=6 * (1 + (rank == 2)), sent_bytes=6 * STREAM * (1 + (rank == 2)))

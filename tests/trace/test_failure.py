@@ -10,7 +10,7 @@ from titan_launch.trace.engine import trace_engine
 
 
 def reason(does: str) -> str:
-    """What is said of a model whose forward does this (see `tests.trace.models`)."""
+    """Return the error of a model whose forward does this (see `tests.trace.models`)."""
     config, layout, choice = a_job(2, model={"name": "tests.trace.models:Chain", "args": {"n_layers": 1, "does": does}})
     with pytest.raises(ConfigError) as caught:
         trace_engine(config, layout, "cuda")(choice)

@@ -147,7 +147,7 @@ def new_attempt_folder(folder: Path) -> Path:
 
 
 class OpenRunFolder:
-    """The run folder during a run, with a check that nobody has deleted or moved it.
+    """The run folder during a run, with a check that the folder was neither deleted nor moved.
 
     with OpenRunFolder(folder, advice) as run_folder:
         run_folder.check()
