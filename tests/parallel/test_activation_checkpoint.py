@@ -119,7 +119,7 @@ def test_a_checkpoint_fits_a_run_in_another_mode(tmp_path: Path) -> None:
 
 
 def backward_operations(norm: str) -> list[Counter[str]]:
-    """Count the operations of backward without activation checkpointing, and with full, every second block, and `op`."""
+    """Count the operations of backward without activation checkpointing, with `full`, every second block, and `op`."""
     counts = []
     for checkpointing in ({}, FULL, EVERY_SECOND, OPS):
         model = sharded_model(make_job(norm, checkpointing, batchnorm={"statistics": "synchronized"}), 16)
