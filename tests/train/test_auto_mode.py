@@ -27,7 +27,7 @@ Modes = tuple[str, bool, str]
 
 def job(folder: Path, memory_gib: float | None, mode: str = "auto", **sections: Any) -> dict[str, Any]:
     accumulation = {"mode": mode, **sections.pop("accumulation", {"keep_params_unsharded": False})}
-    planner = {} if memory_gib is None else {"memory_gib": memory_gib}
+    planner = {} if memory_gib is None else {"memory_gib": memory_gib, "margin_gib": 0.0}
     sections.setdefault("checkpoint", {"enable": True, "interval": 2})
     return tiny_job(
         folder, training={"global_batch_size": 8}, gradient_accumulation=accumulation, planner=planner, **sections
