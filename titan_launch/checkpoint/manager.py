@@ -70,6 +70,7 @@ class CheckpointManager:
         self._pending_step = 0
         self._pending_stall_s = 0.0
         self._failure = ""
+        self._has_saved = False
         self._stall_s = 0.0
         self._failed_saves = 0
 
@@ -96,7 +97,7 @@ class CheckpointManager:
             files={},
             **vars(self._origin),
         )
-        request = WriteRequest(self._folder, manifest, self._retention)
+        request = WriteRequest(self._folder, manifest, self._retention, creates_folder=not self._has_saved)
         self._pending_step = self._progress.step
         try:
             self._pending = self._background.write(request, shards_of(self._state.state_dict()))
@@ -161,7 +162,7 @@ class CheckpointManager:
             self._note_failure(error)
             return
         written = pending.result()
-        self._failure = ""
+        self._failure, self._has_saved = "", True
         path = self._folder / checkpoint_name(written.step)
         size, stall = written.bytes / 1e6, self._pending_stall_s
         _log.info("saved %s (%.1f MB in %.2f s; training waited %.2f s)", path, size, written.seconds, stall)

@@ -53,6 +53,9 @@ class WriteRequest:
     """Manifest without files. Writing adds the files."""
 
     retention: Retention
+    creates_folder: bool = True
+    """Create the folder if it does not exist. False after a save of this process: if the folder is gone then, the run
+    folder was deleted, moved or replaced, and nothing may be written to its name."""
 
 
 @dataclass(frozen=True)

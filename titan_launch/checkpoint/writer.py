@@ -46,7 +46,7 @@ def write_checkpoint(request: WriteRequest, state: State, group: dist.ProcessGro
     temporary = request.folder / f"{checkpoint_name(request.manifest.step)}{TEMPORARY}"
     # Ranks of one pipeline stage have shards of the same tensors, which count once.
     needed = sum(dict(on_all_ranks(lambda: (hash_of_names(state), total_bytes(state)), group)).values())
-    on_rank_0(lambda: _make_room(request.folder, temporary, needed), group)
+    on_rank_0(lambda: _make_room(request, temporary, needed), group)
     try:
         records = _write_files(temporary, state, group)
         deleted, warning = on_rank_0(lambda: _complete(request, temporary, records), group)
@@ -58,8 +58,10 @@ def write_checkpoint(request: WriteRequest, state: State, group: dist.ProcessGro
     return Written(request.manifest.step, size, time.perf_counter() - start, deleted, warning)
 
 
-def _make_room(folder: Path, temporary: Path, needed: int) -> None:
-    folder.mkdir(exist_ok=True)  # `titan_launch.train.run_folder.folder` has made the run's folder
+def _make_room(request: WriteRequest, temporary: Path, needed: int) -> None:
+    folder = request.folder
+    if request.creates_folder:
+        folder.mkdir(exist_ok=True)  # `titan_launch.train.run_folder.folder` has made the run's folder
     clean(folder)
     free = shutil.disk_usage(folder).free
     if free < needed * _SPARE:
