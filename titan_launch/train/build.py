@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -40,8 +39,6 @@ from titan_launch.train.run_folder.logs import LogFile
 from titan_launch.train.run_folder.records import record_run, record_units
 from titan_launch.train.run_folder.resume import advice_without_folder, load_run, open_checkpoints, training_state
 from titan_launch.train.step import TrainStep
-
-_log = logging.getLogger(__name__)
 
 
 def build_run(
