@@ -32,7 +32,7 @@ from titan_launch.metrics.memory import track
 from titan_launch.metrics.traffic import count_collectives
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
-from titan_launch.models.loss import cross_entropy_sum
+from titan_launch.models.loss import Loss
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.plan.communication import Traffic, traffic_of_step
 from titan_launch.plan.job import Choice
@@ -140,7 +140,7 @@ def run_step(
     valid = torch.tensor(targets_of_all / share, device=batches[0][0].device)
     for index, microbatch in enumerate(batches):
         strategy.begin_microbatch(model, is_last=index == len(batches) - 1)
-        forward_backward(model, microbatch, valid.device, lambda: valid, cross_entropy_sum)
+        forward_backward(model, microbatch, valid.device, lambda: valid, Loss())
         if index == 0 and after_first is not None:
             after_first()
 

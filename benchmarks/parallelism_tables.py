@@ -75,7 +75,8 @@ def _predict(model: str, ranks: int, layout: Named, accumulation: dict[str, Any]
     config = JobConfig.model_validate(
         {
             "model": {"name": "llama3", "flavor": model},
-            "training": {"seq_len": 8192, "local_batch_size": 1, "global_batch_size": SAMPLES, "loss_chunks": 8},
+            "training": {"seq_len": 8192, "local_batch_size": 1, "global_batch_size": SAMPLES},
+            "loss": {"chunks": 8},
             "parallelism": layout.keys,
             "gradient_accumulation": accumulation,
             "activation_checkpoint": {"mode": _CHECKPOINTING[model]},

@@ -6,9 +6,15 @@ from collections import Counter
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the cross-entropy over all targets that are not ignored, in fp32."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum")
 
 
 class Operations(TorchDispatchMode):

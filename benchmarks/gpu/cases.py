@@ -89,7 +89,7 @@ FLOAT8_TENSORWISE = {**FLOAT8, "float8.recipe": "tensorwise"}
 FP32_NORMS = {"precision.rules": '[{type = "RMSNorm", param_dtype = "float32"}]'}
 BF16_STORAGE = {"precision.storage_dtype": "bfloat16", "precision.reduce_dtype": "bfloat16"}
 # With fp32 storage, an H200 has no room for the fp32 logits of a whole microbatch or for unsharded bf16 parameters.
-FP32_STORAGE = {"training.loss_chunks": 8, "parallelism.fsdp_reshard_after_forward": "always"}
+FP32_STORAGE = {"loss.chunks": 8, "parallelism.fsdp_reshard_after_forward": "always"}
 
 KEMPNER_FORGE = Published("KempnerForge, one H200, April 2026", 10_471, 57.8, 80.7)
 

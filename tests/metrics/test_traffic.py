@@ -15,7 +15,7 @@ from tests.train.jobs import planned_and_sharded, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.distributed.torch_private import parameter_group
 from titan_launch.metrics.traffic import Kernel, count_collectives, exposed_seconds
-from titan_launch.models.loss import cross_entropy_sum
+from titan_launch.models.loss import Loss
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.fsdp import fsdp_modules
@@ -43,7 +43,7 @@ def count(mode: str, replicate: int) -> tuple[Traffic, Traffic, Traffic, bool]:
         dist.all_reduce(valid)
         for index in range(layout.num_microbatches):
             strategy.begin_microbatch(model, is_last=index == layout.num_microbatches - 1)
-            forward_backward(model, (tokens, tokens), torch.device("cpu"), lambda: valid, cross_entropy_sum)
+            forward_backward(model, (tokens, tokens), torch.device("cpu"), lambda: valid, Loss())
         clip_grad_norm(model.parameters(), 1.0)
 
     with count_collectives(model) as counted:

@@ -12,11 +12,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models import llama3_reference
+from tests.tensors import cross_entropy_sum
 from titan_launch.config.architectures.llama3 import FLAVORS, Llama3Args, flops_per_token, num_parameters
 from titan_launch.models.init import initialize
 from titan_launch.models.layers import BatchNorm
 from titan_launch.models.llama3 import SPEC, Llama3, initial_values
-from titan_launch.models.loss import cross_entropy_sum
 
 CPU = torch.device("cpu")
 NORMS = ("rmsnorm", "layernorm", "batchnorm")

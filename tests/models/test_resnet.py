@@ -14,12 +14,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.distributed import run_ranks
-from tests.tensors import assert_equal, full_state
+from tests.tensors import assert_equal, cross_entropy_sum, full_state
 from tests.train.jobs import sharded_model
 from titan_launch.config.architectures.resnet import FLAVORS, ResNetArgs, flops_per_image, num_parameters
 from titan_launch.config.job import JobConfig
 from titan_launch.models.init import initialize
-from titan_launch.models.loss import cross_entropy_sum
 from titan_launch.models.resnet import SPEC, ResNet, initial_values
 
 CPU = torch.device("cpu")

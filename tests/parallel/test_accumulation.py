@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.distributed import join_fake_group, run_ranks
+from tests.tensors import cross_entropy_sum
 from tests.train.jobs import TINY_ARGS, sharded_model
 from titan_launch.config.job import JobConfig
 from titan_launch.core.torch_release import CAN_SHARE_UNITS
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.models.build import build_model
-from titan_launch.models.loss import cross_entropy_sum
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.plan.communication import (
     Collectives,

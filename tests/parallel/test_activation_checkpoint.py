@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed import run_ranks
-from tests.tensors import Operations, assert_equal, full_state, full_tensor
+from tests.tensors import Operations, assert_equal, cross_entropy_sum, full_state, full_tensor
 from tests.train.jobs import TINY_ARGS, run_job, run_job_until, sharded_model, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
-from titan_launch.models.loss import cross_entropy_sum
 from titan_launch.parallel.activation_checkpoint import SAVED_OPS
 from titan_launch.train.build import build_run
 from titan_launch.train.loop import fit

@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.tensors import Operations, assert_equal, full_state, full_tensor
+from tests.tensors import Operations, assert_equal, cross_entropy_sum, full_state, full_tensor
 from tests.train.jobs import TINY_ARGS, read_metrics, run_job, sharded_model, this_mesh, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.precision import BatchNormConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
-from titan_launch.models.loss import cross_entropy_sum
 from titan_launch.parallel.batchnorm import (
     Divergence,
     RunningStatistics,

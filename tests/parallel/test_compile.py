@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,9 +16,10 @@ from tests.tensors import assert_equal
 from tests.train.jobs import TINY_ARGS, planned_and_sharded
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.parallelism import CompileConfig
+from titan_launch.config.sections.training import LossConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models import layers as rope
-from titan_launch.models.loss import cross_entropy_sum
+from titan_launch.models.loss import Loss
 from titan_launch.parallel.compile import compile_loss, compile_time, describe_pieces, eager
 
 COMPILE = {"enable": True, "backend": "aot_eager"}
@@ -102,7 +104,7 @@ def train(sections: dict[str, Any]) -> tuple[dict[str, Tensor], tuple[int, int]]
     for index in range(2):
         tokens = torch.randint(0, 61, (2, 16), generator=generator)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = cross_entropy_sum(model(tokens), tokens)
+            loss = Loss().sums(model(tokens), tokens).sum()
         loss.backward()
         found[f"loss {index}"] = loss.detach()
     found |= {name: parameter.grad.to_local() for name, parameter in model.named_parameters()}
@@ -167,16 +169,19 @@ def _check_stance() -> None:
 
 def _check_loss() -> None:
     config = CompileConfig(enable=True, backend="aot_eager", components=("loss",))
-    compiled = compile_loss(cross_entropy_sum, config)
     targets = torch.tensor([3, -100, 0])
-    results = []
-    for loss in (compiled, cross_entropy_sum):
-        logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
-        total = loss(logits, targets)
-        total.backward()
-        results.append({"total": total.detach(), "gradient": logits.grad})
-    assert_equal(*results)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for chunks, graphs in ((1, 1), (2, 4)):  # of a chunk: forward and backward, in two sizes
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        results = []
+        for compiled in (partial(compile_loss, config=config), lambda function: function):
+            loss = Loss(LossConfig(chunks=chunks, z_loss=0.1, label_smoothing=0.1), compiled=compiled)
+            logits = torch.randn(3, 13, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+            sums = loss.sums(logits, targets)
+            sums.sum().backward()
+            results.append({"sums": sums.detach(), "gradient": logits.grad})
+        assert_equal(*results)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 def _check_cost() -> None:

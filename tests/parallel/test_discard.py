@@ -17,9 +17,10 @@ from tests.tensors import assert_equal, full_state
 from tests.train.jobs import TINY_ARGS, sharded_model, this_mesh, this_rank
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import DebugConfig
+from titan_launch.config.sections.training import LossConfig
 from titan_launch.core.torch_release import torch_release
 from titan_launch.distributed.torch_private import parameter_group
-from titan_launch.models.loss import loss_in_chunks
+from titan_launch.models.loss import Loss
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.fsdp import discard_pending, fsdp_modules
@@ -86,7 +87,7 @@ class Trained:
             1.0,
             this_mesh(),
             device,
-            loss_in_chunks(3),
+            Loss(LossConfig(chunks=3)),
         )
 
     def state(self) -> dict[str, Tensor]:

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_ranks
+from tests.tensors import cross_entropy_sum
 from tests.train.jobs import TINY_ARGS, sharded_model
 from titan_launch.config.job import JobConfig
 from titan_launch.distributed.torch_private import parameter_group
-from titan_launch.models.loss import cross_entropy_sum
 
 
 class GatherSizes(TorchDispatchMode):

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.tensors import assert_equal, full_tensor
+from tests.tensors import assert_equal, cross_entropy_sum, full_tensor
 from tests.train.jobs import TINY_ARGS, sharded_model
 from titan_launch.config.job import JobConfig
-from titan_launch.models.loss import cross_entropy_sum
 from titan_launch.parallel.accumulation import build_strategy
 
 UNITS = ("model", "block", "module")

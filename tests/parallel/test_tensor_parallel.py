@@ -47,7 +47,7 @@ def llama(**sections: dict[str, Any]) -> dict[str, Any]:
 
 
 JOBS: dict[str, dict[str, Any]] = {
-    "tied, chunks": llama(args={"norm": "layernorm", "tie_embeddings": True}, training={"loss_chunks": 3}),
+    "tied, chunks": llama(args={"norm": "layernorm", "tie_embeddings": True}, loss={"chunks": 3}),
     "BatchNorm": llama(args={"norm": "batchnorm"}),
     "bf16, rules": llama(precision=BF16_WITH_RULES),
     "own": {"model": {"name": OWN}, "validation": VALIDATION},

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.tensors import cross_entropy_sum
 from tests.train.jobs import TINY_ARGS
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, ParallelismConfig
 from titan_launch.models.build import build_model
-from titan_launch.models.loss import cross_entropy_sum
 from titan_launch.parallel.activation_checkpoint import checkpoint_activations
 from titan_launch.plan.communication import LinkTraffic
 from titan_launch.plan.hardware import hardware_of

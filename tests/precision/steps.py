@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tests.tensors import cross_entropy_sum
 from tests.train.jobs import planned_and_sharded
 from titan_launch.config.job import JobConfig
-from titan_launch.models.loss import cross_entropy_sum
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import ModelPlan

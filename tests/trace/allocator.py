@@ -14,7 +14,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
-from titan_launch.models.loss import loss_in_chunks
+from titan_launch.models.loss import Loss
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import build_strategy
@@ -24,9 +24,9 @@ from titan_launch.plan.layout import Layout
 from titan_launch.trace.fake_group import fake_process_group
 from titan_launch.trace.step import make_microbatch, sample_format
 from titan_launch.train.auto_mode import plan_precision
-from titan_launch.train.model import shard_model
+from titan_launch.train.model import build_loss, shard_model
 from titan_launch.train.pipeline_step import PipelinedStep
-from titan_launch.train.step import forward_backward, loss_of
+from titan_launch.train.step import forward_backward
 
 
 def allocated_peaks(config: JobConfig, layout: Layout, rank: int = 0) -> tuple[int, int]:
@@ -41,16 +41,17 @@ def allocated_peaks(config: JobConfig, layout: Layout, rank: int = 0) -> tuple[i
         initialize(model, built.initializer, 0, device)
         for parameter in model.parameters():
             nn.init.constant_(parameter, 0.01)
+        loss = build_loss(model, plan, config, 1)
         optimizer = build_optimizer(model, config.optimizer)
         statistics = RunningStatistics(model)
-        _accumulate(config, model, layout)
+        _accumulate(config, model, loss, layout)
         clip_grad_norm(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         gc.collect()  # a pipeline schedule refers to itself
         at_rest = _resident(model, optimizer) + statistics.saved.nbytes
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as in_backward:
-            schedule = _accumulate(config, model, layout)
+            schedule = _accumulate(config, model, loss, layout)
         with_gradients = at_rest + _bytes([p.grad for p in model.parameters() if p.grad is not None])
         if schedule is not None:
             with_gradients = at_rest + _left(in_backward)
@@ -60,22 +61,21 @@ def allocated_peaks(config: JobConfig, layout: Layout, rank: int = 0) -> tuple[i
         return at_rest + _peak(in_backward), with_gradients + _peak(in_update)
 
 
-def _accumulate(config: JobConfig, model: nn.Module, layout: Layout) -> PipelinedStep | None:
+def _accumulate(config: JobConfig, model: nn.Module, loss: Loss, layout: Layout) -> PipelinedStep | None:
     """Run forward and backward of a step. Return the object, if any, that holds memory until the next step."""
     strategy = build_strategy(config.gradient_accumulation)
     (shape, _), valid = sample_format(config), torch.ones((), dtype=torch.int64)
-    loss_sum = loss_in_chunks(config.training.loss_chunks)
     pipeline = pipeline_of(model)
     if pipeline is not None:
         step = PipelinedStep(pipeline, config.parallelism, strategy, torch.device("cpu"))
         microbatch = make_microbatch(config, shape, layout.local_batch_size)
         microbatches = [microbatch] * layout.num_microbatches
-        step(microbatches, lambda logits, targets: loss_of(logits, targets, valid, loss_sum))
+        step(microbatches, loss, valid)
         return step
     for index in range(layout.num_microbatches):
         strategy.begin_microbatch(model, is_last=index == layout.num_microbatches - 1)
         microbatch = make_microbatch(config, shape, layout.local_batch_size)
-        forward_backward(model, microbatch, torch.device("cpu"), lambda: valid, loss_sum)
+        forward_backward(model, microbatch, torch.device("cpu"), lambda: valid, loss)
         del microbatch
     return None
 

@@ -36,7 +36,7 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
     "hsdp at once": ((2, 4), 2, "cpu", {}, {"activation_checkpoint": SELECTIVE, "precision": FP32_NORMS}),
     "replicated": ((4, 1), 2, "cuda", {}, {"gradient_accumulation": accumulation("deferred"), "precision": FP32_NORMS}),
     "alone": ((1, 1), 4, "cpu", {"norm": "layernorm"}, {"optimizer": {**SGD, "implementation": "foreach"}}),
-    "tied": ((1, 4), 2, "cuda", {"tie_embeddings": True}, {"training": {"loss_chunks": 5}}),
+    "tied": ((1, 4), 2, "cuda", {"tie_embeddings": True}, {"loss": {"chunks": 5}}),
     "batchnorm": ((1, 2), 2, "cpu", {"norm": "batchnorm"}, {"activation_checkpoint": FULL}),
     "synchronized": (
         (1, 4),

@@ -33,7 +33,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "norms in fp32": {"precision": FP32_NORMS, "gradient_accumulation": DEFERRED},
     "BatchNorm": {"precision": BF16, "model": {"args": {"norm": "batchnorm"}}},
     "LayerNorm, foreach": {"model": {"args": {"norm": "layernorm"}}, "optimizer": {"implementation": "foreach"}},
-    "tied embeddings, chunked loss": {"model": {"args": {"tie_embeddings": True}}, "training": {"loss_chunks": 4}},
+    "tied embeddings, chunked loss": {"model": {"args": {"tie_embeddings": True}}, "loss": {"chunks": 4}},
     "HSDP": {
         "parallelism": {"data_parallel_replicate_degree": 2},
         "gradient_accumulation": {"mode": "deferred_all_reduce"},

@@ -13,8 +13,7 @@ from torch import nn
 
 from tests.distributed import run_command
 from titan_launch.core.errors import ConfigError
-from titan_launch.models.loss import cross_entropy_sum
-from titan_launch.train.forward import check_embeddings, check_signature, checked_loss
+from titan_launch.train.forward import check_embeddings, check_signature, logits_check
 
 MODEL = """
 import torch
@@ -172,9 +171,9 @@ def test_a_wrong_forward_is_one_sentence(tmp_path: Path, kind: str) -> None:
 
 
 def test_classes_of_images_are_compared_too() -> None:
-    loss = checked_loss(cross_entropy_sum, "images", num_classes=10)
+    check = logits_check("images", num_classes=10)
     with pytest.raises(ConfigError) as caught:
-        loss(torch.zeros(4, 9), torch.zeros(4, dtype=torch.int64))
+        check((4, 9), torch.zeros(4, dtype=torch.int64))
     reason = "returns logits of 9 classes, but the images of the data have 10 classes; give its last layer 10 outputs"
     assert str(caught.value) == f"model.name: its forward {reason}"
 

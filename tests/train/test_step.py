@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.tensors import full_state
-from tests.train.jobs import TINY_ARGS, sharded_model, this_mesh, this_rank
+from tests.train.jobs import TINY_ARGS, planned_and_sharded, this_mesh, this_rank
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import DebugConfig
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
-from titan_launch.models.loss import loss_in_chunks
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.plan.layout import plan_layout
 from titan_launch.train.health.step_guard import StepGuard
+from titan_launch.train.model import build_loss
 from titan_launch.train.step import TrainStep
 
 STEPS, SEQ_LEN, GLOBAL_BATCH = 2, 8, 8
@@ -51,6 +51,7 @@ def job(
     return JobConfig.model_validate(
         {
             "model": {"args": TINY_ARGS},
+            "loss": {"chunks": 3},
             "training": {"seq_len": SEQ_LEN, "local_batch_size": local_batch, "global_batch_size": GLOBAL_BATCH},
             "precision": {"param_dtype": param_dtype, "rules": [{"type": "RMSNorm", "param_dtype": "float32"}]},
             "gradient_accumulation": {"mode": mode, "keep_params_unsharded": unsharded},
@@ -69,13 +70,14 @@ def train_sharded(config: JobConfig, steps: list[Step] | None = None) -> tuple[d
     """Train as the launcher does on this rank. Return full parameters after all steps, and the gradient norms."""
     ranks = this_rank()
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
-    model = sharded_model(config, SEQ_LEN)
+    model, plan, _ = planned_and_sharded(config, SEQ_LEN)
     optimizer = build_optimizer(model, config.optimizer)
     for group in optimizer.param_groups:
         group["lr"] = config.optimizer.lr
     guard = StepGuard(DebugConfig(), ranks.device)
     strategy = build_strategy(config.gradient_accumulation)
-    step = TrainStep(model, optimizer, strategy, guard, MAX_NORM, this_mesh(), ranks.device, loss=loss_in_chunks(3))
+    loss = build_loss(model, plan, config, 61)
+    step = TrainStep(model, optimizer, strategy, guard, MAX_NORM, this_mesh(), ranks.device, loss)
     norms = []
     for count, batch in steps or [(layout.num_microbatches, batch) for batch in zip(*batches(), strict=True)]:
         # Microbatch-major, as the loader deals them: round m goes to ranks 0, 1, ...

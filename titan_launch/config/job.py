@@ -13,6 +13,7 @@ from titan_launch.config.sections.precision import BatchNormConfig, Float8Config
 from titan_launch.config.sections.run import CommConfig, DebugConfig, GeneralConfig, MetricsConfig, PlannerConfig
 from titan_launch.config.sections.training import (
     GradientAccumulationConfig,
+    LossConfig,
     OptimizerConfig,
     SchedulerConfig,
     TrainingConfig,
@@ -28,6 +29,7 @@ class JobConfig(Section):
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
     data: DataSource = Field(default_factory=TextData)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     batchnorm: BatchNormConfig = Field(default_factory=BatchNormConfig)
     activation_checkpoint: ActivationCheckpointConfig = Field(default_factory=ActivationCheckpointConfig)

@@ -42,9 +42,13 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "seed": "experiment",
         "local_batch_size": "operation",
         "steps": "operation",
-        "loss_chunks": "operation",
         "enable_cpu_offload": "operation",
         "gc_freq": "operation",
+    },
+    "loss": {
+        "chunks": "operation",
+        "z_loss": "experiment",
+        "label_smoothing": "experiment",
     },
     "precision": {
         "storage_dtype": "experiment",

@@ -95,7 +95,7 @@ class Meter:
         valid_local: Tensor,
         valid_global: Tensor,
         grad_norm: Tensor,
-        measured: Mapping[str, float] | None = None,
+        measured: Mapping[str, float | Tensor] | None = None,
     ) -> dict[str, float]:
         """Return the metrics of the window by tag, and start the next window.
 

@@ -34,9 +34,16 @@ TAGS = [
     Tag(
         "train/loss",
         "sum",
-        "Mean loss of the step over all targets of all ranks that are not ignored.",
+        "Mean cross-entropy of the step over all targets of all ranks that are not ignored, with label smoothing and "
+        "without the z-loss.",
         chart=("loss", "loss"),
         console="loss {:8.4f}",
+    ),
+    Tag(
+        "train/z_loss",
+        "sum",
+        "With `loss.z_loss`: mean z-loss of the step over the same targets, times its weight.",
+        chart=("loss", "z-loss"),
     ),
     Tag(
         "train/loss_max",
@@ -225,7 +232,7 @@ TAGS = [
     Tag(
         "validation/loss",
         "same",
-        "Mean loss over all targets of the held-out samples.",
+        "Mean cross-entropy over all targets of the held-out samples, without label smoothing and z-loss.",
         chart=("loss", "loss"),
         console="validation loss {:8.4f}",
     ),

@@ -37,6 +37,7 @@ def take_inventory(
     head: tuple[str, ...] = (),
     embeddings: tuple[str, ...] = (),
     pipeline_order: tuple[str, ...] = (),
+    output_layer: str | None = None,
 ) -> Inventory:
     """Return the table of a model's modules, before it is wrapped. The model may be on the meta device."""
     first_path: dict[int, str] = {}
@@ -52,7 +53,7 @@ def take_inventory(
         )
         for path, module in model.named_modules(remove_duplicate=False)
     )
-    return Inventory(modules, blocks, head, embeddings, pipeline_order)
+    return Inventory(modules, blocks, head, embeddings, pipeline_order, output_layer)
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -1,182 +1,182 @@
-"""Loss and accuracy as sums over targets. The training step divides them by its global number of valid targets.
+"""The loss of a job as sums over targets. The training step divides them by its global number of valid targets.
 
-With tensor parallelism, logits may be divided over ranks by class: a DTensor sharded along its last dimension. Then the
-ranks compute one loss together, each on its classes, and no rank has all logits of a target.
+Without chunks a model returns logits, and the loss is computed from them. With chunks (`loss.chunks`) the output layer
+of the model computes the loss itself (`models.chunked_loss`), and logits exist for one chunk of classes at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Shard
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from titan_launch.config.sections.data import IGNORED_TARGET
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""A function of outputs and targets that returns the sum of the loss over the valid targets, a scalar."""
-
-
-def loss_in_chunks(chunks: int) -> Loss:
-    """Return `cross_entropy_sum` with this number of chunks."""
-    return cross_entropy_sum if chunks == 1 else partial(cross_entropy_sum, chunks=chunks)
+from titan_launch.config.sections.training import LossConfig
+from titan_launch.core.errors import config_error
+from titan_launch.models.chunked_loss import Adjust, ChunkedLoss, Classes, Kernels, Method
 
 
-def cross_entropy_sum(outputs: Tensor, targets: Tensor, chunks: int = 1) -> Tensor:
-    """Return the sum of -log softmax(outputs)[target] over the valid targets: a scalar, computed in fp32.
+class LogitsCheck(Protocol):
+    """A check of logits before the loss is computed."""
 
-    `outputs` are logits (..., classes), `targets` class indices (...). If no target is valid, the sum and the gradients
-    are 0, and all ranks still run the same backward.
+    def __call__(self, shape: Sequence[int], targets: Tensor, /) -> None:
+        """Raise an error if logits of this shape do not fit the targets."""
 
-    `chunks`: number of parts of the targets, computed one after another. The fp32 tensors exist for one part at a time,
-    and backward computes them a second time. The gradient does not depend on `chunks`, bit for bit.
 
-    If logits are divided by class over T ranks, each rank holds and computes 1/T of them. Backward then always computes
-    the fp32 tensors a second time, and the call is collective: forward reduces three numbers for each target.
+class Loss:
+    """The loss of a job.
+
+    with loss.given(targets):
+        outputs = model(inputs)
+    sums = loss.sums(outputs, targets)
     """
-    if isinstance(outputs, DTensor):
-        logits, classes = _own_classes(outputs)
-        divided: Tensor = _DividedCrossEntropy.apply(
-            logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), chunks, classes
-        )
-        return divided
-    logits, targets = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1)
-    if chunks > 1:
-        total: Tensor = _ChunkedCrossEntropy.apply(logits, targets, chunks)
-        return total
-    return _sum(logits, targets)
 
+    def __init__(
+        self,
+        config: LossConfig | None = None,
+        check: LogitsCheck = lambda shape, targets: None,
+        compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+    ):
+        """`compiled` compiles a function of tensors."""
+        self._config = LossConfig() if config is None else config
+        self._validation = LossConfig(chunks=self._config.chunks)
+        self._check = check
+        self._plain = compiled(_plain_sums)
+        self._kernels = Kernels.compiled(compiled)
+        self._has_head = False
+        self.targets: Tensor | None = None
+        """The targets of the forward that runs; None if the output layer is to return logits."""
 
-def _sum(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED_TARGET, reduction="sum")
+    def compute_in(self, head: nn.Module, dtypes: Sequence[torch.dtype] = ()) -> None:
+        """Let `head`, an `nn.Linear`, return `sums` in place of logits while targets are given.
 
-
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The operation `_sum` of logits (n, classes) and targets (n) in chunks. For backward it saves only its inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, chunks: int) -> Tensor:
-        ctx.save_for_backward(logits, targets)
-        ctx.chunks = chunks
-        total = torch.zeros((), device=logits.device)
-        for part, wanted in zip(logits.chunk(chunks), targets.chunk(chunks), strict=True):
-            total += _sum(part, wanted)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        logits, targets = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
-        parts = zip(*(tensor.chunk(ctx.chunks) for tensor in (gradient, logits, targets)), strict=True)
-        for result, part, wanted in parts:
-            result.copy_(_gradient_of_sum(part, wanted, grad))
-        return gradient, None, None
-
-
-def _gradient_of_sum(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of `_sum` by the same operations that autograd uses, in fp32."""
-    log_softmax = torch.log_softmax(logits.float(), dim=-1)
-    sum_reduction, total_weight = 2, torch.zeros_like(grad)  # the weight is not used in a sum
-    of_log_softmax = torch.ops.aten.nll_loss_backward(
-        grad, log_softmax, targets, None, sum_reduction, IGNORED_TARGET, total_weight
-    )
-    gradient: Tensor = torch.ops.aten._log_softmax_backward_data(of_log_softmax, log_softmax, -1, torch.float32)
-    return gradient
-
-
-@dataclass(frozen=True)
-class _Classes:
-    """The range of classes whose logits this rank holds."""
-
-    start: int
-    count: int
-    group: dist.ProcessGroup
-    """The ranks that together hold all classes."""
-
-    def reduced(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        """Reduce `values` over the ranks in place, and return them."""
-        dist.all_reduce(values, op=op, group=self.group)
-        return values
-
-    def at(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two [n, 1] tensors for `targets` [n]: the index of each target in this rank's logits, and whether this
-        rank holds the class of the target.
-
-        The index is 0 if this rank does not hold the class.
+        The logits are the output of the layer. If the layer has the method `adjust_logits`, an elementwise function
+        such as a soft cap, the method is applied to each chunk. Then the logits are cast to `dtypes`, one after the
+        other.
         """
-        index = (targets - self.start).unsqueeze(-1)
-        is_here = (index >= 0) & (index < self.count)
-        return index.where(is_here, 0), is_here
+        self._has_head = True
+        adjust = _adjustment(getattr(head, "adjust_logits", None), dtypes)
+        head.forward = MethodType(_head_forward(self, head.forward, adjust), head)
+
+    @contextmanager
+    def given(self, targets: Tensor) -> Iterator[None]:
+        """Provide the targets of the model's next forward to its output layer during the block."""
+        self.targets = targets
+        try:
+            yield
+        finally:
+            self.targets = None
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return two sums over the valid targets, in fp32, from what the model has returned.
+
+        With gradients enabled: the cross-entropy, and the z-loss times its weight. Both take gradients. Without
+        gradients: the cross-entropy without label smoothing, and the number of targets with the largest logit. Of equal
+        logits, the first counts as the largest.
+
+        `outputs` are logits (..., classes), or the sums if the output layer computes them. `targets` are class indices
+        (...). If no target is valid, the sums and the gradients are 0, and all ranks still run the same backward.
+        Collective if the logits are divided over ranks by class.
+        """
+        if self._has_head:
+            if outputs.shape != (2,):
+                raise config_error(("loss", "chunks"), _CHANGED_OUTPUT, self._config.chunks)
+            return outputs
+        self._check(outputs.shape, targets)
+        if isinstance(outputs, DTensor):
+            assert outputs.placements == (Shard(outputs.ndim - 1),), outputs.placements
+            logits = outputs.to_local()
+            return self._in_chunks(Classes.of(outputs, logits.shape[-1]), logits, None, None, targets, None)
+        if self._config.chunks > 1:
+            return self._in_chunks(Classes(outputs.shape[-1]), outputs, None, None, targets, None)
+        logits, targets = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1)
+        if not torch.is_grad_enabled():
+            return torch.stack([F.cross_entropy(logits.float(), targets, **_SUM), (logits.argmax(-1) == targets).sum()])
+        sums: Tensor = self._plain(logits, targets, self._config.z_loss, self._config.label_smoothing)
+        return sums
+
+    def of_head(self, head: Any, x: Tensor, targets: Tensor, adjust: Adjust | None) -> Tensor:
+        """Return `sums` of the logits that `head` would make of `x`. With tensor parallelism the sums are a DTensor, as
+        the outputs of other divided layers."""
+        weight, bias = head.weight, head.bias
+        self._check((*x.shape[:-1], weight.shape[0]), targets)
+        if not isinstance(weight, DTensor):
+            return self._in_chunks(Classes(weight.shape[0]), x, weight, bias, targets, adjust)
+        assert isinstance(x, DTensor), "tensor parallelism makes DTensors of the input and the weight"
+        own_weight, own_bias = weight.to_local(), None if bias is None else bias.to_local()
+        own_x = x.to_local(grad_placements=[Partial()])  # each rank's classes give a part of the gradient
+        classes = Classes.of(weight, own_weight.shape[0])
+        sums = self._in_chunks(classes, own_x, own_weight, own_bias, targets, adjust)
+        return DTensor.from_local(sums, weight.device_mesh, [Replicate()], run_check=False)
+
+    def _in_chunks(
+        self,
+        classes: Classes,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        targets: Tensor,
+        adjust: Adjust | None,
+    ) -> Tensor:
+        validates = not torch.is_grad_enabled()
+        config = self._validation if validates else self._config
+        method = Method(config, classes, adjust, self._kernels, counts_correct=validates)
+        sums: Tensor = ChunkedLoss.apply(x.reshape(-1, x.shape[-1]), weight, bias, targets.reshape(-1), method)
+        return sums
 
 
-def _own_classes(outputs: DTensor) -> tuple[Tensor, _Classes]:
-    """Return this rank's part of divided logits, differentiable, and the classes of the part."""
-    assert outputs.placements == (Shard(outputs.ndim - 1),), outputs.placements
-    mesh, logits = outputs.device_mesh, outputs.to_local()
-    count = logits.shape[-1]  # the same on all ranks: check_tensor_plan requires this
-    return logits, _Classes(mesh.get_local_rank() * count, count, mesh.get_group())
+_CHANGED_OUTPUT = (
+    "the output layer of the model computes the loss, but the model does not return the output of that layer unchanged "
+    "in every forward; return it unchanged, or set 1"
+)
 
 
-class _DividedCrossEntropy(torch.autograd.Function):
-    """The operation `_sum` of logits (n, classes / ranks) and targets (n) in chunks.
+def _head_forward(loss: Loss, compute: Callable[[Tensor], Tensor], adjust: Adjust | None) -> Callable[..., Tensor]:
+    """Return the forward of an output layer. Its first argument is the module: explanations of errors look for it."""
 
-    For backward it saves logits, targets, and two numbers per target: the largest logit of all ranks, and the logarithm
-    of the sum of exp(logit - largest). The softmax of a part of the logits follows from the two numbers. (The sum of
-    the two numbers alone would lose digits of large logits.)
-    """
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return compute(x) if loss.targets is None else loss.of_head(self, x, loss.targets, adjust)
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, chunks: int, classes: _Classes) -> Tensor:
-        scales = torch.empty(len(targets), 2, dtype=torch.float32, device=logits.device)
-        ctx.save_for_backward(logits, targets, scales)
-        ctx.chunks, ctx.classes = chunks, classes
-        total = torch.zeros((), device=logits.device)
-        for part, wanted, scale in zip(*(t.chunk(chunks) for t in (logits, targets, scales)), strict=True):
-            largest = classes.reduced(part.amax(-1, keepdim=True).float(), dist.ReduceOp.MAX)
-            distances = (part - largest).float()  # one fp32 tensor: bf16 minus fp32 is fp32
-            index, is_here = classes.at(wanted)
-            own = distances.gather(-1, index).where(is_here, 0)
-            sums = classes.reduced(torch.cat([distances.exp_().sum(-1, keepdim=True), own], -1), dist.ReduceOp.SUM)
-            log_sum, wanted_distance = sums[:, :1].log(), sums[:, 1:]
-            torch.cat([largest, log_sum], -1, out=scale)
-            total += (log_sum - wanted_distance).squeeze(-1).where(wanted != IGNORED_TARGET, 0).sum()
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, targets, scales = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
-        parts = zip(*(tensor.chunk(ctx.chunks) for tensor in (gradient, logits, targets, scales)), strict=True)
-        for result, part, wanted, scale in parts:
-            softmax = (part - scale[:, :1]).float().sub_(scale[:, 1:]).exp_()
-            index, is_here = ctx.classes.at(wanted)
-            softmax.scatter_add_(-1, index, -is_here.to(softmax.dtype))
-            result.copy_(softmax.mul_(grad).where((wanted != IGNORED_TARGET).unsqueeze(-1), 0))
-        return gradient, None, None, None
+    return forward
 
 
-def count_correct(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return how many targets have the largest logit: an int64 scalar on their device.
+def _adjustment(adjust: Adjust | None, dtypes: Sequence[torch.dtype]) -> Adjust | None:
+    """Return `adjust` and then the casts to `dtypes` as one function; None if there is nothing to do."""
+    if adjust is None and not dtypes:
+        return None
 
-    `outputs` are logits (..., classes), `targets` class indices (...). Of equal logits, the first counts as the
-    largest. An ignored target is never correct. Collective if logits are divided by class.
-    """
-    if isinstance(outputs, DTensor):
-        logits, classes = _own_classes(outputs)
-        largest, index = logits.max(dim=-1)
-        everywhere = classes.reduced(largest.clone(), dist.ReduceOp.MAX)
-        first = torch.where(largest == everywhere, index + classes.start, outputs.shape[-1])
-        return (classes.reduced(first, dist.ReduceOp.MIN) == targets).sum()
-    return (outputs.argmax(dim=-1) == targets).sum()
+    def adjusted(logits: Tensor) -> Tensor:
+        logits = logits if adjust is None else adjust(logits)
+        for dtype in dtypes:
+            logits = logits.to(dtype)
+        return logits
+
+    return adjusted
+
+
+_SUM: dict[str, Any] = {"ignore_index": IGNORED_TARGET, "reduction": "sum"}
+
+
+def _plain_sums(logits: Tensor, targets: Tensor, z_loss: float, label_smoothing: float) -> Tensor:
+    """Return the sums of cross-entropy and z-loss of whole logits (n, classes), by PyTorch's own operations."""
+    logits = logits.float()
+    cross_entropy = F.cross_entropy(logits, targets, label_smoothing=label_smoothing, **_SUM)
+    if not z_loss:
+        return torch.stack([cross_entropy, torch.zeros_like(cross_entropy)])
+    squares = logits.logsumexp(-1).square().where(targets != IGNORED_TARGET, 0)
+    return torch.stack([cross_entropy, z_loss * squares.sum()])
+
+
+def means_of_step(sums: Tensor, valid_global: Tensor) -> Tensor:
+    """Return a microbatch's part of the step's loss: its sums, divided by the number of the step's valid targets over
+    all ranks."""
+    return sums / valid_global.clamp(min=1)
 
 
 def count_valid(targets: Tensor) -> Tensor:

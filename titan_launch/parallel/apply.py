@@ -54,7 +54,7 @@ def parallelize(
     convert_to_float8(model, plan, float8)
     if mesh.tensor is not None:
         assert styles is not None, "check_tensor_plan comes first"
-        apply_tensor_parallel(model, styles, mesh.tensor, parallelism)
+        apply_tensor_parallel(model, styles, mesh.tensor, parallelism, plan.loss_head is not None)
     prepare_batch_norms(model, batchnorm, mesh.layout.num_microbatches, statistics_group)
     if checkpoints_compiled(activation_checkpoint, mesh.layout.tensor):
         compile_pieces(model, plan, compilation, activation_checkpoint)

@@ -26,7 +26,6 @@ from titan_launch.config.sections.parallelism import ActivationCheckpointConfig,
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.distributed.collectives import on_all_ranks, warn
 from titan_launch.distributed.dtensor import local_tensor
-from titan_launch.models.loss import Loss
 from titan_launch.plan.module_selection import alike
 from titan_launch.plan.types import ModelPlan, enclosing, parent
 
@@ -53,11 +52,11 @@ def compile_pieces(
     _log.info("%s", describe_pieces(plan, config))
 
 
-def compile_loss(loss: Loss, config: CompileConfig) -> Loss:
-    """Return the loss, compiled if `[compile]` enables compilation of the loss."""
+def compile_loss(function: Callable[..., Any], config: CompileConfig) -> Callable[..., Any]:
+    """Return a function of the loss, compiled if `[compile]` enables compilation of the loss."""
     if not config.enable or "loss" not in config.components:
-        return loss
-    return _compiled(loss, config, "the loss")
+        return function
+    return _compiled(function, config, "the loss")
 
 
 def eager(config: CompileConfig) -> AbstractContextManager[Any]:

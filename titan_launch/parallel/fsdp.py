@@ -33,10 +33,11 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, offloads: bo
     for unit in plan.units:
         modules = [model.get_submodule(path) for path in unit.modules]
         is_shared = len(modules) > 1
+        casts_outputs = not is_shared and not plan.returns_loss(unit.modules[0])
         fully_shard(
             modules if is_shared else modules[0],
             mesh=mesh,
-            mp_policy=mixed_precision_policy(replace(unit.policy, output_dtype=None) if is_shared else unit.policy),
+            mp_policy=mixed_precision_policy(unit.policy if casts_outputs else replace(unit.policy, output_dtype=None)),
             reshard_after_forward=unit.reshard_after_forward,
             offload_policy=policy,
         )
@@ -45,8 +46,9 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, offloads: bo
         # FSDP2's own cast is wrong for a unit of several modules. If one of them does not run, FSDP2 casts the outputs
         # of the whole model instead, or those of the unit with which activation checkpointing began a second forward.
         if is_shared and unit.policy.output_dtype is not None:
-            for module in modules:
-                _cast_outputs(module, torch_dtype(unit.policy.output_dtype))
+            for path, module in zip(unit.modules, modules, strict=True):
+                if not plan.returns_loss(path):
+                    _cast_outputs(module, torch_dtype(unit.policy.output_dtype))
     if mesh.size() > 1:
         _sum_gradients(model)
     for path, ahead in plan_backward_prefetch(plan).items():

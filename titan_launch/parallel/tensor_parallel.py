@@ -25,15 +25,20 @@ TOKENS, FEATURES = 1, -1
 
 
 def apply_tensor_parallel(
-    model: nn.Module, styles: Mapping[str, TensorStyle], mesh: DeviceMesh, parallelism: ParallelismConfig
+    model: nn.Module,
+    styles: Mapping[str, TensorStyle],
+    mesh: DeviceMesh,
+    parallelism: ParallelismConfig,
+    has_loss_head: bool = False,
 ) -> None:
     """Divide a model on the meta device over the ranks of `mesh`, in place; nothing is allocated or communicated.
 
     `styles`: the model's declaration (`ModelSpec.tensor_parallel`), checked by `check_tensor_plan`. Tied parameters
     stay tied. With `loss_parallel` the model returns a DTensor, which `titan_launch.models.loss` accepts.
+    `has_loss_head`: the output layer returns the sums of the loss, the same on all ranks, in place of logits.
     """
     ties = _ties(model)
-    appliers = _appliers(mesh, parallelism)
+    appliers = _appliers(mesh, parallelism, parallelism.loss_parallel and not has_loss_head)
     for path, style in style_by_module(model, styles).items():
         appliers[style](model.get_submodule(path))
     for (owner, name), others in ties:
@@ -46,7 +51,9 @@ def token_shards(parallelism: ParallelismConfig) -> int:
     return parallelism.tensor_parallel_degree if parallelism.sequence_parallel else 1
 
 
-def _appliers(mesh: DeviceMesh, parallelism: ParallelismConfig) -> dict[TensorStyle, Callable[[nn.Module], object]]:
+def _appliers(
+    mesh: DeviceMesh, parallelism: ParallelismConfig, divides_logits: bool
+) -> dict[TensorStyle, Callable[[nn.Module], object]]:
     """Return, by style, the function that divides a module in place."""
     stream: Placement = Shard(TOKENS) if parallelism.sequence_parallel else Replicate()
     replicated, part = Replicate(), Shard(FEATURES)
@@ -64,8 +71,8 @@ def _appliers(mesh: DeviceMesh, parallelism: ParallelismConfig) -> dict[TensorSt
         "head": apply(
             ColwiseParallel(
                 input_layouts=stream,
-                output_layouts=part if parallelism.loss_parallel else replicated,
-                use_local_output=not parallelism.loss_parallel,
+                output_layouts=part if divides_logits else replicated,
+                use_local_output=not divides_logits,
             )
         ),
     }

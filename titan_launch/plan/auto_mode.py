@@ -156,5 +156,5 @@ def remedies(comparison: Comparison, own: Sequence[Row]) -> Iterator[str]:
         yield f"these choices are tight and may run if the job sets them: {'; '.join(tight)}"
     yield (
         f"{'or try' if others or tight else 'try'} a smaller training.local_batch_size or training.seq_len, a larger "
-        "training.loss_chunks, more ranks to shard over, or devices with more memory"
+        "loss.chunks, more ranks to shard over, or devices with more memory"
     )

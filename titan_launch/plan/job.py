@@ -16,7 +16,7 @@ from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import ConfigError, Problem, format_key
 from titan_launch.core.torch_release import CAN_SHARE_UNITS
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.module_selection import checkpointed_modules, compiled_modules, float8_modules
+from titan_launch.plan.module_selection import checkpointed_modules, compiled_modules, float8_modules, loss_head
 from titan_launch.plan.pipeline import plan_stages
 from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.plan.units.fsdp_units import plan_model
@@ -114,7 +114,7 @@ def plan_units(config: JobConfig, inventory: Inventory, keep_params_unsharded: b
 
 
 def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
-    """Return units, dtypes, checkpointed modules, compiled modules and pipeline stages of a job without `auto`.
+    """Return units, dtypes, checkpointed and compiled modules, pipeline stages and loss head of a job without `auto`.
 
     Raises ConfigError for precision rules, activation checkpointing, compilation or stages that the model does not
     support.
@@ -122,13 +122,14 @@ def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
     checkpointed = checkpointed_modules(inventory, config.activation_checkpoint)
     resharding = plan_resharding(config.parallelism, config.gradient_accumulation)
     plan = plan_model(inventory, config.precision, resharding, CAN_SHARE_UNITS)
-    return replace(
+    plan = replace(
         plan,
         checkpointed=checkpointed,
         compiled=compiled_modules(config, inventory, plan.units, checkpointed),
         float8=float8_modules(config.float8, plan),
         stages=plan_stages(inventory, config.parallelism),
     )
+    return replace(plan, loss_head=loss_head(config, plan))
 
 
 def possible_choices(config: JobConfig, layout: Layout, inventory: Inventory) -> tuple[list[Choice], list[str]]:

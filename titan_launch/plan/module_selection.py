@@ -1,4 +1,4 @@
-"""The modules that are activation-checkpointed, compiled, or converted to float8. No torch.
+"""The modules that are activation-checkpointed, compiled, converted to float8, or compute the loss. No torch.
 
 A hook of FSDP2 cannot be part of a compiled graph, because it runs collectives and changes parameters. So the largest
 modules without an FSDP2 unit inside are compiled: the blocks, unless a precision rule makes a unit inside a block. The
@@ -269,3 +269,32 @@ def _misshapen(layers: list[ModuleInfo], config: Float8Config) -> Iterator[Probl
             )
             yield Problem(_FLOAT8_MODULES, text, list(config.modules))
             return  # one problem is enough
+
+
+def loss_head(config: JobConfig, plan: ModelPlan) -> str | None:
+    """Return the path of the output layer that computes the loss in chunks; None if the model returns logits."""
+    return plan.inventory.output_layer if config.loss.chunks > 1 and _why_logits(plan) is None else None
+
+
+def _why_logits(plan: ModelPlan) -> str | None:
+    """Return the reason why no output layer can compute the loss; None if one can."""
+    path = plan.inventory.output_layer
+    if path is None:
+        return "the logits are not known to be the unchanged output of an nn.Linear"
+    if path in plan.float8:
+        return f"{path} computes in float8"
+    around = enclosing(path, plan.checkpointed)
+    if around:
+        return f"{path} is in {around}, which is checkpointed"
+    around = enclosing(path, plan.compiled)
+    return f"{path} is in {around}, which is compiled" if around else None
+
+
+def describe_loss(config: JobConfig, plan: ModelPlan) -> str | None:
+    """Return one line for the log about a loss in chunks; None without chunks."""
+    chunks = config.loss.chunks
+    if chunks == 1:
+        return None
+    if plan.loss_head is not None:
+        return f"{plan.loss_head} computes it in {chunks} chunks of classes; logits exist for one chunk at a time"
+    return f"{chunks} chunks of the model's logits, which exist for all classes at a time: {_why_logits(plan)}"

@@ -254,6 +254,7 @@ def stage_part(plan: ModelPlan, stage: Stage) -> ModelPlan:
         checkpointed=_own(plan.checkpointed, foreign),
         compiled=_own(plan.compiled, foreign),
         float8=_own(plan.float8, foreign),
+        loss_head=_own_or_none(plan.loss_head, foreign),
     )
 
 
@@ -285,6 +286,7 @@ def _without(inventory: Inventory, foreign: Collection[str]) -> tuple[Inventory,
         head=_own(inventory.head, foreign),
         embeddings=_own(inventory.embeddings, foreign),
         pipeline_order=_own(inventory.pipeline_order, foreign),
+        output_layer=_own_or_none(inventory.output_layer, foreign),
     )
     return left, first
 
@@ -295,6 +297,10 @@ def _restricted(unit: Unit, foreign: Collection[str]) -> Unit:
 
 def _own(paths: Sequence[str], foreign: Collection[str]) -> tuple[str, ...]:
     return tuple(path for path in paths if not _is_foreign(path, foreign))
+
+
+def _own_or_none(path: str | None, foreign: Collection[str]) -> str | None:
+    return None if path is None or _is_foreign(path, foreign) else path
 
 
 def _is_foreign(path: str, foreign: Collection[str]) -> bool:

@@ -78,6 +78,9 @@ class Inventory:
     """Paths of the modules that run in sequence, each on the output of the module before it. They have all parameters.
     Empty: the order is unknown."""
 
+    output_layer: str | None = None
+    """Path of the `nn.Linear` whose output is the logits, unchanged; None if it is unknown."""
+
     @cached_property
     def by_path(self) -> dict[str, ModuleInfo]:
         """The modules by path."""
@@ -225,6 +228,23 @@ class ModelPlan:
 
     stages: tuple[Stage, ...] = ()
     """Pipeline stages in order; empty without pipeline parallelism."""
+
+    loss_head: str | None = None
+    """Path of the output layer that computes the loss in chunks (`loss.chunks`); None if the model returns logits."""
+
+    def returns_loss(self, path: str) -> bool:
+        """Return True if a module returns the sums of the loss in place of logits: the loss head, or one around it.
+
+        These sums are fp32 in every policy.
+        """
+        return self.loss_head is not None and is_within(self.loss_head, path)
+
+    @property
+    def logits_dtypes(self) -> tuple[str, ...]:
+        """The dtypes to which policies cast the logits that the loss head does not return, in this order."""
+        casts = {path: unit.policy.output_dtype for unit in self.units for path in unit.modules}
+        around = sorted(filter(self.returns_loss, casts), key=len, reverse=True)
+        return tuple(dtype for path in around if (dtype := casts[path]) is not None)
 
     @cached_property
     def unit_of(self) -> dict[str, Unit]:

@@ -151,7 +151,7 @@ def _planned_of_module(plan: ModelPlan, info: ModuleInfo, unit: Unit) -> Iterato
     for tensor in info.buffers:
         if tensor.is_floating:
             yield buffer(tensor.name), (plan.buffer_dtypes[full_name(info.path, tensor.name)],)
-    yield OUTPUTS, _one(policy.output_dtype if policy else None)
+    yield OUTPUTS, _one(policy.output_dtype if policy and not plan.returns_loss(info.path) else None)
     if info.parameters:
         yield STORED_PARAMETERS, (unit.storage_dtype,)
         yield STORED_GRADIENTS, (unit.storage_dtype,)

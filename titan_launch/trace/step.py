@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from titan_launch.distributed.mesh import build_mesh
 from titan_launch.metrics.memory import LiveMemory, track
 from titan_launch.metrics.traffic import TrafficCount, count_collectives
 from titan_launch.models.build import BuiltModel
-from titan_launch.models.loss import Loss, loss_in_chunks
+from titan_launch.models.loss import Loss
 from titan_launch.optim.groups import group_parameters
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.batchnorm import RunningStatistics
@@ -53,10 +52,9 @@ from titan_launch.precision.diagnosis import dtype_failures_explained
 from titan_launch.trace.cuda_kernels import copies_from_host, kernels_replaced
 from titan_launch.trace.fake_group import fake_process_group, silence
 from titan_launch.trace.observers import StepPoints, count_exchanges, modules_in_order
-from titan_launch.train.forward import checked_loss
-from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
+from titan_launch.train.model import AssembledModel, allocate_model, assemble_model, build_loss
 from titan_launch.train.pipeline_step import PipelinedStep
-from titan_launch.train.step import forward_backward, loss_of
+from titan_launch.train.step import forward_backward
 
 
 class Batches:
@@ -197,7 +195,10 @@ def _trace_microbatches(
         memory.scope(Category.BUFFERS)
         statistics = RunningStatistics(model)  # a run holds this copy during the whole step
         memory.scope(None)
-        traffic = _Accumulation(config, model, mesh.layout, num_microbatches, batches, step_points, memory, count).run()
+        loss = build_loss(model, plan, config, batches.num_classes)
+        traffic = _Accumulation(
+            config, model, mesh.layout, num_microbatches, batches, loss, step_points, memory, count
+        ).run()
         ledger.enter(StepPoint(step_points.microbatch, "optimizer", ""))
         _update(temporary_bytes(config.optimizer, groups, mesh.layout.parameter_shards), ledger)
         del statistics
@@ -219,6 +220,7 @@ class _Accumulation:
     layout: Layout
     num_microbatches: int
     batches: Batches
+    loss: Loss
     step_points: StepPoints
     memory: LiveMemory
     count: TrafficCount
@@ -238,7 +240,7 @@ class _Accumulation:
             strategy.begin_microbatch(self.model, is_last=index == self.num_microbatches - 1)
             microbatch = self.batches.make()
             self.memory.hold(microbatch, Category.INPUTS)
-            forward_backward(self.model, microbatch, torch.device("cpu"), lambda: valid_global, self._loss_sum)
+            forward_backward(self.model, microbatch, torch.device("cpu"), lambda: valid_global, self.loss)
             del microbatch
             traffic.append(self.count.take())
         return _traffic_of_step(traffic, self.layout.num_microbatches)
@@ -249,15 +251,9 @@ class _Accumulation:
         inputs, targets = self.memory.paused(self.batches.make)()  # on the host
         strategy = build_strategy(config.gradient_accumulation)
         step = PipelinedStep(pipeline, config.parallelism, strategy, torch.device("cpu"))
-        loss = partial(loss_of, valid_global=valid_global, loss_sum=self._loss_sum)
-        step([(inputs, targets)] * self.num_microbatches, loss)
+        step([(inputs, targets)] * self.num_microbatches, self.loss, valid_global)
         traffic = self.count.take()
         return scaled_to_step(traffic, self.num_microbatches, layout, config.gradient_accumulation)
-
-    @property
-    def _loss_sum(self) -> Loss:
-        loss_sum = loss_in_chunks(self.config.training.loss_chunks)
-        return checked_loss(loss_sum, self.config.data.unit, self.batches.num_classes)
 
 
 def _traffic_of_step(seen: Sequence[Traffic], num_microbatches: int) -> Traffic:

@@ -36,7 +36,7 @@ from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic.engine import analytic_engine, unknown_part
 from titan_launch.plan.step_time import flops_of_model
 from titan_launch.plan.types import Inventory, ModelPlan
-from titan_launch.train.forward import check_signature
+from titan_launch.train.forward import check_signature, find_output_layer
 from titan_launch.train.run_folder.attempt import Attempt
 from titan_launch.train.run_folder.folder import recorded_modes
 from titan_launch.train.trace_subprocess import TraceProcess
@@ -53,7 +53,10 @@ def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
     check_tensor_plan(built.module, built.tensor_parallel, config.parallelism)
     context, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len
     check_context_plan(built.module, built.context_parallel, context, seq_len, config.batchnorm)
-    return take_inventory(built.module, built.blocks, built.head, built.embeddings, built.pipeline_order)
+    output_layer = built.head[-1] if built.head else None
+    if output_layer is None and config.loss.chunks > 1 and config.data.unit == "tokens":
+        output_layer = find_output_layer(built.module, seq_len)
+    return take_inventory(built.module, built.blocks, built.head, built.embeddings, built.pipeline_order, output_layer)
 
 
 def plan_precision(config: JobConfig, built: BuiltModel) -> ModelPlan:

@@ -15,22 +15,20 @@ from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.process_group import Ranks, set_timeouts
 from titan_launch.metrics.sinks import ConsoleSink
-from titan_launch.models.loss import loss_in_chunks
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import build_strategy
-from titan_launch.parallel.compile import cache_folder, compile_loss
+from titan_launch.parallel.compile import cache_folder
 from titan_launch.parallel.float8 import scale_update
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.report.unit_table import KeyLocator, describe_units
 from titan_launch.train.batches import RunData, build_data, build_train_batches, build_validation_batches
-from titan_launch.train.forward import checked_loss
 from titan_launch.train.health.coordination import StepCoordinator, StopRequest
 from titan_launch.train.health.flight_recorder import create_nccl_folder
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.kernel_choice import attention_dtypes, use_kernels
 from titan_launch.train.measure import MemoryCheck, StepMeasurements
-from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
+from titan_launch.train.model import AssembledModel, allocate_model, assemble_model, build_loss
 from titan_launch.train.resolve_job import ResolvedJob, resolve_job
 from titan_launch.train.run import Run, build_meter, build_sinks, log_job, log_run
 from titan_launch.train.run_folder.attempt import this_attempt
@@ -157,7 +155,6 @@ def build_step(
         from titan_launch.train.pipeline_step import PipelinedStep  # importing PyTorch's schedules takes a second
 
         pipelined = PipelinedStep(pipeline, config.parallelism, accumulation, ranks.device)
-    loss_sum = compile_loss(loss_in_chunks(config.training.loss_chunks), config.compile)
     return TrainStep(
         model.module,
         optimizer,
@@ -166,7 +163,7 @@ def build_step(
         config.training.max_norm,
         model.mesh,
         ranks.device,
-        checked_loss(loss_sum, config.data.unit, num_classes),
+        build_loss(model.module, model.plan, config, num_classes),
         pipelined=pipelined,
         after_update=scale_update(model.module, config.float8),
     )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import linecache
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -20,7 +22,7 @@ from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.import_string import is_user_file
 from titan_launch.distributed.torch_private import roots
 from titan_launch.models.build import has_forward
-from titan_launch.models.loss import Loss
+from titan_launch.models.loss import LogitsCheck
 
 FORWARD = "its forward "
 """The first words of every error of this module, on the key `model.name`."""
@@ -65,26 +67,49 @@ def logits_of(outputs: Any, inputs: Tensor) -> Tensor:
     return logits
 
 
-def checked_loss(loss_sum: Loss, unit: SampleUnit, num_classes: int) -> Loss:
-    """Return `loss_sum` with a preceding check of the logits' shape, which does not wait for the device.
+def logits_check(unit: SampleUnit, num_classes: int) -> LogitsCheck:
+    """Return a check of the logits' shape, which does not wait for the device.
 
     `num_classes`: number of classes of the data; for tokens, the size of the vocabulary. The check raises ConfigError
     if the logits are not (*targets.shape, classes), or have fewer classes than the data. On a GPU the loss of a target
     beyond the classes would abort the process.
     """
 
-    def checked(logits: Tensor, targets: Tensor) -> Tensor:
-        if logits.ndim == 0:
+    def check(shape: Sequence[int], targets: Tensor) -> None:
+        if not shape:
             raise _error("returns a scalar, as if it computed the loss", unit)
-        if logits.shape[:-1] != targets.shape:
-            shapes = f"{tuple(logits.shape)} for targets of the shape {tuple(targets.shape)}"
+        if tuple(shape[:-1]) != targets.shape:
+            shapes = f"{tuple(shape)} for targets of the shape {tuple(targets.shape)}"
             raise _error(f"returns a tensor of the shape {shapes}", unit)
-        if logits.shape[-1] < num_classes:
-            reason = f"returns logits of {logits.shape[-1]} classes, but {_DATA[unit].format(num_classes)}"
+        if shape[-1] < num_classes:
+            reason = f"returns logits of {shape[-1]} classes, but {_DATA[unit].format(num_classes)}"
             raise _error(f"{reason}; give its last layer {num_classes} outputs")
-        return loss_sum(logits, targets)
 
-    return checked
+    return check
+
+
+def find_output_layer(model: nn.Module, seq_len: int) -> str | None:
+    """Return the path of the `nn.Linear` whose output a model of token ids returns as logits, unchanged.
+
+    `model` is on the meta device and not wrapped. A copy of it runs one sequence. Return None if there is no such
+    layer, if it runs more than once, or if the model does not run on the meta device.
+    """
+    copied, ran = copy.deepcopy(model), list[tuple[str, Tensor]]()
+    for path, module in copied.named_modules():
+        if isinstance(module, nn.Linear) and (_is_plain(module) or hasattr(module, "adjust_logits")):
+            module.register_forward_hook(lambda _, args, output, path=path: ran.append((path, output)))
+    tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad():
+            logits = logits_of(copied(tokens), tokens)
+    except Exception:  # the run itself reports errors of a forward
+        return None
+    found = next((path for path, output in ran if output is logits), None)
+    return found if [path for path, _ in ran].count(found or "") == 1 else None
+
+
+def _is_plain(module: nn.Linear) -> bool:
+    return type(module).forward is nn.Linear.forward and "forward" not in vars(module)
 
 
 def check_embeddings(model: nn.Module, vocab_size: int) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from titan_launch.checkpoint.manifest import checkpoint_name
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import Stopped
@@ -243,7 +245,7 @@ def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
         valid_local=result.valid_local,
         valid_global=result.valid_global,
         grad_norm=result.grad_norm,
-        measured=run.measurements.take() | checkpoint_measurements(run) | values_of_run(run),
+        measured=z_loss(run, result) | run.measurements.take() | checkpoint_measurements(run) | values_of_run(run),
     )
     if run.memory_check is not None:
         is_measured = run.measurements.is_steady or run.ranks.device.type == "cpu"
@@ -263,6 +265,11 @@ def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
 def values_of_run(run: Run) -> dict[str, float]:
     """Return the values of the metrics that follow from the run alone."""
     return {tag.name: tag.value(run) for tag in TAGS if tag.value is not None}
+
+
+def z_loss(run: Run, result: StepResult) -> dict[str, float | Tensor]:
+    """Return this rank's part of the z-loss by tag; empty if the job has none."""
+    return {"train/z_loss": result.z_loss} if run.config.loss.z_loss else {}
 
 
 def checkpoint_measurements(run: Run) -> dict[str, float]:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -22,13 +23,18 @@ from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.models.factory import HostBuild, HostValues
 from titan_launch.models.init import allocate, initialize
+from titan_launch.models.loss import Loss
+from titan_launch.models.stages import PassThrough
 from titan_launch.parallel.apply import parallelize
+from titan_launch.parallel.compile import compile_loss
 from titan_launch.parallel.context_parallel import divide_buffers, ring_attention
 from titan_launch.parallel.pipeline import divide, pipeline_of
 from titan_launch.parallel.tensor_parallel import token_shards
 from titan_launch.plan.hardware import GIB, free_memory_gib
+from titan_launch.plan.module_selection import describe_loss
 from titan_launch.plan.types import ModelPlan
-from titan_launch.train.forward import check_embeddings
+from titan_launch.precision.policy import torch_dtype
+from titan_launch.train.forward import check_embeddings, logits_check
 
 _log = logging.getLogger(__name__)
 
@@ -194,3 +200,21 @@ def allocate_model(
     if model.sequence_part is not None:
         axes = model.built.context_parallel or {}
         divide_buffers(model.module, axes, model.sequence_part, config.training.seq_len)
+
+
+def build_loss(model: nn.Module, plan: ModelPlan, config: JobConfig, num_classes: int) -> Loss:
+    """Return the loss of a job. If the plan has a loss head, that module of `model` then computes the loss, in place.
+
+    `num_classes`: number of classes of the data.
+    """
+    description = describe_loss(config, plan)
+    if description is not None:
+        _log.info("loss: %s", description)
+    check = logits_check(config.data.unit, num_classes)
+    loss = Loss(config.loss, check, partial(compile_loss, config=config.compile))
+    if plan.loss_head is not None:
+        head = model.get_submodule(plan.loss_head)
+        dtypes = [torch_dtype(dtype) for dtype in plan.logits_dtypes]
+        if not isinstance(head, PassThrough):  # else another pipeline rank has the head
+            loss.compute_in(head, dtypes)
+    return loss

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -23,6 +23,7 @@ from titan_launch.distributed.torch_private import (
     pop_forward_order,
     restore_forward_order,
 )
+from titan_launch.models.loss import Loss, means_of_step
 from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.pipeline import LocalStage, Pipeline
 
@@ -35,11 +36,12 @@ def build_schedule(
     accumulation: AccumulationStrategy,
     device: torch.device,
     loss: Callable[[Tensor, Tensor], Tensor],
+    given: Callable[[int], AbstractContextManager[None]],
 ) -> Any:
     """Return PyTorch's schedule `name` for this rank's stages. The schedule does not scale gradients.
 
     `inputs`: inputs of one microbatch. `loss`: function of a microbatch's (outputs, targets) that returns its part of
-    the step's loss.
+    the step's loss. `given`: function of a microbatch's index that returns the context of its forward.
     """
     boundaries = pipeline.boundaries.of(inputs)
     stages = [
@@ -51,6 +53,7 @@ def build_schedule(
             pipeline,
             device,
             splits_backward=name in SPLIT_BACKWARD_SCHEDULES,
+            given=given,
         )
         for local in pipeline.local
     ]
@@ -71,6 +74,7 @@ class ScheduledStage(PipelineStage):
         pipeline: Pipeline,
         device: torch.device,
         splits_backward: bool,
+        given: Callable[[int], AbstractContextManager[None]],
     ):
         index = local.stage.index
         stage_inputs, stage_outputs = (_with_gradient(tensor) for tensor in boundaries)
@@ -87,12 +91,14 @@ class ScheduledStage(PipelineStage):
         self._fsdp_root = cast(Any, local.module)  # Any, because older releases lack methods
         self._accumulation = accumulation
         self._splits_backward = splits_backward
+        self._given = given
         self._orders: dict[int, ForwardOrder] = {}
         if splits_backward and hasattr(FSDPModule, "finalize_backward"):
             self._fsdp_root.set_manual_backward_finalization(True)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with self._given(fwd_chunk_id):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._orders[fwd_chunk_id] = pop_forward_order(self._root)
         return output
 
@@ -150,10 +156,6 @@ def _with_gradient(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
 
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""Function of a microbatch's (outputs, targets) that returns its part of the step's loss."""
-
-
 class PipelinedStep:
     """Runs forward and backward of all microbatches of a step through a pipeline.
 
@@ -174,11 +176,12 @@ class PipelinedStep:
         self._accumulation = accumulation
         self._device = device
         self._schedules: dict[tuple[int, torch.Size], Any] = {}
-        self._loss: Loss | None = None
+        self._step: _Losses | None = None
         self._is_abandoned = False
 
-    def __call__(self, microbatches: list[tuple[Tensor, Tensor]], loss: Loss) -> Tensor:
-        """Compute the gradients of all microbatches. Return this rank's part of the loss, 0 without the last stage.
+    def __call__(self, microbatches: list[tuple[Tensor, Tensor]], loss: Loss, valid_global: Tensor) -> Tensor:
+        """Compute the gradients of all microbatches. Return this rank's part of the step's sums (`Loss.sums`), 0
+        without the last stage. `valid_global`: the step's valid targets over all ranks.
 
         Raises the errors of stages unchanged. After an error, messages to other ranks may be pending, so a further call
         raises RunError.
@@ -190,15 +193,15 @@ class PipelinedStep:
             for tensors in zip(*microbatches, strict=True)
         )
         schedule = self._schedule(len(microbatches), microbatches[0][0])
-        losses: list[Tensor] = []
-        self._loss = loss
+        self._step = _Losses(loss, targets.tensor_split(len(microbatches)), valid_global)
         with self._abandoned_on_error(), _errors_as_raised():
             first = (inputs,) if self._pipeline.local[0].stage.index == 0 else ()
             if self._pipeline.has_last:
-                schedule.step(*first, target=targets, losses=losses, return_outputs=False)
+                schedule.step(*first, target=targets, return_outputs=False)
             else:
                 schedule.step(*first, return_outputs=False)
-        return sum((each.detach() for each in losses), start=torch.zeros((), device=self._device))
+        sums, self._step = self._step.sums, None
+        return sum(sums, start=torch.zeros(2, device=self._device))
 
     @property
     def computes_loss(self) -> bool:
@@ -232,12 +235,36 @@ class PipelinedStep:
             inputs,
             self._accumulation,
             self._device,
-            self._compute_loss,
+            lambda outputs, targets: self._losses.compute(outputs, targets),
+            lambda index: self._losses.given(index),
         )
 
-    def _compute_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        assert self._loss is not None
-        return self._loss(outputs, targets)
+    @property
+    def _losses(self) -> _Losses:
+        assert self._step is not None, "a schedule runs only within a step"
+        return self._step
+
+
+class _Losses:
+    """The losses of the microbatches of a step."""
+
+    def __init__(self, loss: Loss, targets: Sequence[Tensor], valid_global: Tensor):
+        """`targets`: those of each microbatch."""
+        self._loss = loss
+        self._targets = targets
+        self._valid_global = valid_global
+        self.sums: list[Tensor] = []
+        """Each microbatch's part of the step's sums, detached."""
+
+    def given(self, index: int) -> AbstractContextManager[None]:
+        """Provide the targets of a microbatch to the output layer during its forward."""
+        return self._loss.given(self._targets[index])
+
+    def compute(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return a microbatch's part of the step's loss, a scalar."""
+        means = means_of_step(self._loss.sums(outputs, targets), self._valid_global)
+        self.sums.append(means.detach())
+        return means.sum()
 
 
 @contextmanager

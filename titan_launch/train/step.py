@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from titan_launch.distributed.mesh import Mesh
-from titan_launch.models.loss import Loss, count_valid, cross_entropy_sum
+from titan_launch.models.loss import Loss, count_valid, means_of_step
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.registry import step_unless
 from titan_launch.parallel.accumulation import AccumulationStrategy
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 import math
 
 from titan_launch.distributed.torch_private import roots
-from titan_launch.models.loss import count_correct
 from titan_launch.parallel.fsdp import reset_iterations
 from titan_launch.parallel.pipeline import pipeline_of, run_forward
 
@@ -43,6 +41,9 @@ class StepResult:
     loss_sum: Tensor
     """This rank's part of the step's loss. The sum over all ranks is the mean loss of all valid targets. Ranks that
     share matrices (tensor parallelism) compute the same loss, and each has an equal part of it."""
+
+    z_loss: Tensor
+    """This rank's part of the step's z-loss times its weight, which is not in `loss_sum`."""
 
     valid_local: Tensor
     """Number of valid (not ignored) targets of this rank in `loss_sum`, divided by the number of ranks that share
@@ -68,11 +69,11 @@ class TrainStep:
         max_norm: float,
         mesh: Mesh,
         device: torch.device,
-        loss: Loss = cross_entropy_sum,
+        loss: Loss,
         pipelined: PipelinedStep | None = None,
         after_update: Callable[[], None] | None = None,
     ):
-        """`guard` decides whether to skip the update. `loss` returns the sum of the loss over the valid targets of a
+        """`guard` decides whether to skip the update. `loss` computes the sums of the loss over the valid targets of a
         microbatch. `pipelined` runs forward and backward if the model has pipeline stages. `after_update` runs after
         every change of parameters; see `parameters_changed`."""
         self._model = model
@@ -106,15 +107,14 @@ class TrainStep:
             valid = _ValidTargets((targets for _, targets in microbatches), self._device, self._mesh.data_group)
 
             if self._pipelined is not None:
-                loss_sum = self._pipelined(
-                    microbatches, partial(loss_of, valid_global=valid.total(), loss_sum=self.loss)
-                )
+                sums = self._pipelined(microbatches, self.loss, valid.total())
             else:
-                loss_sum = torch.zeros((), device=self._device)
+                sums = torch.zeros(2, device=self._device)
                 for index, microbatch in enumerate(microbatches):
                     self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
-                    loss_sum += forward_backward(self._model, microbatch, self._device, valid.total, self.loss)
-            loss_sum = loss_sum / self._mesh.layout.tensor  # ranks that share matrices compute the same loss
+                    sums += forward_backward(self._model, microbatch, self._device, valid.total, self.loss)
+            # Ranks that share matrices compute the same loss.
+            loss_sum, z_loss = (sums / self._mesh.layout.tensor).unbind()
             if before_update is not None:
                 before_update()
 
@@ -131,7 +131,7 @@ class TrainStep:
 
         has_loss = self._pipelined is None or self._pipelined.computes_loss
         valid_local = valid.local if has_loss else torch.zeros_like(valid.local)
-        return StepResult(loss_sum, valid_local / self._mesh.layout.tensor, valid.total(), grad_norm)
+        return StepResult(loss_sum, z_loss, valid_local / self._mesh.layout.tensor, valid.total(), grad_norm)
 
     def parameters_changed(self) -> None:
         """Update the values that depend on parameters, such as float8 scales. The host does not wait for the device.
@@ -172,33 +172,25 @@ class _ValidTargets:
 
 
 def forward_backward(
-    model: nn.Module, microbatch: Microbatch, device: torch.device, valid_global: Callable[[], Tensor], loss_sum: Loss
+    model: nn.Module, microbatch: Microbatch, device: torch.device, valid_global: Callable[[], Tensor], loss: Loss
 ) -> Tensor:
-    """Run forward and backward over one microbatch. Return its part of the step's loss, detached.
+    """Run forward and backward over one microbatch. Return its part of the step's sums (`Loss.sums`), detached.
 
     `valid_global` returns the step's valid targets over all ranks. It is called after the forward.
 
     The function frees inputs, logits and loss when it returns, before the next microbatch allocates its own.
     """
     inputs, targets = (tensor.to(device, non_blocking=True) for tensor in microbatch)
-    with forward_explained(model, inputs):
-        logits = logits_of(model(inputs), inputs)
-    loss = loss_of(logits, targets, valid_global(), loss_sum)
-    del logits  # the graph holds what backward needs
-    loss.backward()
-    return loss.detach()
-
-
-def loss_of(logits: Tensor, targets: Tensor, valid_global: Tensor, loss_sum: Loss) -> Tensor:
-    """Return a microbatch's part of the step's loss: the sum of the microbatch's loss, divided by the number of the
-    step's valid targets over all ranks."""
-    return loss_sum(logits, targets) / valid_global.clamp(min=1)
+    with forward_explained(model, inputs), loss.given(targets):
+        outputs = logits_of(model(inputs), inputs)
+    means = means_of_step(loss.sums(outputs, targets), valid_global())
+    del outputs  # the graph holds what backward needs
+    means.sum().backward()
+    return means.detach()
 
 
 @torch.no_grad()
-def validate(
-    model: nn.Module, batches: Iterable[Microbatch], device: torch.device, loss_sum: Loss = cross_entropy_sum
-) -> dict[str, float]:
+def validate(model: nn.Module, batches: Iterable[Microbatch], device: torch.device, loss: Loss) -> dict[str, float]:
     """Return the `validation/*` metrics over all valid targets of all ranks, in evaluation mode. Collective.
 
     Every rank must have the same number of batches, since each forward all-gathers parameters. Without valid targets
@@ -211,21 +203,22 @@ def validate(
     for root in roots(model):
         root.eval()
     pipeline = pipeline_of(model)
-    logits: Tensor | None
+    outputs: Tensor | None
     for batch in batches:
         inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
-        if pipeline is None:
-            with forward_explained(model, inputs):
-                logits = logits_of(model(inputs), inputs)
-        elif (logits := run_forward(pipeline, inputs, device)) is None:
-            continue  # another rank holds the last stage
-        totals[0] += loss_sum(logits, targets)
-        totals[1] += count_correct(logits, targets)
-        totals[2] += count_valid(targets)
+        with loss.given(targets):
+            if pipeline is not None:
+                outputs = run_forward(pipeline, inputs, device)
+            else:
+                with forward_explained(model, inputs):
+                    outputs = logits_of(model(inputs), inputs)
+        if outputs is not None:  # else another rank holds the last stage
+            totals[:2] += loss.sums(outputs, targets)
+            totals[2] += count_valid(targets)
     for module, flag in was_training.items():
         module.training = flag
     reset_iterations(model)  # puts the sharded parameters back into the model; the optimizer's state refers to them
     dist.all_reduce(totals)
-    loss, correct, count = totals.tolist()
-    loss, accuracy = (loss / count, correct / count) if count else (math.nan, math.nan)
-    return {"validation/loss": loss, "validation/accuracy": accuracy}
+    loss_sum, correct, count = totals.tolist()
+    mean, accuracy = (loss_sum / count, correct / count) if count else (math.nan, math.nan)
+    return {"validation/loss": mean, "validation/accuracy": accuracy}

@@ -144,6 +144,8 @@ COMMON_NAMES: dict[str, str] = {
     "tf32": 'use "kernels.float32_precision" = "tf32"',
     "gradient_checkpointing": _MODE,
     "torch_compile": "compile.enable",
+    "label_smoothing_factor": "loss.label_smoothing",
+    "use_liger_kernel": 'use "loss.chunks" for a loss without the logits of a microbatch',
     "dynamo_backend": "compile.backend",
     "cpu_offload": "training.enable_cpu_offload",
     "fsdp": "parallelism.data_parallel_shard_degree",

@@ -92,31 +92,6 @@ def compile_has_components(config: JobConfig) -> Iterator[Problem]:
         yield Problem(_COMPONENTS, reason, [], also=(_ENABLE,))
 
 
-def compiled_loss_has_one_chunk(config: JobConfig) -> Iterator[Problem]:
-    """Yield a compiled loss in several chunks. A compiled loss makes no fp32 copies, so chunks save no memory."""
-    chunks = config.training.loss_chunks
-    if config.compile.enable and "loss" in config.compile.components and chunks > 1:
-        reason = (
-            "saves no memory: the compiled loss makes no fp32 copies of the logits; set 1, or remove "
-            '"loss" from compile.components'
-        )
-        yield Problem(("training", "loss_chunks"), reason, chunks, also=(_ENABLE, _COMPONENTS))
-
-
-def compiled_loss_is_not_sharded(config: JobConfig) -> Iterator[Problem]:
-    """Yield a compiled loss with `parallelism.loss_parallel`: its collectives and its custom backward cannot be
-    compiled."""
-    parallelism = config.parallelism
-    is_divided = parallelism.tensor_parallel_degree > 1 and parallelism.loss_parallel
-    if config.compile.enable and "loss" in config.compile.components and is_divided:
-        reason = (
-            'cannot include "loss" with parallelism.loss_parallel = true: its collectives and its custom backward '
-            'cannot be compiled; remove "loss", or set parallelism.loss_parallel = false'
-        )
-        also = (_ENABLE, _TENSOR, ("parallelism", "loss_parallel"))
-        yield Problem(_COMPONENTS, reason, list(config.compile.components), also=also)
-
-
 COMPILE_RULES = (
     compile_options_are_for_compile,
     cache_has_kernels,
@@ -125,8 +100,6 @@ COMPILE_RULES = (
     budget_is_for_memory_budget,
     budget_has_a_compiler,
     compile_has_components,
-    compiled_loss_has_one_chunk,
-    compiled_loss_is_not_sharded,
 )
 """Rules for compilation and activation checkpointing."""
 

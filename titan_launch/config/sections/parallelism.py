@@ -122,7 +122,7 @@ class CompileConfig(Section):
 
     components: Array[Component] = ("model",)
     """Components to compile: `model` (its blocks), `loss`. The compiled loss makes no fp32 copies of the logits.
-    Without compilation, `training.loss_chunks` reduces these copies."""
+    With `loss.chunks`, the loss of each chunk is compiled; the products of the output layer are not."""
 
     cache_folder: str | None = None
     """Folder in which inductor stores compiled kernels and looks for them. If the folder outlasts the job and all hosts

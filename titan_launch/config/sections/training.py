@@ -1,4 +1,4 @@
-"""`[training]`, `[gradient_accumulation]`, `[optimizer]` and `[lr_scheduler]`: the optimizer step."""
+"""`[training]`, `[loss]`, `[gradient_accumulation]`, `[optimizer]` and `[lr_scheduler]`: the optimizer step."""
 
 from __future__ import annotations
 
@@ -31,11 +31,6 @@ class TrainingConfig(Section):
     """Maximum norm of the gradient of all parameters. Larger gradients are clipped to it. 0 disables clipping; the norm
     is still reported."""
 
-    loss_chunks: Annotated[int, Field(ge=1)] = 1
-    """Number of chunks in which the loss of a microbatch is computed, one after the other. The fp32 copies of the
-    logits (12 bytes per token and class) then exist for one chunk at a time. The price is one more softmax in backward.
-    The gradient stays the same, bit for bit."""
-
     enable_cpu_offload: bool = False
     """Keep sharded parameters, their gradients and the optimizer state in host memory, and update the parameters
     there. The all-gather copies the parameters of a unit to the GPU. For models that do not fit otherwise; steps
@@ -47,6 +42,28 @@ class TrainingConfig(Section):
     gc_freq: Annotated[int, Field(ge=1)] = 50
     """Steps between runs of Python's garbage collector. All ranks collect at the same step, and at no other time: a
     rank that collects alone delays all other ranks."""
+
+
+class LossConfig(Section):
+    """The training loss: the mean cross-entropy of all targets that are not ignored. Its sums are fp32. Validation
+    reports the cross-entropy without label smoothing and z-loss, so that jobs can be compared."""
+
+    chunks: Annotated[int, Field(ge=1)] = 1
+    """Number of chunks of classes in which the model's output layer computes the loss. With 1 the model returns logits:
+    memory for all tokens of a microbatch and all classes, in the compute dtype and in fp32. With more, logits exist for
+    one chunk at a time, in forward and in backward. The price is a second product of the output layer in backward.
+    Losses and gradients differ only by rounding. The output layer must be an `nn.Linear` whose output the model returns
+    unchanged. For any other model, a log line tells that the model returns logits; only the fp32 copies of these then
+    exist for one chunk at a time. For vocabularies of 100,000 and more, 8 to 32 are good numbers."""
+
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the z-loss (PaLM, arXiv:2204.02311): the square of the logarithm of the sum of exp(logit), averaged
+    over the targets as the cross-entropy. It keeps logits from drifting. 1e-4 is usual. `train/loss` does not contain
+    it; `train/z_loss` reports it."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability that is spread evenly over all classes instead of belonging to the target, as in
+    `torch.nn.CrossEntropyLoss`. `train/loss` contains it."""
 
 
 class GradientAccumulationConfig(Section):

@@ -111,6 +111,7 @@ def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
         compiled=tuple(filter(stays, plan.compiled)),
         float8=tuple(filter(stays, plan.float8)),
         stages=tuple(replace(stage, modules=tuple(filter(stays, stage.modules))) for stage in plan.stages),
+        loss_head=plan.loss_head,  # outside of all blocks
     )
 
 

@@ -28,13 +28,20 @@ class AnalyticLlama3:
         self.weight = context.weight
         self.call = context.call
         self.statistics_ranks = context.statistics_ranks
+        self.loss_chunks = context.loss_chunks
 
     def forward(self, tokens: Tensor, blocks: Iterable[str]) -> Tensor:
-        """Compute the logits of tokens through some of the blocks."""
+        """Compute the logits of tokens, or the loss, through some of the blocks."""
         x = self.call("tok_embeddings", self._embed, tokens)
         for path in blocks:
             x = self.call(path, self._block(path), x)
-        return self._linear("output", self._norm("norm", x))
+        normalized = self._norm("norm", x)
+        if self.loss_chunks > 1:
+            return self.call("output", self._loss, normalized)
+        return self._linear("output", normalized)
+
+    def _loss(self, x: Tensor) -> Tensor:
+        return ops.chunked_loss(self.autograd, x, self.weight("output.weight"), self.args.dim, self.loss_chunks)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return ops.embedding(self.autograd, self.weight("tok_embeddings.weight"), tokens.numel, self.args.dim)
@@ -101,7 +108,7 @@ def llama3_inventory(args: Llama3Args, seq_len: int) -> Inventory:
     """Return the same inventory as `models.inventory.take_inventory` for a Llama with these arguments."""
     blocks = tuple(f"layers.{index}" for index in range(args.n_layers))
     modules = tuple(_modules(args, seq_len))
-    return Inventory(modules, blocks, head=("norm", "output"), embeddings=("tok_embeddings",))
+    return Inventory(modules, blocks, ("norm", "output"), ("tok_embeddings",), output_layer="output")
 
 
 def _modules(args: Llama3Args, seq_len: int) -> Iterator[ModuleInfo]:

@@ -271,37 +271,46 @@ def _scale_columns(autograd: Autograd, x: Tensor, weight: Tensor) -> Tensor:
     return _record(autograd, autograd.new(numel, "float32"), (x, weight), backward, saved)
 
 
-def cross_entropy(autograd: Autograd, logits: Tensor, num_classes: int, num_chunks: int) -> Tensor:
-    """Compute `loss.cross_entropy_sum`, at once or in chunks: a scalar."""
-    if num_chunks == 1:
-        wide = cast(autograd, logits, "float32")
-        return _negative_log_likelihood(autograd, _log_softmax(autograd, wide))
-    return _chunked_cross_entropy(autograd, logits, num_classes, num_chunks)
+def cross_entropy(autograd: Autograd, logits: Tensor) -> Tensor:
+    """Compute the loss of whole logits: a scalar."""
+    wide = cast(autograd, logits, "float32")
+    return _negative_log_likelihood(autograd, _log_softmax(autograd, wide))
 
 
-def _chunked_cross_entropy(autograd: Autograd, logits: Tensor, num_classes: int, num_chunks: int) -> Tensor:
-    numel, dtype, new = logits.numel, logits.dtype, autograd.new
-    rows = numel // num_classes
-    largest = -(-rows // num_chunks)
-    sizes = [num_classes * min(largest, rows - done) for done in range(0, rows, largest)]
+def chunked_loss(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int, num_chunks: int) -> Tensor:
+    """Compute the loss in the output layer, in chunks of classes (`models.chunked_loss`): a scalar.
+
+    It saves its inputs and two fp32 numbers for each token.
+    """
+    x = view(autograd, x)
+    rows, dtype, new = x.numel // width_in, x.dtype, autograd.new
+    num_classes = weight.numel // width_in
+    largest = -(-num_classes // (8 * num_chunks)) * 8
+    sizes = [rows * min(largest, num_classes - first) for first in range(0, num_classes, largest)]
+    running = new(3 * rows, "float32")
     for size in sizes:
-        wide = None if dtype == "float32" else new(size, "float32")
-        logarithms = new(size, "float32")
-        del wide, logarithms
-    saved = autograd.save(logits)
+        logits, exponentials = new(size, dtype), new(size, "float32")
+        del logits, exponentials
+    needs_input, needs_weight = x.node is not None, weight.node is not None
+    saved = autograd.save(x, new(2 * rows, "float32"))
+    del running
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        result = new(numel, dtype, _BACKWARD)
+        factors = new(4 * rows, "float32", _BACKWARD)
+        summed = new(rows * width_in, "float32", _BACKWARD) if needs_input else None
+        for_weight = new(weight.numel, weight.dtype, _GRADIENT) if needs_weight else None
         for size in sizes:
-            wide = None if dtype == "float32" else new(size, "float32", _BACKWARD)
-            logarithms = new(size, "float32", _BACKWARD)
-            del wide
-            of_logarithms = new(size, "float32", _BACKWARD)
-            part = new(size, "float32", _BACKWARD)
-            del logarithms, of_logarithms, part
-        return (result,)
+            logits, wide = new(size, dtype, _BACKWARD), new(size, "float32", _BACKWARD)
+            of_logits = wide if dtype == "float32" else new(size, dtype, _BACKWARD)
+            del logits, wide
+            product = new(rows * width_in, dtype, _BACKWARD) if needs_input else None
+            del product, of_logits
+        del factors
+        if summed is None or dtype == "float32":
+            return summed, for_weight
+        return new(rows * width_in, dtype, _BACKWARD), for_weight
 
-    return autograd.record(Tensor(None, 1, "float32"), (logits,), backward, saved)
+    return autograd.record(Tensor(None, 1, "float32"), (x, weight), backward, saved)
 
 
 def _log_softmax(autograd: Autograd, logits: Tensor) -> Tensor:

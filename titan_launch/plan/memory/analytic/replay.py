@@ -38,7 +38,7 @@ from titan_launch.plan.param_groups import (
     is_undecayed,
     settings_of,
 )
-from titan_launch.plan.types import Inventory, ModelPlan, full_name, parameters_by_unit
+from titan_launch.plan.types import Inventory, ModelPlan, enclosing, full_name, parameters_by_unit
 from titan_launch.plan.units.order import plan_backward_prefetch
 from titan_launch.plan.units.rule_assignment import is_batch_norm
 
@@ -62,12 +62,15 @@ class ReplayContext:
     statistics_ranks: int
     """Ranks over which the statistics of BatchNorm are synchronized; 0 if they are local."""
 
+    loss_chunks: int
+    """Number of chunks of classes in which the output layer computes the loss; 1 if it returns logits."""
+
 
 class Forward(Protocol):
     """The forward of a model with the sizes of a microbatch."""
 
     def __call__(self, inputs: Tensor, blocks: Iterable[str], /) -> Tensor:
-        """Return the logits, computed through these blocks alone."""
+        """Return the logits, computed through these blocks alone; the loss if the output layer computes it."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,11 @@ class Replay:
         self._keeps = _every_second_product if selection(config.activation_checkpoint) == "op" else None
         statistics_ranks = layout.data_parallel if config.batchnorm.statistics == "synchronized" else 0
         weight, seq_len = self._weights().__getitem__, config.training.seq_len
-        context = ReplayContext(seq_len, self._autograd, kernels, weight, self._call, statistics_ranks)
+        has_loss_head = plan.loss_head is not None and not enclosing(plan.loss_head, again)
+        self._loss_chunks = config.loss.chunks if has_loss_head else 1
+        context = ReplayContext(
+            seq_len, self._autograd, kernels, weight, self._call, statistics_ranks, self._loss_chunks
+        )
         self._model = model.build(args, context)
         self._entered_modules = {*plan.inventory.blocks, *plan.inventory.head, *plan.inventory.embeddings}
         self._num_tokens = layout.local_batch_size * config.training.seq_len
@@ -216,11 +223,10 @@ class Replay:
     def _forward(self, tokens: Tensor) -> Tensor:
         return self._model(tokens, self._plan.inventory.blocks)
 
-    def _loss(self, logits: Tensor) -> Tensor:
-        """Compute the loss. Its step point lasts until the gradient of the logits exists."""
+    def _loss(self, outputs: Tensor) -> Tensor:
+        """Compute the loss, unless the model did. Its step point lasts until the gradient of the outputs exists."""
         self._ledger.enter(StepPoint(self._microbatch, "loss", ""))
-        num_classes = logits.numel // self._num_tokens
-        return ops.cross_entropy(self._autograd, logits, num_classes, self._config.training.loss_chunks)
+        return ops.cross_entropy(self._autograd, outputs) if self._loss_chunks == 1 else outputs
 
     def _call(self, path: str, compute: Compute, x: Tensor) -> Tensor:
         """Run a module as `nn.Module.__call__` does: FSDP2's hooks around activation checkpointing around `forward`."""

@@ -1,0 +1,293 @@
+"""The loss in chunks of classes: from the input of an output layer, without the logits of a whole microbatch.
+
+Forward goes through the chunks and keeps a running log-sum-exp for each target. Backward computes the logits of each
+chunk a second time; their softmax follows from the log-sum-exp.
+
+The chunks divide classes, not tokens, for three reasons. The gradient of the weight is one matrix product per chunk,
+written once, in the dtype of the weight: nothing is accumulated in bf16, and there is no fp32 copy of the largest
+gradient of the model. Only the gradient of the input is a sum over chunks, in fp32; that tensor is small. And tensor
+parallelism, which divides classes over ranks, reduces the running numbers once, for any number of chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from titan_launch.config.sections.data import IGNORED_TARGET
+from titan_launch.config.sections.training import LossConfig
+
+Adjust = Callable[[Tensor], Tensor]
+"""An elementwise function of logits, such as a soft cap."""
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The range of classes that this rank holds."""
+
+    count: int
+    start: int = 0
+    total: int = 0
+    group: dist.ProcessGroup | None = None
+    """The ranks that together hold all classes; None if this rank holds them all."""
+
+    @staticmethod
+    def of(divided: DTensor, count: int) -> Classes:
+        """Return this rank's `count` classes of a DTensor that is divided by class.
+
+        The count is the same on all ranks: check_tensor_plan requires this.
+        """
+        mesh = divided.device_mesh
+        return Classes(count, mesh.get_local_rank() * count, mesh.size() * count, mesh.get_group())
+
+    @property
+    def number(self) -> int:
+        """Number of classes on all ranks."""
+        return self.total or self.count
+
+    def chunks(self, number: int) -> Iterator[tuple[int, int]]:
+        """Yield first and last + 1 of each chunk, counted from this rank's first class.
+
+        Sizes are multiples of 8, for which GPUs have fast matrix products.
+        """
+        size = -(-self.count // (8 * number)) * 8
+        for first in range(0, self.count, size):
+            yield first, min(first + size, self.count)
+
+    def reduced(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        """Reduce `values` over the ranks in place, and return them."""
+        if self.group is not None:
+            dist.all_reduce(values, op=op, group=self.group)
+        return values
+
+
+@dataclass(frozen=True)
+class _Running:
+    """Numbers of each target after some of the classes: (n, 1) in fp32."""
+
+    largest: Tensor
+    """The largest logit."""
+
+    sum_exp: Tensor
+    """The sum of exp(logit - largest)."""
+
+    wanted: Tensor
+    """The logit of the target; 0 before its chunk, and on other ranks."""
+
+    logit_sum: Tensor | None
+    """The sum of the logits, for label smoothing."""
+
+    @staticmethod
+    def start(num_targets: int, device: torch.device, smooths: bool) -> _Running:
+        """Return the numbers before the first chunk."""
+        zeros = torch.zeros(num_targets, 1, device=device)
+        lowest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
+        return _Running(lowest, zeros, zeros, zeros if smooths else None)
+
+    def of_all_ranks(self, classes: Classes) -> _Running:
+        """Return the numbers for the classes of all ranks."""
+        if classes.group is None:
+            return self
+        largest = classes.reduced(self.largest.clone(), dist.ReduceOp.MAX)
+        summands = [self.sum_exp * (self.largest - largest).exp(), self.wanted]
+        if self.logit_sum is not None:
+            summands.append(self.logit_sum)
+        sums = classes.reduced(torch.cat(summands, -1), dist.ReduceOp.SUM).split(1, dim=-1)
+        return _Running(largest, sums[0], sums[1], None if self.logit_sum is None else sums[2])
+
+
+def _add_classes(
+    logits: Tensor, index: Tensor, largest: Tensor, sum_exp: Tensor, wanted: Tensor, logit_sum: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the fields of `_Running` after a chunk of logits (n, classes).
+
+    `index`: the target, counted from the first class of the chunk.
+    """
+    before, largest = largest, torch.maximum(largest, logits.amax(-1, keepdim=True)).float()
+    exponentials = logits.to(torch.float32, copy=True).sub_(largest).exp_()
+    sum_exp = sum_exp * (before - largest).exp() + exponentials.sum(-1, keepdim=True)
+    is_here = (index >= 0) & (index < logits.shape[-1])
+    wanted = torch.where(is_here, logits.gather(-1, index.where(is_here, 0)).float(), wanted)
+    if logit_sum is not None:
+        logit_sum = logit_sum + logits.sum(-1, keepdim=True, dtype=torch.float32)
+    return largest, sum_exp, wanted, logit_sum
+
+
+def _gradient(
+    logits: Tensor,
+    index: Tensor,
+    largest: Tensor,
+    log_sum: Tensor,
+    of_softmax: Tensor,
+    of_target: Tensor,
+    of_all: Tensor | None,
+) -> Tensor:
+    """Return the gradient of a chunk of logits, in their dtype: softmax times `of_softmax`, plus `of_target` at the
+    target, plus `of_all` everywhere.
+
+    The softmax follows from the largest logit and the logarithm of `_Running.sum_exp` for all classes. (Their sum alone
+    would lose digits of large logits.)
+    """
+    gradient = logits.to(torch.float32, copy=True).sub_(largest).sub_(log_sum).exp_().mul_(of_softmax)
+    is_here = (index >= 0) & (index < logits.shape[-1])
+    gradient.scatter_add_(-1, index.where(is_here, 0), of_target.where(is_here, 0))
+    if of_all is not None:
+        gradient.add_(of_all)
+    return gradient.to(logits.dtype)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The functions of one chunk. They have no collectives, so each can be compiled."""
+
+    add_classes: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
+    gradient: Callable[..., Tensor]
+
+    @staticmethod
+    def compiled(compile_function: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Kernels:
+        """Return the functions, each compiled by `compile_function`."""
+        return Kernels(compile_function(_add_classes), compile_function(_gradient))
+
+
+@dataclass(frozen=True)
+class Method:
+    """The way in which a loss is computed in chunks."""
+
+    config: LossConfig
+    classes: Classes
+    adjust: Adjust | None
+    kernels: Kernels
+    counts_correct: bool
+    """True if the second sum is the number of targets with the largest logit. False: it is the z-loss."""
+
+    @property
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """The chunks of this rank's classes."""
+        return self.classes.chunks(self.config.chunks)
+
+    def index(self, targets: Tensor, first: int) -> Tensor:
+        """Return targets (n) as an index (n, 1) that counts from a class of this rank."""
+        return (targets - (self.classes.start + first)).unsqueeze(-1)
+
+    def gradient(self, logits: Tensor, *numbers: Tensor | None) -> Tensor:
+        """Return the gradient of a chunk of logits, not adjusted. `numbers`: the other arguments of `_gradient`."""
+        if self.adjust is None:
+            return self.kernels.gradient(logits, *numbers)
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            adjusted = self.adjust(leaf)
+        (gradient,) = torch.autograd.grad(adjusted, leaf, self.kernels.gradient(adjusted.detach(), *numbers))
+        return gradient
+
+
+def _logits(x: Tensor, weight: Tensor | None, bias: Tensor | None, first: int, end: int) -> Tensor:
+    """Return a chunk of logits, not adjusted. Without a weight, `x` are the logits."""
+    if weight is None:
+        return x[:, first:end]
+    return F.linear(x, weight[first:end], None if bias is None else bias[first:end])
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """The sums of `Loss` from the input x (n, features) of an output layer or, without a weight, from logits
+    (n, classes).
+
+    For backward it saves its inputs and two fp32 numbers for each target.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor, method: Method
+    ) -> Tensor:
+        smoothing, classes = method.config.label_smoothing, method.classes
+        running = _Running.start(len(x), x.device, smoothing > 0)
+        best = _Best.start(running) if method.counts_correct else None
+        for first, end in method.chunks:
+            logits = _logits(x, weight, bias, first, end)
+            logits = logits if method.adjust is None else method.adjust(logits)
+            index = method.index(targets, first)
+            numbers = (running.largest, running.sum_exp, running.wanted, running.logit_sum)
+            running = _Running(*method.kernels.add_classes(logits, index, *numbers))
+            best = None if best is None else best.with_chunk(logits, classes.start + first)
+            del logits
+        running = running.of_all_ranks(classes)
+        largest, log_sum = running.largest, running.sum_exp.log()
+        ctx.save_for_backward(x, weight, bias, targets, largest, log_sum)
+        ctx.method = method
+        cross_entropy = log_sum + (largest - running.wanted)
+        if running.logit_sum is not None:
+            uniform = log_sum + (largest - running.logit_sum / classes.number)
+            cross_entropy = (1 - smoothing) * cross_entropy + smoothing * uniform
+        if best is not None:
+            second = (best.of_all_ranks(classes) == targets.unsqueeze(-1)).float()
+        else:
+            second = method.config.z_loss * (largest + log_sum).square()
+        is_valid = (targets != IGNORED_TARGET).unsqueeze(-1)
+        return torch.stack([cross_entropy.where(is_valid, 0).sum(), second.where(is_valid, 0).sum()])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight, bias, targets, largest, log_sum = ctx.saved_tensors
+        method: Method = ctx.method
+        smoothing, z_loss = method.config.label_smoothing, method.config.z_loss
+        # The factors of softmax, of the one-hot target and of 1 in the gradient of the logits: (n, 1).
+        of_cross_entropy, of_z_loss = grad[:, None, None] * (targets != IGNORED_TARGET).unsqueeze(-1)
+        of_softmax = of_cross_entropy + 2 * z_loss * of_z_loss * (largest + log_sum)
+        of_target = (smoothing - 1) * of_cross_entropy
+        of_all = -smoothing / method.classes.number * of_cross_entropy if smoothing else None
+
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        sum_dtype = x.dtype if weight is None else torch.promote_types(x.dtype, torch.float32)
+        for_x = torch.zeros_like(x, dtype=sum_dtype) if needs_x else None
+        for_weight = torch.empty_like(weight) if needs_weight else None
+        for_bias = torch.empty_like(bias) if needs_bias else None
+        for first, end in method.chunks:
+            index = method.index(targets, first)
+            logits = _logits(x, weight, bias, first, end)
+            gradient = method.gradient(logits, index, largest, log_sum, of_softmax, of_target, of_all)
+            del logits
+            if for_x is not None and weight is None:
+                for_x[:, first:end] = gradient
+            elif for_x is not None:
+                for_x += gradient @ weight[first:end]
+            if for_weight is not None:
+                torch.mm(gradient.t(), x, out=for_weight[first:end])
+            if for_bias is not None:
+                torch.sum(gradient, 0, out=for_bias[first:end])
+            del gradient
+        return None if for_x is None else for_x.to(x.dtype), for_weight, for_bias, None, None
+
+
+@dataclass(frozen=True)
+class _Best:
+    """The largest logit of each target, and the first class that has it: (n, 1)."""
+
+    logit: Tensor
+    label: Tensor
+
+    @staticmethod
+    def start(running: _Running) -> _Best:
+        """Return the state before the first chunk."""
+        logit = torch.full_like(running.largest, -torch.inf)
+        return _Best(logit, torch.zeros_like(logit, dtype=torch.int64))
+
+    def with_chunk(self, logits: Tensor, first: int) -> _Best:
+        """Return the state after a chunk of logits, whose first class is `first`."""
+        logit, label = logits.max(-1, keepdim=True)
+        is_larger = logit > self.logit
+        return _Best(logit.float().where(is_larger, self.logit), (label + first).where(is_larger, self.label))
+
+    def of_all_ranks(self, classes: Classes) -> Tensor:
+        """Return the first class with the largest logit of all ranks."""
+        if classes.group is None:
+            return self.label
+        largest = classes.reduced(self.logit.clone(), dist.ReduceOp.MAX)
+        return classes.reduced(self.label.where(self.logit == largest, classes.number), dist.ReduceOp.MIN)
