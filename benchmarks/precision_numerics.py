@@ -135,7 +135,7 @@ def gradient(run: Run, tokens: Tensor) -> dict[str, Tensor]:
     """Return the unsharded gradient of one microbatch of random tokens. The state of the run does not change."""
     statistics = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
     tokens = tokens.to(run.ranks.device)
-    (Loss().sums(run.model(tokens[:, :-1]), tokens[:, 1:]).sum() / tokens[:, 1:].numel()).backward()
+    (Loss().sums(run.model(tokens[:, :-1]), tokens[:, 1:])[0] / tokens[:, 1:].numel()).backward()
     found = {name: full_tensor(p.grad) for name, p in run.model.named_parameters() if p.grad is not None}
     run.model.zero_grad()
     for name, buffer in run.model.named_buffers():

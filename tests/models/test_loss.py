@@ -68,7 +68,7 @@ def measured(layer: nn.Linear, config: LossConfig, in_head: bool, targets: Tenso
         outputs = layer(x)
     sums = loss.sums(outputs, targets)
     assert sums.dtype == torch.float32
-    (sums / 7).sum().backward()
+    (sums / 7)[0].backward()
     with torch.no_grad(), loss.given(targets):
         validation = loss.sums(layer(x), targets)
     gradients = {name: p.grad for name, p in (("x", x), *layer.named_parameters()) if p.grad is not None}
@@ -86,13 +86,9 @@ def exactly(config: LossConfig, kind: type[nn.Linear], dtype: torch.dtype, bias:
     of_target = -log_probabilities.gather(-1, wanted[:, None]).sum()
     smooth = -log_probabilities.mean(-1).sum()
     smoothing = config.label_smoothing
-    sums = torch.stack(
-        [
-            (1 - smoothing) * of_target + smoothing * smooth,
-            config.z_loss * logits.exp().sum(-1).log().square().sum(),
-        ]
-    )
-    (sums / 7).sum().backward()
+    z_loss = config.z_loss * logits.exp().sum(-1).log().square().sum()
+    sums = torch.stack([(1 - smoothing) * of_target + smoothing * smooth + z_loss, z_loss.detach()])
+    (sums / 7)[0].backward()
     validation = torch.stack([of_target, (logits.argmax(-1) == wanted).sum()])
     gradients = {name: p.grad for name, p in (("x", x), *layer.named_parameters()) if p.grad is not None}
     return {"sums": sums.detach(), "validation": validation.detach(), **gradients}
@@ -145,11 +141,11 @@ def test_a_frozen_weight_or_input_takes_no_gradient() -> None:
         parameter.requires_grad_(False)
     x = x.float().requires_grad_()
     with loss.given(targets):
-        loss.sums(layer(x), targets).sum().backward()
+        loss.sums(layer(x), targets)[0].backward()
     assert x.grad is not None and layer.weight.grad is None and layer.bias.grad is None
     layer.weight.requires_grad_(True)
     with loss.given(targets):
-        loss.sums(layer(x.detach()), targets).sum().backward()
+        loss.sums(layer(x.detach()), targets)[0].backward()
     assert layer.weight.grad is not None and layer.bias.grad is None
 
 
@@ -170,12 +166,12 @@ def test_logits_are_rounded_as_the_policies_say() -> None:
     x, targets = batch()
     whole, head = (output_layer(nn.Linear, torch.float32, bias=False) for _ in range(2))
     expected = Loss().sums(whole(x.float()).bfloat16(), targets)
-    expected.sum().backward()
+    expected[0].backward()
     loss = Loss(LossConfig(chunks=4))
     loss.compute_in(head, [torch.bfloat16])
     with loss.given(targets):
         found = loss.sums(head(x.float()), targets)
-    found.sum().backward()
+    found[0].backward()
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(head.weight.grad, whole.weight.grad)
     assert not torch.equal(expected, Loss().sums(whole(x.float()), targets))
@@ -221,7 +217,7 @@ def test_logits_exist_for_one_chunk_at_a_time() -> None:
         if chunks > 1:
             loss.compute_in(head)
         with LargestTensor() as largest, loss.given(targets):
-            loss.sums(head(x), targets).sum().backward()
+            loss.sums(head(x), targets)[0].backward()
         assert largest.numel == expected
 
 
@@ -236,12 +232,12 @@ def divided_by_class() -> None:
     own = logits.chunk(2, dim=-1)[mesh.get_local_rank()]
     whole = logits.requires_grad_()
     expected = Loss(LossConfig(**REGULARIZED)).sums(whole, targets)
-    (expected / 7).sum().backward()
+    (expected / 7)[0].backward()
     for chunks in (1, 2, 100):
         divided = DTensor.from_local(own.detach(), mesh, [Shard(2)], run_check=False).requires_grad_()
         loss = Loss(LossConfig(chunks=chunks, **REGULARIZED))
         sums = loss.sums(divided, targets)
-        (sums / 7).sum().backward()
+        (sums / 7)[0].backward()
         torch.testing.assert_close(sums, expected, rtol=1e-6, atol=0)
         assert divided.grad is not None and divided.grad.placements == (Shard(2),) and whole.grad is not None
         torch.testing.assert_close(divided.grad.full_tensor(), whole.grad, rtol=2e-6, atol=2e-7)

@@ -12,7 +12,7 @@ parallelism, which divides classes over ranks, reduces the running numbers once,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,11 +92,11 @@ class _Running:
         lowest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
         return _Running(lowest, zeros, zeros, zeros if smooths else None)
 
-    def of_all_ranks(self, classes: Classes) -> _Running:
-        """Return the numbers for the classes of all ranks."""
+    def of_all_ranks(self, classes: Classes, has_largest: bool) -> _Running:
+        """Return the numbers for the classes of all ranks. `has_largest`: `largest` is that of all ranks already."""
         if classes.group is None:
             return self
-        largest = classes.reduced(self.largest.clone(), dist.ReduceOp.MAX)
+        largest = self.largest if has_largest else classes.reduced(self.largest.clone(), dist.ReduceOp.MAX)
         summands = [self.sum_exp * (self.largest - largest).exp(), self.wanted]
         if self.logit_sum is not None:
             summands.append(self.logit_sum)
@@ -126,22 +126,25 @@ def _gradient(
     index: Tensor,
     largest: Tensor,
     log_sum: Tensor,
-    of_softmax: Tensor,
-    of_target: Tensor,
-    of_all: Tensor | None,
+    scale: Tensor,
+    z_factor: Tensor | None,
+    smoothing: float,
+    num_classes: int,
 ) -> Tensor:
-    """Return the gradient of a chunk of logits, in their dtype: softmax times `of_softmax`, plus `of_target` at the
-    target, plus `of_all` everywhere.
+    """Return the gradient of a chunk of logits, in their dtype: `scale` times the sum of three terms. These are softmax
+    (times `z_factor`), -(1 - smoothing) at the target, and -smoothing / num_classes everywhere.
 
     The softmax follows from the largest logit and the logarithm of `_Running.sum_exp` for all classes. (Their sum alone
     would lose digits of large logits.)
     """
-    gradient = logits.to(torch.float32, copy=True).sub_(largest).sub_(log_sum).exp_().mul_(of_softmax)
+    gradient = logits.to(torch.float32, copy=True).sub_(largest).sub_(log_sum).exp_()
+    if z_factor is not None:
+        gradient.mul_(z_factor)
     is_here = (index >= 0) & (index < logits.shape[-1])
-    gradient.scatter_add_(-1, index.where(is_here, 0), of_target.where(is_here, 0))
-    if of_all is not None:
-        gradient.add_(of_all)
-    return gradient.to(logits.dtype)
+    gradient.scatter_add_(-1, index.where(is_here, 0), is_here.float().mul_(smoothing - 1))
+    if smoothing:
+        gradient.sub_(smoothing / num_classes)
+    return gradient.mul_(scale).to(logits.dtype)
 
 
 @dataclass(frozen=True)
@@ -178,13 +181,15 @@ class Method:
         return (targets - (self.classes.start + first)).unsqueeze(-1)
 
     def gradient(self, logits: Tensor, *numbers: Tensor | None) -> Tensor:
-        """Return the gradient of a chunk of logits, not adjusted. `numbers`: the other arguments of `_gradient`."""
+        """Return the gradient of a chunk of logits, not adjusted. `numbers`: the next arguments of `_gradient`."""
+        constants = (self.config.label_smoothing, self.classes.number)
         if self.adjust is None:
-            return self.kernels.gradient(logits, *numbers)
+            return self.kernels.gradient(logits, *numbers, *constants)
         with torch.enable_grad():
             leaf = logits.detach().requires_grad_()
             adjusted = self.adjust(leaf)
-        (gradient,) = torch.autograd.grad(adjusted, leaf, self.kernels.gradient(adjusted.detach(), *numbers))
+        of_adjusted = self.kernels.gradient(adjusted.detach(), *numbers, *constants)
+        (gradient,) = torch.autograd.grad(adjusted, leaf, of_adjusted)
         return gradient
 
 
@@ -199,7 +204,8 @@ class ChunkedLoss(torch.autograd.Function):
     """The sums of `Loss` from the input x (n, features) of an output layer or, without a weight, from logits
     (n, classes).
 
-    For backward it saves its inputs and two fp32 numbers for each target.
+    Only the first sum takes a gradient. For backward the function saves its inputs and two fp32 numbers for each
+    target.
     """
 
     @staticmethod
@@ -208,6 +214,9 @@ class ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         smoothing, classes = method.config.label_smoothing, method.classes
         running = _Running.start(len(x), x.device, smoothing > 0)
+        if weight is None:  # the logits of all chunks exist
+            largest = classes.reduced(x.amax(-1, keepdim=True).float(), dist.ReduceOp.MAX)
+            running = replace(running, largest=largest)
         best = _Best.start(running) if method.counts_correct else None
         for first, end in method.chunks:
             logits = _logits(x, weight, bias, first, end)
@@ -217,7 +226,7 @@ class ChunkedLoss(torch.autograd.Function):
             running = _Running(*method.kernels.add_classes(logits, index, *numbers))
             best = None if best is None else best.with_chunk(logits, classes.start + first)
             del logits
-        running = running.of_all_ranks(classes)
+        running = running.of_all_ranks(classes, has_largest=weight is None)
         largest, log_sum = running.largest, running.sum_exp.log()
         ctx.save_for_backward(x, weight, bias, targets, largest, log_sum)
         ctx.method = method
@@ -225,25 +234,21 @@ class ChunkedLoss(torch.autograd.Function):
         if running.logit_sum is not None:
             uniform = log_sum + (largest - running.logit_sum / classes.number)
             cross_entropy = (1 - smoothing) * cross_entropy + smoothing * uniform
-        if best is not None:
-            second = (best.of_all_ranks(classes) == targets.unsqueeze(-1)).float()
-        else:
-            second = method.config.z_loss * (largest + log_sum).square()
         is_valid = (targets != IGNORED_TARGET).unsqueeze(-1)
-        return torch.stack([cross_entropy.where(is_valid, 0).sum(), second.where(is_valid, 0).sum()])
+        loss = cross_entropy.where(is_valid, 0).sum()
+        if best is not None:
+            return torch.stack([loss, (best.of_all_ranks(classes) == targets.unsqueeze(-1)).sum()])
+        z_loss = method.config.z_loss * (largest + log_sum).square().where(is_valid, 0).sum()
+        return torch.stack([loss + z_loss, z_loss])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight, bias, targets, largest, log_sum = ctx.saved_tensors
         method: Method = ctx.method
-        smoothing, z_loss = method.config.label_smoothing, method.config.z_loss
-        # The factors of softmax, of the one-hot target and of 1 in the gradient of the logits: (n, 1).
-        of_cross_entropy, of_z_loss = grad[:, None, None] * (targets != IGNORED_TARGET).unsqueeze(-1)
-        of_softmax = of_cross_entropy + 2 * z_loss * of_z_loss * (largest + log_sum)
-        of_target = (smoothing - 1) * of_cross_entropy
-        of_all = -smoothing / method.classes.number * of_cross_entropy if smoothing else None
-
+        z_loss = method.config.z_loss
+        scale = grad[0] * (targets != IGNORED_TARGET).unsqueeze(-1)
+        z_factor = 1 + 2 * z_loss * (largest + log_sum) if z_loss else None
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         sum_dtype = x.dtype if weight is None else torch.promote_types(x.dtype, torch.float32)
         for_x = torch.zeros_like(x, dtype=sum_dtype) if needs_x else None
@@ -252,7 +257,7 @@ class ChunkedLoss(torch.autograd.Function):
         for first, end in method.chunks:
             index = method.index(targets, first)
             logits = _logits(x, weight, bias, first, end)
-            gradient = method.gradient(logits, index, largest, log_sum, of_softmax, of_target, of_all)
+            gradient = method.gradient(logits, index, largest, log_sum, scale, z_factor)
             del logits
             if for_x is not None and weight is None:
                 for_x[:, first:end] = gradient

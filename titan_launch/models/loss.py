@@ -76,9 +76,9 @@ class Loss:
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return two sums over the valid targets, in fp32, from what the model has returned.
 
-        With gradients enabled: the cross-entropy, and the z-loss times its weight. Both take gradients. Without
-        gradients: the cross-entropy without label smoothing, and the number of targets with the largest logit. Of equal
-        logits, the first counts as the largest.
+        With gradients enabled: the loss, which is the cross-entropy plus the z-loss times its weight, and this z-loss
+        alone. Only the first takes a gradient. Without gradients: the cross-entropy without label smoothing, and the
+        number of targets with the largest logit. Of equal logits, the first counts as the largest.
 
         `outputs` are logits (..., classes), or the sums if the output layer computes them. `targets` are class indices
         (...). If no target is valid, the sums and the gradients are 0, and all ranks still run the same backward.
@@ -164,13 +164,14 @@ _SUM: dict[str, Any] = {"ignore_index": IGNORED_TARGET, "reduction": "sum"}
 
 
 def _plain_sums(logits: Tensor, targets: Tensor, z_loss: float, label_smoothing: float) -> Tensor:
-    """Return the sums of cross-entropy and z-loss of whole logits (n, classes), by PyTorch's own operations."""
+    """Return the sums of loss and z-loss of whole logits (n, classes), by PyTorch's own operations."""
     logits = logits.float()
     cross_entropy = F.cross_entropy(logits, targets, label_smoothing=label_smoothing, **_SUM)
     if not z_loss:
         return torch.stack([cross_entropy, torch.zeros_like(cross_entropy)])
     squares = logits.logsumexp(-1).square().where(targets != IGNORED_TARGET, 0)
-    return torch.stack([cross_entropy, z_loss * squares.sum()])
+    weighted = z_loss * squares.sum()
+    return torch.stack([cross_entropy + weighted, weighted.detach()])
 
 
 def means_of_step(sums: Tensor, valid_global: Tensor) -> Tensor:

@@ -264,7 +264,7 @@ class _Losses:
         """Return a microbatch's part of the step's loss, a scalar."""
         means = means_of_step(self._loss.sums(outputs, targets), self._valid_global)
         self.sums.append(means.detach())
-        return means.sum()
+        return means[0].clone()  # a split backward detaches the loss in place, which a view does not allow
 
 
 @contextmanager

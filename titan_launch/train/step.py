@@ -39,7 +39,7 @@ class StepResult:
     """The results of a step: scalars on the device, for which the host has not waited."""
 
     loss_sum: Tensor
-    """This rank's part of the step's loss. The sum over all ranks is the mean loss of all valid targets. Ranks that
+    """This rank's part of the step's cross-entropy. The sum over all ranks is the mean of all valid targets. Ranks that
     share matrices (tensor parallelism) compute the same loss, and each has an equal part of it."""
 
     z_loss: Tensor
@@ -114,7 +114,8 @@ class TrainStep:
                     self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
                     sums += forward_backward(self._model, microbatch, self._device, valid.total, self.loss)
             # Ranks that share matrices compute the same loss.
-            loss_sum, z_loss = (sums / self._mesh.layout.tensor).unbind()
+            total, z_loss = (sums / self._mesh.layout.tensor).unbind()
+            loss_sum = total - z_loss
             if before_update is not None:
                 before_update()
 
@@ -185,7 +186,7 @@ def forward_backward(
         outputs = logits_of(model(inputs), inputs)
     means = means_of_step(loss.sums(outputs, targets), valid_global())
     del outputs  # the graph holds what backward needs
-    means.sum().backward()
+    means[0].backward()
     return means.detach()
 
 
