@@ -19,8 +19,10 @@ from titan_launch.plan.communication import LinkTraffic
 from titan_launch.plan.hardware import hardware_of
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.module_selection import checkpointed_modules
-from titan_launch.plan.step_time import StepTime, bubble_share, estimate_step_time, flops_of_model
+from titan_launch.plan.step_time import StepTime, bubble_share, estimate_step_time, flops_of_model, loss_head_flops
 from titan_launch.plan.types import Inventory
+from titan_launch.train.auto_mode import plan_precision
+from titan_launch.train.model import build_loss
 
 SEQ_LEN, LAYERS, DIM = 16, 4, TINY_ARGS["dim"]
 FULL = {"mode": "full"}
@@ -51,6 +53,19 @@ def test_llamas_matrix_products_are_those_that_torch_counts(mode: dict[str, Any]
     total = flops.total_per_sample(checkpointing)
     assert total is not None and flops.is_exact
     assert total - attention * (3 * LAYERS + num_checkpointed) == counted_matmuls(checkpointing)
+
+
+def test_a_loss_in_chunks_adds_the_product_that_torch_counts() -> None:
+    counted = []
+    for chunks in (1, 3):
+        config = JobConfig.model_validate({"model": {"args": TINY_ARGS}, "loss": {"chunks": chunks}})
+        built = build_model(config.model, SEQ_LEN)
+        plan, model = plan_precision(config, built), built.module.to_empty(device="cpu")
+        loss, tokens = build_loss(model, plan, config, 1), torch.zeros(1, SEQ_LEN, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter, loss.given(tokens):
+            loss.sums(model(tokens), tokens)[0].backward()
+        counted.append(counter.get_flop_counts()["Global"][torch.ops.aten.mm] - loss_head_flops(plan, SEQ_LEN))
+    assert counted[0] == counted[1] and loss_head_flops(plan, SEQ_LEN) > 0
 
 
 def test_of_other_models_only_whole_checkpointed_blocks_are_estimated() -> None:

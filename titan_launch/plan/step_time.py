@@ -13,7 +13,7 @@ from titan_launch.plan.communication import LinkTraffic
 from titan_launch.plan.hardware import Hardware
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.module_selection import checkpointed_modules, checkpoints_modules, selection
-from titan_launch.plan.types import Inventory
+from titan_launch.plan.types import Inventory, ModelPlan
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,17 @@ class ModelFlops:
         """Return all FLOPs for one sample; None where unknown."""
         added = self.checkpointed_per_sample(checkpointing)
         return None if added is None or self.per_sample is None else self.per_sample + added
+
+
+def loss_head_flops(plan: ModelPlan, positions: int) -> int:
+    """Return the FLOPs that a loss in chunks adds for one sample: backward repeats the product of the output layer.
+
+    `positions`: number of targets of a sample. Return 0 if the model returns logits.
+    """
+    if plan.loss_head is None:
+        return 0
+    weight = next(p for p in plan.inventory.by_path[plan.loss_head].parameters if p.name == "weight")
+    return 2 * positions * weight.numel
 
 
 _FULL = ActivationCheckpointConfig(mode="full")

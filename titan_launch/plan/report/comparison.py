@@ -15,7 +15,7 @@ from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.job import Choice, is_configured_choice, plan_units, possible_choices
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.ledger import Footprint
-from titan_launch.plan.step_time import ModelFlops, StepTime, bubble_share, estimate_step_time
+from titan_launch.plan.step_time import ModelFlops, StepTime, bubble_share, estimate_step_time, loss_head_flops
 from titan_launch.plan.types import Inventory, ModelPlan
 
 Engine = Callable[[Choice], Footprint]
@@ -83,7 +83,8 @@ def compare(
     def plan(keep_params_unsharded: bool) -> ModelPlan:
         return plan_units(config, inventory, keep_params_unsharded)
 
-    plan(False)  # raises for wrong precision rules
+    positions = config.training.seq_len if config.data.unit == "tokens" else 1
+    of_loss_head = loss_head_flops(plan(False), positions)  # raises for wrong precision rules
     choices, notes = possible_choices(config, layout, inventory)
     bubble = bubble_share(config.parallelism, layout)
     if layout.model_parallel > 1:
@@ -103,7 +104,9 @@ def compare(
             traffic = traffic or planned
             if replace(traffic, context=planned.context) != planned and _COUNTED not in notes:
                 notes.append(_COUNTED)
-        rows.append(_predict(choice, is_own, footprint, traffic, layout, flops, hardware, bubble))
+        per_sample = flops.total_per_sample(choice.activation_checkpoint)
+        per_sample = None if per_sample is None else per_sample + of_loss_head
+        rows.append(_predict(choice, is_own, footprint, traffic, layout, per_sample, hardware, bubble))
     return Comparison(config, tuple(rows), tuple(notes))
 
 
@@ -129,12 +132,12 @@ def _predict(
     footprint: Footprint,
     traffic: Traffic,
     layout: Layout,
-    flops: ModelFlops,
+    per_sample: int | None,
     hardware: Hardware,
     bubble: float,
 ) -> Row:
+    """Return the row of a choice. `per_sample`: FLOPs of one sample."""
     link_traffic = link_traffic_of_step(traffic, layout, hardware.gpus_per_node)
-    per_sample = flops.total_per_sample(choice.activation_checkpoint)
     per_rank = None if per_sample is None else per_sample * layout.samples_per_rank // layout.model_parallel
     reserved = estimate_reserved(footprint, hardware)
     return Row(
