@@ -281,7 +281,7 @@ def test_check_knows_the_devices(job: Path) -> None:
         ("check --config x.toml --steps=5", 'unknown option --steps; did you mean "--training.steps"?'),
         ("check --config x.toml --lr 5", 'unknown option --lr; did you mean "--optimizer.lr"?'),
         ("check --config x.toml --max_steps=5", 'unknown option --max_steps; use "training.steps"'),
-        ("check --config x.toml --extends=y.toml", "extends is not a key of overrides"),
+        ("check --config x.toml --extends=y.toml", "extends cannot be set on the command line"),
         ("check --config x.toml steps=3", "command line: steps=3: is not an override"),
         ("check --config x.toml --world-size two", '--world-size: must be a whole number of at least 1, not "two"'),
         ("plan --world-size 2", "the following arguments are required: --config"),

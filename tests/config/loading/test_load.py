@@ -156,7 +156,7 @@ def test_json_without_lines() -> None:
         ("config.json", b'{"a": 1,\n}', "error: config.json:2: not valid JSON: "),
         ("config.json", b"[" * 100_000, "error: config.json: nested too deeply; "),
         ("job.toml", b"x = " + b"[" * 100_000, "error: job.toml: nested too deeply; "),
-        ("config.json", b"[1]", "error: config.json: must be an object with the sections of a job"),
+        ("config.json", b"[1]", "error: config.json: must contain a JSON object with the sections of a job"),
         ("job.toml", b"[job]\nname = '\xe9'", "error: job.toml:2: not UTF-8 text (byte 0xe9); save it as UTF-8"),
         ("jobb.toml", b"", 'error: job.toml: no such file; did you mean "jobb.toml"?'),
         ("else.toml", b"", "error: job.toml: no such file"),

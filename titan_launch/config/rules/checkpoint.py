@@ -72,8 +72,8 @@ def excluded_parts_have_a_checkpoint(config: JobConfig) -> Iterator[Problem]:
     checkpoint = config.checkpoint
     if checkpoint.exclude_from_loading and checkpoint.initial_load_path is None and checkpoint.load in _KEYWORDS:
         reason = (
-            "applies only to a checkpoint that checkpoint.initial_load_path names, or checkpoint.load with a step or a "
-            f'path, but checkpoint.load is "{checkpoint.load}"; name a checkpoint, or remove this key'
+            f'requires a named checkpoint, but checkpoint.load is "{checkpoint.load}"; set checkpoint.load to a step '
+            "or a path, set checkpoint.initial_load_path, or remove this key"
         )
         yield Problem(_EXCLUDE, reason, list(checkpoint.exclude_from_loading), also=(_LOAD, _INITIAL))
 

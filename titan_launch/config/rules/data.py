@@ -54,7 +54,10 @@ def vocabulary_is_large_enough(config: JobConfig) -> Iterator[Problem]:
             continue
         size, owner, key = _vocabulary(config, source, data)
         if vocab_size is not None and vocab_size < size:
-            reason = f"the model's vocab_size ({vocab_size}) must be at least {size}, the vocabulary size of {owner}"
+            reason = (
+                f"the model's vocab_size ({vocab_size}) must be at least {size}, the vocabulary size of {owner}; "
+                "set model.args.vocab_size to that number or more"
+            )
             yield args_problem(config, ("vocab_size",), reason, also=(key, (*source, "kind")))
 
 
