@@ -219,13 +219,13 @@ def test_plan_traces_what_it_does_not_know_and_says_so(job: Path) -> None:
     env = {"PYTHONPATH": str(job.parent), "RANK": "0"}
     result = run("titan_launch", "plan", "--config", job, "--world-size", "2", "--verbose", **env)
     assert result.returncode == 0, result.stderr
-    assert "my_model:build is not known to the analytic engine; the job is traced" in result.stderr
+    assert "the analytic engine does not support my_model:build; the job is traced" in result.stderr
     assert re.search(r"memory engine: +trace,", result.stdout)
     assert "activation checkpointing is not compared: the model's blocks are unknown" in result.stdout
     result = run("titan_launch", "plan", "--config", job, "--engine", "analytic", **env)
     assert (result.returncode, result.stderr) == (
         2,
-        "error: --engine analytic: does not know my_model:build; use --engine trace\n",
+        "error: --engine analytic: does not support my_model:build; use --engine trace\n",
     )
 
 
@@ -454,8 +454,8 @@ def test_a_run_that_fails_ends_with_the_failing_ranks_traceback(job: Path, comma
     ("action", "status", "message"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", 128 + 9, "was killed by SIGKILL"),
-        ("os._exit(7)", 7, "ended with status 7: code that it ran called os._exit"),
-        pytest.param("os._exit(0)", 1, "ended with status 0: code that it ran called", marks=pytest.mark.slow),
+        ("os._exit(7)", 7, "ended with status 7: Python code called os._exit"),
+        pytest.param("os._exit(0)", 1, "ended with status 0: Python code called", marks=pytest.mark.slow),
     ],
     ids=["killed", "status 7", "status 0"],
 )

@@ -136,7 +136,9 @@ def test_plan_traces_models_that_the_analytic_engine_does_not_support(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = JobConfig.model_validate(tiny_job(tmp_path, **TENSOR))
-    with pytest.raises(UserError, match=r"does not know parallelism\.tensor_parallel_degree = 2; use --engine trace"):
+    with pytest.raises(
+        UserError, match=r"does not support parallelism\.tensor_parallel_degree = 2; use --engine trace"
+    ):
         print_plan(config, 4, str, PlanOptions(engine="analytic"))
     print_plan(config, 4, str, PlanOptions(only_own=True, verbose=True))
     shown = capsys.readouterr()
