@@ -380,7 +380,7 @@ def test_launch_requires_a_global_batch_size_if_the_number_of_ranks_may_change(j
     job.write_text(job.read_text().replace("global_batch_size = 8\n", ""))
     result = run("titan_launch", "launch", "--nnodes", "1:2", "--config", job)
     assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
-    assert "training.global_batch_size: is missing" in result.stderr
+    assert "training.global_batch_size: is required with --nnodes" in result.stderr
 
 
 def test_torchrun_prints_a_bad_jobs_message_once(job: Path) -> None:

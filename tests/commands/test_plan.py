@@ -142,7 +142,7 @@ def test_plan_traces_models_that_the_analytic_engine_does_not_support(
         print_plan(config, 4, str, PlanOptions(engine="analytic"))
     print_plan(config, 4, str, PlanOptions(only_own=True, verbose=True))
     shown = capsys.readouterr()
-    assert "parallelism.tensor_parallel_degree = 2 is not known" in shown.err
+    assert "does not support parallelism.tensor_parallel_degree = 2; the job is traced" in shown.err
     assert "  tensor parallel (GiB)" in shown.out and "  pipeline (GiB)" not in shown.out
     assert re.search(r"memory engine: +trace,", shown.out)
 
