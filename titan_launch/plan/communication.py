@@ -4,8 +4,8 @@ FSDP2's collectives follow from the units and are computed here. Collectives of 
 are counted in a trace.
 
 The numbers are exact if every unit runs in every forward, as in the models of this package, and if every trained
-parameter gets a gradient. Only collectives of units are counted here. The small collectives of BatchNorm statistics,
-target counts, gradient clipping and metrics are not.
+parameter gets a gradient. Only collectives of units are counted here. BatchNorm statistics, target
+counts, gradient clipping and metrics have small collectives that are not counted.
 """
 
 from __future__ import annotations
