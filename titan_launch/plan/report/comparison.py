@@ -154,7 +154,7 @@ def _predict(
 def estimate_reserved(footprint: Footprint, hardware: Hardware) -> float:
     """Return the memory in bytes that the process takes from the device.
 
-    On a GPU, each CUDA stream has memory of its own, which other streams cannot use.
+    On a GPU, the allocator reserves memory for each CUDA stream separately.
     """
     needed = footprint.stream_bytes if hardware.kernels == "cuda" else footprint.peak_bytes
     return needed * (1 + hardware.fragmentation) + hardware.overhead_gib * GIB

@@ -2,7 +2,7 @@
 
 A transcription of `torch.distributed.fsdp._fully_shard` (torch 2.13 and 2.15: `_fsdp_state`, `_fsdp_param_group`,
 `_fsdp_collectives`), with sizes instead of tensors. Names are FSDP2's, so that both can be read side by side. Lifetimes
-are FSDP2's too; comments mark tensors that a local variable in FSDP2 keeps alive longer. The schedule is that of the
+are also FSDP2's. Comments mark tensors that a local variable in FSDP2 keeps alive longer. The schedule is that of the
 installed release, or of the newest tested release if torch is not installed.
 """
 

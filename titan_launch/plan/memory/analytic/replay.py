@@ -232,7 +232,7 @@ class Replay:
         if is_forward and path in self._again:
             compute = self._checkpointed(compute)
         unit = self._unit_of_module.get(path)
-        given = x if unit is None else unit.pre_forward(x)  # like nn.Module, this frame holds `x` too until it returns
+        given = x if unit is None else unit.pre_forward(x)  # as in nn.Module, `x` lives until this function returns
         output = compute(given)
         if is_forward and path in self._entered_modules:
             self._mark_backward(output, path)
