@@ -99,7 +99,8 @@ def _run_torchrun(
 def _import_torch_quietly() -> None:
     """Import torch with native logging limited to errors, in this process only.
 
-    When a host is gone, the native code would log twenty lines of addresses. This module reports it in one line."""
+    When a host is gone, the native code would log twenty lines of addresses. This module reports the loss itself.
+    """
     with environment(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
         importlib.import_module("torch")
 
@@ -199,7 +200,8 @@ def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, st
 
 
 def _abort_cause(run_folder: Path, since: float) -> str:
-    """Return the cause of a SIGABRT as far as the flight records show it. A native abort runs no Python code.
+    """Return a text with the cause of a SIGABRT, as far as the flight records show the cause. The rank itself reports
+    nothing, because a native abort runs no Python code.
 
     `since`: start time of the workers. Older records are ignored.
     """
@@ -213,7 +215,7 @@ def _abort_cause(run_folder: Path, since: float) -> str:
             "name the cause"
         )
     else:
-        cause = ": native code aborted the process; its lines above may name the cause"
+        cause = ": native code aborted the process; the lines above may name the cause"
     records = f"; see the flight records and stacks in {run_folder}" if unfinished else ""
     return "\n".join([cause, *(f"not finished: {collective}" for collective in unfinished)]) + records
 
