@@ -336,7 +336,7 @@ CASES = (
     ),
     Case(
         "Block",
-        "the consumer of this output, layers.0.inner (Linear), computes in bfloat16; drop this key",
+        "the consumer of this output, layers.0.inner (Linear), computes in bfloat16; remove this key",
         key="precision.rules.1.output_dtype",
         value="float32",
         rules=(rule("output", "float32", output_dtype="float32"), rule("**.norm", "float32", output_dtype="float32")),
@@ -379,7 +379,7 @@ CASES = (
     Case("ActivatesInput", f"layers.0.layer (ReLU) {IN_PLACE}", key="model.name"),
     Case(
         "ReturnsView",
-        "backward met parameters that are not gathered: most likely the output of layers.0 (ReturnsView) or of a unit "
+        "backward used sharded parameters: most likely the output of layers.0 (ReturnsView) or of a unit "
         "after it is a view (x.view, x[...]) that is then changed in place; write x = x + y for x += y, drop "
         "inplace=True, or return x.clone()",
         key="model.name",
@@ -396,7 +396,8 @@ CASES = (
     ),
     Case(
         "RunsNowAndThen",
-        'no module of unit layers.1.layer ran in the first microbatch, which FSDP2 cannot defer; set "immediate"',
+        "no module of unit layers.1.layer ran in the first microbatch, so FSDP2 cannot defer its reduction; set "
+        '"immediate"',
         key="gradient_accumulation.mode",
         value="deferred",
         mode="deferred",
