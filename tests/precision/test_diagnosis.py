@@ -466,7 +466,7 @@ def test_every_failure_is_explained_and_its_remedy_works() -> None:
 
 SETS_FACTOR = Case(
     "SetsFactor",
-    "the model sets a gradient divide factor, which gloo cannot apply, and the loss is divided already; drop "
+    "the model sets a gradient divide factor, which gloo cannot apply, and the loss is divided already; remove "
     "set_gradient_divide_factor and set_force_sum_reduction_for_comms from it",
     key="model.name",
 )
@@ -502,9 +502,9 @@ def what_no_job_can_provoke() -> None:
     (problem,) = raised.value.problems
     assert (format_key(problem.key), words(problem)) == (
         "precision",
-        "layers.0.norm.weight was cast to float32 after it was sharded, and its unit is stored in bfloat16; drop that "
-        'cast, or add [[precision.rules]] with match = "layers.*.norm", storage_dtype = "float32" and param_dtype = '
-        '"float32"',
+        "layers.0.norm.weight was cast to float32 after it was sharded, and its unit is stored in bfloat16; remove "
+        'that cast, or add [[precision.rules]] with match = "layers.*.norm", storage_dtype = "float32" and '
+        'param_dtype = "float32"',
     )
 
 
