@@ -114,7 +114,7 @@ def interrupted_and_not(folder: Path) -> None:
     assert_equal(full_state(run.model), run_job(tiny_job(folder, **sections, job={"name": "plain"})))
 
 
-def test_a_checkpoint_fits_a_run_in_another_mode(tmp_path: Path) -> None:
+def test_a_checkpoint_loads_with_another_activation_checkpointing_mode(tmp_path: Path) -> None:
     run_ranks(interrupted_and_not, 2, tmp_path)
 
 
@@ -146,7 +146,9 @@ def backward_operations(norm: str) -> list[Counter[str]]:
         ("conv", 3, {"convolution": (1, 0)}),
     ],
 )
-def test_operations_that_backward_repeats(norm: str, blocks: int, per_block: dict[str, tuple[int, int]]) -> None:
+def test_backward_repeats_the_operations_of_checkpointed_modules(
+    norm: str, blocks: int, per_block: dict[str, tuple[int, int]]
+) -> None:
     none, full, every_second, op = run_ranks(backward_operations, 1, norm)[0]
     for operation, (in_full, in_op) in per_block.items():
         assert full[operation] - none[operation] == in_full * blocks

@@ -207,7 +207,7 @@ def raise_abandoned() -> None:
     raise Abandoned
 
 
-def test_an_all_gather_that_is_interrupted_half_way_is_freed() -> None:
+def test_an_interrupted_all_gather_is_freed() -> None:
     run_ranks(abandon_in_an_all_gather, 1)
     run_ranks(abandon_in_an_all_gather, 2)
 
@@ -244,7 +244,9 @@ def zero_grad_and_reset(model: Any) -> None:
 
 
 @pytest.mark.parametrize(("reset", "since"), [(discard_pending, (2, 11)), (zero_grad_and_reset, (2, 15))])
-def test_functions_that_clear_a_deferred_accumulation(reset: Any, since: tuple[int, int]) -> None:
+def test_pytorchs_reset_functions_clear_a_deferred_accumulation_from_a_release_on(
+    reset: Any, since: tuple[int, int]
+) -> None:
     """`since` is the first release on which `reset` does."""
     if not hasattr(FSDPModule, "reset_iter_state") and reset is zero_grad_and_reset:
         pytest.skip("this release of PyTorch cannot reset an iteration")

@@ -62,7 +62,7 @@ def is_held(module: torch.nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_an_embedding_is_gathered_once_and_not_held(checkpointing: str) -> None:
+def test_an_embedding_is_all_gathered_once_per_step_and_resharded(checkpointing: str) -> None:
     for choice in ("default", "always"):
         result = run_ranks(gathers_and_held, 2, {"fsdp_reshard_after_forward": choice}, checkpointing)[0]
         assert result == ([PADDED], [], False), choice

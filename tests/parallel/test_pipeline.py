@@ -95,7 +95,7 @@ def compare(jobs: dict[str, Any], ranks: int, alone: Any) -> None:
         assert not apart, name
 
 
-def test_every_schedule_equals_one_process(tmp_path: Path) -> None:
+def test_every_pipeline_schedule_trains_like_one_process(tmp_path: Path) -> None:
     """The statistics of BatchNorm show whether anything runs twice. Sums of bfloat16 gradients show whether they are
     widened."""
     modes = {
@@ -119,7 +119,7 @@ def test_every_schedule_equals_one_process(tmp_path: Path) -> None:
     compare(jobs, 2, job(tmp_path / "alone", "batchnorm"))
 
 
-def test_fsdp_within_stages_equals_one_process(tmp_path: Path) -> None:
+def test_fsdp_within_pipeline_stages_trains_like_one_process(tmp_path: Path) -> None:
     def divided(name: str, schedule: str, mode: str, unsharded: bool = False, replicas: int = 1) -> Any:
         return job(
             tmp_path / name,
@@ -190,7 +190,7 @@ def resume_elsewhere(folder: Path) -> list[dict[str, Tensor]]:
     return states
 
 
-def test_a_checkpoint_is_resumed_with_another_division_of_ranks(tmp_path: Path) -> None:
+def test_a_checkpoint_is_resumed_with_another_layout_of_ranks(tmp_path: Path) -> None:
     (never, *first), (_, *second) = run_ranks(resume_elsewhere, 2, tmp_path)
     for ours, theirs in zip(first, second, strict=True):
         state = ours | theirs
@@ -260,7 +260,7 @@ def pipeline_order() -> Pooled:
     return Pooled("chain")
 
 
-def test_stages_of_a_rank_share_its_tensors() -> None:
+def test_pipeline_stages_share_the_tensors_of_the_model() -> None:
     """Beside the cut model, which has everything under its own name, each stage runs its own part."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     expected = [model[0].weight, model[2].weight]

@@ -337,6 +337,6 @@ def differences_under_autocast() -> list[str]:
     return audit_of(JobConfig.model_validate({"model": model, "precision": {"rules": rules}})).differences()
 
 
-def test_autocast_differs_from_the_plan() -> None:
+def test_autocast_is_reported_as_a_difference_from_the_plan() -> None:
     (differences,) = run_ranks(differences_under_autocast, 1)
     assert differences == ["output (Linear), autocast: planned off, observed bfloat16 (unit: precision.rules.0)"]

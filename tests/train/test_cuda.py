@@ -35,7 +35,9 @@ def test_the_main_job_trains_on_cuda(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("mode", ["immediate", "deferred"])
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_predicted_memory_is_the_measured(tmp_path: Path, checkpointing: str, mode: str, microbatches: int) -> None:
+def test_predicted_memory_equals_measured_memory(
+    tmp_path: Path, checkpointing: str, mode: str, microbatches: int
+) -> None:
     """Two blocks as wide as those of the 8B model: 12 runs. Measured is a little more: workspaces inside of kernels."""
     overrides = ["--model.flavor=8B", "--model.args.n_layers=2", "--training.steps=6", "--training.seq_len=4096"]
     overrides += ["--checkpoint.enable=false", "--checkpoint.save_last=false", "--metrics.log_freq=2"]

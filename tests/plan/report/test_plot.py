@@ -29,7 +29,7 @@ def test_a_picture_has_a_bar_for_every_choice(tmp_path: Path, suffix: str) -> No
         assert "limit 10 GiB" in text and "activations" in text and "far to the right" not in text
 
 
-def test_a_limit_outside_of_the_picture_is_only_named(tmp_path: Path) -> None:
+def test_a_limit_far_above_every_bar_is_named_in_the_title_and_not_drawn(tmp_path: Path) -> None:
     comparison, hardware = compared(make_job())
     path = tmp_path / "plan.svg"
     plot_comparison(comparison, replace(hardware, memory_gib=1000.0), "tiny", str(path), None, None)
@@ -43,7 +43,7 @@ def test_a_path_that_cannot_be_written_is_an_error_before_planning(tmp_path: Pat
             check_plot(str(tmp_path / name))
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_matplotlib_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_launch.plan.report.plot.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install matplotlib"):
         check_plot("plan.png")

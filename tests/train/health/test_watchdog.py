@@ -188,7 +188,7 @@ def test_every_group_has_the_timeout_of_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("hang_seconds", "limits"), [(None, (90, 30, 90)), (20, (60, 20, 60))])
-def test_the_limit_of_a_phase(hang_seconds: int | None, limits: tuple[int, int, int]) -> None:
+def test_time_limits_of_the_phases_of_a_run(hang_seconds: int | None, limits: tuple[int, int, int]) -> None:
     comm = CommConfig(timeout_seconds=60, init_timeout_seconds=180, hang_seconds=hang_seconds)
     assert run_ranks(limits_of_phases, 1, comm) == [limits]
 

@@ -116,7 +116,7 @@ def test_a_folder_that_is_not_a_run_folder_is_not_changed(tmp_path: Path) -> Non
     assert "exists and is not a run folder" in refusal(tmp_path)
 
 
-def test_the_rest_of_a_deleted_run_folder_is_still_a_run_folder(tmp_path: Path) -> None:
+def test_a_partly_deleted_run_folder_is_still_a_run_folder(tmp_path: Path) -> None:
     """The folder was deleted while a checkpoint was being written."""
     (tmp_path / "tiny/checkpoints/step-2.tmp").mkdir(parents=True)
     prepare(tmp_path, checkpoint=CHECKPOINT)
@@ -218,7 +218,7 @@ def test_another_experiment_with_nothing_to_resume_is_moved_aside(
     assert {path.name: path.read_bytes() for path in (tmp_path / aside).rglob("*") if path.is_file()} == before
 
 
-def test_another_model_is_refused_whatever_is_accepted(tmp_path: Path) -> None:
+def test_another_model_is_refused_even_with_accept_changes(tmp_path: Path) -> None:
     prepare(tmp_path, checkpoint=CHECKPOINT)
     save_steps(tmp_path, 2)
     other = {"args": {"n_layers": 1}}
@@ -275,7 +275,7 @@ AGENT = AgentProcess("host", "/tmp/torchelastic_1/none_2", 1, None)
     ],
 )
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_restart_keeps_its_folder_and_does_not_apply_the_load_again(
+def test_a_restart_keeps_its_run_folder_and_ignores_checkpoint_load(
     tmp_path: Path, first: Attempt, second: Attempt, is_restart: bool, saved: bool
 ) -> None:
     def start(load: Load, attempt: Attempt) -> Load:
