@@ -63,7 +63,7 @@ SIGNAL = int(signal.SIGTERM)
         (SAVES_LAST, 12, 0, False, "report save pool"),
         (SAVES_LAST, 2, SIGNAL, False, "report save pool restore_statistics"),
         (SAVES_LAST, 2, RESTART_SIGNAL, False, ""),
-        (SAVES | VALIDATES, 3, SIGNAL, False, "report save pool"),  # pooled, because an undisturbed run validates here
+        (SAVES | VALIDATES, 3, SIGNAL, False, "report save pool"),  # an uninterrupted run validates here too
         (SAVES | VALIDATES, 12, 0, False, "report validate save pool"),
     ],
 )

@@ -153,7 +153,7 @@ def possible_choices(config: JobConfig, layout: Layout, inventory: Inventory) ->
 
 
 def _is_allowed_by_schedule(config: JobConfig, checkpointing: ActivationCheckpointConfig, notes: list[str]) -> bool:
-    """Return whether the pipeline schedule supports an activation checkpointing mode; else add a note."""
+    """Return whether the pipeline schedule supports an activation checkpointing mode. If it does not, add a note."""
     problem = next(
         split_backward_checkpoints_whole_modules(config.model_copy(update={"activation_checkpoint": checkpointing})),
         None,
@@ -167,8 +167,10 @@ def _is_allowed_by_schedule(config: JobConfig, checkpointing: ActivationCheckpoi
 def _can_be_compiled(
     config: JobConfig, inventory: Inventory, checkpointing: ActivationCheckpointConfig, notes: list[str]
 ) -> bool:
-    """Return whether `[compile]` supports an activation checkpointing mode; else add a note, or raise if the job sets
-    the mode."""
+    """Return whether `[compile]` supports an activation checkpointing mode.
+
+    If it does not, add a note. Raise ConfigError if it does not and the job sets the mode.
+    """
     if not config.compile.enable:
         return True
     try:

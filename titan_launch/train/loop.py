@@ -75,8 +75,8 @@ class Due:
     """Pool BatchNorm's running statistics over ranks: a validation and a checkpoint are of one model."""
 
     restore_statistics: bool
-    """Give each rank its own running statistics back after the save. An undisturbed run does not pool at this step, so
-    a checkpoint by the clock or for a signal must not change later steps."""
+    """Give each rank its own running statistics back after the save. An uninterrupted run does not pool at this step,
+    so a checkpoint by the clock or for a signal must not change later steps."""
 
 
 def due_after_step(config: JobConfig, step: int, first_step: int, stop_signal: int, save_is_due: bool) -> Due:
@@ -114,7 +114,8 @@ def fit(run: Run) -> None:
     """Train until `training.steps` are done, reporting, validating and saving on the way."""
     last = run.config.training.steps
     if run.progress.step >= last:
-        _log.info("nothing to do: the run is at step %d of %d; raise training.steps to go on", run.progress.step, last)
+        message = "nothing to do: the run is at step %d of %d; increase training.steps to go on"
+        _log.info(message, run.progress.step, last)
         return
     if clipping := describe_clipping(run.config.lr_scheduler, last):
         _log.info("%s", clipping)
