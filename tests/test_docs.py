@@ -111,7 +111,7 @@ def test_the_code_in_the_docs_loads_the_result_in_plain_pytorch(
     tokens, targets, trained = run_ranks(train_main_job, 2, tmp_path)[0]
     monkeypatch.chdir(tmp_path)
     ((_, lines),) = [block for block in blocks("python") if "checkpoints/latest" in block[1]]
-    assert len(lines.split("\n")) == 5 + 2, "five lines, and empty ones after the imports and at the end"
+    assert len(lines.split("\n")) == 5 + 2, "the docs promise five lines of code; there are also two empty lines"
     names: dict[str, Any] = {}
     exec(lines, names)
     with torch.no_grad():

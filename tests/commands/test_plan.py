@@ -127,7 +127,8 @@ def test_traffic_of_a_traced_model_is_that_counted_by_the_trace(
         table = json.loads(capsys.readouterr().out)
         calls[twice] = table["collectives_per_step"]
         assert any("counted" in note for note in table["notes"]) == twice
-    # The first layer is gathered again in forward and in backward; the last, unsharded after forward, only in backward.
+    # The second run of the layers all-gathers the first layer in forward and in backward. The last layer is unsharded
+    # after forward, so the second run all-gathers it only in backward.
     assert calls[True]["all_gathers"] == calls[False]["all_gathers"] + 2 + 1
 
 

@@ -50,7 +50,7 @@ def test_the_tensor_axis_is_innermost_and_the_pipeline_outermost() -> None:
 def axes_of_data_parallel_ranks() -> tuple[Any, Any, list[int] | None, list[int] | None]:
     join_fake_group(4)
     sharded, replicated = build_mesh(layout(shard=4), "cpu"), build_mesh(layout(replicate=4), "cpu")
-    assert sharded.data_group is None and replicated.data_group is None, "all ranks: the default group"
+    assert sharded.data_group is None and replicated.data_group is None, "None means the default group"
     return sharded.fsdp.mesh_dim_names, replicated.fsdp.mesh.shape, ranks_of(sharded.tensor), ranks_of(sharded.pipeline)
 
 

@@ -221,7 +221,7 @@ def left_of_killed_parent(parent: tuple[str, ...], job: Path, seconds: float, si
     ids=["some", "since start", "since the first rank"],
 )
 def test_a_killed_parent_leaves_no_process(tmp_path: Path, instants: Sequence[float], since_first_rank: bool) -> None:
-    """Every second parent is torchrun."""
+    """The killed parents are `launch` and torchrun in turn."""
     path = tmp_path / "job.json"
     path.write_text(json.dumps(tiny_job(tmp_path, training={"steps": 10_000}, metrics={"log_freq": 1000})))
     with ThreadPoolExecutor(2) as executor:

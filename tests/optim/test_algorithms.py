@@ -89,7 +89,7 @@ def set_gradients(model: nn.Module, step: int, factor: float = 1.0) -> None:
 
 
 def divided_like(parameter: DTensor, full: Tensor) -> DTensor:
-    """A rank's part of a tensor, where it has a parameter's."""
+    """Shard a full tensor as a parameter is sharded."""
     (chunk,) = parameter.__create_chunk_list__()
     part = full[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))].clone()
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -234,7 +234,7 @@ def test_a_deep_model_is_updated_in_as_few_operations_as_a_shallow_one() -> None
     assert counts[0]["pow.Scalar"] == 2 * len(optimizer.param_groups)
 
 
-class _NobodyWaits(TorchDispatchMode):
+class _NoHostReads(TorchDispatchMode):
     """A dispatch mode that fails when the host reads a number from the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -244,10 +244,10 @@ class _NobodyWaits(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_skipped_step_changes_no_parameter_and_no_optimizer_state(case: str) -> None:
-    """The first one too, and nobody waits for the device."""
+    """The first step of a run can be skipped, too. The host does not wait for the device."""
     model, never = small_model(CASES[case][1]), small_model(CASES[case][1])
     optimizer, other = optimizer_of(model, case), optimizer_of(never, case)
-    with _NobodyWaits():
+    with _NoHostReads():
         train(model, optimizer, range(4), skipped=(0, 2))
     for step in (1, 3):
         train(never, other, range(step, step + 1))

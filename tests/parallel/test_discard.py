@@ -37,8 +37,11 @@ CHECKPOINTING: list[dict[str, Any]] = [
 
 
 def jobs(replicate: int) -> Iterator[JobConfig]:
-    """Every mode, parameters kept or not, with an fp32 unit of norms and with BatchNorm, of which HSDP has one in turn;
-    recomputation in turn."""
+    """Yield jobs for every accumulation mode, with sharded and with unsharded parameters.
+
+    FSDP has jobs with an fp32 unit of norms and jobs with BatchNorm; HSDP alternates between the two. Activation
+    checkpointing modes alternate.
+    """
     checkpointing, norms = cycle(CHECKPOINTING), [("rmsnorm", "RMSNorm"), ("batchnorm", "BatchNorm")]
     for mode in ("immediate", "deferred", *(["deferred_all_reduce"] if replicate > 1 else [])):
         for unsharded in (False, True):
@@ -105,7 +108,7 @@ class Abandoned(BaseException):
 
 @contextmanager
 def failing(model: nn.Module, microbatch: int, where: str) -> Iterator[None]:
-    """Raise `Abandoned` in the last block, while that microbatch runs forward, backward or a recomputation."""
+    """Raise `Abandoned` in the last block, while this microbatch runs forward, backward or its second forward."""
     block, forwards, in_block = model.get_submodule("layers.1"), [0], [0]
 
     def count(*_: Any) -> None:

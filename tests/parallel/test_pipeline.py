@@ -33,8 +33,10 @@ Trained = tuple[list[dict[str, float]], dict[str, Tensor]]
 def job(
     folder: Path, norm: str = "rmsnorm", mode: str = "immediate", unsharded: bool = False, **parallelism: Any
 ) -> Any:
-    """Five layers and unequal validation batches; audited, so that dtypes and units are as planned too. With BatchNorm
-    in bfloat16. Eight samples a step: four microbatches on each of the ranks below."""
+    """Return a job with five layers, unequal validation batches and an audit of dtypes and units.
+
+    With BatchNorm it computes in bfloat16. A step has eight samples: four microbatches on each rank of these tests.
+    """
     local = 2 if norm == "batchnorm" else 1
     held_out = {"kind": "synthetic", "vocab_size": 61, "num_samples": 8}
     return tiny_job(
@@ -72,7 +74,7 @@ def _check_traffic(run: Run, scalars: dict[str, float]) -> None:
 
 
 def compare(jobs: dict[str, Any], ranks: int, alone: Any) -> None:
-    """The jobs give what one process gives: losses and norms to 1e-5, and every parameter and buffer, on some rank."""
+    """Assert that the jobs equal one process: losses and norms to 1e-5, and every parameter and buffer on its rank."""
     ((expected, expected_state),) = run_ranks(train, 1, [alone])[0]
     by_rank = run_ranks(train, ranks, list(jobs.values()), timeout=60 + 10 * len(jobs))
     for index, name in enumerate(jobs):
@@ -168,7 +170,7 @@ def test_an_exception_of_a_stage_is_raised_unchanged(tmp_path: Path) -> None:
 
 
 def resume_elsewhere(folder: Path) -> list[dict[str, Tensor]]:
-    """Begin with one division of ranks and end with another one."""
+    """Train with one layout of ranks, and resume with another one."""
     divisions: dict[str, dict[str, Any]] = {
         "stages": {"pipeline_parallel_degree": 2},
         "turns": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"},
@@ -261,7 +263,7 @@ def pipeline_order() -> Pooled:
 
 
 def test_pipeline_stages_share_the_tensors_of_the_model() -> None:
-    """Beside the cut model, which has everything under its own name, each stage runs its own part."""
+    """The cut model has all modules of the rank, under their names. Each stage runs its own part of them."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     expected = [model[0].weight, model[2].weight]
     x = torch.randn(2, 4)

@@ -104,7 +104,7 @@ def assert_close(case: str, trained: Trained, expected: Trained, tolerance: floa
 
 
 def drop(folder: Path) -> list[Trained]:
-    """A model with dropout and deterministic kernels, without and with recomputation of what has been dropped."""
+    """Train a model with dropout and deterministic kernels, without and with activation checkpointing."""
     job: dict[str, Any] = {"model": {"name": OWN, "args": {"dropout": 0.3}}, "parallelism": TWO}
     results = []
     for checkpointing in ({"mode": "none"}, {"mode": "full", "modules": ["attention"]}):
@@ -148,7 +148,7 @@ def test_other_errors_are_raised_unchanged(name: str, degree: int, error: Except
 
 
 def everything(run: Run) -> dict[str, Tensor]:
-    """Parameters, buffers and optimizer state, gathered."""
+    """Return parameters, buffers and optimizer state, gathered from their shards."""
     found = full_state(run.model)
     for name, parameter in run.model.named_parameters():
         for key, value in run.optimizer.state.get(parameter, {}).items():

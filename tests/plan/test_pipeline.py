@@ -62,7 +62,7 @@ def test_balance_minimizes_the_cost_of_the_largest_stage() -> None:
 
 
 def test_stages_are_as_equal_as_whole_layers_allow() -> None:
-    """The output matrix counts and the embedding does not. Norms belong to the layer before them."""
+    """The cost of a stage includes the output matrix and not the embedding. A norm follows the layer before it."""
     first, last = cuts(llama(5), pipeline_parallel_degree=2)
     assert first == ("tok_embeddings", "layers.0", "layers.1", "layers.2")
     assert last == ("layers.3", "layers.4", "norm", "output")

@@ -28,7 +28,7 @@ MODES = [{"mode": "none"}, FULL, {"mode": "selective"}, {"mode": "selective", "s
 
 
 def counted_matmuls(checkpointing: ActivationCheckpointConfig) -> int:
-    """FLOPs of a forward and backward without attention's, which torch counts on a CPU from 2.15 on only."""
+    """Return the FLOPs of a forward and backward without attention, which torch counts on a CPU only from 2.15 on."""
     built = build_model(ModelConfig(args={**TINY_ARGS, "n_layers": LAYERS}), SEQ_LEN)
     model = built.module.to_empty(device="cpu")
     checkpoint_activations(model, checkpointed_modules(Inventory((), built.blocks), checkpointing), checkpointing)

@@ -318,7 +318,7 @@ def test_the_table_has_one_row_for_equal_modules() -> None:
 
 
 class UsesAutocast(nn.Module):
-    """A model that computes its last layer in the dtype of autocast, whatever the rules say."""
+    """A model that computes its last layer in the dtype of autocast, not in that of its precision rule."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def kept_bytes(make: Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]) -> int:
-    """Bytes of the storages that backward is given, on tensors without values; its gradients have the right shapes."""
+    """Return the bytes saved for backward, on tensors without values. Check the shapes of the gradients."""
     storages: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:

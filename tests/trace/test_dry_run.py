@@ -32,7 +32,7 @@ def dry_run_output(ranks: int, rank: int = 0, **sections: Any) -> str:
 
 
 def test_a_dry_run_prints_the_coordinate_and_units_of_its_rank() -> None:
-    """The last of 16: of the second stage, of a replica's second shard, half of each matrix."""
+    """Rank 15 of 16 has the second pipeline stage, the second shard of its replica, and half of each matrix."""
     printed = dry_run_output(16, rank=15, parallelism=ALL_AXES, training={"global_batch_size": 24})
     assert "ranks: 16 = 2 pipeline ranks x 2 replicas x 2 shards x 2 tensor-parallel ranks" in printed
     assert "rank 15: pp 1 of 2, dp_replicate 1 of 2, dp_shard 1 of 2, tp 1 of 2" in printed
@@ -62,7 +62,7 @@ def test_a_dry_run_refuses_a_job_that_a_run_refuses(ranks: int, sections: dict[s
 
 
 def test_a_plan_that_divides_connected_layers_differently_is_reported_in_one_line() -> None:
-    """As in training: with the user's own line, and without PyTorch's frames."""
+    """The error names the line of the user's code and has no frames of PyTorch, as in training."""
     swapped = {**PLAN, "attention.qkv.*": "rowwise", "attention.out": "colwise"}
     model = {"name": "tests.parallel.divided_model:Model", "flavor": "debug", "args": {}}
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as raised:

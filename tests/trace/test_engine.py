@@ -89,7 +89,7 @@ def test_a_model_that_counts_its_blocks_is_traced_with_all_blocks(traced_blocks:
 
 
 def test_a_model_that_grows_unevenly_is_traced_with_all_blocks(traced_blocks: list[int]) -> None:
-    """Every layer keeps what it makes of all that came before it: memory grows with the square of the depth."""
+    """The input of every layer has the outputs of all earlier layers, so memory grows with the square of the depth."""
     dense = {"name": "tests.trace.models:Chain", "args": {"n_layers": 12, "dense": True}}
     ask({"model": dense, "training": {"seq_len": 512}})
     assert traced_blocks == [5, 6, 7, 12]

@@ -77,7 +77,7 @@ path = "held_out.txt"
 """
 
 PLACE = "my_model.py:30"
-"""Place of the body of the forward; the line before it has the signature."""
+"""Location of the body of the forward. The line before the body has the signature."""
 
 IS_GIVEN = (
     "; forward(inputs) gets one tensor, token ids (batch, seq_len), and must return the logits, a tensor "
@@ -93,7 +93,7 @@ def write(folder: Path, signature: str, body: str, args: str = "") -> None:
 
 
 def printed(folder: Path, *command: str) -> str:
-    """The one line that a bad forward ends a command with, behind the key."""
+    """Return the error of a command without its beginning, which names the key. Check that the error is one line."""
     status, _, reported = run_command([*command, "--config", "job.toml"], folder)
     start, line = "error: job.toml:8: model.name: its forward ", reported.splitlines()[-1]
     assert (status, line[: len(start)]) == (2, start), reported

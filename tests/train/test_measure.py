@@ -141,7 +141,7 @@ def test_windows_without_validation_or_checkpoint_are_steady_after_the_first() -
             CommConfig(),
             model,
             optimizer,
-            None,  # type: ignore[arg-type]  # what only a CPU's memory is measured with
+            None,  # type: ignore[arg-type]  # used only to measure the memory of a CPU
             torch.device("cuda"),
             first_step=5,
             is_compiled=False,

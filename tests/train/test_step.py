@@ -85,7 +85,7 @@ def train_sharded(config: JobConfig, steps: list[Step] | None = None) -> tuple[d
 
 
 def train_plainly(steps: list[tuple[Tensor, Tensor]] | None = None) -> tuple[dict[str, Tensor], list[float]]:
-    """Train in plain PyTorch: one process, one batch a step, no FSDP. Return full parameters and gradient norms."""
+    """Train in plain PyTorch: one process, one batch per step, no FSDP. Return full parameters and gradient norms."""
     config = job("immediate", False, 1, GLOBAL_BATCH)
     built = build_model(config.model, SEQ_LEN)
     model = built.module

@@ -317,7 +317,7 @@ def test_later_checkpoints_are_moved_aside_with_the_reports(tmp_path: Path) -> N
     (checkpoints / "latest").symlink_to("step-6")
     (checkpoints / "best").symlink_to("step-4")
     (tmp_path / "tiny" / "metrics.jsonl").write_text("reports")
-    for _ in range(2):  # the second call has nothing to do
+    for _ in range(2):  # the second call finds nothing to move
         supersede_later_checkpoints(tmp_path / "tiny", 2)
         assert names(checkpoints) == ["latest", "step-2", "superseded-1"]
         assert names(checkpoints / "superseded-1") == ["metrics.jsonl", "step-4", "step-6"]
@@ -359,7 +359,7 @@ def tampered(finished: Path, tmp_path: Path) -> Path:
 
 
 def train(folder: Path, *overrides: str) -> tuple[int, str]:
-    """Run the job of a folder by the command line: the exit status, and everything that the command says."""
+    """Run the job of a folder by the command line. Return the exit status and the output."""
     status, printed, reported = run_command(["train", "--config", "job.json", *overrides], folder, timeout=60)
     assert "Traceback" not in printed + reported, reported
     return status, printed + reported
