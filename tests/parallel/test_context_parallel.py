@@ -19,8 +19,8 @@ from tests.train.jobs import this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.precision import BatchNormConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.data.context_shard import SequencePart
 from titan_launch.models.parallel_plans import check_context_plan
+from titan_launch.parallel.context_parallel import SequencePart
 from titan_launch.train.build import build_run
 
 TWO = {"context_parallel_degree": 2}
