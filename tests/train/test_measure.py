@@ -117,7 +117,7 @@ def test_a_difference_of_more_than_a_tenth_is_logged_once(tmp_path: Path, factor
     warnings = checked(tiny_job(tmp_path), factor)
     assert len(warnings) == warns
     for warning in warnings:
-        assert "was predicted (" in warning and "microbatch" in warning
+        assert "the planner predicted a peak of" in warning and "microbatch" in warning
         assert warning.count("MiB") == 2
 
 
