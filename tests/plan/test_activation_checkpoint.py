@@ -44,11 +44,11 @@ def test_globs_take_the_place_of_blocks() -> None:
 
 
 def test_a_mode_without_a_module_to_checkpoint_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"activation_checkpoint.mode: works on blocks, .* model.blocks"):
+    with pytest.raises(ConfigError, match=r"activation_checkpoint.mode: needs blocks, .* model.blocks"):
         checkpointed(())
     with pytest.raises(ConfigError, match=r"activation_checkpoint.selective_ac_option: the model has 2 blocks"):
         checkpointed(BLOCKS[:2], mode="selective", selective_ac_option=3)
-    with pytest.raises(ConfigError, match=r"modules matches 7 modules, so this would checkpoint none"):
+    with pytest.raises(ConfigError, match=r"modules matches only 7 modules, so none of them"):
         checkpointed(BLOCKS, modules=("list.*.norm",), mode="selective", selective_ac_option=8)
     with pytest.raises(ConfigError, match=r'modules.0: matches no module of the model; did you mean "list..\.mlp"'):
         checkpointed(BLOCKS, modules=("list.*.mlpp",))

@@ -82,7 +82,7 @@ def _has_something_to_apply_to(inventory: Inventory, path: str, rule: PrecisionR
 
 
 def _useless_patterns(assignment: RuleAssignment, candidates: Sequence[ModuleInfo]) -> Iterator[Problem]:
-    """Yield a problem for each pattern without a match, if the rule has several patterns."""
+    """If a rule has several globs, yield a problem for each glob that matches no module."""
     for index, pattern in enumerate([] if isinstance(assignment.rule.match, str) else rule_patterns(assignment.rule)):
         if not any(matches(pattern, module.path) for module in candidates):
             reason = nothing_matched(pattern, [module.path for module in candidates])
@@ -127,7 +127,7 @@ def _mixed_batch_norms(candidates: Sequence[ModuleInfo], assignments: RuleAssign
 
 
 def _mixed_matmuls(candidates: Sequence[ModuleInfo], assignments: RuleAssignments) -> Iterator[Problem]:
-    """Yield a problem for each rule under which the inputs of a matrix product have another dtype than its weights."""
+    """Yield a problem for each rule that would give a matrix product inputs and weights of different dtypes."""
     failing: dict[str, tuple[RuleAssignment, list[str]]] = {}
     for module in candidates:
         assignment = assignments.governing(module.path)
