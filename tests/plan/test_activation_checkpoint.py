@@ -46,7 +46,7 @@ def test_globs_take_the_place_of_blocks() -> None:
 def test_a_mode_without_a_module_to_checkpoint_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"activation_checkpoint.mode: needs blocks, .* model.blocks"):
         checkpointed(())
-    with pytest.raises(ConfigError, match=r"activation_checkpoint.selective_ac_option: the model has 2 blocks"):
+    with pytest.raises(ConfigError, match=r"activation_checkpoint.selective_ac_option: the model has only 2 blocks"):
         checkpointed(BLOCKS[:2], mode="selective", selective_ac_option=3)
     with pytest.raises(ConfigError, match=r"modules matches only 7 modules, so none of them"):
         checkpointed(BLOCKS, modules=("list.*.norm",), mode="selective", selective_ac_option=8)

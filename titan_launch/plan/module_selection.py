@@ -184,10 +184,13 @@ def _nothing_left(blocks: Sequence[str], units: Sequence[Unit], outside: Collect
     inside = [u for u in units if any(p != blocks[0] and is_within(p, blocks[0]) for p in u.modules)]
     reasons = list(dict.fromkeys(unit.reason for unit in inside))
     keys = [unit.key for unit in inside if unit.key is not None]
-    remedy = 'set precision.param_dtype = "float32"' if BATCH_NORM_DEFAULT in reasons else "drop those rules"
+    remedy = (
+        'set precision.param_dtype = "float32"' if BATCH_NORM_DEFAULT in reasons else "remove those precision rules"
+    )
     what = f"the FSDP2 units of {', '.join(reasons)}, whose hooks cannot be part of a graph"
     if not inside:
-        what, remedy = f"checkpointed modules ({listed(sorted(outside))})", "do not checkpoint them"
+        what = f"checkpointed modules ({listed(sorted(outside))})"
+        remedy = "remove these modules from activation_checkpoint.modules"
         keys = [_CHECKPOINTED_MODULES]
     reason = (
         f"nothing of {listed(blocks)} can be compiled: only single layers are outside of {what}; {remedy}, or set "

@@ -273,7 +273,7 @@ def _tied_remedy(module: ModuleInfo, first: str, assignments: RuleAssignments) -
             return "set model.blocks so that one block holds both"
         return f'give the shared module a precision rule: match = "{module.same_as}"'
     return (
-        "set output_dtype in their rule"
+        "set output_dtype in the rule that covers both modules"
         if own is other
         else f'one rule must match both: match = ["{first}", "{module.path}"]'
     )

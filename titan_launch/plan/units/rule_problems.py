@@ -93,7 +93,7 @@ def _nothing_matched(inventory: Inventory, assignment: RuleAssignment, candidate
     rule = assignment.rule
     others = [m for m in inventory.modules if m.path not in {c.path for c in candidates} and rule_matches(rule, m)]
     if others and others[0].same_as:
-        reason = f"{others[0].path} is the same module as {others[0].same_as}; match it under that path"
+        reason = f"{others[0].path} is the same module as {others[0].same_as}; match {others[0].same_as} instead"
         return _problem(assignment, reason)
     if [m for m in others if not m.path]:
         return _problem(assignment, "matches only the model itself; set its dtypes in [precision]")
@@ -138,7 +138,7 @@ def _mixed_matmuls(candidates: Sequence[ModuleInfo], assignments: RuleAssignment
     for assignment, paths in failing.values():
         cause, remedy = ("leaves param_dtype unset", "set param_dtype")
         if assignment.rule.param_dtype is not None:
-            cause, remedy = ("has cast_forward_inputs = false", "drop that key")
+            cause, remedy = ("has cast_forward_inputs = false", "remove cast_forward_inputs")
         dtypes = f"{assignments.around(paths[0])} inputs with {assignments.compute_dtype(paths[0])} weights"
         yield _problem(assignment, f"{cause}, so {listed(paths)} would have {dtypes}, which fails; {remedy}")
 
