@@ -44,7 +44,7 @@ def test_under_tensor_parallelism_no_checkpointed_module_is_inside_of_a_graph() 
 
 def test_a_block_without_a_module_to_compile_is_an_error() -> None:
     linears = {"rules": [{"match": ["layers.*.*.w1", "layers.*.*.wo"], "param_dtype": "float32"}]}
-    with pytest.raises(ConfigError, match=r"nothing of layers.0, layers.1, layers.2 .*precision.rules.0.*drop those"):
+    with pytest.raises(ConfigError, match=r"nothing of layers.0, layers.1, layers.2 .*precision.rules.0.*remove those"):
         planned(precision=linears)
 
 
