@@ -266,8 +266,8 @@ def either(match: str) -> tuple[tuple[dict[str, Any], ...], ...]:
 
 def meeting(module: str, match: str, dtypes: str = '"float32"') -> str:
     return (
-        f"two dtypes meet in {module} (test_diagnosis.py:LINE); cast there, or add [[precision.rules]] with match = "
-        f'"{match}" and param_dtype = {dtypes} (it casts inputs)'
+        f"an operation in {module} has inputs of two dtypes (test_diagnosis.py:LINE); cast them there, or add "
+        f'[[precision.rules]] with match = "{match}" and param_dtype = {dtypes} (inputs are cast)'
     )
 
 
@@ -280,8 +280,8 @@ IN_PLACE = (
     "x = x + y for x += y, drop inplace=True, or change x.clone()"
 )
 RUNNING_NORM = (
-    "layers.0.layer (RunningNorm) has bfloat16 parameters beside float32 buffers (running_mean, running_var), which "
-    "its operation does not take"
+    "layers.0.layer (RunningNorm) has bfloat16 parameters beside float32 buffers (running_mean, running_var), but "
+    "its operation requires one dtype"
 )
 FLOAT_BLOCKS = ((rule("layers.*", "float32"),),)
 CASES = (
@@ -308,7 +308,7 @@ CASES = (
     Case(
         "Transforms",
         "an operation in layers.0 (Transforms) (test_diagnosis.py:LINE) does not take bfloat16; cast to float32 "
-        'there, or add [[precision.rules]] with match = "layers.*" and param_dtype = "float32" (it casts inputs)',
+        'there, or add [[precision.rules]] with match = "layers.*" and param_dtype = "float32" (inputs are cast)',
         helps=FLOAT_BLOCKS,
     ),
     Case(
@@ -323,7 +323,7 @@ CASES = (
     Case(
         "HasRunningNorm",
         f'{RUNNING_NORM}; add [[precision.rules]] with match = "layers.*.layer" and param_dtype = "float32" '
-        "(it casts inputs)",
+        "(inputs are cast)",
         helps=((rule("layers.*.layer", "float32"),),),
     ),
     Case(
@@ -336,7 +336,7 @@ CASES = (
     ),
     Case(
         "Block",
-        "the consumer of this output, layers.0.inner (Linear), computes in bfloat16; drop this key",
+        "the consumer of this output, layers.0.inner (Linear), computes in bfloat16; remove this key",
         key="precision.rules.1.output_dtype",
         value="float32",
         rules=(rule("output", "float32", output_dtype="float32"), rule("**.norm", "float32", output_dtype="float32")),
@@ -344,16 +344,16 @@ CASES = (
     ),
     Case(
         "HasProjection",
-        "two dtypes meet in layers.0.layer (Projection) (test_diagnosis.py:LINE); cast there, or set "
-        '"float32", so that inputs are cast',
+        "an operation in layers.0.layer (Projection) has inputs of two dtypes (test_diagnosis.py:LINE); cast them "
+        'there, or set "float32", so that inputs are cast',
         key="precision.rules.0.param_dtype",
         rules=(rule("layers.*.layer"),),
         helps=((rule("layers.*.layer", "float32"),),),
     ),
     Case(
         "HasProjection",
-        "two dtypes meet in layers.0.layer (Projection) (test_diagnosis.py:LINE); cast there, or remove this key, "
-        "so that inputs are cast",
+        "an operation in layers.0.layer (Projection) has inputs of two dtypes (test_diagnosis.py:LINE); cast them "
+        "there, or remove this key, so that inputs are cast",
         key="precision.rules.0.cast_forward_inputs",
         value=False,
         rules=(rule("layers.*.layer", "float32", cast_forward_inputs=False),),
@@ -370,7 +370,7 @@ CASES = (
     ),
     Case(
         "Block",
-        "the model changes in place a tensor that it has handed to an FSDP2 unit, as in x += block(x); write "
+        "the model changes a tensor in place after it was the input of an FSDP2 unit, as in x += block(x); write "
         "x = x + block(x), or change x.clone()",
         key="model.name",
         model="ModelInItsOwnPlace",
@@ -379,7 +379,7 @@ CASES = (
     Case("ActivatesInput", f"layers.0.layer (ReLU) {IN_PLACE}", key="model.name"),
     Case(
         "ReturnsView",
-        "backward met parameters that are not gathered: most likely the output of layers.0 (ReturnsView) or of a unit "
+        "backward used sharded parameters: most likely the output of layers.0 (ReturnsView) or of a unit "
         "after it is a view (x.view, x[...]) that is then changed in place; write x = x + y for x += y, drop "
         "inplace=True, or return x.clone()",
         key="model.name",
@@ -387,8 +387,9 @@ CASES = (
     ),
     Case(
         "RunsNowAndThen",
-        "FSDP2 reduces one dtype per unit, but a module got gradients in the last microbatch only, in the compute "
-        'dtype, and the rest of its unit has sums in the reduce dtype; set "immediate"',
+        "FSDP2 reduces all gradients of a unit in one dtype. A module got gradients only in the last microbatch, and "
+        "these have the compute dtype. The gradient sums of the other modules of the unit have the reduce dtype; set "
+        '"immediate"',
         key="gradient_accumulation.mode",
         mode="deferred",
         until=(2, 14),
@@ -396,7 +397,8 @@ CASES = (
     ),
     Case(
         "RunsNowAndThen",
-        'no module of unit layers.1.layer ran in the first microbatch, which FSDP2 cannot defer; set "immediate"',
+        "no module of unit layers.1.layer ran in the first microbatch, so FSDP2 cannot defer its reduction; set "
+        '"immediate"',
         key="gradient_accumulation.mode",
         value="deferred",
         mode="deferred",
@@ -459,14 +461,14 @@ def every_failure() -> None:
         check(case)
 
 
-def test_every_failure_is_explained_and_its_remedy_works() -> None:
+def test_every_dtype_failure_is_explained_and_its_remedy_works() -> None:
     run_ranks(every_failure, 2)
 
 
 SETS_FACTOR = Case(
     "SetsFactor",
-    "the model sets a gradient divide factor, which gloo cannot apply, and the loss is divided already; drop "
-    "set_gradient_divide_factor and set_force_sum_reduction_for_comms from it",
+    "the model sets a gradient divide factor, which gloo cannot apply, and the loss is divided already; remove "
+    "set_gradient_divide_factor and set_force_sum_reduction_for_comms from the model",
     key="model.name",
 )
 
@@ -501,13 +503,13 @@ def what_no_job_can_provoke() -> None:
     (problem,) = raised.value.problems
     assert (format_key(problem.key), words(problem)) == (
         "precision",
-        "layers.0.norm.weight was cast to float32 after it was sharded, and its unit is stored in bfloat16; drop that "
-        'cast, or add [[precision.rules]] with match = "layers.*.norm", storage_dtype = "float32" and param_dtype = '
-        '"float32"',
+        "layers.0.norm.weight was cast to float32 after it was sharded, and its unit is stored in bfloat16; remove "
+        'that cast, or add [[precision.rules]] with match = "layers.*.norm", storage_dtype = "float32" and '
+        'param_dtype = "float32"',
     )
 
 
-def test_failures_that_no_job_on_a_cpu_provokes_are_explained() -> None:
+def test_dtype_failures_that_no_job_on_a_cpu_can_provoke_are_explained() -> None:
     run_ranks(what_no_job_can_provoke, 2)
 
 
@@ -521,7 +523,7 @@ def other_errors_pass() -> None:
         assert "middle" in [entry.name for entry in raised.traceback]
 
 
-def test_other_errors_pass_unchanged_with_their_traceback() -> None:
+def test_errors_other_than_dtype_failures_are_raised_unchanged() -> None:
     run_ranks(other_errors_pass, 1)
 
 
@@ -538,5 +540,5 @@ def in_a_run(folder: Path) -> None:
             assert run.progress.step == steps_done
 
 
-def test_steps_and_validations_of_a_run_are_explained(tmp_path: Path) -> None:
+def test_dtype_failures_in_training_and_validation_steps_are_explained(tmp_path: Path) -> None:
     run_ranks(in_a_run, 1, tmp_path)

@@ -76,7 +76,7 @@ path = "held_out.txt"
 """
 
 PLACE = "my_model.py:30"
-"""Place of the body of the forward; the line before it has the signature."""
+"""Location of the body of the forward. The line before the body has the signature."""
 
 IS_GIVEN = (
     "; forward(inputs) gets one tensor, token ids (batch, seq_len), and must return the logits, a tensor "
@@ -92,9 +92,9 @@ def write(folder: Path, signature: str, body: str, args: str = "") -> None:
 
 
 def printed(folder: Path, *command: str) -> str:
-    """The one line that a bad forward ends a command with, behind the key."""
+    """Return the error of a command without its beginning, which names the key. Check that the error is one line."""
     status, _, reported = run_command([*command, "--config", "job.toml"], folder)
-    start, line = "error: job.toml:8: model.name: its forward ", reported.splitlines()[-1]
+    start, line = "error: job.toml:8: model.name: the model's forward ", reported.splitlines()[-1]
     assert (status, line[: len(start)]) == (2, start), reported
     assert len(reported.splitlines()) == 1 + (command[0] == "plan"), reported  # plan logs that it traces
     return line.removeprefix(start).replace(f"{folder}/", "")
@@ -151,7 +151,8 @@ WRONG = {
     ),
     "few classes": (
         ("self, tokens", "return self.logits(tokens)", "classes = 256"),
-        "returns logits of 256 classes, but the vocabulary of the data has 257 tokens; give its last layer 257 outputs",
+        "returns logits of 256 classes, but the vocabulary of the data has 257 tokens; give the model's "
+        "last layer 257 outputs",
     ),
     "few rows": (
         ("self, tokens", "return self.logits(tokens)", "rows = 256"),
@@ -162,7 +163,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_forward_is_one_sentence(tmp_path: Path, kind: str) -> None:
+def test_a_wrong_forward_is_reported_in_one_sentence(tmp_path: Path, kind: str) -> None:
     model, expected = WRONG[kind]
     write(tmp_path, *model)
     assert printed(tmp_path, "train") == expected.format("Tensor")
@@ -170,29 +171,32 @@ def test_a_wrong_forward_is_one_sentence(tmp_path: Path, kind: str) -> None:
         assert printed(tmp_path, "plan") == expected.format("FakeTensor")
 
 
-def test_classes_of_images_are_compared_too() -> None:
+def test_logits_with_fewer_classes_than_the_images_are_an_error() -> None:
     check = logits_check("images", num_classes=10)
     with pytest.raises(ConfigError) as caught:
         check((4, 9), torch.zeros(4, dtype=torch.int64))
-    reason = "returns logits of 9 classes, but the images of the data have 10 classes; give its last layer 10 outputs"
-    assert str(caught.value) == f"model.name: its forward {reason}"
+    reason = (
+        "returns logits of 9 classes, but the images of the data have 10 classes; give the model's last layer 10 "
+        "outputs"
+    )
+    assert str(caught.value) == f"model.name: the model's forward {reason}"
 
 
 def test_a_model_without_a_forward_is_refused() -> None:
-    with pytest.raises(ConfigError, match="its forward is missing: ModuleList defines none; forward"):
+    with pytest.raises(ConfigError, match="the model's forward is missing: ModuleList defines none; forward"):
         check_signature(nn.ModuleList(), "tokens")
 
 
-def test_auto_and_several_ranks_print_the_error_once(tmp_path: Path) -> None:
+def test_the_error_of_a_wrong_forward_is_printed_once_with_auto_and_on_several_ranks(tmp_path: Path) -> None:
     model, expected = WRONG["few classes"]
     write(tmp_path, *model)
     assert printed(tmp_path, "train", "--gradient_accumulation.mode=auto") == expected
     command = [sys.executable, "-m", "titan_launch", "launch", "--nproc-per-node", "2", "--config", "job.toml"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (result.returncode, result.stderr) == (2, f"error: job.toml:8: model.name: its forward {expected}\n")
+    assert (result.returncode, result.stderr) == (2, f"error: job.toml:8: model.name: the model's forward {expected}\n")
 
 
-def test_an_index_beyond_another_embedding_is_named_with_its_place(tmp_path: Path) -> None:
+def test_an_index_outside_of_another_embedding_is_named_with_its_line(tmp_path: Path) -> None:
     write(tmp_path, "self, tokens", "return self.logits(tokens)", "positions = 8")
     assert printed(tmp_path, "train") == (
         "looks up the index 15 in positions (Embedding), which has 8 rows (at my_model.py:21); add rows, or lower "
@@ -200,7 +204,7 @@ def test_an_index_beyond_another_embedding_is_named_with_its_place(tmp_path: Pat
     )
 
 
-def test_a_negative_index_is_named(tmp_path: Path) -> None:
+def test_a_negative_index_into_an_embedding_is_named(tmp_path: Path) -> None:
     write(tmp_path, "self, tokens", "return self.logits(tokens) + self.positions(tokens[0] * 0 - 2).sum()")
     assert printed(tmp_path, "train") == (
         f"looks up the index -2 in positions (Embedding), which has 16 rows (at {PLACE}); indices count from 0"

@@ -99,7 +99,8 @@ def _run_torchrun(
 def _import_torch_quietly() -> None:
     """Import torch with native logging limited to errors, in this process only.
 
-    When a host is gone, the native code would log twenty lines of addresses. This module reports it in one line."""
+    When a host is gone, the native code would log twenty lines of addresses. This module reports the loss itself.
+    """
     with environment(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
         importlib.import_module("torch")
 
@@ -135,7 +136,8 @@ class Stopping:
                 self._pass_on(self._number)
 
     def on_request(self, number: int, is_repeated: bool) -> None:
-        """Forward a signal to the workers; without workers, end this process. Called outside the main thread."""
+        """Forward a signal to the workers. If no worker is running, end this process. This method is called in a thread
+        other than the main thread."""
         with self._lock:
             self._number = number
             if not any(worker.poll() is None for worker in self._workers):
@@ -144,7 +146,8 @@ class Stopping:
                 os._exit(128 + number if any(worker.returncode for worker in self._workers) else 0)
             self._pass_on(number)
         wait_s = min(_AFTER_SECOND_SIGNAL_S, self._timeout_s) if is_repeated else self._timeout_s
-        timer = threading.Timer(wait_s, self._kill, (number, wait_s))
+        cause = f"a second {signal_name(number)}" if is_repeated else f"{signal_name(number)} (--shutdown-timeout)"
+        timer = threading.Timer(wait_s, self._kill, (f"within {wait_s:g} s after {cause}",))
         timer.daemon = True
         timer.start()
 
@@ -152,14 +155,13 @@ class Stopping:
         for worker in self._workers:
             worker.send_signal(number)  # does nothing if the worker has ended
 
-    def _kill(self, number: int, wait_s: float) -> None:
+    def _kill(self, deadline: str) -> None:
         slow = [worker for worker in self._workers if worker.poll() is None]
         if not slow:
             return
         self.has_killed = True
-        name = signal_name(number)
-        text = f"error: {len(slow)} ranks of this host did not end within {wait_s:g} s after {name} and are killed"
-        os.write(2, f"{text} (--shutdown-timeout)\n".encode())
+        ranks = "1 rank" if len(slow) == 1 else f"{len(slow)} ranks"
+        os.write(2, f"error: {ranks} of this host did not end {deadline}, and will be killed with SIGKILL\n".encode())
         for worker in slow:
             os.killpg(worker.pid, signal.SIGKILL)  # torchrun starts each worker in its own process group
 
@@ -171,10 +173,11 @@ def _torchrun_signals() -> list[str]:
 
 
 def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, stopping: Stopping) -> int:
-    """Return the exit status of the rank that failed first, and report its end if the rank printed no error.
+    """Return the exit status of the rank that failed first. If this rank printed no error, print one for it.
 
-    A rank that a signal killed takes precedence, then a rank that called `os._exit`: the other ranks failed in their
-    next collective. SIGTERM does not count, because torchrun stops the other ranks with it.
+    A rank that was killed by a signal counts as the first, else a rank that called `os._exit`. Such a rank makes the
+    other ranks fail in their next collective. Ranks killed by SIGTERM are ignored, because torchrun stops the other
+    ranks with SIGTERM.
     """
     exit_codes = {rank: failure.exitcode for rank, failure in failures.items()}
     killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM}
@@ -199,7 +202,8 @@ def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, st
 
 
 def _abort_cause(run_folder: Path, since: float) -> str:
-    """Return the cause of a SIGABRT as far as the flight records show it. A native abort runs no Python code.
+    """Return a text with the cause of a SIGABRT, if the flight records show one. The aborted rank itself reports no
+    error, because a native abort runs no Python code.
 
     `since`: start time of the workers. Older records are ignored.
     """
@@ -213,7 +217,7 @@ def _abort_cause(run_folder: Path, since: float) -> str:
             "name the cause"
         )
     else:
-        cause = ": native code aborted the process; its lines above may name the cause"
+        cause = ": native code aborted the process; the lines above may name the cause"
     records = f"; see the flight records and stacks in {run_folder}" if unfinished else ""
     return "\n".join([cause, *(f"not finished: {collective}" for collective in unfinished)]) + records
 

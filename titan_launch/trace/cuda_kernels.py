@@ -1,4 +1,4 @@
-"""Replacements for operations that save other tensors for backward on CUDA than on a CPU.
+"""Replacements for operations that save different tensors for backward on CUDA and on a CPU.
 
 Eager PyTorch saves the same tensors on both devices, except for a few operations. The replacements compute nothing.
 Their outputs have the right shape, dtype and strides, and the tensors that they save have the right size.
@@ -42,9 +42,10 @@ _REDUCED = (torch.float16, torch.bfloat16)
 
 @contextmanager
 def kernels_replaced(kernels: Kernels, backend: str = "auto") -> Iterator[None]:
-    """Let operations save what the kernels of a device family save, until the end of the block.
+    """Let CPU operations save the tensors for backward that they would save on a device of the family `kernels`, until
+    the end of the block.
 
-    `backend`: the attention kernel, if the job sets one.
+    `backend`: value of `kernels.attention` in the job.
     """
     with ExitStack() as stack:
         if kernels == "cuda":
@@ -73,7 +74,7 @@ def copies_from_host() -> Iterator[None]:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Saves the input, the weights, and `num_statistics` fp32 numbers for each row of `row_size`."""
+    """A norm that only saves input, weights, and `num_statistics` fp32 numbers per row of `row_size`."""
 
     @staticmethod
     def forward(

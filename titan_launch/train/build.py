@@ -48,13 +48,13 @@ def build_run(
     log_file: LogFile | None = None,
     watchdog: Watchdog | None = None,
 ) -> Run:
-    """Build everything that training needs; collective. Enter what must be closed into `stack`.
+    """Build everything that training needs. Collective. Closing `stack` closes all parts of the run.
 
-    `locate_key` returns the file and line of a key. `stop` is asked after every step whether a signal has arrived.
-    `log_file` and `watchdog` are given the run's folder.
+    `locate_key` returns the file and line of a key. `stop` is checked for a signal after every step. `log_file` and
+    `watchdog` write to the run folder as soon as it exists.
 
-    Errors that need no memory are found first: division of ranks, model, precision rules, data. Then memory is
-    allocated, and only then are files written.
+    Checks that need no memory run first: division of ranks, model, precision rules, data. Then memory is allocated.
+    Files are written last.
     """
     watchdog = watchdog or Watchdog(config.comm, ranks)
     job = resolve_job(config, ranks, this_attempt())
@@ -119,8 +119,10 @@ def build_run(
 def open_run_folder(
     job: ResolvedJob, ranks: Ranks, log_file: LogFile | None, watchdog: Watchdog, stack: ExitStack
 ) -> OpenRunFolder:
-    """Return the run's folder, held until `stack` is closed, with the logs of this attempt in it; collective. Rank 0
-    makes the folder ready before any rank goes on."""
+    """Prepare the run folder and a log folder for this attempt, and return the run folder. Collective.
+
+    Rank 0 prepares the folders while the other ranks wait. The run folder is locked until `stack` is closed.
+    """
     folder = job.requested.job.run_folder
 
     def prepare() -> Path:
@@ -139,7 +141,7 @@ def open_run_folder(
 def load_or_begin(
     job: ResolvedJob, folder: Path, state: TrainingState, progress: Progress, data: RunData, stack: ExitStack
 ) -> None:
-    """Load the checkpoint from which the run starts, if any, and record the run in its folder; collective."""
+    """Load the checkpoint from which the run starts, if any, and record the run in its folder. Collective."""
     load = on_rank_0(lambda: effective_load(folder, job.requested, job.attempt))
     load_run(job.requested, folder, load, state, progress, data.sources)
     on_rank_0(lambda: record_run(folder, job.requested, job.attempt, stack))
@@ -148,7 +150,7 @@ def load_or_begin(
 def build_step(
     config: JobConfig, model: AssembledModel, optimizer: Optimizer, guard: StepGuard, ranks: Ranks, num_classes: int
 ) -> TrainStep:
-    """Return the step that trains on microbatches. `num_classes`: number of classes of the data."""
+    """Return the training step. `num_classes`: number of classes of the data; for tokens, the vocabulary size."""
     accumulation = build_strategy(config.gradient_accumulation)
     pipeline, pipelined = pipeline_of(model.module), None
     if pipeline is not None:

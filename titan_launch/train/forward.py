@@ -1,4 +1,4 @@
-"""The call of a model's forward, checks of its inputs and outputs, and errors of a forward that does not fit."""
+"""Checks of a model's forward, and explanations of its errors. Each failed check is a ConfigError on `model.name`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from titan_launch.distributed.torch_private import roots
 from titan_launch.models.build import has_forward
 from titan_launch.models.loss import LogitsCheck
 
-FORWARD = "its forward "
-"""The first words of every error of this module, on the key `model.name`."""
+FORWARD = "the model's forward "
+"""The first words of every error of this module. The errors concern the key `model.name`."""
 
 _INPUTS = {"tokens": "token ids (batch, seq_len)", "images": "images (batch, channels, height, width)"}
 _LOGITS = {"tokens": "(batch, seq_len, classes)", "images": "(batch, classes)"}
@@ -46,7 +46,8 @@ def check_signature(model: nn.Module, unit: SampleUnit) -> None:
 
 @contextmanager
 def forward_explained(model: nn.Module, inputs: Tensor) -> Iterator[None]:
-    """Raise ConfigError when `model(inputs)` fails because its forward expects something else than a tensor."""
+    """Raise ConfigError when `model(inputs)` fails because the forward does not accept one tensor, or because an
+    embedding has too few rows."""
     try:
         yield
     except Exception as error:
@@ -57,7 +58,7 @@ def forward_explained(model: nn.Module, inputs: Tensor) -> Iterator[None]:
 
 
 def logits_of(outputs: Any, inputs: Tensor) -> Tensor:
-    """Return the logits in a model's outputs: the outputs, or their `logits` as classes of `transformers` return them.
+    """Return the logits in a model's outputs: `outputs.logits` (as in `transformers`), or else the outputs themselves.
 
     Raises ConfigError when the outputs hold no tensor of logits.
     """
@@ -71,8 +72,8 @@ def logits_check(unit: SampleUnit, num_classes: int) -> LogitsCheck:
     """Return a check of the logits' shape, which does not wait for the device.
 
     `num_classes`: number of classes of the data; for tokens, the size of the vocabulary. The check raises ConfigError
-    if the logits are not (*targets.shape, classes), or have fewer classes than the data. On a GPU the loss of a target
-    beyond the classes would abort the process.
+    if the logits are not (*targets.shape, classes), or have fewer classes than the data. Without the check,
+    a target beyond the classes would abort the process on a GPU.
     """
 
     def check(shape: Sequence[int], targets: Tensor) -> None:
@@ -83,7 +84,7 @@ def logits_check(unit: SampleUnit, num_classes: int) -> LogitsCheck:
             raise _error(f"returns a tensor of the shape {shapes}", unit)
         if shape[-1] < num_classes:
             reason = f"returns logits of {shape[-1]} classes, but {_DATA[unit].format(num_classes)}"
-            raise _error(f"{reason}; give its last layer {num_classes} outputs")
+            raise _error(f"{reason}; give the model's last layer {num_classes} outputs")
 
     return check
 
@@ -113,7 +114,7 @@ def _is_plain(module: nn.Linear) -> bool:
 
 
 def check_embeddings(model: nn.Module, vocab_size: int) -> None:
-    """Add a check to the first forward of a model: ConfigError if an `nn.Embedding` of the token ids has fewer than
+    """Make the first forward of a model raise ConfigError if an `nn.Embedding` of the token ids has fewer than
     `vocab_size` rows.
 
     The check does not read the ids, so it does not wait for the device and works on tensors without values.
@@ -143,7 +144,8 @@ def check_embeddings(model: nn.Module, vocab_size: int) -> None:
 
 
 def _error(reason: str, unit: SampleUnit | None = None) -> ConfigError:
-    """Return the error of a forward. With `unit`, the error explains the required arguments and outputs."""
+    """Return a ConfigError about the model's forward. With `unit`, the message explains which inputs the forward gets
+    and which logits it must return."""
     if unit is not None:
         reason += (
             f"; forward(inputs) gets one tensor, {_INPUTS[unit]}, and must return the logits, a tensor "
@@ -207,7 +209,7 @@ def _misses_arguments(error: Exception, frame: FrameType, text: str, model: nn.M
 
 
 def _missing_row(frame: FrameType, model: nn.Module, location: str) -> ConfigError | None:
-    """Return the error of an `nn.Embedding` for an index beyond its rows. `frame`: frame of its forward."""
+    """Return the error of an `nn.Embedding` for an index beyond its rows. `frame`: frame of the embedding's forward."""
     module, indices = frame.f_locals.get("self"), frame.f_locals.get("input")
     if not isinstance(module, nn.Embedding) or not isinstance(indices, Tensor):
         return None

@@ -47,7 +47,7 @@ class StepResult:
 
     valid_local: Tensor
     """Number of valid (not ignored) targets of this rank in `loss_sum`, divided by the number of ranks that share
-    matrices."""
+    matrices (tensor parallelism)."""
 
     valid_global: Tensor
     """Number of valid targets of all ranks: the only denominator of the step's loss."""
@@ -155,7 +155,7 @@ class TrainStep:
 class _ValidTargets:
     """The numbers of valid targets of a step: this rank's, and the sum over all ranks.
 
-    The sum is an asynchronous all-reduce, which runs beside the first forward.
+    The sum is an asynchronous all-reduce, which overlaps with the first forward.
     """
 
     def __init__(self, targets: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup | None):
@@ -185,7 +185,7 @@ def forward_backward(
     with forward_explained(model, inputs), loss.given(targets):
         outputs = logits_of(model(inputs), inputs)
     means = means_of_step(loss.sums(outputs, targets), valid_global())
-    del outputs  # the graph holds what backward needs
+    del outputs  # the autograd graph keeps the tensors that backward needs
     means[0].backward()
     return means.detach()
 

@@ -32,7 +32,7 @@ class RopeScaling(Section):
 
 
 class Llama3Args(ModelArgs):
-    """The shape of a Llama 3."""
+    """Sizes and options of a Llama 3 model."""
 
     supports_tensor_parallel: ClassVar[bool] = True
     supports_context_parallel: ClassVar[bool] = True  # tokens interact only in attention
@@ -56,8 +56,8 @@ class Llama3Args(ModelArgs):
     """Number of rows of the embedding: at least the tokenizer's vocabulary size."""
 
     norm: NormKind = "rmsnorm"
-    """Kind of the normalization layers. `batchnorm` normalizes each channel over all tokens of a microbatch. A token
-    then sees statistics of later tokens: see `docs/how_to/batchnorm.md`."""
+    """Kind of the normalization layers. `batchnorm` normalizes each channel over all tokens of a microbatch. A token's
+    output then depends on later tokens: see `docs/how_to/batchnorm.md`."""
 
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     """Number added to the variance."""
@@ -80,7 +80,7 @@ class Llama3Args(ModelArgs):
         return self.dim // self.n_heads
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield numbers of heads that do not divide the width evenly."""
+        """Yield a problem for each contradiction between `dim`, `n_heads` and `n_kv_heads`."""
         dim, n_heads, n_kv_heads = self.dim, self.n_heads, self.n_kv_heads
         if n_heads % n_kv_heads:
             yield ("n_kv_heads", "n_heads"), f"n_heads ({n_heads}) must be a multiple of n_kv_heads ({n_kv_heads})"
@@ -107,12 +107,13 @@ class Llama3Args(ModelArgs):
         return "tie_embeddings" if self.tie_embeddings else None
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
-        """Return the numbers of heads, the width of the feed-forward layer and the vocabulary."""
+        """Return the numbers of heads, the width of the feed-forward layer, and the vocabulary size, by argument."""
         names = ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
         return {name: int(getattr(self, name)) for name in names}
 
     def batchnorm_over_tokens(self) -> str | None:
-        """Return the key and value of `[model.args]` that make the norms BatchNorm; None if they are not BatchNorm."""
+        """Return the setting in `[model.args]` that selects BatchNorm, such as `norm = "batchnorm"`; None for other
+        norms."""
         return 'norm = "batchnorm"' if self.norm == "batchnorm" else None
 
 
@@ -125,7 +126,7 @@ def num_parameters(args: Llama3Args) -> int:
         block       attention 2 D D + 2 D K (wq, wo; wk, wv), feed-forward 3 D F, two norms
         head        one norm, output V D unless tied
 
-    A norm is a weight of D; `layernorm` and `batchnorm` have a bias too.
+    A norm has D weights; `layernorm` and `batchnorm` also have D biases.
     """
     norm = args.dim if args.norm == "rmsnorm" else 2 * args.dim
     embedding = args.vocab_size * args.dim

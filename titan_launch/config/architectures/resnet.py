@@ -20,7 +20,7 @@ EXPANSION = {"basic": 1, "bottleneck": 4}
 
 
 class ResNetArgs(ModelArgs):
-    """The shape of a ResNet."""
+    """Sizes and options of a ResNet."""
 
     unit: ClassVar[SampleUnit] = "images"
 
@@ -58,7 +58,7 @@ class ResNetArgs(ModelArgs):
     (arXiv:1706.02677, section 5.1)."""
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield an empty `depths`, and lists of different lengths."""
+        """Yield a problem if `depths` is empty, or if `depths` and `widths` have different lengths."""
         if not self.depths:
             yield ("depths",), "must have at least one stage"
         elif len(self.depths) != len(self.widths):
@@ -82,7 +82,7 @@ class _Convolution:
     out_channels: int
     kernel_size: int
     out_size: int
-    """Height and width of its output."""
+    """Height and width of the output."""
 
     @property
     def num_weights(self) -> int:

@@ -17,14 +17,15 @@ class JobFile:
 
     def __init__(self, path: str):
         self.path = path
-        """Path as the user gave it, or as the `extends` of another file gives it, relative to the working directory."""
+        """Path from the command line, or from the `extends` of another file, relative to the working directory."""
         self._text = _read_text(path)
         self.table: dict[str, Any] = _parse(path, self._text)
         """Content of the file, without `extends`."""
         self.extends = self.table.pop("extends", [])
 
     def find(self, key: KeyPath) -> tuple[int, str]:
-        """Return the line of a key, or of the nearest table around it, and its location as `FILE:LINE`."""
+        """Return the line of a key, and the location as `FILE:LINE`. A key without a line has the line of the nearest
+        table around it. If there is none, return 0 and the path."""
         for length in range(len(key), 0, -1):
             line = self._lines.get(key[:length])
             if line is not None:
@@ -54,7 +55,7 @@ def read_job(path: str) -> list[JobFile]:
 
 
 class _FileError(Exception):
-    """The reason why a file cannot be read, with the location."""
+    """The error for a file that cannot be read. The message has the location and the reason."""
 
 
 class _Reader:
@@ -68,7 +69,9 @@ class _Reader:
         """Read a file after the files that it extends. `place`: location of the `extends` that names the file."""
         identity = os.path.realpath(path)
         if path in self._chain or identity in map(os.path.realpath, self._chain):
-            self.problems.append(f"{place}: the files extend each other: {' -> '.join([*self._chain, path])}")
+            self.problems.append(
+                f"{place}: files extend each other: {' -> '.join([*self._chain, path])}; remove one of the extends keys"
+            )
         elif identity not in self._done:
             self._done.add(identity)
             try:
@@ -84,13 +87,13 @@ class _Reader:
         self.files.append(file)
 
     def _bases(self, file: JobFile) -> list[tuple[str, str]]:
-        """Return the files that a file extends, each with the location of its `extends`."""
+        """Return the path of each file that `file` extends, with the location of the `extends` key."""
         names = [file.extends] if isinstance(file.extends, str) else file.extends
         if names == []:
             return []
         _, place = file.find(("extends",))
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            self.problems.append(f"{place}: extends: must be the name of a file, or an array of names")
+            self.problems.append(f"{place}: extends: must be the path of a file, or an array of paths")
             return []
         folder = os.path.dirname(file.path)
         return [(_join(folder, name), f"{place}: extends = {toml_value(name)}") for name in names]
@@ -113,7 +116,7 @@ def _read_text(path: str) -> str:
     except IsADirectoryError:
         raise _FileError(f"{path}: is a folder; name a job file in it") from None
     except OSError as error:
-        raise _FileError(f"{path}: cannot be read: {error.strerror}") from None
+        raise _FileError(f"{path}: cannot be read: {error.strerror}; correct the path or the permissions") from None
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -130,7 +133,7 @@ def _similar_file(path: str) -> str:
         return f' (the folder "{folder}" does not exist)'
     by_stem = {_stem(entry): os.path.join(folder, entry) for entry in entries if entry.endswith((".toml", ".json"))}
     near = nearest(_stem(path), by_stem)
-    return f'; did you mean "{by_stem[near]}"?' if near else ""
+    return f'; the folder has "{os.path.basename(by_stem[near])}"' if near else ""
 
 
 def _stem(path: str) -> str:
@@ -141,7 +144,7 @@ def _parse(path: str, text: str) -> dict[str, Any]:
     try:
         return _parse_json(path, text) if _is_json(path) else tomli.loads(text)
     except RecursionError:
-        raise _FileError(f"{path}: nested too deeply; a job file has sections, keys, and arrays of tables") from None
+        raise _FileError(f"{path}: nested too deeply; use only sections, keys, and arrays of tables") from None
     except tomli.TOMLDecodeError as error:
         from titan_launch.config.loading.toml_positions import explain_toml_error
 
@@ -156,5 +159,5 @@ def _parse_json(path: str, text: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise _FileError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
     if not isinstance(table, dict):
-        raise _FileError(f"{path}: must be an object with the sections of a job")
+        raise _FileError(f"{path}: must contain a JSON object with the sections of a job")
     return table

@@ -9,7 +9,8 @@ from titan_launch.core.errors import UNSET, KeyPath, Problem, format_key
 
 
 class KeyLocation(NamedTuple):
-    """Location at which a key is set. Locations sort in the order of reading: files, lines, then the command line."""
+    """Location at which a key is set. Locations sort in the order in which they are read: by file, then by line, with
+    the command line last."""
 
     source: int
     line: int
@@ -21,7 +22,7 @@ class Source(Protocol):
     """A file or an override, which is merged over earlier ones."""
 
     def find(self, key: KeyPath) -> tuple[int, str]:
-        """Return the line of a key, or of the nearest table around it (0 if there is none), and its location."""
+        """Return the line of a key (or of the nearest table around it, or 0) and the location as text."""
 
 
 class Provenance:
@@ -59,12 +60,12 @@ class Provenance:
         place = self.find(problem.key).text
         if problem.value is UNSET:
             return f"{place}: {format_key(problem.key)}: {problem.reason}"
-        note = "" if self.is_given(problem.key) else " (default)"
+        note = "" if self.is_given(problem.key) else " (default, not set in the job)"
         return f"{place}: {format_key(problem.key)} = {_shorten(toml_value(problem.value))}{note}: {problem.reason}"
 
 
 def contains(table: Mapping[str, Any], key: KeyPath) -> bool:
-    """Return True if a key is in a table, or in its tables and arrays."""
+    """Return True if a table contains a value at the path `key`."""
     value: Any = table
     for part in key:
         known = range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ()
@@ -78,8 +79,8 @@ _MAX_VALUE_LENGTH = 60
 
 
 def report(lines: Sequence[str], subject: str) -> str:
-    """Return the message for problems: one line for a single problem, else a line with their number and one line
-    each."""
+    """Return the message for problems. A single problem is one line. Several problems are a line with their number, and
+    one line each."""
     if len(lines) == 1:
         return f"error: {lines[0]}"
     return "\n  ".join([f"error: {len(lines)} problems in {subject}", *lines])

@@ -18,7 +18,8 @@ _TENSOR: KeyPath = ("parallelism", "tensor_parallel_degree")
 
 
 def compile_options_are_for_compile(config: JobConfig) -> Iterator[Problem]:
-    """Yield options of compilation without `compile.enable`. (Defaults are accepted: a recorded job has them.)"""
+    """Report a problem for each option of `[compile]` that is set while `compile.enable` is false. (Default values are
+    accepted, because the `config.json` of a run contains every key.)"""
     if not config.compile.enable:
         reason = "has no effect with compile.enable = false; set compile.enable = true, or remove this key"
         for name, value in config.compile.changed("backend", "components", "cache_folder"):
@@ -26,10 +27,10 @@ def compile_options_are_for_compile(config: JobConfig) -> Iterator[Problem]:
 
 
 def cache_has_kernels(config: JobConfig) -> Iterator[Problem]:
-    """Yield a cache folder for a backend that compiles no kernels, and a cache folder without a name."""
+    """Report a problem if `compile.cache_folder` is empty, or if it is set and the backend compiles no kernels."""
     compiles = config.compile
     if compiles.cache_folder == "":
-        yield Problem(_CACHE, "must be the name of a folder; remove this key for the compiler's own folder", "")
+        yield Problem(_CACHE, "must be the path of a folder; remove this key to use the compiler's default folder", "")
     elif compiles.enable and compiles.cache_folder is not None and compiles.backend != "inductor":
         reason = (
             f'stores compiled kernels, but compile.backend = "{compiles.backend}" compiles none; '
@@ -39,13 +40,13 @@ def cache_has_kernels(config: JobConfig) -> Iterator[Problem]:
 
 
 def selective_option_is_for_selective(config: JobConfig) -> Iterator[Problem]:
-    """Yield `selective_ac_option` in a mode other than `selective`. (The default is accepted: a recorded job has
-    it.)"""
+    """Report a problem if `selective_ac_option` is set but the mode is not `selective`. (The default value is accepted,
+    because the `config.json` of a run contains every key.)"""
     yield from _option_of_another_mode(config, "selective_ac_option", "selective")
 
 
 def modules_are_checkpointed(config: JobConfig) -> Iterator[Problem]:
-    """Yield `activation_checkpoint.modules` in a mode that ignores this key."""
+    """Report a problem if `activation_checkpoint.modules` is set but the mode ignores this key."""
     checkpointing = config.activation_checkpoint
     if checkpointing.modules and checkpointing.mode in ("none", "memory_budget"):
         reason = (
@@ -56,13 +57,13 @@ def modules_are_checkpointed(config: JobConfig) -> Iterator[Problem]:
 
 
 def budget_is_for_memory_budget(config: JobConfig) -> Iterator[Problem]:
-    """Yield `memory_budget` in a mode other than `memory_budget`. (The default is accepted: a recorded job has
-    it.)"""
+    """Report a problem if the key `memory_budget` is set but the mode is not `memory_budget`. (The default value is
+    accepted, because the `config.json` of a run contains every key.)"""
     yield from _option_of_another_mode(config, "memory_budget", "memory_budget")
 
 
 def budget_has_a_compiler(config: JobConfig) -> Iterator[Problem]:
-    """Yield mode `memory_budget` without a compiler that builds the backward graph, and with tensor parallelism."""
+    """Report a problem if the mode is `memory_budget` and backward is not compiled or tensor parallelism is on."""
     if config.activation_checkpoint.mode != "memory_budget":
         return
     mode, others = "memory_budget", 'or set mode = "selective"'
@@ -70,10 +71,10 @@ def budget_has_a_compiler(config: JobConfig) -> Iterator[Problem]:
     if not compiles.enable or "model" not in compiles.components:
         key = _COMPONENTS if compiles.enable else _ENABLE
         wanted = 'add "model" to compile.components' if compiles.enable else "set compile.enable = true"
-        yield Problem(_MODE, f"requires that the blocks are compiled; {wanted}, {others}", mode, also=(key,))
+        yield Problem(_MODE, f"requires compiled blocks; {wanted}, {others}", mode, also=(key,))
     elif compiles.backend == "eager":
         reason = (
-            'requires a compiled backward, but compile.backend = "eager" has none; '
+            'requires a compiled backward, but compile.backend = "eager" does not compile backward; '
             f'set compile.backend = "inductor", {others}'
         )
         yield Problem(_MODE, reason, mode, also=(_BACKEND,))
@@ -86,7 +87,7 @@ def budget_has_a_compiler(config: JobConfig) -> Iterator[Problem]:
 
 
 def compile_has_components(config: JobConfig) -> Iterator[Problem]:
-    """Yield empty `compile.components` with `compile.enable`."""
+    """Report a problem if `compile.enable` is true but `compile.components` is empty."""
     if config.compile.enable and not config.compile.components:
         reason = 'must not be empty; name "model", "loss" or both, or set compile.enable = false'
         yield Problem(_COMPONENTS, reason, [], also=(_ENABLE,))
@@ -105,7 +106,8 @@ COMPILE_RULES = (
 
 
 def _option_of_another_mode(config: JobConfig, option: str, wanted: str) -> Iterator[Problem]:
-    """Yield an option of activation checkpointing that applies only to the mode `wanted`."""
+    """Report a problem if `option` of `[activation_checkpoint]` is set but the mode is not `wanted`, the only mode that
+    reads it."""
     mode = config.activation_checkpoint.mode
     if mode != wanted:
         reason = f'has no effect with activation_checkpoint.mode = "{mode}"; set mode = "{wanted}", or remove this key'
@@ -118,13 +120,14 @@ _ATTENTION: KeyPath = ("kernels", "attention")
 
 
 def kernels_exist_on_the_device(config: JobConfig) -> Iterator[Problem]:
-    """Yield kernels that CPUs lack. (If `job.device` is "auto", the run checks this at its start.)"""
+    """Report a problem for each setting of `[kernels]` that a CPU does not support, if the device is "cpu". (If
+    `job.device` is "auto", the run checks this at its start.)"""
     if config.job.device == "cpu":
         yield from missing_on_cpu(config.kernels)
 
 
 def missing_on_cpu(kernels: KernelsConfig) -> Iterator[Problem]:
-    """Yield the settings of `[kernels]` that a CPU does not support."""
+    """Report a problem for each setting of `[kernels]` that a CPU does not support."""
     if kernels.attention in ("cudnn", "efficient"):
         reason = 'is a kernel for GPUs, but the device is "cpu"; set "auto", "flash" or "math", or train on GPUs'
         yield Problem(_ATTENTION, reason, kernels.attention, also=(_DEVICE,))
@@ -134,7 +137,8 @@ def missing_on_cpu(kernels: KernelsConfig) -> Iterator[Problem]:
 
 
 def ring_attention_has_kernels(config: JobConfig) -> Iterator[Problem]:
-    """Yield the `math` kernel with context parallelism: ring attention supports only fused kernels."""
+    """Report a problem if the attention kernel is `math` with context parallelism, because ring attention supports only
+    fused kernels."""
     degree = config.parallelism.context_parallel_degree
     if degree > 1 and config.kernels.attention == "math":
         reason = (

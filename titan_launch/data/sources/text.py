@@ -20,7 +20,7 @@ from titan_launch.data.sources.base import SourceContext
 from titan_launch.data.tokenizers import Tokenizer
 
 Files = list[tuple[str, Path]]
-"""(name, path) pairs. The name decides to which split a document belongs."""
+"""(name, path) pairs. A file is one document, and its name decides to which split it belongs."""
 
 _CHECKED_BYTES = 1 << 20
 """Bytes per chunk in which `is_text` decodes a file."""
@@ -28,7 +28,7 @@ _CHECKED_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Documents:
-    """The text files of a source."""
+    """The tokens of a source's text files, and the names of the files."""
 
     tokens: npt.NDArray[np.uint16]
     """Concatenated tokens of all files."""
@@ -41,7 +41,7 @@ class Documents:
 
     @property
     def note(self) -> str:
-        """Clause for a log line: how many files were skipped. "" if none were."""
+        """Text for a log line: how many files were skipped. Empty if no file was skipped."""
         if not self.skipped:
             return ""
         are = "is" if len(self.skipped) == 1 else "are"
@@ -49,9 +49,10 @@ class Documents:
 
 
 class TokenSource:
-    """Consecutive windows over one array of tokens.
+    """A source whose samples are consecutive parts of one array of tokens.
 
-    The inputs of the samples do not overlap. Each token is an input once per epoch and, except for the first, a target.
+    The inputs of the samples do not overlap. Each token of a sample is an input once per epoch. All tokens except the
+    first are also a target once.
     """
 
     def __init__(self, documents: Documents, seq_len: int, vocab_size: int):
@@ -93,7 +94,10 @@ def build_text(config: TextData, context: SourceContext) -> TokenSource:
     source = TokenSource(documents, seq_len, tokenizer.vocab_size)
     if not len(source):
         found = f"{len(documents.tokens)} tokens in {_count(len(documents.files), 'file')}{documents.note}"
-        reason = f"has no sample of seq_len + 1 = {seq_len + 1} tokens: {found}"
+        reason = (
+            f"has too few tokens for a sample of seq_len + 1 = {seq_len + 1} tokens: {found}; name more text, or set "
+            "a smaller training.seq_len"
+        )
         raise config_error((*key, "path"), reason, config.path)
     return source
 
@@ -134,7 +138,9 @@ def _tokenize(files: Files, tokenizer: Tokenizer, config: TextData, path_key: Ke
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise config_error(path_key, f"cannot read {path}: {error.strerror}") from None
+            raise config_error(
+                path_key, f"cannot read {path}: {error.strerror}; correct the permissions, or name other files"
+            ) from None
         if is_text(data):
             tokens.append(tokenizer.encode_document(data))
             taken.append((name, len(data)))

@@ -46,7 +46,8 @@ class SkippedSteps:
 
     steps: tuple[SkippedStep, ...]
     last: SkippedStep | None
-    """The skipped step that exceeded a limit, or None. No update has followed it."""
+    """The skipped step at which the run must stop or go back to a checkpoint, or None. No parameter was updated after
+    this step."""
 
 
 class StepGuard:
@@ -56,7 +57,7 @@ class StepGuard:
     skipped = guard.pop_skipped_steps(step)        # at reports; waits for the device
 
     All ranks must decide the same, else their parameters would diverge. Under HSDP the gradient norm is reduced within
-    a replica only. So one all-reduce sums loss, norm and flag over all ranks.
+    a replica only. So one all-reduce sums the loss, the norm and a non-finite flag over all ranks.
     """
 
     def __init__(self, config: DebugConfig, device: torch.device):
@@ -74,20 +75,20 @@ class StepGuard:
         """Number of skipped steps in a row."""
 
         self._stopped = torch.zeros((), dtype=torch.bool, device=device)
-        """True after a skipped step that exceeded a limit. All steps are skipped until the host reacts."""
+        """True after a step at which the run must stop or go back. All steps are skipped until the host reacts."""
 
         self._ages = torch.arange(MAX_WINDOW, 0, -1, device=device)
         self._no_limits = torch.full((2,), math.inf, dtype=torch.float64, device=device)
         self._records: list[Tensor] = []
         """Values of every step since the last call of `pop_skipped_steps`: reason, this rank's loss, whether the
-        step exceeded a limit, loss and norm, and their limits."""
+        run must stop or go back, loss and norm over all ranks, and their limits."""
 
     @torch.no_grad()
     def check(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return 1 if all ranks must skip this step, else 0, as a scalar on the device. Collective.
 
-        `loss`: this rank's part of the loss. `grad_norm`: norm of the whole gradient, equal on the ranks that share its
-        shards. Both are scalars.
+        `loss`: this rank's part of the loss. `grad_norm`: norm of the gradient of all parameters, equal on all ranks of
+        one replica of the model. Both are scalars.
         """
         is_finite = torch.isfinite(loss + grad_norm)
         summed = torch.stack([(~is_finite).double(), loss.double(), grad_norm.double() / dist.get_world_size()])
@@ -112,7 +113,8 @@ class StepGuard:
         return skip.float()
 
     def _limits(self) -> Tensor:
-        """Return the limits of loss and norm, float64 `[2]`. They are infinite until half of the window is filled."""
+        """Return the limits of loss and gradient norm, float64 `[2]`. The limits are infinite until the history has
+        half of `debug.spike_window` steps."""
         if self._sigma is None:
             return self._no_limits
         filled = self._filled.clamp(max=self._window)
@@ -157,7 +159,7 @@ class StepGuard:
         return {"history": self._history.clone(), "filled": self._filled.clone(), "skips": self._skips.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore a saved state. Without detection of spikes the history is dropped, so that it does not become stale.
+        """Restore a saved state. If the job does not detect spikes, drop the saved history, which would not be updated.
 
         Raises ValueError for invalid counts.
         """
