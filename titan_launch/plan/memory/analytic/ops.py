@@ -291,7 +291,8 @@ def chunked_loss(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int, n
     running = new(3 * rows, "float32")
     for size in sizes:
         logits, exponentials = new(size, dtype), new(size, "float32")
-        del logits, exponentials
+        of_rows = new(6 * rows, "float32")  # indices, and the next running numbers
+        del logits, exponentials, of_rows
     needs_input, needs_weight = x.node is not None, weight.node is not None
     saved = autograd.save(x, new(2 * rows, "float32"))
     del running
