@@ -22,7 +22,7 @@ def test_dashboard_has_a_group_for_each_question() -> None:
 def test_the_table_documents_every_tag() -> None:
     lines = markdown_table().splitlines()
     assert len(lines) == len(TAGS) + 2
-    assert lines[2].startswith("| `train/loss` | Mean loss of the step")
+    assert lines[2].startswith("| `train/loss` | Mean cross-entropy of the step")
     assert all(line.count("|") == 4 for line in lines)
 
 

@@ -99,7 +99,7 @@ def test_a_key_that_resembles_none_gets_no_hint(section: str, tmp_path: Path, mo
         assert complaint(f"[{section}]\n{name} = 1\n").startswith(has)
 
 
-@pytest.mark.parametrize("name", ["rope", "moe", "zero", "foo", "adapter", "loss", "io", "logger", "callbacks"])
+@pytest.mark.parametrize("name", ["rope", "moe", "zero", "foo", "adapter", "io", "logger", "callbacks"])
 def test_a_section_that_resembles_none_gets_no_hint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert complaint(f"[{name}]\nx = 1\n").startswith(f"error: job.toml:1: {name}: unknown section; the sections are ")
