@@ -19,6 +19,8 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "flavor": "model",
         "args": "model",
         "blocks": "operation",
+        "weights": "operation",
+        "exclude_from_weights": "operation",
     },
     "tokenizer": "experiment",
     "data": {
@@ -88,7 +90,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
     "debug": "operation",
 }
 """The role of every section, or of each of its keys. `training.steps` extends a run; a schedule that decays at the end
-moves with it. `data.path` is only the place of the data: a resumed run compares the data itself."""
+moves with it. `data.path` and `model.weights` are only places: a resumed run compares the files themselves."""
 
 
 class Difference(NamedTuple):

@@ -32,13 +32,18 @@ ARCHITECTURES = {
 """The models of this package, by their name in `[model]`. `titan_launch.models.build.SPECS` has their modules."""
 
 
+ALL_IN_ARGS = "none"
+"""The flavor without values: `[model.args]` has all arguments of the model. Every model of this package has it."""
+
+
 def resolve_args(name: str, flavor: str, overrides: Mapping[str, Any]) -> ModelArgs:
     """Return the arguments of a model of this package: the row of its flavor, overridden by `[model.args]`.
 
     Raises pydantic's ValidationError for wrong arguments, and KeyError for an unknown name or flavor.
     """
     architecture = ARCHITECTURES[name]
-    return architecture.args.model_validate({**architecture.flavors[flavor], **overrides})
+    row = {} if flavor == ALL_IN_ARGS else architecture.flavors[flavor]
+    return architecture.args.model_validate({**row, **overrides})
 
 
 def known_args(model: ModelConfig) -> ModelArgs | None:

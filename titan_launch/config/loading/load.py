@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.loading.files import read_job
-from titan_launch.config.loading.merge import Draft, parse_overrides
+from titan_launch.config.loading.files import JobFile, read_job
+from titan_launch.config.loading.merge import Draft, Override, parse_overrides
 from titan_launch.config.loading.provenance import Provenance, contains
 from titan_launch.config.loading.schema_walk import TAGGED
 from titan_launch.config.rules import RULES, Rule
-from titan_launch.core.errors import ConfigError, KeyPath, Problem, UserError
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, UserError, config_error
 
 
 @dataclass(frozen=True)
@@ -59,17 +60,62 @@ def dump_job(config: JobConfig) -> str:
 
 def _merge_all(path: str, overrides: Sequence[str], aliases: Mapping[str, str] | None) -> tuple[Draft, list[Problem]]:
     """Return the merged files and overrides of a job, and the problems of overrides that cannot be applied."""
-    given = parse_overrides(overrides, aliases)
+    given, files = parse_overrides(overrides, aliases), read_job(path)
+    draft, problems = _merge(files, given)
+    try:
+        if folder := _model_of_weights(draft.table.get("model")):
+            draft, problems = _merge([folder, *files], given)
+    except ConfigError as error:
+        problems += error.problems
+    return draft, problems
+
+
+def _merge(files: Iterable[JobFile | FolderFile], overrides: Iterable[Override]) -> tuple[Draft, list[Problem]]:
     draft = Draft()
-    for file in read_job(path):
+    for file in files:
         draft.merge_file(file.table, file)
     problems: list[Problem] = []
-    for override in given:
+    for override in overrides:
         try:
             draft.override(override)
         except ConfigError as error:
             problems += error.problems
     return draft, problems
+
+
+@dataclass(frozen=True)
+class FolderFile:
+    """The `config.json` in a folder of weights, as a job file that all others override."""
+
+    path: str
+    table: dict[str, Any]
+
+    def find(self, key: KeyPath) -> tuple[int, str]:
+        """Return no line, and the path of the file."""
+        return 0, self.path
+
+
+def _model_of_weights(model: Any) -> FolderFile | None:
+    """Return name and arguments of the model in `model.weights`, for a job that leaves them to the folder.
+
+    Raises ConfigError if the folder does not name a model of this package, or another one than the job.
+    """
+    if not isinstance(model, dict) or not isinstance(model.get("weights"), str):
+        return None
+    name, weights = model.get("name"), model["weights"]
+    if "flavor" in model or ":" in str(name):
+        return None
+    from titan_launch.config.huggingface.config_json import read_folder_config
+    from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
+
+    try:
+        folder = read_folder_config(weights)
+    except WeightsError as error:
+        raise config_error(("model", "weights"), str(error), weights, also=(("model",),)) from None
+    if name not in (None, folder.name):
+        raise config_error(("model", "name"), f"{weights} holds the weights of {folder.name}", name, also=(("model",),))
+    table = {"name": folder.name, "flavor": folder.flavor, "args": dict(folder.args)}
+    return FolderFile(str(Path(weights, CONFIG_FILE)), {"model": table})
 
 
 def _parse(table: dict[str, Any]) -> tuple[JobConfig, list[Problem]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from titan_launch.config.architectures import ARCHITECTURES, resolve_args
+from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, known_args, resolve_args
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import KeyPath, Problem, did_you_mean
 
@@ -31,7 +32,7 @@ def model_exists(config: JobConfig) -> Iterator[Problem]:
 def flavor_exists(config: JobConfig) -> Iterator[Problem]:
     """Yield a flavor that is not a row of the model's size table."""
     name, flavor = config.model.name, config.model.flavor
-    if name in ARCHITECTURES and flavor not in ARCHITECTURES[name].flavors:
+    if name in ARCHITECTURES and flavor not in (ALL_IN_ARGS, *ARCHITECTURES[name].flavors):
         flavors = ARCHITECTURES[name].flavors
         reason = f"unknown flavor; {name} has {', '.join(flavors)}{did_you_mean(flavor, flavors)}"
         yield Problem(_FLAVOR, reason, flavor, also=(_NAME,))
@@ -69,12 +70,45 @@ def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
             yield Problem(key, "must be a string, a number or a bool: a run records its configuration as JSON", value)
 
 
+def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
+    """Yield a folder of weights of another model, and each argument that differs from the folder's. (A missing folder
+    is found when it is read: a run that resumes does not need it.)"""
+    model, key = config.model, ("model", "weights")
+    if model.weights is None:
+        if model.exclude_from_weights:
+            reason = "applies only to model.weights, which is unset; remove this key"
+            yield Problem(("model", "exclude_from_weights"), reason, list(model.exclude_from_weights), also=(key,))
+        return
+    if config.checkpoint.initial_load_path is not None:
+        other: KeyPath = ("checkpoint", "initial_load_path")
+        reason = "a run starts with one set of weights, and checkpoint.initial_load_path names another; remove one"
+        yield Problem(key, reason, model.weights, also=(other,))
+    args = known_args(model)
+    if args is None or not Path(model.weights).exists():
+        return
+    from titan_launch.config.huggingface.config_json import differences, read_folder_config
+    from titan_launch.config.huggingface.features import WeightsError
+
+    try:
+        folder = read_folder_config(model.weights)
+        if folder.name != model.name:
+            reason = f"holds the weights of {folder.name}, not of {model.name}"
+            yield Problem(key, reason, model.weights, also=(_NAME,))
+            return
+        for argument, own, theirs in differences(model.name, args, folder):
+            reason = f"{argument} is {own} in this job, and {theirs} in {model.weights}; remove the key from the job"
+            yield args_problem(config, (argument,), reason, also=(key,))
+    except WeightsError as error:
+        yield Problem(key, str(error), model.weights)
+
+
 MODEL_RULES = (
     model_exists,
     flavor_exists,
     factory_has_no_flavor,
     model_args_are_valid,
     factory_args_can_be_recorded,
+    weights_are_of_the_model,
 )
 """The rules of this file."""
 
