@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NoReturn, get_args
 
-from titan_launch.commands.parser import Parser, at_least, load
+from titan_launch.commands.parser import Parser, at_least, check_weights, load
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import PlannerConfig
 from titan_launch.core.errors import UserError
@@ -91,6 +91,7 @@ def run(arguments: Namespace) -> NoReturn:
     if options.plot is not None:
         check_plot(options.plot)
     loaded, world_size = load(arguments, arguments.world_size), arguments.world_size
+    check_weights(loaded)
     run_and_exit(
         lambda: print_plan(loaded.config, world_size, loaded.provenance.place, options), loaded.provenance.describe
     )

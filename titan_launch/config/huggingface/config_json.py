@@ -81,7 +81,7 @@ def arguments_of(config: Config) -> dict[str, Any]:
     Raises WeightsError with all keys that are not supported.
     """
     family = FAMILIES[config["model_type"]]
-    problems = [f"{key}: {reason}" for key, reason in REFUSED.items() if config.get(key)]
+    problems = [f"{CONFIG_FILE} has {key}: {reason}" for key, reason in REFUSED.items() if config.get(key)]
     for key, value in family.neutral.items():
         if config.get(key, value) not in (value, None):
             problems.append(str(unsupported(key, config[key], f"supported: {json.dumps(value)}")))
@@ -157,11 +157,16 @@ def differences(name: str, own: ModelArgs, folder: FolderConfig) -> list[tuple[s
 
 
 def _differing(own: ModelArgs, other: ModelArgs) -> list[tuple[str, Any, Any]]:
-    ours, theirs = _normal(own.model_dump(mode="json")), _normal(other.model_dump(mode="json"))
-    return [(key, ours.get(key), theirs.get(key)) for key in ours if ours.get(key) != theirs.get(key)]
+    ours, theirs = own.model_dump(mode="json"), other.model_dump(mode="json")
+    effective, other_effective = _effective(dict(ours)), _effective(dict(theirs))
+    return [
+        (key, value, other_effective.get(key))
+        for key, value in effective.items()
+        if value != other_effective.get(key) and ours.get(key) != theirs.get(key)
+    ]
 
 
-def _normal(table: dict[str, Any]) -> dict[str, Any]:
+def _effective(table: dict[str, Any]) -> dict[str, Any]:
     """Return arguments with their effective values in place of unset ones, without those that have no effect."""
     if "n_heads" in table:
         table["head_dim"] = head_width(table)

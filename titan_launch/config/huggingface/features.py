@@ -94,7 +94,8 @@ def head_dim(default: int | None) -> Feature:
     """Return the key of the width of a head. The argument stays unset if it follows from the other sizes."""
 
     def read(config: Config) -> dict[str, Any]:
-        width, ratio = config.get("head_dim", default), config["hidden_size"] / config["num_attention_heads"]
+        width = config.get("head_dim", default)
+        ratio = _lookup(config, "hidden_size") / _lookup(config, "num_attention_heads")
         return {"head_dim": None if width == ratio else width}
 
     return Feature(("head_dim",), read, lambda args: {"head_dim": head_width(args)})

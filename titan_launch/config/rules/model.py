@@ -88,6 +88,7 @@ def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
         return
     from titan_launch.config.huggingface.config_json import differences, read_folder_config
     from titan_launch.config.huggingface.features import WeightsError
+    from titan_launch.config.loading.provenance import toml_value
 
     try:
         folder = read_folder_config(model.weights)
@@ -96,7 +97,9 @@ def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
             yield Problem(key, reason, model.weights, also=(_NAME,))
             return
         for argument, own, theirs in differences(model.name, args, folder):
-            reason = f"{argument} is {own} in this job, and {theirs} in {model.weights}; remove the key from the job"
+            reason = (
+                f"{argument} is {toml_value(own)} in this job, and {toml_value(theirs)} in {model.weights}; remove it"
+            )
             yield args_problem(config, (argument,), reason, also=(key,))
     except WeightsError as error:
         yield Problem(key, str(error), model.weights)

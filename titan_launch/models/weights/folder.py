@@ -187,16 +187,21 @@ def in_halves(rows: Tensor, width: int) -> Tensor:
     return rows.unflatten(0, (-1, width // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
+def open_weights(config: ModelConfig) -> WeightsFolder:
+    """Return the folder that `model.weights` names. Raises ConfigError if it cannot be read."""
+    assert config.weights is not None
+    try:
+        return WeightsFolder(config.weights)
+    except WeightsError as error:
+        raise config_error(("model", "weights"), str(error), config.weights) from None
+
+
 def find_weights(config: ModelConfig, inventory: Inventory) -> Weights:
     """Return the weights that `model.weights` names, compared with the tensors of the model.
 
     Raises ConfigError, with all missing, unexpected and misshapen tensors at once. Reads no values, and needs no torch.
     """
-    assert config.weights is not None
-    try:
-        folder = WeightsFolder(config.weights)
-    except WeightsError as error:
-        raise config_error(("model", "weights"), str(error), config.weights) from None
+    folder = open_weights(config)
     excluded, own = config.exclude_from_weights, dict(_own_tensors(inventory))
     _check_globs(excluded, [*own, *folder.tensors])
     shapes = {name: tensor.shape for name, tensor in own.items()}
