@@ -81,8 +81,8 @@ def _write(source: Path, folder: FolderConfig, out: Path) -> str:
         copy_companions(source, folder_out / COMPANIONS)
         number = sum(parameter.numel() for parameter in module.parameters())
         about = f"# {folder.name} with {number:,} parameters, from {source}."
-        name, weights = toml_value(out.name), toml_value(str(out))
-        job = _JOB.format(about=about, name=name, weights=weights, seq_len=seq_len)
+        name, path = toml_value(out.name), toml_value(str(out))
+        job = _JOB.format(about=about, name=name, weights=path, seq_len=seq_len)
         (folder_out / "job.toml").write_text(job, encoding="utf-8")
     return f"wrote {len(entries)} tensors ({num_bytes / 1e6:,.1f} MB) and job.toml to {out}"
 

@@ -196,7 +196,7 @@ def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
 def _subject(config: JobConfig, layout: Layout, hardware: Hardware, wanted: EngineName | None) -> _Subject:
     from titan_launch.plan.memory.analytic.engine import analytic_engine, model_inventory, unknown_part
 
-    unknown = unknown_part(config)
+    unknown = unknown_part(config, hardware.kernels)
     if wanted == "analytic" and unknown is not None:
         raise UserError(f"--engine analytic: does not know {unknown}; use --engine trace")
     if wanted == "trace" or unknown is not None:

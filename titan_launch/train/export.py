@@ -13,8 +13,9 @@ from torch import Tensor
 from titan_launch.checkpoint.index import check_step, model_tensors, read_tensor
 from titan_launch.checkpoint.manifest import check, checkpoint_name, complete_steps
 from titan_launch.config.architectures import ARCHITECTURES, resolve_args
+from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.huggingface.config_json import config_of, model_type_of, read_json
-from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError, head_width
+from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
 from titan_launch.config.job import JobConfig
 from titan_launch.models.weights.folder import FLOATS, VOCABULARY, WeightsFolder
 from titan_launch.models.weights.tensor_names import Shape, pieces_of, tensor_shapes
@@ -127,7 +128,8 @@ def _write_huggingface(source: _Source, run: Path, folder: Path, options: Export
     model_type = model_type_of(model.name)
     original = None if source.companions is None else read_json(source.companions / CONFIG_FILE)
     args = resolve_args(model.name, model.flavor, model.args)
-    rows = int(args.model_dump()["vocab_size"])
+    assert isinstance(args, DecoderArgs)  # as all classes of transformers that are known
+    rows = args.vocab_size
     kept = min(rows, options.vocab_size or (original or {}).get("vocab_size", rows))
     if options.vocab_size is not None and options.vocab_size > rows:
         raise WeightsError(f"--vocab-size {options.vocab_size} is larger than the model's vocab_size, {rows}")
@@ -137,7 +139,7 @@ def _write_huggingface(source: _Source, run: Path, folder: Path, options: Export
     config = config_of(model.name, args, dtype, source.job.training.seq_len, original)
     shapes: dict[str, Shape] = {name: entry.shape for name, entry in entries.items()}
     shapes |= {name: (kept, *shapes[name][1:]) for name in VOCABULARY if name in shapes}
-    pieces = pieces_of(model_type, shapes, head_width(args.model_dump()))
+    pieces = pieces_of(model_type, shapes, args.head_width)
     dtype_of = {piece.tensor: entries[name].dtype for name, piece in pieces.items()}
     files = [Entry(name, shape, dtype_of[name]) for name, shape in tensor_shapes(pieces, shapes).items()]
     num_bytes = write_tensors(

@@ -8,8 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titan_launch.config.architectures import llama3, resnet
+from titan_launch.config.architectures import resnet
 from titan_launch.config.architectures.base import ModelArgs
+from titan_launch.config.architectures.decoder import DecoderArgs
+from titan_launch.config.architectures.families import FAMILIES
 from titan_launch.config.sections.data import ImageFormat
 from titan_launch.config.sections.model import ModelConfig
 
@@ -26,7 +28,7 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    "llama3": Architecture(llama3.Llama3Args, llama3.FLAVORS),
+    **{name: Architecture(DecoderArgs, flavors) for name, flavors in FAMILIES.items()},
     "resnet": Architecture(resnet.ResNetArgs, resnet.FLAVORS),
 }
 """The models of this package, by their name in `[model]`. `titan_launch.models.build.SPECS` has their modules."""

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 
 from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, resolve_args
 from titan_launch.config.architectures.base import ModelArgs
+from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.huggingface.families import DROPOUT, FAMILIES, REFUSED, WITHOUT_EFFECT, Family
-from titan_launch.config.huggingface.features import CONFIG_FILE, Config, WeightsError, head_width, unsupported
+from titan_launch.config.huggingface.features import CONFIG_FILE, Config, WeightsError, unsupported
 from titan_launch.core.errors import did_you_mean, format_key
 from titan_launch.core.files import read_regular
 
@@ -96,7 +97,7 @@ def arguments_of(config: Config) -> dict[str, Any]:
     if problems:
         raise WeightsError("; ".join(dict.fromkeys(problems)))
     try:
-        args = ARCHITECTURES[family.name].args.model_validate(_known(family, given))
+        args = ARCHITECTURES[family.name].args.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
         value = json.dumps(first["input"], default=str)
@@ -104,11 +105,12 @@ def arguments_of(config: Config) -> dict[str, Any]:
         raise WeightsError(f"{CONFIG_FILE} has an impossible value: {reason}") from None
     if impossible := [reason for _, reason in args.problems()]:
         raise WeightsError(f"{CONFIG_FILE} has an impossible value: {impossible[0]}")
-    return args.model_dump(mode="json", exclude_defaults=True)
+    without_effect = {name for name, _ in args.unused()}
+    return args.model_dump(mode="json", exclude_defaults=True, exclude=without_effect)
 
 
 def config_of(
-    name: str, args: ModelArgs, dtype: str, max_positions: int, original: Config | None = None
+    name: str, args: DecoderArgs, dtype: str, max_positions: int, original: Config | None = None
 ) -> dict[str, Any]:
     """Return the Hugging Face `config.json` of a model of this package.
 
@@ -117,18 +119,20 @@ def config_of(
     class of `transformers` computes the model.
     """
     model_type = model_type_of(name)
-    family, table = FAMILIES[model_type], args.model_dump(mode="json")
+    family = FAMILIES[model_type]
     kept = dict(original) if original is not None and original.get("model_type") == model_type else None
     if kept is None:
         kept = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        scaling = table.get("rope_scaling") or {"factor": 1, "original_max_position": 0}
-        longest = int(scaling["factor"] * scaling["original_max_position"])
-        kept["max_position_embeddings"] = max(max_positions, longest)
+        scaling = args.rope_scaling
+        kept["max_position_embeddings"] = max_positions
+        if scaling is not None and scaling.kind == "llama3":
+            longest = int(scaling.factor * scaling.original_max_position)
+            kept["max_position_embeddings"] = max(max_positions, longest)
     for key in (*(key for feature in family.features for key in feature.keys), "dtype", "torch_dtype"):
         kept.pop(key, None)
     written = {"architectures": [family.model_class], "model_type": model_type, "torch_dtype": dtype}
     for feature in family.features:
-        written |= feature.write(table)
+        written |= feature.write(args)
     config = {**kept, **written}
     if lost := _differing(args, resolve_args(name, ALL_IN_ARGS, arguments_of(config))):
         key, own, other = lost[0]
@@ -157,34 +161,26 @@ def differences(name: str, own: ModelArgs, folder: FolderConfig) -> list[tuple[s
 
 
 def _differing(own: ModelArgs, other: ModelArgs) -> list[tuple[str, Any, Any]]:
-    ours, theirs = own.model_dump(mode="json"), other.model_dump(mode="json")
-    effective, other_effective = _effective(dict(ours)), _effective(dict(theirs))
+    ours, theirs = _effective(own), _effective(other)
     return [
-        (key, value, other_effective.get(key))
-        for key, value in effective.items()
-        if value != other_effective.get(key) and ours.get(key) != theirs.get(key)
+        (key, ours.get(key), theirs.get(key))
+        for key in {**ours, **theirs}
+        if ours.get(key) != theirs.get(key) and getattr(own, key) != getattr(other, key)
     ]
 
 
-def _effective(table: dict[str, Any]) -> dict[str, Any]:
+def _effective(args: ModelArgs) -> dict[str, Any]:
     """Return arguments with their effective values in place of unset ones, without those that have no effect."""
-    if "n_heads" in table:
-        table["head_dim"] = head_width(table)
-        table["query_scale"] = table.get("query_scale") or table["head_dim"] ** -0.5
-    if table.get("norm") != "batchnorm":
-        table.pop("batchnorm_momentum", None)
-    if table.get("positions") == "learned":
-        for key in ("rope_theta", "rope_scaling", "local_rope_theta"):
-            table.pop(key, None)
-    if table.get("local_rope_theta") == table.get("rope_theta") and table.get("rope_scaling") is None:
-        table["local_rope_theta"] = None
+    table = args.model_dump(mode="json")
+    for name in (name for name, _ in args.unused()):
+        del table[name]
+    if isinstance(args, DecoderArgs):
+        table["head_dim"] = args.head_width
+        table["query_scale"] = args.query_scale or args.head_width**-0.5
+        table["local_rope_theta"] = table.get("local_rope_theta") or (args.rope_scaling is None and args.rope_theta)
+        if args.norm != "batchnorm":
+            del table["batchnorm_momentum"]
     return table
-
-
-def _known(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments without those that have no effect in the model: None, where None is the default."""
-    fields = ARCHITECTURES[family.name].args.model_fields
-    return {key: value for key, value in given.items() if key in fields or value not in (None, False, "silu")}
 
 
 def _notes(family: Family, config: Config) -> list[str]:

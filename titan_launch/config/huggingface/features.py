@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titan_launch.config.architectures.decoder import DecoderArgs
+
 CONFIG_FILE = "config.json"
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -28,14 +30,14 @@ class Feature:
     read: Callable[[Config], Mapping[str, Any]]
     """Function from a `config.json` to arguments. It raises WeightsError for a value that is not supported."""
 
-    write: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    write: Callable[[DecoderArgs], Mapping[str, Any]]
     """Function from all arguments to values of `keys`."""
 
 
 def same(key: str, argument: str, *default: Any) -> Feature:
     """Return a key that only has another name. Without `default` the key must be in `config.json`."""
     return Feature(
-        (key,), lambda config: {argument: _lookup(config, key, *default)}, lambda args: {key: args.get(argument)}
+        (key,), lambda config: {argument: _lookup(config, key, *default)}, lambda args: {key: getattr(args, argument)}
     )
 
 
@@ -57,8 +59,8 @@ def activation(key: str, default: str) -> Feature:
             raise unsupported(key, value, f"supported: {', '.join(_ACTIVATIONS)}")
         return {"activation": _ACTIVATIONS[value]}
 
-    def write(args: Mapping[str, Any]) -> dict[str, Any]:
-        own = args.get("activation", "silu")
+    def write(args: DecoderArgs) -> dict[str, Any]:
+        own = args.activation
         names = [default, *_ACTIVATIONS]
         return {key: next(name for name in names if _ACTIVATIONS[name] == own)}
 
@@ -71,22 +73,22 @@ def _read_key_value_heads(config: Config) -> dict[str, Any]:
 
 
 KEY_VALUE_HEADS = Feature(
-    ("num_key_value_heads",), _read_key_value_heads, lambda args: {"num_key_value_heads": args["n_kv_heads"]}
+    ("num_key_value_heads",), _read_key_value_heads, lambda args: {"num_key_value_heads": args.n_kv_heads}
 )
 HEADS_OF_GPT2 = Feature(
     ("n_head",),
     lambda config: dict.fromkeys(("n_heads", "n_kv_heads"), _lookup(config, "n_head")),
-    lambda args: {"n_head": args["n_heads"]},
+    lambda args: {"n_head": args.n_heads},
 )
 POSITIONS_OF_GPT2 = Feature(
     ("n_positions", "max_position_embeddings"),
     lambda config: {"max_positions": config.get("n_positions", 1024)},
-    lambda args: {"n_positions": args["max_positions"]},
+    lambda args: {"n_positions": args.max_positions},
 )
 WIDTH_OF_GPT2 = Feature(
     ("n_inner",),
     lambda config: {"hidden_dim": config.get("n_inner") or 4 * _lookup(config, "n_embd")},
-    lambda args: {"n_inner": args["hidden_dim"]},
+    lambda args: {"n_inner": args.hidden_dim},
 )
 
 
@@ -98,23 +100,23 @@ def head_dim(default: int | None) -> Feature:
         ratio = _lookup(config, "hidden_size") / _lookup(config, "num_attention_heads")
         return {"head_dim": None if width == ratio else width}
 
-    return Feature(("head_dim",), read, lambda args: {"head_dim": head_width(args)})
+    return Feature(("head_dim",), read, lambda args: {"head_dim": args.head_width})
 
 
 ATTENTION_BIAS = Feature(
     ("attention_bias",),
     lambda config: dict.fromkeys(("qkv_bias", "attention_output_bias"), bool(config.get("attention_bias"))),
-    lambda args: {"attention_bias": args.get("qkv_bias", False)},
+    lambda args: {"attention_bias": args.qkv_bias},
 )
 FEED_FORWARD_BIAS = Feature(
     ("mlp_bias",),
     lambda config: {"feed_forward_bias": bool(config.get("mlp_bias"))},
-    lambda args: {"mlp_bias": args.get("feed_forward_bias", False)},
+    lambda args: {"mlp_bias": args.feed_forward_bias},
 )
 QUERY_SCALE = Feature(
     ("query_pre_attn_scalar",),
     lambda config: {"query_scale": config.get("query_pre_attn_scalar", 256) ** -0.5},
-    lambda args: {"query_pre_attn_scalar": _inverse_square(args.get("query_scale") or head_width(args) ** -0.5)},
+    lambda args: {"query_pre_attn_scalar": _inverse_square(args.query_scale or args.head_width**-0.5)},
 )
 
 
@@ -122,11 +124,6 @@ def _inverse_square(scale: float) -> float | int:
     """Return `scale ** -2`, as a whole number if it is one apart from rounding."""
     value = scale**-2
     return round(value) if abs(value - round(value)) < 1e-9 * value else value
-
-
-def head_width(args: Mapping[str, Any]) -> int:
-    """Return the number of channels of an attention head."""
-    return int(args.get("head_dim") or args["dim"] // args["n_heads"])
 
 
 # Rotary embeddings. transformers 5 writes `rope_parameters`, with the base in it; earlier releases write `rope_theta`
@@ -158,17 +155,16 @@ def _read_rope(rope: Config | None, theta: float, key: str) -> tuple[float, dict
     if missing := [name for name in known if name not in rope]:
         raise WeightsError(f"{CONFIG_FILE}: {key} of the type {kind} has no {', '.join(missing)}")
     return theta, {
-        **({} if kind == "llama3" else {"kind": kind}),
+        "kind": kind,
         **{own: rope[name] for name, own in known.items()},
     } if known else None
 
 
-def _write_scaling(args: Mapping[str, Any]) -> dict[str, Any] | None:
-    scaling = args.get("rope_scaling")
-    return scaling and {
-        "rope_type": scaling.get("kind", "llama3"),
-        **{name: scaling[own] for name, own in _SCALINGS[scaling.get("kind", "llama3")].items()},
-    }
+def _write_scaling(args: DecoderArgs) -> dict[str, Any] | None:
+    scaling = args.rope_scaling
+    if scaling is None:
+        return None
+    return {"rope_type": scaling.kind, **{key: getattr(scaling, own) for key, own in _SCALINGS[scaling.kind].items()}}
 
 
 def _one_rope(config: Config) -> dict[str, Any]:
@@ -181,7 +177,7 @@ def _one_rope(config: Config) -> dict[str, Any]:
 ROPE = Feature(
     ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"),
     _one_rope,
-    lambda args: {"rope_theta": args["rope_theta"], "rope_scaling": _write_scaling(args)},
+    lambda args: {"rope_theta": args.rope_theta, "rope_scaling": _write_scaling(args)},
 )
 
 
@@ -199,9 +195,9 @@ ROPES_OF_GEMMA3 = Feature(
     ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"),
     _two_ropes,
     lambda args: {
-        "rope_theta": args["rope_theta"],
+        "rope_theta": args.rope_theta,
         "rope_scaling": _write_scaling(args),
-        "rope_local_base_freq": args.get("local_rope_theta") or args["rope_theta"],
+        "rope_local_base_freq": args.local_rope_theta or args.rope_theta,
     },
 )
 
@@ -213,15 +209,18 @@ def _window_arguments(window: int | None, types: Sequence[str]) -> dict[str, Any
     if window is None or _SLIDING not in types:
         return {"sliding_window": None, "full_attention_every": None}
     every = types.index(_FULL) + 1 if _FULL in types else None
-    if list(types) != _layer_types({"n_layers": len(types), "sliding_window": window, "full_attention_every": every}):
+    if list(types) != _layer_types(len(types), window, every):
         raise unsupported("layer_types", list(types), "full attention must be in every N-th layer, or in none")
     return {"sliding_window": window, "full_attention_every": every}
 
 
-def _layer_types(args: Mapping[str, Any]) -> list[str]:
-    every, window = args.get("full_attention_every"), args.get("sliding_window")
-    is_full = [window is None or (every and (layer + 1) % every == 0) for layer in range(args["n_layers"])]
+def _layer_types(n_layers: int, window: int | None, every: int | None) -> list[str]:
+    is_full = [window is None or (every and (layer + 1) % every == 0) for layer in range(n_layers)]
     return [_FULL if full else _SLIDING for full in is_full]
+
+
+def _write_types(args: DecoderArgs) -> list[str]:
+    return _layer_types(args.n_layers, args.sliding_window, args.full_attention_every)
 
 
 def _windows_of_qwen(config: Config) -> dict[str, Any]:
@@ -235,7 +234,7 @@ def _windows_by_pattern(default: int) -> Callable[[Config], dict[str, Any]]:
     def read(config: Config) -> dict[str, Any]:
         every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", default))
         window, layers = config.get("sliding_window", 4096), _lookup(config, "num_hidden_layers")
-        rule = _layer_types({"n_layers": layers, "sliding_window": window, "full_attention_every": every})
+        rule = _layer_types(layers, window, every)
         return _window_arguments(window, config.get("layer_types") or rule)
 
     return read
@@ -245,24 +244,24 @@ WINDOWS_OF_QWEN = Feature(
     ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
     _windows_of_qwen,
     lambda args: {
-        "use_sliding_window": args.get("sliding_window") is not None,
-        "sliding_window": args.get("sliding_window"),
-        "max_window_layers": args["n_layers"] if args.get("sliding_window") is None else 0,
-        "layer_types": _layer_types(args),
+        "use_sliding_window": args.sliding_window is not None,
+        "sliding_window": args.sliding_window,
+        "max_window_layers": args.n_layers if args.sliding_window is None else 0,
+        "layer_types": _write_types(args),
     },
 )
 WINDOWS_OF_GEMMA2 = Feature(
     ("sliding_window", "layer_types"),
     _windows_by_pattern(2),
-    lambda args: {"sliding_window": args.get("sliding_window"), "layer_types": _layer_types(args)},
+    lambda args: {"sliding_window": args.sliding_window, "layer_types": _write_types(args)},
 )
 WINDOWS_OF_GEMMA3 = Feature(
     ("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"),
     _windows_by_pattern(6),
     lambda args: {
-        "sliding_window": args.get("sliding_window"),
-        "sliding_window_pattern": args.get("full_attention_every") or args["n_layers"] + 1,
-        "layer_types": _layer_types(args),
+        "sliding_window": args.sliding_window,
+        "sliding_window_pattern": args.full_attention_every or args.n_layers + 1,
+        "layer_types": _write_types(args),
     },
 )
 

@@ -61,6 +61,24 @@ def model_args_are_valid(config: JobConfig) -> Iterator[Problem]:
             yield args_problem(config, fields, reason)
 
 
+def model_args_have_an_effect(config: JobConfig) -> Iterator[Problem]:
+    """Yield arguments that the job sets, but that other arguments leave without effect."""
+    args = known_args(config.model)
+    for name, reason in args.unused() if args is not None else ():
+        if name in config.model.args:
+            yield args_problem(config, (name,), f"{reason}; remove this argument")
+
+
+def sequences_have_positions(config: JobConfig) -> Iterator[Problem]:
+    """Yield sequences that are longer than a model's table of positions."""
+    args, seq_len = known_args(config.model), config.training.seq_len
+    limit = args.longest_sequence() if args is not None else None
+    if limit is not None and seq_len > limit[1]:
+        name, longest = limit
+        reason = f"is longer than the model's {longest} positions (model.args.{name}); set at most {longest}, or more "
+        yield Problem(("training", "seq_len"), f"{reason}positions", seq_len, also=(_NAME, _FLAVOR, (*_ARGS, name)))
+
+
 def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
     """Yield arguments of a factory that JSON cannot represent: a run records its configuration as JSON."""
     for key, value in _leaves(config.model.args, _ARGS):
@@ -110,6 +128,8 @@ MODEL_RULES = (
     flavor_exists,
     factory_has_no_flavor,
     model_args_are_valid,
+    model_args_have_an_effect,
+    sequences_have_positions,
     factory_args_can_be_recorded,
     weights_are_of_the_model,
 )

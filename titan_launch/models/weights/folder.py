@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_launch.config.architectures import known_args, resolve_args
 from titan_launch.config.huggingface.config_json import FolderConfig, read_folder_config, read_json
-from titan_launch.config.huggingface.features import WeightsError, head_width
+from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean, listed
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
@@ -207,7 +207,7 @@ def find_weights(config: ModelConfig, inventory: Inventory) -> Weights:
     shapes = {name: tensor.shape for name, tensor in own.items()}
     args, width = known_args(config), None
     if args is not None:
-        width = head_width(args.model_dump())
+        width = getattr(args, "head_width", None)
         rows = getattr(resolve_args(folder.config.name, folder.config.flavor, folder.config.args), "vocab_size", None)
         shapes |= {name: (rows, *shapes[name][1:]) for name in VOCABULARY if rows and name in shapes}
     pieces = pieces_of(folder.config.model_type, shapes, width, folder.tensors)
