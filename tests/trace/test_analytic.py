@@ -30,8 +30,8 @@ def accumulation(mode: str, unsharded: bool = False) -> dict[str, Any]:
     return {"mode": mode, "keep_params_unsharded": unsharded}
 
 
-# name, which may begin with a model's: ranks (replicas, shards), microbatches, kernels, overrides of [model.args], other
-# sections
+# name, which may begin with that of a model: ranks (replicas, shards), microbatches, kernels, overrides of
+# [model.args], other sections
 JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, Any]]] = {
     "plain": ((1, 8), 1, "cuda", {}, {}),
     "deferred": ((1, 8), 3, "cuda", {}, {"gradient_accumulation": accumulation("deferred")}),
