@@ -66,7 +66,7 @@ def model_args_have_an_effect(config: JobConfig) -> Iterator[Problem]:
     args = known_args(config.model)
     for name, reason in args.unused() if args is not None else ():
         if name in config.model.args:
-            yield args_problem(config, (name,), f"{reason}; remove this argument")
+            yield args_problem(config, (name,), reason)
 
 
 def sequences_have_positions(config: JobConfig) -> Iterator[Problem]:
