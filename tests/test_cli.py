@@ -181,7 +181,7 @@ def test_plan_resolves_auto_and_says_why(job: Path) -> None:
     auto = "--gradient_accumulation.mode=auto"
     plan = plan_json(job, auto, "--memory-gib", "1")
     assert plan["resolved"]["gradient_accumulation"] == {"mode": "deferred", "keep_params_unsharded": True}
-    assert "the least link traffic of the 4 of 4 choices that fit into 1 GiB" in plan["resolved"]["reason"]
+    assert "the least link traffic among the 4 of 4 choices that fit into 1 GiB" in plan["resolved"]["reason"]
     (chosen,) = [row for row in plan["rows"] if row["is_chosen"]]
     assert chosen["verdict"] == "fits" and chosen["traffic_per_step"]["collectives"] == plan["collectives_per_step"]
     fixed = plan_json(job, "--rows", "own")
@@ -211,7 +211,7 @@ def test_plan_writes_a_picture_beside_text_or_json(job: Path, tmp_path: Path) ->
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
-def test_plan_traces_what_it_does_not_know_and_says_so(job: Path) -> None:
+def test_plan_traces_models_that_the_analytic_engine_does_not_know(job: Path) -> None:
     text = job.read_text()
     start, end = text.index("[model.args]"), text.index("[data]")
     job.write_text(f'{text[:start]}[model]\nname = "my_model:build"\n\n{text[end:]}')
@@ -219,13 +219,13 @@ def test_plan_traces_what_it_does_not_know_and_says_so(job: Path) -> None:
     env = {"PYTHONPATH": str(job.parent), "RANK": "0"}
     result = run("titan_launch", "plan", "--config", job, "--world-size", "2", "--verbose", **env)
     assert result.returncode == 0, result.stderr
-    assert "my_model:build is not known to the analytic engine; the job is traced" in result.stderr
+    assert "the analytic engine does not support my_model:build; the job is traced" in result.stderr
     assert re.search(r"memory engine: +trace,", result.stdout)
     assert "activation checkpointing is not compared: the model's blocks are unknown" in result.stdout
     result = run("titan_launch", "plan", "--config", job, "--engine", "analytic", **env)
     assert (result.returncode, result.stderr) == (
         2,
-        "error: --engine analytic: does not know my_model:build; use --engine trace\n",
+        "error: --engine analytic: does not support my_model:build; use --engine trace\n",
     )
 
 
@@ -257,7 +257,7 @@ def test_a_bad_option_of_plan_is_one_line_and_status_2(job: Path, args: tuple[st
     assert words in result.stderr and len(result.stderr.splitlines()) == 1
 
 
-def test_check_knows_the_devices(job: Path) -> None:
+def test_check_refuses_an_unknown_planner_device(job: Path) -> None:
     result = run_without_torch("check", "--config", job, "--planner.device=h300")
     assert result.returncode == 2 and "planner.device" in result.stderr
 
@@ -281,7 +281,7 @@ def test_check_knows_the_devices(job: Path) -> None:
         ("check --config x.toml --steps=5", 'unknown option --steps; did you mean "--training.steps"?'),
         ("check --config x.toml --lr 5", 'unknown option --lr; did you mean "--optimizer.lr"?'),
         ("check --config x.toml --max_steps=5", 'unknown option --max_steps; use "training.steps"'),
-        ("check --config x.toml --extends=y.toml", "extends is not a key of overrides"),
+        ("check --config x.toml --extends=y.toml", "extends cannot be set on the command line"),
         ("check --config x.toml steps=3", "command line: steps=3: is not an override"),
         ("check --config x.toml --world-size two", '--world-size: must be a whole number of at least 1, not "two"'),
         ("plan --world-size 2", "the following arguments are required: --config"),
@@ -338,7 +338,7 @@ def test_help_of_a_command_names_its_options_and_a_working_example(
     load_job(arguments.config, arguments.overrides, aliases=arguments.key_options)
 
 
-def test_overrides_and_options_are_distinguished() -> None:
+def test_command_line_options_and_overrides_of_keys_are_told_apart() -> None:
     words = (
         "--config a.toml --training.steps 20 --debug.x --world_size 2 --lr_scheduler={} --memory_gib=3 --job.name -n"
     )
@@ -356,7 +356,7 @@ def test_launch_answers_a_bad_job_with_one_line(job: Path) -> None:
     assert "training.global_batch_size = 8" in result.stderr and "3 data-parallel ranks" in result.stderr
 
 
-def test_another_experiment_is_refused_before_torch_is_imported(job: Path) -> None:
+def test_a_run_folder_of_another_experiment_is_refused_before_torch_is_imported(job: Path) -> None:
     job.write_text(job.read_text().replace("save_last = false", "enable = true"))
     checkpoint = job.parent / "tiny/checkpoints/step-3"
     checkpoint.mkdir(parents=True)
@@ -380,7 +380,7 @@ def test_launch_requires_a_global_batch_size_if_the_number_of_ranks_may_change(j
     job.write_text(job.read_text().replace("global_batch_size = 8\n", ""))
     result = run("titan_launch", "launch", "--nnodes", "1:2", "--config", job)
     assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
-    assert "training.global_batch_size: is missing" in result.stderr
+    assert "training.global_batch_size: is required with --nnodes" in result.stderr
 
 
 def test_torchrun_prints_a_bad_jobs_message_once(job: Path) -> None:
@@ -454,8 +454,8 @@ def test_a_run_that_fails_ends_with_the_failing_ranks_traceback(job: Path, comma
     ("action", "status", "message"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", 128 + 9, "was killed by SIGKILL"),
-        ("os._exit(7)", 7, "ended with status 7: code that it ran called os._exit"),
-        pytest.param("os._exit(0)", 1, "ended with status 0: code that it ran called", marks=pytest.mark.slow),
+        ("os._exit(7)", 7, "ended with status 7: Python code called os._exit"),
+        pytest.param("os._exit(0)", 1, "ended with status 0: Python code called", marks=pytest.mark.slow),
     ],
     ids=["killed", "status 7", "status 0"],
 )
@@ -505,7 +505,7 @@ def test_the_resolved_config_runs_the_same_again(job: Path) -> None:
     assert len(first) == 2
 
 
-def test_some_runs_end_cleanly(job: Path) -> None:
+def test_launched_runs_end_with_status_0_and_print_no_error(job: Path) -> None:
     """If the exit were not handled, one in four of these runs would die of SIGABRT after its work. The many other runs
     of the tests check the same."""
     for _ in range(3):
@@ -513,7 +513,7 @@ def test_some_runs_end_cleanly(job: Path) -> None:
         assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_a_trace_says_that_it_needs_torch() -> None:
+def test_plan_without_torch_installed_says_that_a_trace_needs_it() -> None:
     result = run_without_torch("plan", "--config", "configs/resnet_bn.toml", "--world-size", "2")
     assert result.returncode == 2 and "resnet must be traced, which needs torch: pip install torch" in result.stderr
     assert "Traceback" not in result.stderr

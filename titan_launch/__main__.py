@@ -1,8 +1,8 @@
-"""`python -m titan_launch` and `torchrun -m titan_launch`."""
+"""Entry point of `python -m titan_launch` and `torchrun -m titan_launch`."""
 
 import gc
 
-gc.disable()  # start-up creates no garbage, and collections take a twentieth of the time of a `check`
+gc.disable()  # the start creates no garbage, and collections would take 5 % of the time of a `check`
 
 from titan_launch.core.signals import stop_with_agent  # noqa: E402
 

@@ -29,20 +29,20 @@ def _error(name: str) -> str:
     return problem.reason
 
 
-def test_a_factory_in_the_working_directory(folder: Path) -> None:
+def test_a_factory_in_the_working_directory_is_imported(folder: Path) -> None:
     Path("reg_pkg").mkdir()
     Path("reg_pkg/nets.py").write_text("class Net:\n    @staticmethod\n    def small():\n        return 'small'\n")
     assert import_factory("reg_pkg.nets:Net.small")() == "small"
 
 
 @pytest.mark.parametrize("name", ["json", "json:", ":loads", "json.loads"])
-def test_not_an_import_string(name: str) -> None:
-    assert _error(name) == 'expected "package.module:attribute"'
+def test_a_name_that_is_not_an_import_string_is_an_error(name: str) -> None:
+    assert _error(name) == 'must have the form "package.module:attribute"'
 
 
 def test_a_missing_module_is_named_with_the_folder_that_was_searched(folder: Path) -> None:
     assert _error("reg_absent.nets:build") == (
-        f'there is no module "reg_absent" (searched: {folder} and the installed packages)'
+        f'there is no module "reg_absent" in {folder} or the installed packages; correct the name, or install it'
     )
     assert 'no module "json.absent"' in _error("json.absent:build")
 
@@ -55,7 +55,9 @@ def test_a_missing_attribute_is_named_with_the_nearest(folder: Path) -> None:
 
 def test_an_attribute_that_is_not_callable_is_an_error(folder: Path) -> None:
     Path("reg_value.py").write_text("build = 3\n")
-    assert _error("reg_value:build") == "reg_value.build is of type int, which is not callable"
+    assert (
+        _error("reg_value:build") == "reg_value.build is of type int, which is not callable; name a function or a class"
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,9 @@ def test_nothing_is_imported_from_a_run_folder(folder: Path, monkeypatch: pytest
         Path(place).mkdir(parents=True)
         Path(place, "payload.py").write_text("import os\nos.mkdir('executed')\nbuild = dict\n")
     refuse_imports_from([Path("shared/step-3"), Path("..")], parent=Path("outputs"))
-    advice = "is in the folder of a run or a checkpoint, from which imports are refused; move the module out of it"
+    advice = (
+        "is in the folder of a run or a checkpoint, from which imports are refused; move the module to another folder"
+    )
     assert _error("outputs.other.checkpoints.payload:build") == f"{folder}/outputs/other {advice}"
     assert _error("shared.step-3.payload:build") == f"{folder}/shared/step-3 {advice}"
     sys.path.insert(0, str(folder / "outputs/other/checkpoints"))

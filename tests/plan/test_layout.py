@@ -40,7 +40,7 @@ def test_ranks_that_share_samples_do_not_count_for_the_batch() -> None:
     assert (shared.parameter_shards, shared.model_parallel) == (8, 8)
 
 
-def test_a_rank_knows_whose_samples_it_has_and_its_place_in_the_pipeline() -> None:
+def test_a_rank_has_a_data_parallel_index_and_a_pipeline_index() -> None:
     shared = layout(16, batch=16, replicate=2, tensor=2, pipeline=2)
     assert [shared.data_rank(rank) for rank in range(16)] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
     assert [shared.pipeline_rank(rank) for rank in range(16)] == [0] * 8 + [1] * 8
@@ -60,11 +60,11 @@ def test_a_rank_knows_whose_samples_it_has_and_its_place_in_the_pipeline() -> No
         ({"world_size": 8, "tensor": 3}, "tensor_parallel_degree: does not divide the number of ranks of this run, 8"),
         (
             {"world_size": 8, "tensor": 4, "pipeline": 3},
-            r"tensor_parallel_degree: and the other degrees make 3 x 4 = 12, which does not divide .* this run, 8",
+            r"tensor_parallel_degree: with the other degrees makes 3 x 4 = 12, which does not divide .* this run, 8",
         ),
         (
             {"world_size": 8, "tensor": 2, "shard": 2},
-            r"data_parallel_shard_degree: times tensor_parallel_degree \(2\) makes 4 ranks, but this run has 8",
+            r"data_parallel_shard_degree: with tensor_parallel_degree \(2\) makes 4 ranks, but this run has 8",
         ),
         ({"world_size": 8, "context": 2, "batch": 12}, "not a multiple of 8 .* x 4 data-parallel ranks"),
     ],

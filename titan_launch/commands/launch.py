@@ -1,4 +1,4 @@
-"""The command `launch`: the job is checked, then torchrun starts its ranks from this process."""
+"""The command `launch`: it checks the job, then runs torchrun in this process to start the ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def run(arguments: Namespace) -> int:
     if is_dry_run(arguments):
         fake = arguments.fake_world_size
         if None not in (fake, world_size) and fake != world_size and given.keys() & {"nnodes", "nproc-per-node"}:
-            reason = f"--nnodes and --nproc-per-node make {world_size} ranks; drop them, or --fake-world-size"
+            reason = (
+                f"--nnodes and --nproc-per-node make {world_size} ranks; remove these options, or --fake-world-size"
+            )
             raise UserError(f"error: --fake-world-size {fake}: {reason}")
         dry_run(arguments)
     loaded = load_to_train(arguments, world_size, is_elastic=world_size is None)

@@ -29,7 +29,7 @@ class Parser(ArgumentParser):
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter, **options)
         self.key_options: dict[str, str] = {}
-        """Options that set a key of the job, and the override of that key: `--device`, `--planner.device`."""
+        """For each option that sets a key of the job, the override of this key (`--device`: `--planner.device`)."""
 
     def add_job(self, example: str) -> None:
         """Add `--config`, and describe the overrides below the options. `example` is a complete command."""
@@ -39,7 +39,8 @@ class Parser(ArgumentParser):
         self.add_argument("--config", required=True, metavar="JOB.toml", help=text)
 
     def add_key_options(self, title: str, options: Iterable[tuple[str, str, str, str]]) -> None:
-        """Add options, each with the key that it sets, its metavar and its help text, as a group of their own."""
+        """Add a group of options with the heading `title`. `options`: tuples of the option, the key that it sets,
+        metavar and help text."""
         group = self.add_argument_group(title)
         for option, key, metavar, text in options:
             group.add_argument(option, metavar=metavar, default=SUPPRESS, help=f"{text}; sets {key}")
@@ -48,8 +49,8 @@ class Parser(ArgumentParser):
     def parse(self, args: Sequence[str]) -> Namespace:
         """Return the values of the options, the overrides in `overrides`, and `key_options`.
 
-        argparse gets only options, as `--name=value`: it cannot tell which value belongs to an override. Options may be
-        written with underscores, as torchrun's may.
+        argparse gets only options, as `--name=value`: it cannot tell which value belongs to an override. As with
+        torchrun, underscores in options are also accepted.
         """
         options: list[str] = []
         overrides: list[str] = []
@@ -104,7 +105,7 @@ class Parser(ArgumentParser):
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """Return a type of options: whole numbers from `minimum`."""
+    """Return an argparse type for whole numbers of at least `minimum`."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:
@@ -115,8 +116,8 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def _is_key(name: str) -> bool:
-    """Return True if an argument names a key or a section of the job, or is `extends`, which has an error message of
-    its own."""
+    """Return True if an argument names a key or a section of the job, or `extends`. (`parse_overrides` refuses
+    `extends`.)"""
     return "." in name or name.removeprefix("--") in (*_sections(), "extends")
 
 
@@ -127,14 +128,14 @@ def _sections() -> Iterable[str]:
 
 
 def load(arguments: Namespace, world_size: int | None, is_elastic: bool = False) -> LoadedJob:
-    """Return the checked job. With a world size, also check how ranks and batch divide.
+    """Return the checked job. With a world size, also check that the ranks and the global batch can be divided.
 
     `is_elastic`: the number of ranks may change from one start to the next.
     """
 
     def elastic_rule(config: JobConfig) -> Iterator[Problem]:
         if is_elastic and config.training.global_batch_size is None:
-            reason = "is missing: it would follow from the number of ranks, which may change with --nnodes min:max"
+            reason = "is required with --nnodes min:max: its default depends on the number of ranks, which may change"
             yield Problem(("training", "global_batch_size"), reason)
 
     def layout_rule(config: JobConfig) -> Iterator[Problem]:
@@ -186,7 +187,8 @@ def check_weights(loaded: LoadedJob) -> None:
 def load_to_train(arguments: Namespace, world_size: int | None, is_elastic: bool = False) -> LoadedJob:
     """Return the checked job. If its run folder is on this host, also check that the run may start in that folder.
 
-    The global batch size is part of that check. Without a world size, a job that leaves it unset is not compared.
+    That check compares global batch sizes. If the job does not set its global batch size, and there is no world size,
+    the check is skipped.
     """
     loaded = load(arguments, world_size, is_elastic)
     config = loaded.config
@@ -200,7 +202,7 @@ def load_to_train(arguments: Namespace, world_size: int | None, is_elastic: bool
     elif config.training.global_batch_size is None:
         return loaded
     try:
-        with suppress(OSError):  # the run itself reports a folder that cannot be read when it opens the folder
+        with suppress(OSError):  # a run reports an unreadable folder itself
             check_earlier_run(config.job.run_folder, config, config.checkpoint.load)
     except ConfigError as error:
         raise UserError(loaded.provenance.describe(error.problems)) from None

@@ -23,7 +23,7 @@ from titan_launch.plan.communication import Traffic
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
 from titan_launch.plan.job import Choice, is_auto, plan_job, with_unsharded_parameters
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.report.comparison import Comparison, Engine, compare
+from titan_launch.plan.report.comparison import Comparison, Engine, Row, compare
 from titan_launch.plan.report.plot import check_plot, plot_comparison
 from titan_launch.plan.report.table import (
     accuracy,
@@ -58,18 +58,20 @@ KEY_OPTIONS = (
     ("--gpus-per-node", "planner.gpus_per_node", "N", f"devices per host (default: {_DEFAULTS.gpus_per_node})"),
     ("--mfu", "planner.mfu", "X", f"fraction of the peak FLOP/s that a step reaches (default: {_DEFAULTS.mfu})"),
 )
-"""Options that set a key of the job: each with the key, its metavar and its help."""
+"""Options that set a key of the job, as (option, key, metavar, help text)."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the options of `plan`."""
     parser.add_job("titan-launch plan --config configs/llama3_8b.toml --world-size 8 --device h100-80gb")
     parser.add_argument("--world-size", type=at_least(1), default=1, metavar="N", help="ranks (default: 1)")
-    text = "analytic replays the schedule of a known model without torch; trace runs a step of any model without values"
+    text = "analytic: simulate a model of this package, without torch; trace: run a step of any model without values"
     parser.add_argument(
-        "--engine", choices=get_args(EngineName), help=f"{text} (default: analytic if it knows the model, else trace)"
+        "--engine",
+        choices=get_args(EngineName),
+        help=f"{text} (default: analytic if it supports the model, else trace)",
     )
-    text = "rows to compare: all, or own: those that the job asks for or leaves open by auto (default: all)"
+    text = "rows to compare; own: only the modes that the job sets or that auto may choose (default: all)"
     parser.add_argument("--rows", choices=("all", "own"), default="all", help=text)
     parser.add_argument(
         "--verbose", action="store_true", help="also print more columns, the FSDP2 units, memory by category"
@@ -102,17 +104,17 @@ class PlanOptions:
     """Options of the command `plan`."""
 
     engine: EngineName | None = None
-    """None: the analytic engine if it knows the model, else the trace."""
+    """None: the analytic engine if it supports the model, else the trace."""
 
     only_own: bool = False
-    """Show only the choices that the job sets or `auto` may take."""
+    """Compare only the modes that the job sets or that `auto` may choose."""
 
     as_json: bool = False
     verbose: bool = False
     """Show the unit table, more columns, and the memory of every choice by category."""
 
     plot: str | None = None
-    """Path of a picture."""
+    """Path of the picture to write. None: no picture."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class _Subject:
     engine: Engine
     engine_name: EngineName
     counted: Callable[[Choice], Traffic] | None = None
-    """Returns the traffic that a trace has counted. None: nothing was traced."""
+    """A function that returns the traffic that a trace counted for a choice. None without a trace."""
 
 
 @dataclass(frozen=True)
@@ -140,19 +142,19 @@ class _Planned:
     """The units of the job as resolved."""
 
     recommendation: Resolution | None
-    """The best choice: for `auto`, the resolution. None: no choice fits, no limit is known, or not all are compared."""
+    """The best choice; for `auto`, the same as `resolution`. None if no choice fits, if no memory limit is known, or if
+    not all choices are compared."""
 
 
 def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, options: PlanOptions) -> None:
     """Print the plan of a job on `world_size` ranks, as text or as JSON, and write a picture if `options` asks for it.
 
-    Raises ConfigError as a run does at its start, and if no choice of `auto` fits.
+    Raises the same ConfigErrors as the start of a run, also if no choice of `auto` fits.
     """
     planned = _plan(config, world_size, options)
     if options.plot is not None:
         title = f"{config.job.name}: {model_name(config)} on {world_size} ranks"
-        chosen = planned.resolution.row
-        plot_comparison(planned.comparison, planned.hardware, title, options.plot, chosen)
+        plot_comparison(planned.comparison, planned.hardware, title, options.plot, *_best(planned))
         print(f"picture: {options.plot}", file=sys.stderr)
     if options.as_json:
         print(json.dumps(_describe(planned, locate_key), indent=2))
@@ -161,9 +163,9 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
 
 
 def print_dry_run(config: JobConfig, world_size: int, rank: int) -> None:
-    """Print what one of `world_size` ranks builds, after building it without values.
+    """Run one training step as rank `rank` of `world_size`, on tensors without values. Print what the rank holds.
 
-    Raises ConfigError as a run does at its start, and if no choice of `auto` fits.
+    Raises the same ConfigErrors as the start of a run, also if no choice of `auto` fits.
     """
     layout, hardware = _divide(config, world_size)
     config = with_unsharded_parameters(config, layout)
@@ -198,10 +200,10 @@ def _subject(config: JobConfig, layout: Layout, hardware: Hardware, wanted: Engi
 
     unknown = unknown_part(config, hardware.kernels)
     if wanted == "analytic" and unknown is not None:
-        raise UserError(f"--engine analytic: does not know {unknown}; use --engine trace")
+        raise UserError(f"--engine analytic: does not support {unknown}; use --engine trace")
     if wanted == "trace" or unknown is not None:
         if wanted is None:
-            print(f"{unknown} is not known to the analytic engine; the job is traced", file=sys.stderr, flush=True)
+            print(f"the analytic engine does not support {unknown}; the job is traced", file=sys.stderr, flush=True)
         return _traced(config, layout, hardware)
     inventory = model_inventory(config)
     flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks)
@@ -226,11 +228,11 @@ def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
 
 
 def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:
-    config, comparison, best = planned.resolution.config, planned.comparison, planned.recommendation
-    meaning = None if best is None else "chosen by `auto`" if is_auto(comparison.config) else "recommended"
+    config, comparison = planned.resolution.config, planned.comparison
+    best, meaning = _best(planned)
     parts = [
         _answer(planned),
-        format_comparison(comparison, verbose, None if best is None else best.row),
+        format_comparison(comparison, verbose, best),
         format_legend(comparison, verbose, meaning),
         format_lines(summary_of_job(config, planned.plan, planned.layout)),
         format_assumptions(planned.hardware, planned.subject.flops, planned.subject.engine_name, config),
@@ -240,8 +242,15 @@ def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:
     return "\n\n".join(parts)
 
 
+def _best(planned: _Planned) -> tuple[Row | None, str | None]:
+    """Return the row that the mark `*` stands at, and the meaning of the mark; None if no choice is recommended."""
+    if planned.recommendation is None:
+        return None, None
+    return planned.recommendation.row, "chosen by `auto`" if is_auto(planned.comparison.config) else "recommended"
+
+
 def _answer(planned: _Planned) -> str:
-    """Return two sentences: whether the job fits, and which modes to use."""
+    """Return the first lines of the output: the verdict on memory, and the recommended modes or the remedies."""
     row, hardware, best = planned.resolution.row, planned.hardware, planned.recommendation
     needed = f"about {format_gib(row.reserved_bytes)}"
     if hardware.memory_gib is None:
@@ -270,7 +279,7 @@ def _answer(planned: _Planned) -> str:
 
 
 def _describe(planned: _Planned, locate_key: KeyLocator) -> dict[str, Any]:
-    """Return the plan as plain data."""
+    """Return the plan as a dictionary for JSON."""
     config, best = planned.resolution.config, planned.recommendation
     return {
         "model": model_name(config),

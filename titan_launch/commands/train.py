@@ -14,7 +14,7 @@ from titan_launch.core.process import run_and_exit
 from titan_launch.train.health.coordination import StopRequest
 
 MOST_FAKE_RANKS = 16384
-"""Largest world size of a dry run. The mesh lists every group of ranks, which takes minutes for more."""
+"""Largest world size of a dry run. A DeviceMesh lists all groups of ranks, which takes minutes for more ranks."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -47,7 +47,7 @@ def run(arguments: Namespace) -> NoReturn:
     if is_dry_run(arguments):
         dry_run(arguments)
     stop = StopRequest()
-    with stop.listening():  # before torch is imported, so that a signal of these seconds is not lost
+    with stop.listening():  # before torch is imported, so that no signal during the import is lost
         loaded = load_to_train(arguments, _world_size())
         run_and_exit(lambda: _import_and_train(loaded, stop, arguments.verbose), loaded.provenance.describe)
 
@@ -58,7 +58,7 @@ def is_dry_run(arguments: Namespace) -> bool:
 
 
 def dry_run(arguments: Namespace) -> NoReturn:
-    """Start as one of many ranks that do not exist, and end the process."""
+    """Check the options of a dry run, make the dry run, and end the process."""
     world_size, rank = arguments.fake_world_size, arguments.fake_rank or 0
     if world_size is None:
         raise UserError("error: --fake-rank is for a dry run; add --fake-world-size")

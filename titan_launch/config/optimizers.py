@@ -1,4 +1,4 @@
-"""The optimizer's algorithms as data: their settings, their state tensors, and the memory of an update. No torch.
+"""The optimizer's algorithms as data: their settings, their state tensors, and the memory of an update, without torch.
 
 An algorithm is a row of `ALGORITHMS` and a file in `titan_launch/optim/` with its update.
 """
@@ -47,8 +47,8 @@ class ShardSize(NamedTuple):
         return 0 if has_master(config, self.dtype) else self.gradient_copy
 
     def draw(self, config: OptimizerConfig) -> int:
-        """Return the bytes that stochastic rounding allocates: two int32 numbers per element, a random number and an
-        intermediate result."""
+        """Return the bytes that stochastic rounding allocates for the shard: a random number and an intermediate result
+        per element, both int32."""
         return 8 * self.num_elements if config.rounding == "stochastic" else 0
 
 
@@ -61,21 +61,21 @@ class GroupSettings(NamedTuple):
 
 
 class GroupSizes(NamedTuple):
-    """Parameters that share the settings of an update."""
+    """The shards of all parameters with the same settings, on one rank."""
 
     settings: GroupSettings
     shards: Sequence[ShardSize]
 
 
 Temporaries = Callable[[Sequence[GroupSizes], "OptimizerConfig", int], int]
-"""A function of (groups, config, ranks). It returns the most bytes that an update allocates at once. `ranks`: number of
+"""A function of (groups, config, ranks) that returns the peak of the bytes that an update allocates. `ranks`: number of
 ranks over which FSDP2 shards a parameter."""
 
 
 @dataclass(frozen=True)
 class PyTorchUpdate:
-    """PyTorch's own implementation of an algorithm. It supports one dtype, no stochastic rounding and no master
-    weights."""
+    """PyTorch's implementation of an algorithm. It supports only one dtype for a parameter and its state, no stochastic
+    rounding and no master weights."""
 
     update: str
     """Import string of `update(group, config, found_inf)`, which updates one `ShardGroup`."""
@@ -92,8 +92,8 @@ class Algorithm:
     dtype."""
 
     update: str
-    """Import string of `update(groups, config, kept)`, which updates all `ShardGroup`s of the algorithm. `kept`: 1, or
-    0 for a skipped step, whose gradients are 0. (It is a string because the planner reads this table without torch.)"""
+    """Import string of `update(groups, config, kept)`, which updates all `ShardGroup`s of the algorithm. `kept` is 1,
+    or 0 for a skipped step; the gradients are then 0. (The update is not imported here, because it needs torch.)"""
 
     state: Callable[[OptimizerConfig], tuple[str, ...]]
     """Names of the state tensors. Each has the size of the parameter, and the dtype `optimizer.state_dtype`."""
@@ -102,23 +102,23 @@ class Algorithm:
     """Memory of `update`."""
 
     settings: tuple[str, ...] = ()
-    """Keys or tables of `[optimizer]` that this algorithm reads, and that not all algorithms read."""
+    """Keys or tables of `[optimizer]` that this algorithm reads, but some other algorithms do not."""
 
     weight_decay: float = 0.1
     """Default of `optimizer.weight_decay`."""
 
     decay: Literal["decoupled", "coupled"] = "decoupled"
-    """Kind of weight decay. `decoupled`: separate from the gradient, as in AdamW. `coupled`: added to the gradient. A
-    value of `optimizer.weight_decay` applies to only one of the two."""
+    """Kind of weight decay. `decoupled`: separate from the gradient, as in AdamW. `coupled`: added to the gradient.
+    `optimizer.weight_decay` applies only to algorithms with the same kind of weight decay as `optimizer.name`."""
 
     for_others: str | None = None
-    """Name of the algorithm for all other parameters, if this algorithm updates only matrices within the model."""
+    """If this algorithm updates only matrices within the model: name of the algorithm for all other parameters."""
 
     lr_factor: Callable[[OptimizerConfig], float] = lambda config: 1.0
     """Factor of the learning rate."""
 
     pytorch: PyTorchUpdate | None = None
-    """PyTorch's implementation. It is used if it supports the dtypes and the rounding of the job."""
+    """PyTorch's implementation. It is used if it supports the job's dtypes, rounding and master weights."""
 
 
 def has_master(config: OptimizerConfig, *storage_dtypes: str) -> bool:
@@ -127,8 +127,8 @@ def has_master(config: OptimizerConfig, *storage_dtypes: str) -> bool:
 
 
 def batches(sizes: Sequence[int]) -> list[range]:
-    """Return ranges of indices of consecutive parameters that are updated together. A batch has at most as many
-    elements as the largest parameter."""
+    """Divide consecutive parameters into batches that are updated together. Return the range of indices of each batch.
+    `sizes`: elements of each parameter. A batch has at most as many elements as the largest parameter."""
     limit, start, total = max(sizes, default=0), 0, 0
     found = []
     for index, size in enumerate(sizes):
@@ -149,7 +149,8 @@ def _adamw(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) ->
 
 
 def _adamw_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the largest number of allocated bytes, over the points of `titan_launch.optim.adamw` that allocate."""
+    """Return the peak of the bytes that `titan_launch.optim.adamw` allocates: the maximum over its lines that
+    allocate."""
     gradients = sum(shard.gradient_copy for shard in shards)
     moments = sum(shard.state_copy(config) for shard in shards)
     roots = 4 * sum(shard.num_elements for shard in shards)
@@ -168,8 +169,8 @@ def _adamw_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
 def _pytorch_adamw(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
     """Return the most bytes that PyTorch's AdamW allocates.
 
-    `fused` works in place. `foreach` allocates the square roots of all second moments. The loop allocates the square
-    roots for one parameter twice, while the result of the previous parameter still exists.
+    `fused` works in place. `foreach` allocates the square roots of all second moments. `for-loop` allocates the square
+    roots of one parameter twice, while those of the previous parameter still exist.
     """
     sizes = [[shard.size for shard in group.shards] for group in groups]
     if config.implementation == "fused":
@@ -184,7 +185,8 @@ def _sgd(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> i
 
 
 def _sgd_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the largest number of allocated bytes, over the points of `titan_launch.optim.sgd` that allocate."""
+    """Return the peak of the bytes that `titan_launch.optim.sgd` allocates: the maximum over its lines that
+    allocate."""
     gradients = sum(shard.gradient_copy for shard in shards)
     updates = 4 * sum(shard.num_elements for shard in shards)
     momenta = sum(shard.state_copy(config) for shard in shards) if config.sgd.momentum else 0
@@ -200,8 +202,8 @@ def _sgd_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
 def _pytorch_sgd(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
     """Return the most bytes that PyTorch's SGD allocates.
 
-    `fused` works in place. `foreach` adds weight decay to a copy of all gradients. The loop adds it to a copy of one
-    gradient, and makes another copy for Nesterov's momentum.
+    `fused` works in place. `foreach` adds weight decay to a copy of all gradients. `for-loop` adds weight decay to a
+    copy of one gradient, and makes another copy for Nesterov's momentum.
     """
     if config.implementation == "fused":
         return 0
@@ -219,8 +221,8 @@ def _muon(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> 
 
 
 def _muon_batch(batch: Sequence[ShardSize], config: OptimizerConfig, ranks: int) -> int:
-    """Return the largest number of allocated bytes, over the points of `titan_launch.optim.muon` that allocate. The
-    rank is the one with the largest matrix of the batch."""
+    """Return the peak of the bytes that `titan_launch.optim.muon` allocates: the maximum over its lines that allocate,
+    on the rank that updates the largest matrix of the batch."""
     part = [2 * shard.num_elements for shard in batch]
     directions = max(sum(part[:i]) + _muon_direction(shard, config) for i, shard in enumerate(batch))
     largest = max(batch, key=_numel)
@@ -235,8 +237,8 @@ def _muon_batch(batch: Sequence[ShardSize], config: OptimizerConfig, ranks: int)
 
 
 def _muon_direction(shard: ShardSize, config: OptimizerConfig) -> int:
-    """Return the bytes of gradient, momentum and direction of one shard in float32, and of the direction in
-    bfloat16."""
+    """Return the bytes that are allocated to compute the direction of one shard: float32 copies of gradient, momentum
+    and direction, and the direction in bfloat16."""
     momentum = shard.state_copy(config)
     direction = 4 * shard.num_elements if config.muon.nesterov else 0
     draw = shard.draw(config) if momentum else 0

@@ -25,8 +25,8 @@ from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.model import ModelConfig
 
 _EXTENDS = {
-    "description": "A job file, or an array of them, that this file extends, relative to this file. Tables are merged "
-    "key by key, other values are replaced. Later files override earlier ones, and this file overrides all of them.",
+    "description": "Path of a job file that this file extends, or an array of paths, relative to this file. Tables are "
+    "merged key by key; other values are replaced. Later files override earlier ones; this file overrides all of them.",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
 }
 
@@ -53,8 +53,8 @@ def json_schema() -> dict[str, Any]:
 
 
 def section_schema(section: type[Section]) -> dict[str, Any]:
-    """Return the JSON Schema of one section: pydantic's, with the docstrings of the fields, and without null, which
-    TOML lacks."""
+    """Return pydantic's JSON Schema of one section, with the docstrings of the fields as descriptions. Null is removed,
+    because TOML has no null."""
     schema = section.model_json_schema()
     sections = {table.section.__name__: table.section for table in tables(section)}
     for name, definition in schema.get("$defs", {}).items():
@@ -82,8 +82,8 @@ def _without_null(field: dict[str, Any]) -> dict[str, Any]:
 
 
 def _args_by_name(name: str) -> dict[str, Any]:
-    """Return the condition of the schema for one model: its flavors and arguments. The default model also applies if
-    `name` is omitted."""
+    """Return an if-then schema: if `name` is this model, then only its flavors and arguments are valid. For the default
+    model, the condition is also true if `name` is omitted."""
     architecture = ARCHITECTURES[name]
     is_default = ModelConfig.model_fields["name"].default == name
     return {
@@ -166,7 +166,7 @@ GPU.
 
 ## Files that extend others
 
-`extends` is the name of a job file, or an array of names, relative to the file that contains it. The named files are
+`extends` is the path of a job file, or an array of paths, relative to the file that contains it. These files are
 merged in order, and the file itself last. Tables are merged key by key. Any other value, including an array, replaces
 the earlier one. A file that is reached in several ways is merged once, where it is first reached.
 
@@ -276,7 +276,7 @@ def _tagged_table(heading: str, kinds: Kinds) -> Iterator[str]:
     common = {name: field for name, field in fields[kinds.default].items() if name not in own}
     del common["kind"]
     names = ", ".join(f'`"{kind}"`' for kind in kinds.variants)
-    text = "The kind. The other keys depend on it."
+    text = "Kind of the table. It decides which other keys are valid."
     common_keys = {"kind": {"type": names, "default": kinds.default, "description": text}}
     yield from _describe(heading, "", common_keys | common)
     for kind, section in kinds.variants.items():

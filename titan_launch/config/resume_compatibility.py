@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 from titan_launch.core.errors import KeyPath
 
 Role = Literal["model", "experiment", "operation"]
-"""Role of a key. `model`: decides the tensors and the computation; a checkpoint of another model cannot be loaded.
-`experiment`: decides the result of the training; a change in the middle of a run is another experiment. `operation`:
-decides duration, place, speed and reports of the run; apart from the order of sums, the results stay the same."""
+"""Effect of a changed key on a run that resumes. `model`: the tensors or the computation change, so the checkpoint
+cannot be loaded. `experiment`: the training result changes, so the run needs `checkpoint.accept_changes`. `operation`:
+only duration, location, speed or reports change; the results stay the same, except for the order of sums."""
 
 ROLES: Mapping[str, Role | Mapping[str, Role]] = {
     "job": "operation",
@@ -89,8 +89,9 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
     "comm": "operation",
     "debug": "operation",
 }
-"""The role of every section, or of each of its keys. `training.steps` extends a run; a schedule that decays at the end
-moves with it. `data.path` and `model.weights` are only places: a resumed run compares the files themselves."""
+"""The role of every section, or of each of its keys. `training.steps` is `operation`: a larger value only extends a
+run, and moves a decay at the end of the schedule. `data.path` and `model.weights` are `operation`: the files may be
+moved, because a resumed run compares the files themselves."""
 
 
 class Difference(NamedTuple):

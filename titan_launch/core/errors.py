@@ -19,7 +19,7 @@ class _Unset:
 
 
 UNSET: Any = _Unset()
-"""Value of a problem that has none, a missing key for example."""
+"""Marks a problem that has no value, such as a missing key."""
 
 KeyPath = tuple["str | int", ...]
 """A path into the job file, such as `("precision", "rules", 0, "match")`."""
@@ -34,7 +34,7 @@ class RunError(Exception):
 
 
 class Stopped(Exception):  # noqa: N818 - a requested stop is not an error
-    """The early end of a run that a signal asked for. The message says what was saved."""
+    """The early end of a run after a signal. The message says what was saved."""
 
     def __init__(self, message: str, status: int):
         """`status`: exit status of the process; 0 if nothing is lost."""
@@ -46,8 +46,8 @@ class Stopped(Exception):  # noqa: N818 - a requested stop is not an error
 class Problem:
     """One error in a key of the job file.
 
-    `reason` is a clause that follows "key = value: ". `reason` names the remedy if there is one. The source of the key
-    (file and line, or the command line) is looked up when the problem is printed.
+    `reason` is the text after "key = value: ". It says why the value is wrong and, if possible, what to write instead.
+    The source of the key (file and line, or the command line) is looked up when the problem is printed.
     """
 
     key: KeyPath
@@ -81,7 +81,7 @@ def _format_key_part(part: str) -> str:
 
 
 def nearest_multiples(number: int, of: int) -> str:
-    """Return "8 or 16", the multiples of `of` below and above a number. 0 is not offered."""
+    """Return the multiples of `of` below and above `number` as text: "8 or 16". The multiple 0 is omitted."""
     below, above = number // of * of, (number // of + 1) * of
     return f"{below} or {above}" if below else str(above)
 
@@ -102,6 +102,6 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return the first names, and how many more there are: "a, b, c and 2 more"."""
+    """Return the first `most` names, and the number of the others: "a, b, c and 2 more"."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

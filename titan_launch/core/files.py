@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file atomically. Readers see the old text or the new text, also if the writer is killed."""
+    """Replace a file atomically. Readers see the old text or the new text, even if the writer is killed."""
     temporary = path.with_name(f"{path.name}.tmp")
     remove(temporary)
     with temporary.open("x", encoding="utf-8") as file:
@@ -33,7 +33,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def free_name(pattern: Path) -> Path:
-    """Return the first path of a numbered series that does not exist. `{}` in the last part stands for the number."""
+    """Return the first path that does not exist, with `{}` in the last part of `pattern` replaced by 1, 2, 3, ..."""
     names = (pattern.with_name(pattern.name.format(number)) for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 
@@ -47,7 +47,8 @@ def remove(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError for other kinds: a FIFO would wait for a writer."""
+    """Open a regular file for reading. Raises OSError for other kinds of file. (Opening a FIFO would wait for a
+    writer.)"""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()

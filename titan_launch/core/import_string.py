@@ -1,4 +1,4 @@
-"""Import strings: `package.module:attribute` in a job file names one of the user's Python objects."""
+"""Import strings: `package.module:attribute` in a job file names a Python object of the user."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def import_factory(name: str, key: KeyPath = ("model", "name")) -> Callable[...,
     """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
-        raise config_error(key, 'expected "package.module:attribute"', name)
+        raise config_error(key, 'must have the form "package.module:attribute"', name)
     found = _import_module(module_name, name, key)
     path = module_name
     for part in attribute.split("."):
@@ -38,7 +38,9 @@ def import_factory(name: str, key: KeyPath = ("model", "name")) -> Callable[...,
             raise config_error(key, f'{path} has no attribute "{part}"{did_you_mean(part, public)}', name)
         found, path = getattr(found, part), f"{path}.{part}"
     if not callable(found):
-        raise config_error(key, f"{path} is of type {type(found).__name__}, which is not callable", name)
+        raise config_error(
+            key, f"{path} is of type {type(found).__name__}, which is not callable; name a function or a class", name
+        )
     return found
 
 
@@ -50,7 +52,8 @@ def refuse_imports_from(folders: Iterable[Path], parent: Path) -> None:
     """Refuse imports from `folders`, from the run folders in `parent`, and from their subfolders, in this process.
 
     The working directory is importable and usually contains the run folders. Files in a run folder may come from
-    somebody else. A folder that contains the working directory is not refused. A later call replaces an earlier one.
+    somebody else, and importing them would run their code. A folder that contains the working directory is not refused.
+    A later call replaces an earlier one.
     """
     finder = _RefusingFinder(map(os.path.realpath, folders), os.path.realpath(parent))
     sys.meta_path[:] = [finder, *(other for other in sys.meta_path if not isinstance(other, _RefusingFinder))]
@@ -69,7 +72,7 @@ class _RefusingFinder(importlib.abc.MetaPathFinder):
             location = os.path.join(_real_path(os.path.abspath(entry)), name.rpartition(".")[2])
             if self._is_inside(location) and any(os.path.exists(location + end) for end in _MODULE_SUFFIXES):
                 reason = f"{location} is in the folder of a run or a checkpoint, from which imports are refused"
-                raise RefusedImportError(f"{reason}; move the module out of it")
+                raise RefusedImportError(f"{reason}; move the module to another folder")
 
     def _is_inside(self, location: str) -> bool:
         if f"{location}{os.sep}".startswith(tuple(os.path.join(folder, "") for folder in self._folders)):
@@ -108,8 +111,8 @@ def raised_in_user_forward(error: BaseException) -> bool:
 
 
 def user_location(error: BaseException, or_own: bool = False) -> str | None:
-    """Return `file:line` of the innermost frame in the user's code, or None. With `or_own`, fall back to the innermost
-    frame in this package."""
+    """Return `file:line` of the innermost frame in the user's code, or None. With `or_own`, an error without such a
+    frame has the location of the innermost frame in this package."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [frame for frame in frames if is_user_file(frame.filename)]
     own_frames = [frame for frame in frames if or_own and frame.filename.startswith(_OWN_FOLDER)]
@@ -148,7 +151,9 @@ def _is_or_contains(package: str, module: str) -> bool:
 
 
 def _missing_module(missing: str, name: str, key: KeyPath) -> ConfigError:
-    reason = f'there is no module "{missing}" (searched: {os.getcwd()} and the installed packages)'
+    reason = (
+        f'there is no module "{missing}" in {os.getcwd()} or the installed packages; correct the name, or install it'
+    )
     return config_error(key, reason, name)
 
 

@@ -1,4 +1,4 @@
-"""Context managers that change something of another package for a block: attributes, environment variables, loggers."""
+"""Context managers for temporary changes of attributes, environment variables, loggers and garbage collection."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a module or a class until the end of the block. Errors restore it, too.
+    """Replace an attribute of a module or a class until the end of the block, even if the block raises an error.
 
-    An attribute that a class inherits is set on the class itself, and deleted at the end.
+    If a class inherits the attribute, the new value is set on the class itself, and deleted at the end.
     """
     is_own = name in vars(owner)
     before = vars(owner).get(name)
@@ -30,7 +30,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """Set environment variables until the end of the block. Errors restore them, too."""
+    """Set environment variables until the end of the block, even if the block raises an error."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -45,7 +45,8 @@ def environment(**variables: str) -> Iterator[None]:
 
 @contextmanager
 def loggers_silenced(*names: str, below: int = logging.CRITICAL) -> Iterator[None]:
-    """Drop the records of some loggers below a level until the end of the block. Errors restore the loggers, too."""
+    """Drop log records below the level `below` in these loggers until the end of the block, even if it raises an
+    error."""
     with ExitStack() as stack:
         for logger in map(logging.getLogger, names):
             stack.callback(logger.setLevel, logger.level)
@@ -58,7 +59,7 @@ def without_garbage_collection() -> Iterator[None]:
     """Disable garbage collection during the block. At its end, exempt all existing objects from later collections
     (`gc.freeze`).
 
-    Importing PyTorch creates a million permanent objects. Collections take 10 % to 25 % of the time of the import.
+    Importing PyTorch creates a million permanent objects. Garbage collection takes 10 % to 25 % of the import time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -14,11 +14,11 @@ from titan_launch.core.errors import ConfigError, Problem, RunError, Stopped, Us
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
-EXITED_DIRECTLY = "code that it ran called os._exit, or native code called exit"
+EXITED_DIRECTLY = "Python code called os._exit, or native code called exit"
 """Reason for the end of a rank that exited without `exit_immediately` and printed no error."""
 
 _RUNNING = "running"
-"""Name of a file that exists in `rank_folder()` while the rank runs. The file holds the path of multiprocessing's
+"""Name of a file that exists in `rank_folder()` while the rank runs. It contains the path of multiprocessing's
 temporary folder."""
 
 
@@ -42,8 +42,8 @@ def run_and_exit(action: Callable[[], None], describe: Callable[[Iterable[Proble
 def exit_process(status: int) -> NoReturn:
     """Flush all output, and end the process without the interpreter's shutdown.
 
-    During the shutdown gloo's threads may still hold Python objects. That aborts up to 25 % of finished, correct runs
-    (SIGABRT; pytorch issue 190489). Freeing all objects would also take 10 % of the time of a `check`.
+    During the shutdown, gloo's threads may still hold Python objects. The process then aborts with SIGABRT, in up to a
+    quarter of correct runs (pytorch issue 190489). Freeing all objects would also take 10 % of the time of a `check`.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # a closed pipe: `| head`
@@ -52,8 +52,9 @@ def exit_process(status: int) -> NoReturn:
 
 
 def exit_immediately(status: int) -> NoReturn:
-    """End the process without flushing. Any thread may call this function, also while another holds a stream's lock."""
-    with suppress(OSError, KeyError):  # multiprocessing's exit handler, which os._exit skips, removes its folder
+    """End the process without flushing. Any thread may call this function, even while another thread holds the lock of
+    a stream."""
+    with suppress(OSError, KeyError):  # os._exit skips multiprocessing's exit handler, which removes this folder
         process = sys.modules.get("multiprocessing.process")
         if process and process.parent_process() is None:  # a child shares the folder of its parent
             shutil.rmtree(process.current_process()._config["tempdir"])
@@ -101,7 +102,7 @@ def _run(action: Callable[[], None], describe: Callable[[Iterable[Problem]], str
     except Stopped as end:
         return _announce(str(end), end.status)
     except BrokenPipeError:
-        return _announce("error: the pipe that reads the output was closed; the run ends", FAILED)
+        return _announce("error: the reader of the output closed the pipe; the run ends", FAILED)
     except KeyboardInterrupt:
         return _announce("interrupted", INTERRUPTED)
     except BaseException as error:
@@ -121,7 +122,7 @@ def _announce(text: str, status: int) -> int:
 
 
 def announce_once(text: str) -> None:
-    """Print an error on the first rank of this host that fails. The errors of the other ranks are consequences.
+    """Print an error on the first rank of this host that fails. The later errors of other ranks are its consequences.
 
     The rank that creates the file of `claim_announcement` prints. Rank 0 may not be able to print, because torchrun
     stops all ranks as soon as one fails.
@@ -149,7 +150,7 @@ def claim_announcement(environment: Mapping[str, str]) -> bool:
 
 
 def is_announced() -> bool:
-    """Return True if the failure of a rank of this host is printed, by that rank or by `launch`."""
+    """Return True if this rank or another one of this host, or `launch`, has printed a failure."""
     path = _announcement_mark(os.environ)
     return path is not None and os.path.exists(path)
 

@@ -1,4 +1,4 @@
-"""Handling of the signals that ask a process to end, also while its main thread is blocked."""
+"""Handling of the signals that ask a process to end, even while its main thread is blocked."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ RESTART_SIGNAL = signal.SIGUSR2
 """Signal with which `titan_launch.launch.agent` asks ranks to save and end, because a new host joined."""
 
 RESTART_STATUS = 75
-"""Exit status of the ranks after RESTART_SIGNAL (EX_TEMPFAIL of sysexits.h). With 0 the agents would end the run."""
+"""Exit status of the ranks after RESTART_SIGNAL (EX_TEMPFAIL of sysexits.h). With status 0 the agents would end the
+run."""
 
 AGENT_PID = "TITAN_LAUNCH_AGENT_PID"
-"""Environment variable with the process id of the agent, which starts and monitors the ranks of this host. The agent is
-`launch`, which sets the variable, or torchrun, which does not. This process ends when its agent ends."""
+"""Environment variable with the process id of the agent: `launch` or torchrun, which starts and monitors the ranks of
+this host. `launch` sets the variable; below torchrun, `stop_with_agent` sets it. A rank ends when its agent ends."""
 
 SAME_REQUEST_S = 2.0
 """Seconds after the first signal during which further signals count as the same request. A scheduler signals all
@@ -40,8 +41,8 @@ def signals_handled(
     `same_request_s` seconds after the first. Enter the block in the main thread.
 
     A thread makes the calls. Python runs a signal handler only when the main thread returns to the interpreter, which
-    never happens during a collective that hangs. A handler also must not log, since the interrupted code may
-    hold the lock of a log. Signals that `signals_blocked` blocked are unblocked. Ignored signals stay ignored.
+    never happens during a collective that hangs. A handler also must not log, since the interrupted code may hold the
+    lock of a logger. Signals that `signals_blocked` blocked are unblocked. Ignored signals stay ignored.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -65,8 +66,8 @@ def signals_handled(
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block STOP_SIGNALS and RESTART_SIGNAL in processes started during the block, until they enter `signals_handled`.
-    Otherwise a signal could kill a process before it has handlers."""
+    """Block STOP_SIGNALS and RESTART_SIGNAL in processes that are started during the block, until they enter
+    `signals_handled`. Without this, a signal could kill a process before it has handlers."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, RESTART_SIGNAL))
     try:
         yield
@@ -75,7 +76,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def ignore_stop_signals() -> None:
-    """Ignore STOP_SIGNALS and RESTART_SIGNAL in this process, which its parent ends.
+    """Ignore STOP_SIGNALS and RESTART_SIGNAL in this helper process. Its parent ends it.
 
     Schedulers, terminals and torchrun signal a whole process group, so helper processes get the signals too."""
     for number in (*STOP_SIGNALS, RESTART_SIGNAL):
@@ -86,7 +87,8 @@ _CONNECT_TIMEOUT_S = 10.0
 
 
 def stop_with_agent() -> None:
-    """Have the kernel send SIGTERM to this process when its agent ends. End the process now if the agent has ended.
+    """Make the kernel send SIGTERM to this process when its agent ends. If the agent has already ended, end the process
+    now.
 
     Call this function before slow imports. Without an agent, this function does nothing.
     """
@@ -144,8 +146,8 @@ def process_fields(pid: int) -> list[str] | None:
 
 
 def stop_with_parent(number: int = signal.SIGTERM) -> None:
-    """Have the kernel send this process a signal when its parent ends (Linux only; elsewhere, do nothing). A parent
-    that ended before this call is not noticed."""
+    """Make the kernel send the signal `number` to this process when its parent ends (on Linux; elsewhere, do nothing).
+    If the parent ended before this call, no signal is sent."""
     if sys.platform != "linux":
         return
     import ctypes

@@ -11,7 +11,8 @@ NEWEST_TESTED = (2, 15)
 
 @cache  # reads a file, and is called in every microbatch of a pipeline
 def torch_release() -> tuple[int, int]:
-    """Return major and minor number of the installed torch, such as (2, 13). Without torch: NEWEST_TESTED."""
+    """Return the release of the installed torch as (major, minor), such as (2, 13). Without torch, return
+    NEWEST_TESTED."""
     try:
         major, minor = version("torch").split(".")[:2]
     except PackageNotFoundError:
@@ -22,19 +23,22 @@ def torch_release() -> tuple[int, int]:
 def is_tested_release() -> bool:
     """Return True if the installed torch is not newer than NEWEST_TESTED.
 
-    On a newer release, features that use private state of PyTorch are switched off (`torch_private`).
+    On a newer release, features that use private state of PyTorch are disabled
+    (`titan_launch.distributed.torch_private`).
     """
     return torch_release() <= NEWEST_TESTED
 
 
 def planned_release() -> str:
-    """Return the release whose FSDP2 schedule the planner follows, as `2.13`: the installed one, or NEWEST_TESTED."""
+    """Return the release whose FSDP2 the planner simulates, such as `2.13`: the installed one, or NEWEST_TESTED if that
+    is older."""
     return ".".join(map(str, min(torch_release(), NEWEST_TESTED)))
 
 
 CAN_SHARE_UNITS = torch_release() >= (2, 13)
-"""True if one `fully_shard` call casts the inputs and outputs of each of its modules. Before torch 2.13 the call cast
-the inputs of the first module that runs and the outputs of the last. Its count was wrong when a module did not run."""
+"""True if one `fully_shard` call casts the inputs and outputs of each of its modules. Before torch 2.13 FSDP2 cast only
+the inputs of the first module that ran, and the outputs of the last. If one module did not run, FSDP2 miscounted the
+modules that had run."""
 
 ACCUMULATES_IN_GRAD = torch_release() >= (2, 15)
 """True if autograd accumulates an unsharded parameter's gradients in the reduce dtype (`Tensor.grad_dtype`).
@@ -44,7 +48,8 @@ backward of the unit. FSDP2 converted only the first gradient of a step; later g
 
 FREES_EARLIER = torch_release() >= (2, 15)
 """True if FSDP2 frees the previous all-gather buffer before the next copy-out, and gradients before their reduction.
-Before torch 2.15 local variables kept one of each alive longer."""
+Before torch 2.15 local variables kept one buffer and the gradients of one unit alive longer."""
 
 SKIPS_DIVISION_BY_ONE = torch_release() >= (2, 15)
-"""True if FSDP2 skips the division of gradients by 1 when there is one shard. The division costs a copy."""
+"""True if FSDP2 skips the division of gradients by 1 if there is one shard. Earlier releases divide, which costs a
+copy."""

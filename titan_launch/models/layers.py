@@ -17,9 +17,9 @@ from titan_launch.models.attention import attend
 class RotaryEmbedding(nn.Module):
     """Rotates each pair of neighbouring channels of a head by an angle proportional to the token's position.
 
-    All layers share one instance. The table is a buffer, not an argument: FSDP2 casts every floating argument of a
-    wrapped module to the compute dtype, and bf16 cannot distinguish position 8000 from 8001. Checkpoints do not contain
-    the table; `reset_parameters` computes it after a start on the meta device.
+    All layers share one instance. The table of angles is a buffer, not an argument: FSDP2 casts every floating argument
+    of a wrapped module to the compute dtype, and bf16 cannot distinguish position 8000 from 8001. Checkpoints do not
+    contain the table. `reset_parameters` computes it for a model that was built on the meta device.
     """
 
     table: Tensor
@@ -36,7 +36,7 @@ class RotaryEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Compute the table, in fp32 as when the published models were trained."""
+        """Compute the table in fp32, as the published models do."""
         frequencies = rotary_frequencies(self.head_dim, self.theta, self.scaling, self.table.device)
         positions = torch.arange(self.table.shape[0], dtype=torch.float32, device=self.table.device)
         angles = torch.outer(positions, frequencies)
@@ -59,13 +59,13 @@ class RotaryEmbedding(nn.Module):
 def _rotated(pairs: Tensor, table: Tensor) -> Tensor:
     """Return the rotated pairs, by one product of complex numbers.
 
-    Without a compiler this needs a seventh of the kernels of `_rotated_by_parts`, and they are vectorized on a CPU.
+    In eager mode this needs a seventh of the kernels of `_rotated_by_parts`, and these are vectorized on a CPU.
     """
     return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(table))
 
 
 def _rotated_by_parts(pairs: Tensor, table: Tensor) -> Tensor:
-    """Return the rotated pairs, by real numbers: inductor fuses these operations, and cannot compile complex ones."""
+    """Return the rotated pairs, by real products. Inductor fuses these, but cannot compile complex numbers."""
     (first, second), (cos, sin) = pairs.unbind(-1), table.unbind(-1)
     return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
@@ -73,7 +73,7 @@ def _rotated_by_parts(pairs: Tensor, table: Tensor) -> Tensor:
 def rotary_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """Return the radians per token of each channel pair, [head_dim / 2]: theta^(-2 i / head_dim), scaled if asked.
+    """Return the angle per token of each channel pair in radians, [head_dim / 2]: theta^(-2 i / head_dim).
 
     Linear scaling divides all frequencies by `factor`. Llama 3.1 divides the frequencies of slow pairs and keeps those
     of fast pairs. Between, it interpolates linearly by the number of turns within the original context (Meta's
@@ -159,26 +159,26 @@ class Attention(nn.Module):
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """BatchNorm of each channel over all tokens of the microbatch; in evaluation, by the running statistics.
+    """BatchNorm of each channel over all tokens of the microbatch. Evaluation uses the running statistics.
 
-    A bf16 input with fp32 parameters and statistics needs no cast: the kernels compute in fp32, and the output has the
-    input's dtype.
+    The input may be bf16 while parameters and statistics are fp32. The kernels then compute in fp32, and the output is
+    bf16.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., dim) to the same shape; training needs at least two tokens."""
         normalized = super().forward(x.reshape(-1, x.shape[-1]))
-        # FSDP2 warns of outputs that are views to autograd, because an in-place operation on them drops FSDP2's hooks.
-        # `_unsafe_view` is no view to autograd, costs nothing, and is what `nn.Linear` uses.
+        # FSDP2 warns if an output is a view for autograd, because an in-place operation on it would drop FSDP2's hooks.
+        # For autograd, the result of `_unsafe_view` is not a view. It copies nothing. `nn.Linear` uses it too.
         return torch.ops.aten._unsafe_view(normalized, x.shape)
 
 
 class RMSNorm(nn.RMSNorm):
     """Division of each token's channels by their root mean square (arXiv:1910.07467).
 
-    On a CPU the norm is several operations, and each contributes to the gradient of the input. `view_as` makes autograd
-    add these contributions before that of the residual connection, as if the norm were an FSDP2 unit. So the gradient
-    has the same bits in both cases.
+    On a CPU the norm consists of several operations, and each contributes to the input's gradient. `view_as` makes
+    autograd add these contributions before the gradient of the residual connection. The order is then the same as for
+    a norm that is its own FSDP2 unit, so the gradient is bitwise equal in both cases.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -18,13 +18,13 @@ from titan_launch.config.sections.model import ModelConfig
 
 @dataclass(frozen=True)
 class Architecture:
-    """The keys and values that `[model]` accepts for one model."""
+    """The arguments and the size table of one model."""
 
     args: type[ModelArgs]
-    """Section with the fields of `[model.args]`. Its methods answer the questions of `ModelArgs` about the model."""
+    """Class of the table `[model.args]`. Its methods describe the model; `ModelArgs` documents them."""
 
     flavors: Mapping[str, Mapping[str, Any]]
-    """The size table: values of these fields, by flavor."""
+    """The size table: for each flavor, the values of arguments."""
 
 
 ARCHITECTURES = {
@@ -60,7 +60,7 @@ def known_args(model: ModelConfig) -> ModelArgs | None:
 def images_taken(model: ModelConfig) -> ImageFormat | None:
     """Return the format of the images that a model takes; None for a model of tokens, and for a user's own model.
 
-    Raises as `resolve_args` does.
+    Raises the same errors as `resolve_args`.
     """
     if model.name not in ARCHITECTURES:
         return None

@@ -1,5 +1,4 @@
-"""The base class of model arguments: properties of a model that the launcher needs before the model is built. No
-torch."""
+"""The base class of model arguments. It describes a model before the model is built, without torch."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from titan_launch.config.sections.data import ImageFormat, SampleUnit
 class ModelArgs(Section):
     """The base class of the arguments of every model of this package.
 
-    A model overrides the methods whose default result is wrong for it. A model of tokens names the number of rows of
-    its embedding `vocab_size`.
+    A subclass overrides the methods whose default result is wrong for its model. If the model takes tokens, its
+    argument `vocab_size` must be the number of rows of the embedding.
     """
 
     unit: ClassVar[SampleUnit] = "tokens"
@@ -24,8 +23,8 @@ class ModelArgs(Section):
     supports_context_parallel: ClassVar[bool] = False
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield contradictions between arguments, as (arguments, reason). The likeliest cause is the first of the
-        arguments."""
+        """Yield contradictions between arguments, as (names of the arguments, reason). The first name is the likeliest
+        cause."""
         yield from ()
 
     def unused(self) -> Iterator[tuple[str, str]]:
@@ -66,10 +65,10 @@ class ModelArgs(Section):
         return None
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
-        """Return the sizes, by argument, that the tensor-parallel degree must divide."""
+        """Return the arguments, with their values, that the tensor-parallel degree must divide."""
         return {}
 
     def batchnorm_over_tokens(self) -> str | None:
-        """Return the key and value of `[model.args]` with which BatchNorm computes statistics over tokens; None if the
-        model has no such BatchNorm."""
+        """Return the setting in `[model.args]` that makes BatchNorm compute statistics over tokens, such as `norm =
+        "batchnorm"`. Return None if the model has no such BatchNorm."""
         return None

@@ -20,7 +20,7 @@ EXPANSION = {"basic": 1, "bottleneck": 4}
 
 
 class ResNetArgs(ModelArgs):
-    """The shape of a ResNet."""
+    """Sizes and options of a ResNet."""
 
     unit: ClassVar[SampleUnit] = "images"
 
@@ -82,7 +82,7 @@ class _Convolution:
     out_channels: int
     kernel_size: int
     out_size: int
-    """Height and width of its output."""
+    """Height and width of the output."""
 
     @property
     def num_weights(self) -> int:

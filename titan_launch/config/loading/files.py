@@ -17,14 +17,15 @@ class JobFile:
 
     def __init__(self, path: str):
         self.path = path
-        """Path as the user gave it, or as the `extends` of another file gives it, relative to the working directory."""
+        """Path from the command line, or from the `extends` of another file, relative to the working directory."""
         self._text = _read_text(path)
         self.table: dict[str, Any] = _parse(path, self._text)
         """Content of the file, without `extends`."""
         self.extends = self.table.pop("extends", [])
 
     def find(self, key: KeyPath) -> tuple[int, str]:
-        """Return the line of a key, or of the nearest table around it, and its location as `FILE:LINE`."""
+        """Return the line of a key, and the location as `FILE:LINE`. A key without a line has the line of the nearest
+        table around it. If there is none, return 0 and the path."""
         for length in range(len(key), 0, -1):
             line = self._lines.get(key[:length])
             if line is not None:
@@ -68,7 +69,9 @@ class _Reader:
         """Read a file after the files that it extends. `place`: location of the `extends` that names the file."""
         identity = os.path.realpath(path)
         if path in self._chain or identity in map(os.path.realpath, self._chain):
-            self.problems.append(f"{place}: the files extend each other: {' -> '.join([*self._chain, path])}")
+            self.problems.append(
+                f"{place}: files extend each other: {' -> '.join([*self._chain, path])}; remove one of the extends keys"
+            )
         elif identity not in self._done:
             self._done.add(identity)
             try:
@@ -84,13 +87,13 @@ class _Reader:
         self.files.append(file)
 
     def _bases(self, file: JobFile) -> list[tuple[str, str]]:
-        """Return the files that a file extends, each with the location of its `extends`."""
+        """Return the path of each file that `file` extends, with the location of the `extends` key."""
         names = [file.extends] if isinstance(file.extends, str) else file.extends
         if names == []:
             return []
         _, place = file.find(("extends",))
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            self.problems.append(f"{place}: extends: must be the name of a file, or an array of names")
+            self.problems.append(f"{place}: extends: must be the path of a file, or an array of paths")
             return []
         folder = os.path.dirname(file.path)
         return [(_join(folder, name), f"{place}: extends = {toml_value(name)}") for name in names]
@@ -156,5 +159,5 @@ def _parse_json(path: str, text: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise _FileError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
     if not isinstance(table, dict):
-        raise _FileError(f"{path}: must be an object with the sections of a job")
+        raise _FileError(f"{path}: must contain a JSON object with the sections of a job")
     return table

@@ -9,7 +9,7 @@ from titan_launch.core.errors import KeyPath
 
 _NO_LORA = "LoRA is not supported; all parameters are trained, except those with requires_grad = False in your model"
 _NO_EXPERTS = "expert parallelism is not supported; remove this key"
-_NO_STAGE_LAYERS = 'use "parallelism.pipeline_parallel_split_points": the first module of each stage from the second on'
+_NO_STAGE_LAYERS = 'use "parallelism.pipeline_parallel_split_points": the first module of every stage but the first'
 _NO_TOKENIZER = 'tokenizer files are not supported; each byte is a token ("tokenizer.kind")'
 _NO_DATASET = 'named data sets are not supported; set "data.path" to a file, a folder or a glob'
 _NO_TRACE = (
@@ -51,7 +51,7 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "training.compile": "compile.enable",
     "training.deterministic": "debug.deterministic",
     "optimizer.betas": _BETAS,
-    "optimizer.early_step_in_backward": "not supported; gradients are clipped before the first update",
+    "optimizer.early_step_in_backward": "not supported, since clipping needs all gradients before the update",
     "optimizer.fused": 'use "optimizer.implementation" = "fused"',
     "optimizer.foreach": 'use "optimizer.implementation" = "foreach"',
     "optimizer.momentum": 'use "optimizer.sgd.momentum" or "optimizer.muon.momentum"',
@@ -82,10 +82,10 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "activation_checkpoint.type": "activation_checkpoint.mode",
     "activation_checkpoint.early_stop": "not supported; remove this key",
     "activation_checkpoint.preserve_rng_state": "not supported; remove this key",
-    "compile.mode": "not supported; inductor runs in its default mode",
-    "compile.fullgraph": "not needed; each block is always one graph",
+    "compile.mode": "not supported; inductor always runs in its default mode; remove this key",
+    "compile.fullgraph": "not needed, since each block is always one graph; remove this key",
     "metrics.enable_wandb": _NO_WANDB,
-    "metrics.disable_color_printing": "not needed; the console output has no colors",
+    "metrics.disable_color_printing": "not needed, since the console output has no colors; remove this key",
     "metrics.save_tb_folder": "not supported; TensorBoard files are in tb/ of the run folder",
     "comm.backend": '"job.device" sets the backend: NCCL for "cuda", gloo for "cpu"',
     "comm.mode": "not supported in a job file; use the option --fake-world-size",
@@ -96,7 +96,7 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "float8.precompute_float8_dynamic_scale_for_fsdp": 'not needed; "float8.all_gather" always precomputes the scales',
     "float8.recipe_name": "float8.recipe",
     "debug.detect_anomaly": "anomaly detection is not supported; remove this key",
-    "debug.deterministic_warn_only": 'not supported; with "debug.deterministic" such a kernel is an error',
+    "debug.deterministic_warn_only": 'not supported; "debug.deterministic" makes nondeterministic kernels an error',
     "validation.enable": 'use "validation.freq"; 0 disables validation',
     "validation.dataset": _NO_DATASET.replace("data.path", "validation.data.path"),
     "validation.dataset_path": "validation.data.path",
@@ -107,8 +107,8 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "profiling": _NO_TRACE,
     "quantize": "float8.enable",
 }
-"""Keys and sections of TorchTitan that have another name here. A key that is only in another section here needs no
-entry."""
+"""Remedies for keys and sections of TorchTitan that have another name here. A key that is here in another section under
+the same name needs no entry."""
 
 COMMON_NAMES: dict[str, str] = {
     "seed": "training.seed",
@@ -181,7 +181,7 @@ COMMON_NAMES: dict[str, str] = {
     "machine_rank": "the number of this host is not part of the job; use the option --node-rank of `launch`",
     "main_process_ip": "the address of rank 0 is not part of the job; use the option --master-addr of `launch`",
 }
-"""Names of keys of the other tools, in any section."""
+"""Remedies for keys of the other tools by name, in any section."""
 
 FOREIGN_KEYS: dict[str, str] = {
     **TORCHTITAN_KEYS,
@@ -201,8 +201,8 @@ FOREIGN_KEYS: dict[str, str] = {
 
 
 def foreign_key(key: KeyPath) -> tuple[str, list[KeyPath]] | None:
-    """Return the remedy for a key of another tool, and the keys of this job file that it names; None for any other
-    key."""
+    """Return the remedy for a key of another tool, and the keys of this job file that the remedy names; None for any
+    other key."""
     text = FOREIGN_KEYS.get(".".join(map(str, key))) or FOREIGN_KEYS.get(str(key[-1]))
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""Loading of a job: files and command line to a checked configuration, without torch."""
+"""Loading of a job from files and the command line into a checked configuration, without torch."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def load_job(
 ) -> LoadedJob:
     """Read a job file (`.toml`, or the `config.json` of a run), apply the overrides, and check the configuration.
 
-    `aliases`: options that stand for overrides (`--device` for `--planner.device`). Messages show them as given. Raises
-    UserError with all problems: location, key, value, reason and remedy of each.
+    `aliases`: options that stand for overrides (`--device` for `--planner.device`). Messages show options as the user
+    wrote them. Raises UserError with all problems: location, key, value, reason and remedy of each.
     """
     draft, problems = _merge_all(path, overrides, aliases)
     config, more = _parse(draft.table)
@@ -124,7 +124,7 @@ def _model_of_weights(model: Any) -> FolderFile | None:
 def _parse(table: dict[str, Any]) -> tuple[JobConfig, list[Problem]]:
     """Return the configuration in a table, and the problems of the table.
 
-    The configuration omits wrong keys, so that the rules can check its other keys.
+    Wrong keys have their defaults in the configuration, so that the rules can check the other keys.
     """
     try:
         return JobConfig.model_validate(_complete(table)), []
@@ -138,7 +138,7 @@ def _parse(table: dict[str, Any]) -> tuple[JobConfig, list[Problem]]:
 
 
 def _complete(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table with all sections, empty ones for missing sections. One validator then validates all sections."""
+    """Return a table with an empty table for each missing section, so that one validator validates all sections."""
     return _with_kinds({name: {} for name in JobConfig.model_fields} | dict(table), ())
 
 
@@ -187,6 +187,6 @@ def _keys_of(problem: Problem) -> tuple[KeyPath, ...]:
 
 
 def _overlap(one: KeyPath, other: KeyPath) -> bool:
-    """Return True if one key equals the other, or is in it."""
+    """Return True if the keys are equal, or if one of them is a table that contains the other."""
     length = min(len(one), len(other))
     return one[:length] == other[:length]

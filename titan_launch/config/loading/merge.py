@@ -37,8 +37,8 @@ def parse_overrides(arguments: Sequence[str], aliases: Mapping[str, str] | None 
     """Read `--section.key=value`, `--section.key value` and `--section.flag` (the value is then true).
 
     `aliases`: short names of options, with the dotted keys they stand for (`--device`: `--planner.device`). Overrides
-    that set a `kind` come first, so that the order on the command line does not matter. Raises UserError with all
-    arguments that are not overrides.
+    that set a `kind` come first in the result, so that the order on the command line does not matter. Raises UserError
+    with all arguments that are not overrides.
     """
     overrides, problems = [], []
     for text, name, value in _split(arguments):
@@ -72,7 +72,7 @@ def _parse_key(name: str) -> tuple[str, ...]:
         raise ValueError(f"is not an override; overrides have the form --section.key=value{remedy}")
     key = _split_key(name[2:])
     if key[0] == "extends":
-        raise ValueError("extends is not a key of overrides; write it into the file that --config names")
+        raise ValueError("extends cannot be set on the command line; set it in the file that --config names")
     return key
 
 
@@ -119,8 +119,8 @@ class Draft:
         self._merge(self.table, table, (), source)
 
     def override(self, override: Override) -> None:
-        """Set the key of an override. Raises ConfigError if the path of the key leads through a value that is neither a
-        table nor an array."""
+        """Set the key of an override. Raises ConfigError for a wrong index, and for a path through a value that is
+        neither a table nor an array."""
         self._sources.append(override)
         try:
             self._set(override)
@@ -151,7 +151,8 @@ class Draft:
             self._put(table, name, value, (*key, name), source)
 
     def _drop_keys_of_old_kind(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath) -> None:
-        """Remove the keys that lose their meaning when `new` changes the kind of a table."""
+        """If `new` changes the kind of a table, remove the keys that have no meaning, or another one, in the new
+        kind."""
         if kinds := TAGGED.get(key):
             for name in kinds.dropped_keys(table, new):
                 del table[name]
@@ -177,7 +178,9 @@ class Draft:
             self._put(container, name, [] if following.isdecimal() else {}, key, source)
         inside = container[name]
         if not isinstance(inside, (dict, list)):
-            reason = f"{format_key(key)} is {toml_value(inside)}, which is neither a table nor an array"
+            reason = (
+                f"{format_key(key)} is {toml_value(inside)}, not a table or an array; remove the key's following part"
+            )
             raise config_error((*key, following), reason)
         return inside
 
@@ -188,7 +191,7 @@ class Draft:
 
 
 def _name_in(container: Any, part: str, key: KeyPath) -> str | int:
-    """Return a part of an override's path as a key of a table or as an index of an array."""
+    """Return one part of an override's path: a string if `container` is a table, an index if it is an array."""
     if isinstance(container, dict):
         return part
     if part.isdecimal() and int(part) <= len(container):
@@ -200,7 +203,7 @@ def _index_reason(array: str, length: int) -> str:
     if not length:
         return f"{array} is empty; use index 0 to append the first item"
     items = "item 0" if length == 1 else f"items 0 to {length - 1}"
-    return f"{array} has {items}; use index {length} to append an item"
+    return f"{array} has only {items}; use index {length} to append an item"
 
 
 def _has(container: Any, name: Any) -> bool:

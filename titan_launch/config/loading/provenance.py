@@ -21,7 +21,7 @@ class Source(Protocol):
     """A file or an override, which is merged over earlier ones."""
 
     def find(self, key: KeyPath) -> tuple[int, str]:
-        """Return the line of a key, or of the nearest table around it (0 if there is none), and its location."""
+        """Return the line of a key (or of the nearest table around it, or 0) and the location as text."""
 
 
 class Provenance:
@@ -64,7 +64,7 @@ class Provenance:
 
 
 def contains(table: Mapping[str, Any], key: KeyPath) -> bool:
-    """Return True if a key is in a table, or in its tables and arrays."""
+    """Return True if a table contains a value at the path `key`."""
     value: Any = table
     for part in key:
         known = range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ()
@@ -78,8 +78,8 @@ _MAX_VALUE_LENGTH = 60
 
 
 def report(lines: Sequence[str], subject: str) -> str:
-    """Return the message for problems: one line for a single problem, else a line with their number and one line
-    each."""
+    """Return the message for problems: one line for a single problem; otherwise a line with the number of problems,
+    then a line for each."""
     if len(lines) == 1:
         return f"error: {lines[0]}"
     return "\n  ".join([f"error: {len(lines)} problems in {subject}", *lines])

@@ -64,10 +64,9 @@ def tables(section: type[Section], key: KeyPath = ()) -> Iterator[TableSchema]:
 
 
 def locate(location: Sequence[str | int], section: type[Section]) -> tuple[KeyPath, type[Section] | None, bool]:
-    """Return the path in the job file for an error location of pydantic, the section of its last key, and True if the
-    location names a member of a plain union.
-
-    Pydantic's location also names the member of a union (`data.text.path`, `data.path.str`). The file has no such key.
+    """Convert pydantic's location of an error to the path in the job file. Return the path, the section of its last
+    key, and True if the location names a member of a union of plain types. Pydantic's locations contain names of union
+    members (`text` in `data.text.path`, `str` in `data.path.str`). The path omits them.
     """
     key: KeyPath = ()
     kinds: list[Any] = [section]
@@ -86,7 +85,7 @@ def locate(location: Sequence[str | int], section: type[Section]) -> tuple[KeyPa
 
 
 def _names(label: str | int, kind: Any) -> bool:
-    """Return True if pydantic's name of a union member (its tag, or its type) stands for this type."""
+    """Return True if `label` is pydantic's name of the union member `kind`: its tag, or the name of its type."""
     if is_section(kind):
         return label in choices(kind.model_fields["kind"].annotation)
     return str(label).startswith("tuple") == (get_origin(kind) is tuple)
@@ -110,19 +109,19 @@ class Kinds:
         """Kind of a table without `kind`: the first one."""
 
     def dropped_keys(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
-        """Return the keys of a table that lose their meaning when another table, merged over it, changes its kind.
+        """Return the keys of the table `old` that the merge with `new` must remove, because `new` changes the kind.
 
         A key keeps its meaning if both kinds inherit it from one class.
         """
         if "kind" not in new or new["kind"] == old.get("kind", self.default):
             return set()
-        kinds = (str(table.get("kind", self.default)) for table in (old, new))  # str: a file may hold anything
+        kinds = (str(table.get("kind", self.default)) for table in (old, new))  # str: the values are not validated yet
         before, after = (self.variants.get(kind, Section) for kind in kinds)
         shared = [base for base in before.__mro__ if issubclass(base, Section) and issubclass(after, base)]
         return self.keys_of_some() & old.keys() - {key for base in shared for key in base.model_fields}
 
     def keys_of_some(self) -> set[str]:
-        """Return the keys of some kinds that not all kinds have."""
+        """Return the keys that some kinds have, but not all."""
         all_keys = [set(variant.model_fields) for variant in self.variants.values()]
         return {key for keys in all_keys for key in keys if not all(key in others for others in all_keys)}
 

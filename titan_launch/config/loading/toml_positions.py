@@ -1,4 +1,5 @@
-"""Line of each key of a TOML document, which tomli does not report, and messages for tomli's syntax errors."""
+"""The line of each key of a TOML document, since tomli does not report lines, and messages for tomli's syntax
+errors."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ def _in_no_member(one: Problem, other: Problem) -> Problem:
 
 
 def _has_deeper(key: KeyPath, found: Mapping[KeyPath, Problem]) -> bool:
-    """Return True if a key inside of the table `key` has a problem. One member of the union then fits the table, except
-    for the inner key."""
+    """Return True if a key inside of the table `key` has a problem. One member of the union then fits the table except
+    for the inner key, so the problem of the table itself is dropped."""
     return any(len(other) > len(key) and other[: len(key)] == key for other in found)
 
 
@@ -142,7 +142,7 @@ _HALF = ("float16", "fp16", "half")
 _TYPES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "int_type": ("a whole number", _whole_number_hint),
     "float_type": ("a number", _number_hint),
-    "finite_number": ("finite", _no_hint),
+    "finite_number": ("a finite number", _no_hint),
     "bool_type": ("true or false", _bool_hint),
     "string_type": ("a string", _string_hint),
 }
@@ -157,7 +157,7 @@ _BOUNDS: Mapping[str, tuple[str, str]] = {
 _ARGS = ("model", "args")
 
 _MAX_TABLES = 2
-"""A misplaced key is looked up in other tables. If more tables than this have it, it is too common for a hint."""
+"""Maximum number of tables that a hint for a misplaced key names. If more tables have the key, there is no hint."""
 
 _SINGLE_WORDS = {"beta1", "beta2", "eps", "flavor", "lr", "mfu", "nesterov", "rounding", "shuffle", "steps"}
 """Names without an underscore that mean the same in every table. Other such names (`path`, `enable`) do not."""

@@ -1,6 +1,7 @@
 """Rules that pydantic cannot check: contradictions between keys, and names that must exist.
 
-A rule is a function that yields the problems it finds. The `also` of a problem names the other keys it depends on.
+A rule is a function that yields a `Problem` for each error that it finds. `Problem.also` names the other keys on which
+the problem depends.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Rule = Callable[[JobConfig], Iterator[Problem]]
 
 
 def kernels_are_profiled_on_cuda(config: JobConfig) -> Iterator[Problem]:
-    """Yield `comm.profile_freq` on a CPU, which has no CUDA kernels to profile."""
+    """Report `comm.profile_freq` on a CPU, which has no CUDA kernels to profile."""
     if config.job.device == "cpu" and config.comm.profile_freq:
         reason = 'profiles CUDA kernels, but job.device is "cpu"; remove this key, or set job.device = "cuda"'
         yield Problem(("comm", "profile_freq"), reason, config.comm.profile_freq, also=(("job", "device"),))

@@ -15,14 +15,14 @@ _KEYWORDS = ("latest", "none")
 
 
 def last_step_is_saved(config: JobConfig) -> Iterator[Problem]:
-    """Yield `save_last = false` with `checkpoint.enable`, which always saves the last step."""
+    """Report `save_last = false` with `checkpoint.enable`, which always saves the last step."""
     if config.checkpoint.enable and not config.checkpoint.save_last:
         reason = "checkpoint.enable = true always saves the last step; set true, or checkpoint.enable = false"
         yield Problem(("checkpoint", "save_last"), reason, config.checkpoint.save_last, also=(_ENABLE,))
 
 
 def best_checkpoints_are_validated(config: JobConfig) -> Iterator[Problem]:
-    """Yield `keep_best` if no step, or hardly any step, is both validated and saved."""
+    """Report `keep_best` if few or no steps are both validated and saved."""
     checkpoint, freq = config.checkpoint, config.validation.freq
     if not checkpoint.keep_best or not checkpoint.enable:
         return
@@ -35,20 +35,21 @@ def best_checkpoints_are_validated(config: JobConfig) -> Iterator[Problem]:
     elif checkpoint.interval % freq and freq % checkpoint.interval:
         reason = (
             f"counts only steps that are both saved (checkpoint.interval = {checkpoint.interval}) and validated "
-            f"(validation.freq = {freq}), which are few; make one a multiple of the other"
+            f"(validation.freq = {freq}), which are few; make one number a multiple of the other"
         )
         yield Problem(("checkpoint", "keep_best"), reason, checkpoint.keep_best, also=also)
 
 
 def loaded_step_is_resumable(config: JobConfig) -> Iterator[Problem]:
-    """Yield a step to load without `checkpoint.enable`: the run never resumes from its own folder."""
+    """Report a step in `checkpoint.load` without `checkpoint.enable`: such a run never resumes from its own run
+    folder."""
     if isinstance(config.checkpoint.load, int) and not config.checkpoint.enable:
         reason = "resumes from a checkpoint of this run, but checkpoint.enable is false; set checkpoint.enable = true"
         yield Problem(_LOAD, reason, config.checkpoint.load, also=(_ENABLE,))
 
 
 def load_is_a_word_or_a_path(config: JobConfig) -> Iterator[Problem]:
-    """Yield a `checkpoint.load` that is neither a keyword, nor a step, nor an existing path."""
+    """Report a `checkpoint.load` that is neither a keyword, nor a step, nor an existing path."""
     load = config.checkpoint.load
     if isinstance(load, int) and load < 1:
         yield Problem(_LOAD, 'must be "latest", "none", a step (at least 1), or a path', load)
@@ -58,28 +59,29 @@ def load_is_a_word_or_a_path(config: JobConfig) -> Iterator[Problem]:
 
 
 def one_checkpoint_is_loaded(config: JobConfig) -> Iterator[Problem]:
-    """Yield `initial_load_path` if `checkpoint.load` names a checkpoint, too."""
+    """Report `initial_load_path` if `checkpoint.load` also names a checkpoint."""
     checkpoint = config.checkpoint
     if checkpoint.initial_load_path is not None and checkpoint.load not in _KEYWORDS:
-        reason = "names a checkpoint to start from, but checkpoint.load names one, too; remove one of the two keys"
+        reason = "names a checkpoint to start from, but checkpoint.load also names one; remove one of the two keys"
         yield Problem(_INITIAL, reason, checkpoint.initial_load_path, also=(_LOAD,))
 
 
 def excluded_parts_have_a_checkpoint(config: JobConfig) -> Iterator[Problem]:
-    """Yield `exclude_from_loading` if no checkpoint is named: a run that resumes loads all parts."""
+    """Report `exclude_from_loading` if no key names a checkpoint. A run that resumes from its own latest checkpoint
+    loads all parts."""
     checkpoint = config.checkpoint
     if checkpoint.exclude_from_loading and checkpoint.initial_load_path is None and checkpoint.load in _KEYWORDS:
         reason = (
-            "applies only to a checkpoint that checkpoint.initial_load_path names, or checkpoint.load with a step or a "
-            f'path, but checkpoint.load is "{checkpoint.load}"; name a checkpoint, or remove this key'
+            f'requires a named checkpoint, but checkpoint.load is "{checkpoint.load}"; set checkpoint.load to a step '
+            "or a path, set checkpoint.initial_load_path, or remove this key"
         )
         yield Problem(_EXCLUDE, reason, list(checkpoint.exclude_from_loading), also=(_LOAD, _INITIAL))
 
 
 def steps_of_a_run_only_grow(config: JobConfig) -> Iterator[Problem]:
-    """Yield `exclude_from_loading = ["step"]` together with a step to load.
+    """Report `exclude_from_loading = ["step"]` together with a step to load.
 
-    The new checkpoints would have lower steps than the loaded one, which would then count as the newest.
+    The new checkpoints would have lower steps than the loaded one. The loaded one would then count as the newest.
     """
     checkpoint = config.checkpoint
     if isinstance(checkpoint.load, int) and "step" in checkpoint.exclude_from_loading:
@@ -106,7 +108,7 @@ _TIMEOUT: KeyPath = ("comm", "timeout_seconds")
 
 
 def rollback_has_checkpoints(config: JobConfig) -> Iterator[Problem]:
-    """Yield `rollback` without checkpoints."""
+    """Report `on_repeated_skips = "rollback"` without `checkpoint.enable`."""
     if config.debug.on_repeated_skips == "rollback" and not config.checkpoint.enable:
         remedy = 'set checkpoint.enable = true, or set on_repeated_skips = "stop"'
         reason = f"requires checkpoints, but checkpoint.enable is false; {remedy}"
@@ -114,7 +116,7 @@ def rollback_has_checkpoints(config: JobConfig) -> Iterator[Problem]:
 
 
 def rollback_can_be_reached(config: JobConfig) -> Iterator[Problem]:
-    """Yield `rollback` if no step can be skipped without ending the run."""
+    """Report `on_repeated_skips = "rollback"` if the first skipped step ends the run."""
     debug = config.debug
     if debug.on_repeated_skips == "rollback" and debug.on_nonfinite == "stop" and debug.spike_sigma is None:
         reason = (
@@ -126,7 +128,7 @@ def rollback_can_be_reached(config: JobConfig) -> Iterator[Problem]:
 
 
 def start_has_no_less_time(config: JobConfig) -> Iterator[Problem]:
-    """Yield an initial timeout below the later one: the first step takes the longest."""
+    """Report `comm.init_timeout_seconds` below `comm.timeout_seconds`: the first step takes the longest."""
     comm = config.comm
     if comm.init_timeout_seconds < comm.timeout_seconds:
         reason = f"must be at least comm.timeout_seconds ({comm.timeout_seconds}): the first step takes the longest"
@@ -134,7 +136,7 @@ def start_has_no_less_time(config: JobConfig) -> Iterator[Problem]:
 
 
 def hangs_are_seen_before_the_timeout(config: JobConfig) -> Iterator[Problem]:
-    """Yield a hang detection that is not earlier than the timeout of collectives."""
+    """Report `comm.hang_seconds` that is not below `comm.timeout_seconds`."""
     comm = config.comm
     if comm.hang_seconds is not None and comm.hang_seconds >= comm.timeout_seconds:
         reason = (

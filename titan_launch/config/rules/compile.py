@@ -19,7 +19,8 @@ _TENSOR: KeyPath = ("parallelism", "tensor_parallel_degree")
 
 
 def compile_options_are_for_compile(config: JobConfig) -> Iterator[Problem]:
-    """Yield options of compilation without `compile.enable`. (Defaults are accepted: a recorded job has them.)"""
+    """Report options of compilation without `compile.enable`. (Defaults are accepted: the `config.json` of a run
+    contains them.)"""
     if not config.compile.enable:
         reason = "has no effect with compile.enable = false; set compile.enable = true, or remove this key"
         for name, value in config.compile.changed("backend", "components", "cache_folder"):
@@ -27,10 +28,10 @@ def compile_options_are_for_compile(config: JobConfig) -> Iterator[Problem]:
 
 
 def cache_has_kernels(config: JobConfig) -> Iterator[Problem]:
-    """Yield a cache folder for a backend that compiles no kernels, and a cache folder without a name."""
+    """Report `compile.cache_folder` with a backend that compiles no kernels, and an empty `compile.cache_folder`."""
     compiles = config.compile
     if compiles.cache_folder == "":
-        yield Problem(_CACHE, "must be the name of a folder; remove this key for the compiler's own folder", "")
+        yield Problem(_CACHE, "must be the name of a folder; remove this key to use the compiler's default folder", "")
     elif compiles.enable and compiles.cache_folder is not None and compiles.backend != "inductor":
         reason = (
             f'stores compiled kernels, but compile.backend = "{compiles.backend}" compiles none; '
@@ -40,13 +41,13 @@ def cache_has_kernels(config: JobConfig) -> Iterator[Problem]:
 
 
 def selective_option_is_for_selective(config: JobConfig) -> Iterator[Problem]:
-    """Yield `selective_ac_option` in a mode other than `selective`. (The default is accepted: a recorded job has
-    it.)"""
+    """Report `selective_ac_option` in a mode other than `selective`. (The default is accepted: the `config.json` of a
+    run contains it.)"""
     yield from _option_of_another_mode(config, "selective_ac_option", "selective")
 
 
 def modules_are_checkpointed(config: JobConfig) -> Iterator[Problem]:
-    """Yield `activation_checkpoint.modules` in a mode that ignores this key."""
+    """Report `activation_checkpoint.modules` in a mode that ignores this key."""
     checkpointing = config.activation_checkpoint
     if checkpointing.modules and checkpointing.mode in ("none", "memory_budget"):
         reason = (
@@ -57,13 +58,13 @@ def modules_are_checkpointed(config: JobConfig) -> Iterator[Problem]:
 
 
 def budget_is_for_memory_budget(config: JobConfig) -> Iterator[Problem]:
-    """Yield `memory_budget` in a mode other than `memory_budget`. (The default is accepted: a recorded job has
-    it.)"""
+    """Report `memory_budget` in a mode other than `memory_budget`. (The default is accepted: the `config.json` of a run
+    contains it.)"""
     yield from _option_of_another_mode(config, "memory_budget", "memory_budget")
 
 
 def budget_has_a_compiler(config: JobConfig) -> Iterator[Problem]:
-    """Yield mode `memory_budget` without a compiler that builds the backward graph, and with tensor parallelism."""
+    """Report mode `memory_budget` if backward is not compiled, and with tensor parallelism."""
     if config.activation_checkpoint.mode != "memory_budget":
         return
     mode, others = "memory_budget", 'or set mode = "selective"'
@@ -71,10 +72,10 @@ def budget_has_a_compiler(config: JobConfig) -> Iterator[Problem]:
     if not compiles.enable or "model" not in compiles.components:
         key = _COMPONENTS if compiles.enable else _ENABLE
         wanted = 'add "model" to compile.components' if compiles.enable else "set compile.enable = true"
-        yield Problem(_MODE, f"requires that the blocks are compiled; {wanted}, {others}", mode, also=(key,))
+        yield Problem(_MODE, f"requires compiled blocks; {wanted}, {others}", mode, also=(key,))
     elif compiles.backend == "eager":
         reason = (
-            'requires a compiled backward, but compile.backend = "eager" has none; '
+            'requires a compiled backward, but compile.backend = "eager" does not compile backward; '
             f'set compile.backend = "inductor", {others}'
         )
         yield Problem(_MODE, reason, mode, also=(_BACKEND,))
@@ -87,14 +88,15 @@ def budget_has_a_compiler(config: JobConfig) -> Iterator[Problem]:
 
 
 def compile_has_components(config: JobConfig) -> Iterator[Problem]:
-    """Yield empty `compile.components` with `compile.enable`."""
+    """Report empty `compile.components` with `compile.enable`."""
     if config.compile.enable and not config.compile.components:
         reason = 'must not be empty; name "model", "loss" or both, or set compile.enable = false'
         yield Problem(_COMPONENTS, reason, [], also=(_ENABLE,))
 
 
 def compiled_loss_has_one_chunk(config: JobConfig) -> Iterator[Problem]:
-    """Yield a compiled loss in several chunks. A compiled loss makes no fp32 copies, so chunks save no memory."""
+    """Report `loss_chunks` above 1 with a compiled loss. A compiled loss makes no fp32 copies, so chunks save no
+    memory."""
     chunks = config.training.loss_chunks
     if config.compile.enable and "loss" in config.compile.components and chunks > 1:
         reason = (
@@ -105,7 +107,7 @@ def compiled_loss_has_one_chunk(config: JobConfig) -> Iterator[Problem]:
 
 
 def compiled_loss_is_not_sharded(config: JobConfig) -> Iterator[Problem]:
-    """Yield a compiled loss with `parallelism.loss_parallel`: its collectives and its custom backward cannot be
+    """Report a compiled loss with `parallelism.loss_parallel`: its collectives and its custom backward cannot be
     compiled."""
     parallelism = config.parallelism
     is_divided = parallelism.tensor_parallel_degree > 1 and parallelism.loss_parallel
@@ -133,7 +135,7 @@ COMPILE_RULES = (
 
 
 def _option_of_another_mode(config: JobConfig, option: str, wanted: str) -> Iterator[Problem]:
-    """Yield an option of activation checkpointing that applies only to the mode `wanted`."""
+    """Report an option of activation checkpointing that applies only to the mode `wanted`."""
     mode = config.activation_checkpoint.mode
     if mode != wanted:
         reason = f'has no effect with activation_checkpoint.mode = "{mode}"; set mode = "{wanted}", or remove this key'
@@ -146,13 +148,14 @@ _ATTENTION: KeyPath = ("kernels", "attention")
 
 
 def kernels_exist_on_the_device(config: JobConfig) -> Iterator[Problem]:
-    """Yield kernels that CPUs lack. (If `job.device` is "auto", the run checks this at its start.)"""
+    """Report settings of `[kernels]` that a CPU does not support. (If `job.device` is "auto", the run checks this at
+    its start.)"""
     if config.job.device == "cpu":
         yield from missing_on_cpu(config.kernels)
 
 
 def missing_on_cpu(kernels: KernelsConfig) -> Iterator[Problem]:
-    """Yield the settings of `[kernels]` that a CPU does not support."""
+    """Report the settings of `[kernels]` that a CPU does not support."""
     if kernels.attention in ("cudnn", "efficient"):
         reason = 'is a kernel for GPUs, but the device is "cpu"; set "auto", "flash" or "math", or train on GPUs'
         yield Problem(_ATTENTION, reason, kernels.attention, also=(_DEVICE,))
@@ -162,7 +165,7 @@ def missing_on_cpu(kernels: KernelsConfig) -> Iterator[Problem]:
 
 
 def ring_attention_has_kernels(config: JobConfig) -> Iterator[Problem]:
-    """Yield the `math` kernel with context parallelism: ring attention supports only fused kernels."""
+    """Report the `math` kernel with context parallelism: ring attention supports only fused kernels."""
     degree = config.parallelism.context_parallel_degree
     if degree > 1 and config.kernels.attention == "math":
         reason = (

@@ -28,7 +28,7 @@ _NAME: KeyPath = ("model", "name")
 
 
 def data_suits_the_model(config: JobConfig) -> Iterator[Problem]:
-    """Yield data of another unit than the model takes: tokens or images."""
+    """Report data whose unit (tokens or images) is not the unit that the model takes."""
     architecture = ARCHITECTURES.get(config.model.name)
     for source, data in _sources(config):
         if architecture is not None and data.unit != architecture.args.unit:
@@ -38,28 +38,31 @@ def data_suits_the_model(config: JobConfig) -> Iterator[Problem]:
 
 
 def validation_has_the_unit_of_training(config: JobConfig) -> Iterator[Problem]:
-    """Yield validation data of another unit than the training data, for a factory's model, whose own unit is
-    unknown."""
+    """Report validation data whose unit differs from that of the training data. (Only for a factory, since the unit of
+    its model is unknown.)"""
     held_out, unit = config.validation.data, config.data.unit
     if ":" in config.model.name and held_out is not None and held_out.unit != unit:
-        reason = f"gives {held_out.unit}, but the training data are {unit}; set {_kinds_of(unit)}"
+        reason = f"consists of {held_out.unit}, but the training data consists of {unit}; set {_kinds_of(unit)}"
         yield Problem(("validation", "data", "kind"), reason, held_out.kind, also=(_NAME, ("data", "kind")))
 
 
 def vocabulary_is_large_enough(config: JobConfig) -> Iterator[Problem]:
-    """Yield a vocabulary of the model that is smaller than the vocabulary of its data."""
+    """Report a vocabulary of the model that is smaller than the vocabulary of its data."""
     vocab_size = getattr(known_args(config.model), "vocab_size", None)
     for source, data in _sources(config):
         if data.unit != "tokens":
             continue
         size, owner, key = _vocabulary(config, source, data)
         if vocab_size is not None and vocab_size < size:
-            reason = f"the model's vocab_size ({vocab_size}) must be at least {size}, the vocabulary of {owner}"
+            reason = (
+                f"the model's vocab_size ({vocab_size}) must be at least {size}, the vocabulary size of {owner}; "
+                "set model.args.vocab_size to that number or more"
+            )
             yield args_problem(config, ("vocab_size",), reason, also=(key, (*source, "kind")))
 
 
 def text_files_exist(config: JobConfig) -> Iterator[Problem]:
-    """Yield entries of a `path` that match no file."""
+    """Report entries of a `path` that match no file."""
     for source, data in _sources(config):
         if isinstance(data, TextData):
             entries = [data.path] if isinstance(data.path, str) else data.path
@@ -70,7 +73,7 @@ def text_files_exist(config: JobConfig) -> Iterator[Problem]:
 
 
 def image_files_exist(config: JobConfig) -> Iterator[Problem]:
-    """Yield a `path` to images that is not a file."""
+    """Report a `path` to images that is not a file."""
     for source, data in _sources(config):
         if isinstance(data, ImageData) and data.path != SKLEARN_DIGITS and not os.path.isfile(data.path):
             reason = f'must be an existing file, relative to the working directory, or "{SKLEARN_DIGITS}"'
@@ -78,8 +81,8 @@ def image_files_exist(config: JobConfig) -> Iterator[Problem]:
 
 
 def digits_suit_the_model(config: JobConfig) -> Iterator[Problem]:
-    """Yield differences between the digits and the images that the model takes. (A run checks other images when it
-    reads them.)"""
+    """Report differences between `sklearn-digits` and the images that the model takes. (A run checks other images when
+    it reads them.)"""
     taken = images_taken(config.model) if known_args(config.model) else None
     for source, data in _sources(config):
         if taken is not None and isinstance(data, ImageData) and data.path == SKLEARN_DIGITS:
@@ -88,14 +91,14 @@ def digits_suit_the_model(config: JobConfig) -> Iterator[Problem]:
 
 
 def validation_has_data(config: JobConfig) -> Iterator[Problem]:
-    """Yield `validation.freq` without validation data."""
+    """Report `validation.freq` without validation data."""
     if config.validation.freq and config.validation.data is None:
         reason = 'requires validation data; add [validation.data], for example with path and split = "validation"'
         yield Problem(("validation", "freq"), reason, config.validation.freq, also=(("validation", "data"),))
 
 
 def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
-    """Yield validation splits that overlap with the training data."""
+    """Report a validation split that overlaps with the training data."""
     train, held_out = config.data, config.validation.data
     if not (isinstance(train, _Split) and isinstance(held_out, _Split) and config.validation.freq):
         return
@@ -107,12 +110,12 @@ def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
         reason = f'these {what} are also in the training data; set data.split = "train"'
         yield Problem(("validation", "data", "split"), reason, held_out.split, also=also)
     elif train.validation_percent != held_out.validation_percent:
-        reason = f"must equal data.validation_percent ({train.validation_percent}), or the two splits overlap"
+        reason = f"must equal data.validation_percent ({train.validation_percent}), otherwise the two splits overlap"
         yield Problem(("validation", "data", "validation_percent"), reason, held_out.validation_percent, also=also)
 
 
 def validation_sequences_are_new(config: JobConfig) -> Iterator[Problem]:
-    """Yield synthetic validation data that equals the training data."""
+    """Report synthetic validation data with the same sequences as the training data."""
     train, held_out = config.data, config.validation.data
     if not (isinstance(train, SyntheticData) and isinstance(held_out, SyntheticData) and config.validation.freq):
         return
@@ -123,14 +126,14 @@ def validation_sequences_are_new(config: JobConfig) -> Iterator[Problem]:
 
 
 def validation_images_are_normalized_as_in_training(config: JobConfig) -> Iterator[Problem]:
-    """Yield a normalization of pixels in validation that differs from that in training."""
+    """Report `mean` and `std` of validation images that differ from those of training images."""
     train, held_out = config.data, config.validation.data
     if not (isinstance(train, ImageData) and isinstance(held_out, ImageData) and config.validation.freq):
         return
     for name, ours, theirs in (("mean", held_out.mean, train.mean), ("std", held_out.std, train.std)):
         if ours != theirs:
             value = list(theirs) if isinstance(theirs, tuple) else theirs
-            reason = f"must equal data.{name} ({value}), or validation normalizes images differently from training"
+            reason = f"must equal data.{name} ({value}): training and validation must normalize images in the same way"
             yield Problem(("validation", "data", name), reason, ours, also=(("data", name), ("data", "kind")))
 
 
@@ -157,19 +160,20 @@ def _sources(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
 
 
 def _kinds_of(unit: SampleUnit) -> str:
-    """Return a remedy that lists the kinds of data with a unit."""
+    """Return a remedy that lists the kinds of data with this unit: `kind = "text" or "synthetic"`."""
     return "kind = " + " or ".join(f'"{kind}"' for kind, data in DATA_KINDS.items() if data.unit == unit)
 
 
 def _why_no_file(entry: str) -> str:
     if os.path.isdir(entry):
-        return "this folder has no files"
+        return "this folder contains no files; name a folder with files, or a file"
     what = "no file matches this pattern" if any(char in entry for char in "*?[") else "no such file or folder"
     return f"{what} (paths are relative to the working directory)"
 
 
 def _vocabulary(config: JobConfig, source: KeyPath, data: DataSource) -> tuple[int, str, KeyPath]:
-    """Return the size of a source's vocabulary, the table that sets the size, and the key."""
+    """Return the vocabulary size of a source, the table or tokenizer that sets the size as text, and the key that sets
+    it."""
     own = data.own_vocabulary()
     if own is not None:
         return own, f"[{format_key(source)}]", (*source, "vocab_size")

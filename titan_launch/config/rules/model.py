@@ -17,7 +17,7 @@ _NAME, _FLAVOR, _ARGS = ("model", "name"), ("model", "flavor"), ("model", "args"
 
 
 def model_exists(config: JobConfig) -> Iterator[Problem]:
-    """Yield a model that is neither one of this package, nor a valid import string."""
+    """Report a model that is neither one of this package, nor a valid import string."""
     name = config.model.name
     if ":" in name:
         module, _, factory = name.partition(":")
@@ -30,7 +30,7 @@ def model_exists(config: JobConfig) -> Iterator[Problem]:
 
 
 def flavor_exists(config: JobConfig) -> Iterator[Problem]:
-    """Yield a flavor that is not a row of the model's size table."""
+    """Report a flavor that is not a row of the model's size table."""
     name, flavor = config.model.name, config.model.flavor
     if name in ARCHITECTURES and flavor not in (ALL_IN_ARGS, *ARCHITECTURES[name].flavors):
         flavors = ARCHITECTURES[name].flavors
@@ -39,7 +39,8 @@ def flavor_exists(config: JobConfig) -> Iterator[Problem]:
 
 
 def factory_has_no_flavor(config: JobConfig) -> Iterator[Problem]:
-    """Yield the flavor of a factory, which has no size table. (The default is accepted: a recorded job has it.)"""
+    """Report the flavor of a factory, which has no size table. (The default is accepted: the `config.json` of a run
+    contains it.)"""
     if ":" in config.model.name:
         reason = f"{config.model.name} has no flavors; remove this key, and set arguments in [model.args]"
         for _, flavor in config.model.changed("flavor"):
@@ -47,14 +48,14 @@ def factory_has_no_flavor(config: JobConfig) -> Iterator[Problem]:
 
 
 def model_args_are_valid(config: JobConfig) -> Iterator[Problem]:
-    """Yield wrong arguments: each argument alone, then contradictions between them."""
+    """Report wrong values of single arguments. If there are none, report contradictions between arguments."""
     try:
         args = resolve_args(config.model.name, config.model.flavor, config.model.args)
     except ValidationError as error:
         from titan_launch.config.loading.validation_errors import translate
 
         yield from translate(error, ARCHITECTURES[config.model.name].args, _ARGS)
-    except KeyError:  # an unknown model or flavor, or a factory, which checks its arguments itself
+    except KeyError:  # an unknown name or flavor (other rules report it); a factory checks its own arguments
         pass
     else:
         for fields, reason in args.problems():
@@ -80,10 +81,10 @@ def sequences_have_positions(config: JobConfig) -> Iterator[Problem]:
 
 
 def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
-    """Yield arguments of a factory that JSON cannot represent: a run records its configuration as JSON."""
+    """Report arguments of a factory that JSON cannot represent: a run records its configuration as JSON."""
     for key, value in _leaves(config.model.args, _ARGS):
         if isinstance(value, float) and not math.isfinite(value):
-            yield Problem(key, "must be finite: a run records its configuration as JSON", value)
+            yield Problem(key, "must be a finite number: a run records its configuration as JSON", value)
         elif not isinstance(value, (bool, int, float, str)):
             yield Problem(key, "must be a string, a number or a bool: a run records its configuration as JSON", value)
 
@@ -136,8 +137,8 @@ MODEL_RULES = (
 
 
 def args_problem(config: JobConfig, fields: tuple[str, ...], reason: str, also: tuple[KeyPath, ...] = ()) -> Problem:
-    """Return a problem of a model's arguments. Its key is the first of `fields` that the job sets, or else the flavor
-    that sets them."""
+    """Return a problem of a model's arguments. The key of the problem is the first of `fields` that the job sets. If
+    the job sets none, the key is `model.flavor`, which sets them all."""
     given = config.model.args
     name = next((field for field in fields if field in given), None)
     key, value = (_FLAVOR, config.model.flavor) if name is None else ((*_ARGS, name), given[name])

@@ -22,12 +22,13 @@ _RULES: KeyPath = ("precision", "rules")
 
 
 def settings_are_of_a_used_algorithm(config: JobConfig) -> Iterator[Problem]:
-    """Yield settings of algorithms that update no parameter. (Defaults are accepted: a recorded job has them.)"""
+    """Report settings of algorithms that update no parameter. (Defaults are accepted: the `config.json` of a run
+    contains them.)"""
     read = {setting for name in _algorithms(config.optimizer) for setting in ALGORITHMS[name].settings}
     for algorithm, row in ALGORITHMS.items():
         reason = (
             f"is a setting of {algorithm}, which updates no parameter of this job; remove this key, set "
-            f'optimizer.name = "{algorithm}", or give a parameter group algorithm = "{algorithm}"'
+            f'optimizer.name = "{algorithm}", or set algorithm = "{algorithm}" in a parameter group'
         )
         for setting in row.settings:
             for key, value in _changed(config.optimizer, setting) if setting not in read else ():
@@ -36,33 +37,35 @@ def settings_are_of_a_used_algorithm(config: JobConfig) -> Iterator[Problem]:
 
 
 def nesterov_has_momentum(config: JobConfig) -> Iterator[Problem]:
-    """Yield Nesterov's momentum if the momentum is 0."""
+    """Report Nesterov's momentum if the momentum is 0."""
     if config.optimizer.sgd.nesterov and not config.optimizer.sgd.momentum:
         reason = f"requires momentum, but {format_key(_MOMENTUM)} is 0; set momentum above 0, or nesterov = false"
         yield Problem(("optimizer", "sgd", "nesterov"), reason, True, also=(_MOMENTUM,))
 
 
 def state_dtype_has_a_state(config: JobConfig) -> Iterator[Problem]:
-    """Yield a state dtype for an optimizer without state tensors (SGD without momentum)."""
+    """Report a state dtype for an optimizer without state tensors (SGD without momentum)."""
     optimizer = config.optimizer
     if optimizer.state_dtype and not any(ALGORITHMS[name].state(optimizer) for name in _algorithms(optimizer)):
-        reason = f"is the dtype of the momentum, but {format_key(_MOMENTUM)} is 0; remove it, or set momentum above 0"
+        reason = (
+            f"is the dtype of the momentum, but {format_key(_MOMENTUM)} is 0; remove this key, or set momentum above 0"
+        )
         yield Problem(_STATE_DTYPE, reason, optimizer.state_dtype, also=(_MOMENTUM, _NAME, _GROUPS))
 
 
 def masters_are_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
-    """Yield master weights if no parameter is stored in bfloat16."""
+    """Report master weights if no parameter is stored in bfloat16."""
     if config.optimizer.master_weights and not _stores_bfloat16(config):
         reason = (
-            "keeps float32 copies of parameters that are stored in bfloat16, but none is; "
+            "keeps float32 copies of bfloat16 parameters, but no parameter is stored in bfloat16; "
             'set precision.storage_dtype = "bfloat16", or remove this key'
         )
         yield Problem(_MASTERS, reason, True, also=(_STORAGE, _RULES))
 
 
 def stochastic_rounding_is_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
-    """Yield stochastic rounding without bfloat16 moments, and without bfloat16 parameters that have no master
-    weights."""
+    """Report stochastic rounding if the optimizer updates no bfloat16 tensor: neither moments nor parameters. (With
+    master weights, it updates float32 copies of the parameters.)"""
     optimizer = config.optimizer
     if optimizer.rounding != "stochastic" or optimizer.state_dtype == "bfloat16":
         return
@@ -82,7 +85,8 @@ def stochastic_rounding_is_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
 
 
 def implementation_is_pytorchs(config: JobConfig) -> Iterator[Problem]:
-    """Yield an implementation of PyTorch with settings that PyTorch does not support. (The default is accepted.)"""
+    """Report an implementation of PyTorch with settings that PyTorch does not support. (`fused`, the default, is
+    accepted.)"""
     optimizer = config.optimizer
     chosen, _ = next(optimizer.changed("state_dtype", "rounding", "master_weights"), (None, None))
     if optimizer.implementation != "fused" and chosen is not None:

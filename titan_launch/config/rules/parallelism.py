@@ -25,12 +25,12 @@ _OPTIONS = {
     "context_parallel_load_balance": "context_parallel_degree",
     "context_parallel_rotate_method": "context_parallel_degree",
 }
-"""Options of parallelism, and the degree that must be above 1 for each of them."""
+"""For each option of `[parallelism]`, the degree that must be above 1 for the option to have an effect."""
 
 
 def options_have_a_degree(config: JobConfig) -> Iterator[Problem]:
-    """Yield options of parallelism without effect, since their degree is 1. (Defaults are accepted: a recorded job has
-    them.)"""
+    """Report options of `[parallelism]` that have no effect, because their degree is 1. (Defaults are accepted: the
+    `config.json` of a run contains them.)"""
     for name, value in config.parallelism.changed(*_OPTIONS):
         degree = _OPTIONS[name]
         if getattr(config.parallelism, degree) == 1:
@@ -39,7 +39,7 @@ def options_have_a_degree(config: JobConfig) -> Iterator[Problem]:
 
 
 def matrices_can_be_divided(config: JobConfig) -> Iterator[Problem]:
-    """Yield a tensor-parallel degree that does not divide the heads, the feed-forward width and the vocabulary."""
+    """Report a tensor-parallel degree that does not divide the heads, the feed-forward width and the vocabulary."""
     degree, args = config.parallelism.tensor_parallel_degree, known_args(config.model)
     if degree == 1 or args is None:
         return
@@ -52,7 +52,7 @@ def matrices_can_be_divided(config: JobConfig) -> Iterator[Problem]:
 
 
 def models_can_be_divided(config: JobConfig) -> Iterator[Problem]:
-    """Yield tensor and context parallelism that the model does not support."""
+    """Report tensor and context parallelism that the model does not support."""
     if config.model.name not in ARCHITECTURES:
         return
     args, parallelism = ARCHITECTURES[config.model.name].args, config.parallelism
@@ -78,7 +78,7 @@ def ring_attention_is_causal(config: JobConfig) -> Iterator[Problem]:
 
 
 def context_parallel_has_sequences(config: JobConfig) -> Iterator[Problem]:
-    """Yield context parallelism of a user's own model for images: context parallelism divides sequences of tokens.
+    """Report context parallelism of a user's own model for images: context parallelism divides sequences of tokens.
 
     (`models_can_be_divided` checks the package's models.)
     """
@@ -89,7 +89,7 @@ def context_parallel_has_sequences(config: JobConfig) -> Iterator[Problem]:
 
 
 def sequences_can_be_divided(config: JobConfig) -> Iterator[Problem]:
-    """Yield sequence lengths that cannot be divided equally among the ranks."""
+    """Report sequence lengths that cannot be divided equally among the ranks."""
     parallelism, seq_len = config.parallelism, config.training.seq_len
     context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     parts = 2 * context if parallelism.context_parallel_load_balance else context
@@ -110,7 +110,7 @@ def sequences_can_be_divided(config: JobConfig) -> Iterator[Problem]:
 
 
 def batch_norm_sees_whole_sequences(config: JobConfig) -> Iterator[Problem]:
-    """Yield a division of sequences with which BatchNorm over tokens would compute its statistics from a part of a
+    """Report parallelism over the sequence if BatchNorm over tokens would then compute statistics from a part of a
     microbatch."""
     args, parallelism = known_args(config.model), config.parallelism
     setting = args and args.batchnorm_over_tokens()
@@ -129,7 +129,7 @@ def batch_norm_sees_whole_sequences(config: JobConfig) -> Iterator[Problem]:
 
 
 def ring_attention_is_on_gpus(config: JobConfig) -> Iterator[Problem]:
-    """Yield context parallelism on a CPU, for which PyTorch's ring attention has no kernels."""
+    """Report context parallelism on a CPU, for which PyTorch's ring attention has no kernels."""
     degree = config.parallelism.context_parallel_degree
     if degree > 1 and config.job.device == "cpu":
         reason = 'PyTorch\'s ring attention has no kernels for the CPU, and job.device is "cpu"; set 1'
@@ -181,7 +181,7 @@ def num_stages(parallelism: ParallelismConfig) -> int:
 
 
 def too_few_layers(parallelism: ParallelismConfig, layers: int) -> str:
-    """Return the reason why a model with this number of layers cannot be divided into the stages."""
+    """Return the reason why a model with `layers` layers is too small for the pipeline stages, with the remedy."""
     per_rank, wanted = stages_per_rank(parallelism), num_stages(parallelism)
     times = f" ({per_rank} per rank)" if per_rank > 1 else ""
     return f"makes {wanted} stages{times}, but the model has only {layers} layers; set at most {layers // per_rank}"
@@ -190,8 +190,8 @@ def too_few_layers(parallelism: ParallelismConfig, layers: int) -> str:
 def misfit_of_microbatches(
     parallelism: ParallelismConfig, num_microbatches: int, samples_each: int | None = None
 ) -> str | None:
-    """Return why the schedule does not support a number of microbatches per step, with the nearest valid batch sizes;
-    None if the schedule supports the number.
+    """Return the reason why the schedule does not support a number of microbatches per step, with the nearest valid
+    batch sizes. Return None if the schedule supports the number.
 
     `samples_each`: samples per microbatch over all ranks; None if unknown.
     """
@@ -214,7 +214,8 @@ def misfit_of_microbatches(
 
 
 _INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble")
-"""Schedules that process the microbatches in rounds. A round has at least as many microbatches as there are ranks."""
+"""Schedules that process the microbatches in rounds. A round has at least as many microbatches as the pipeline has
+ranks."""
 
 
 def _makes_equal_rounds(num_microbatches: int, ranks: int) -> bool:
@@ -222,7 +223,8 @@ def _makes_equal_rounds(num_microbatches: int, ranks: int) -> bool:
 
 
 def pipeline_options_have_a_pipeline(config: JobConfig) -> Iterator[Problem]:
-    """Yield options of pipelines without a pipeline. (Defaults are accepted: a recorded job has them.)"""
+    """Report options of pipelines without a pipeline. (Defaults are accepted: the `config.json` of a run contains
+    them.)"""
     if config.parallelism.pipeline_parallel_degree > 1:
         return
     reason = "has no effect with parallelism.pipeline_parallel_degree = 1; set a degree above 1, or remove this key"
@@ -231,7 +233,7 @@ def pipeline_options_have_a_pipeline(config: JobConfig) -> Iterator[Problem]:
 
 
 def stages_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
-    """Yield a number of stages per rank that the schedule does not support."""
+    """Report a number of stages per rank that the schedule does not support."""
     parallelism = config.parallelism
     schedule, per_rank = parallelism.pipeline_parallel_schedule, stages_per_rank(parallelism)
     wanted = 1 if schedule in ONE_STAGE_SCHEDULES else 2 if schedule == "ZBVZeroBubble" else per_rank
@@ -242,7 +244,7 @@ def stages_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
 
 
 def split_points_make_the_stages(config: JobConfig) -> Iterator[Problem]:
-    """Yield split points whose number is not the number of stages minus one."""
+    """Report split points whose number is not the number of stages minus one."""
     parallelism = config.parallelism
     points, stages = parallelism.pipeline_parallel_split_points, num_stages(parallelism)
     if parallelism.pipeline_parallel_degree > 1 and points and len(points) != stages - 1:
@@ -255,8 +257,8 @@ def split_points_make_the_stages(config: JobConfig) -> Iterator[Problem]:
 
 
 def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
-    """Yield pipelines with more stages than layers, unless the job sets the split points, and pipelines with tied
-    embeddings."""
+    """Report a pipeline with tied embeddings, and a pipeline with more stages than layers. (If the job sets split
+    points, the number of layers is not checked.)"""
     degree, args = config.parallelism.pipeline_parallel_degree, known_args(config.model)
     if degree == 1 or args is None:
         return
@@ -275,8 +277,8 @@ def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
 
 
 def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
-    """Yield a number of microbatches that the schedule does not support, if the number is known without the number of
-    ranks."""
+    """Report a number of microbatches that the schedule does not support. (With `data_parallel_shard_degree = -1` and a
+    global batch size, `plan_layout` checks the number.)"""
     parallelism, training = config.parallelism, config.training
     shard, batch = parallelism.data_parallel_shard_degree, training.global_batch_size
     ranks = None if shard == -1 else shard * parallelism.data_parallel_replicate_degree
@@ -293,15 +295,15 @@ def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
 
 
 def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
-    """Yield gradient accumulation modes that do not support a pipeline schedule that splits backward.
+    """Report gradient accumulation modes that a pipeline schedule with a split backward does not support.
 
     FSDP2 reduces gradients at the end of each microbatch's backward. If backward is split, the gradients of weights are
-    not complete then.
+    not yet complete at that point.
     """
     accumulation, schedule = config.gradient_accumulation, config.parallelism.pipeline_parallel_schedule
     if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES:
         return
-    why = f"{schedule} computes the gradients of weights separately, at a later time"
+    why = f"{schedule} computes the gradients of weights later than those of activations"
     if accumulation.mode not in ("deferred", "auto"):
         kept = "" if accumulation.keep_params_unsharded else " and keep_params_unsharded = true"
         reason = f'{why}, and supports only one reduction per step; set "deferred"{kept}, or use Interleaved1F1B'
@@ -314,7 +316,7 @@ def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
 
 
 def split_backward_checkpoints_whole_modules(config: JobConfig) -> Iterator[Problem]:
-    """Yield selective checkpointing by operation (`op`), and mode `auto`, with a schedule that splits backward.
+    """Report selective checkpointing by operation (`op`), and mode `auto`, with a schedule that splits backward.
 
     Such a schedule reads each saved result twice, but `op` keeps a result for one read.
     """
@@ -334,14 +336,14 @@ def split_backward_checkpoints_whole_modules(config: JobConfig) -> Iterator[Prob
 
 
 def split_backward_is_not_compiled(config: JobConfig) -> Iterator[Problem]:
-    """Yield a compiled model with a schedule that splits backward: the backward of a graph is one operation."""
+    """Report a compiled model with a schedule that splits backward: the backward of a graph is one operation."""
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree == 1 or not config.compile.enable:
         return
     if parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES:
         reason = (
-            "computes the gradients of weights separately, but the backward of a compiled block is one graph; set "
-            '"Interleaved1F1B" or "1F1B", or compile.enable = false'
+            "computes the gradients of weights later than those of activations, but the backward of a compiled block "
+            'is one graph; set "Interleaved1F1B" or "1F1B", or compile.enable = false'
         )
         yield Problem(_SCHEDULE, reason, parallelism.pipeline_parallel_schedule, also=(("compile", "enable"),))
 

@@ -15,17 +15,17 @@ class Section(BaseModel):
     The string below a field is its reference documentation: `titan_launch.config.reference` writes it to
     `docs/reference/`. (Pydantic can read these strings itself, but does so at every import.)
 
-    Validators are built on first use. The validator of a whole job contains those of its sections, so a section never
-    builds one of its own.
+    Pydantic builds a validator on first use (`defer_build`). The validator of `JobConfig` covers its sections, so they
+    need no validators themselves.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
     def changed(self, *names: str) -> Iterator[tuple[str, Any]]:
-        """Yield the fields that differ from their defaults, as (name, value as in TOML). `names`: fields to consider;
-        default: all.
+        """Yield (name, value) for each field whose value differs from its default. A tuple is yielded as a list.
 
-        A recorded configuration has every key. A key that is present therefore does not mean that a user set it.
+        `names`: the fields to compare; default: all. The `config.json` of a run contains every key. The presence of a
+        key therefore does not show that a user set it.
         """
         for name in names or type(self).model_fields:
             value = getattr(self, name)
@@ -35,17 +35,17 @@ class Section(BaseModel):
 
 T = TypeVar("T")
 Array = Annotated[tuple[T, ...], Field(strict=False)]
-"""A read-only TOML array. TOML gives a list, which strict mode alone would refuse for a tuple."""
+"""A TOML array as a read-only tuple. The TOML parser returns a list, which only `strict=False` accepts for a tuple."""
 
 
 class OneOf:
-    """The type of a key whose value is the name of a row of a table: `Annotated[str, OneOf(TABLE)]`."""
+    """Annotation of a string that must be one of the names in a mapping: `Annotated[str, OneOf(ALGORITHMS)]`."""
 
     def __init__(self, table: Mapping[str, object]):
         self._table = table
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of a choice. The schema is built on first use, with the rows that the table has then."""
+        """Return the schema that accepts only the names in the mapping. Pydantic calls this method on first use."""
         return core_schema.literal_schema(list(self._table))
 
 
@@ -55,4 +55,4 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "bool": 
 """Bytes per element, by dtype."""
 
 Table = dict[str, Any]
-"""A free-form table. The model's arguments decide its keys, not the schema of the job file."""
+"""A table whose keys the schema of the job file does not list. Which keys are valid depends on the model."""

@@ -15,10 +15,10 @@ class CheckpointConfig(Section):
     """Saving and resuming."""
 
     enable: bool = False
-    """Write checkpoints while the run trains, and resume from them when a run of the same name starts."""
+    """Save checkpoints during the run. A later run with the same `job.name` resumes from the newest one."""
 
     save_last: bool = True
-    """Save a checkpoint at the last step, also with `enable = false`. The last step is `training.steps`, or the step at
+    """Save a checkpoint at the last step, even with `enable = false`. The last step is `training.steps`, or the step at
     which a signal stopped the run. `enable = true` always saves the last step. A run with `enable = false` never
     resumes from this checkpoint."""
 
@@ -29,42 +29,42 @@ class CheckpointConfig(Section):
     """Minutes between checkpoints, in addition to `interval`. Unset: only `interval` counts."""
 
     async_mode: AsyncMode = "disabled"
-    """The writer of checkpoints. `disabled`: training waits until the checkpoint is complete. `thread`: training waits
-    only until its state is copied to host memory; a thread writes the copy. `process`: as `thread`, but a separate
-    process writes the copy, and shares only that memory with training. One checkpoint is written at a time. The end of
-    the run waits for the last one. With `enable = false` this key has no effect."""
+    """Write checkpoints in a separate thread or process. `disabled`: training waits until the checkpoint is complete.
+    `thread`: training waits only until the training state is copied to host memory; a thread writes the copy.
+    `process`: as `thread`, but a separate process writes the copy. It shares only the memory of the copy with the
+    training process. One checkpoint is written at a time. At its end, the run waits until the last checkpoint is
+    complete. With `enable = false` this key has no effect."""
 
     keep_latest: Annotated[int, Field(ge=0)] = 10
     """Number of newest checkpoints to keep. Older ones are deleted after a newer one is complete. 0 keeps all."""
 
     keep_every: Annotated[int, Field(ge=0)] = 0
-    """Checkpoints whose step is a multiple of this number are never deleted. 0 disables this."""
+    """Never delete checkpoints whose step is a multiple of this number. 0 disables this rule."""
 
     keep_best: Annotated[int, Field(ge=0)] = 0
     """Number of checkpoints with the lowest validation loss to keep, whatever their age. The link `best` points to the
-    checkpoint with the lowest loss. Only checkpoints of validated steps count. 0 disables this."""
+    checkpoint with the lowest loss. Only checkpoints of steps with a validation count. 0 disables this rule."""
 
     load: int | str = "latest"
     """The checkpoint from which the run starts. `latest`: the newest checkpoint in the run folder that is complete and
     undamaged; the run starts at step 0 if there is none, or if `enable = false`. `none`: the run starts at step 0, and
     an earlier run in the folder is moved aside, not deleted. A number: the checkpoint of that step in the run folder;
     checkpoints of later steps are moved aside. A path: a checkpoint of another run (`.../checkpoints/step-100`), or the
-    newest checkpoint in that folder. With `enable = true` a restart of the same launch always resumes from its own
-    latest checkpoint."""
+    newest checkpoint in that folder. With `enable = true`, ranks that `launch` or torchrun restarts resume from the
+    latest checkpoint of this run, whatever this key says."""
 
     initial_load_path: str | None = None
-    """Path of a checkpoint from which a new run loads parameters and buffers. A run folder stands for its newest
-    checkpoint. Step, data position and optimizer state start anew. A run that has checkpoints of its own resumes from
-    them instead."""
+    """Path of a checkpoint from which a new run loads parameters and buffers. If the path is a run folder, its newest
+    checkpoint is loaded. Step, data position and optimizer state start anew. If this run already has checkpoints, it
+    resumes from its newest one instead."""
 
     exclude_from_loading: Array[str] = ()
     """Parts of a checkpoint that are not loaded; they start as in a new run. `optimizer`: the optimizer state. `data`:
     the position in the data. `random`: the states of random number generators. `step`: the step and the schedule (only
-    if `load` is a path). Globs select parameters and buffers (`output.**`). The key applies to the checkpoint that
-    `initial_load_path` names, or that `load` names with a number or a path. A run that resumes from its own latest
-    checkpoint loads all parts."""
+    if `load` is a path). Globs select parameters and buffers (`output.**`). This key applies only to a checkpoint that
+    `initial_load_path` names, or `load` as a number or a path. A run that resumes from its own latest checkpoint loads
+    all parts."""
 
     accept_changes: bool = False
-    """Resume although the experiment has changed: its configuration differs from the one recorded in the run folder, or
-    the training data differs from the data at the time of the checkpoint. A run with another model can never be
-    resumed."""
+    """Resume even if the experiment has changed: its configuration differs from the one in the run folder, or the
+    training data has changed since the checkpoint. A checkpoint of a different model can never be resumed."""

@@ -15,7 +15,7 @@ from titan_launch.config.sections.base import Array, Section
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """Format of images and their classes, as a data source has them or as a model takes them."""
+    """Shape of images and number of their classes, in a data source or as a model expects them."""
 
     channels: int
     height: int
@@ -29,7 +29,7 @@ DIGITS = ImageFormat(channels=1, height=8, width=8, num_classes=10)
 
 
 def misfits(held: ImageFormat, taken: ImageFormat) -> Iterator[str]:
-    """Yield the reasons why a model that takes `taken` cannot learn from a source that holds `held`."""
+    """Yield the reasons, with remedies, why images of format `held` do not fit a model for images of format `taken`."""
     if held.width <= 4 < held.channels == held.height:
         shape = f"(N, {held.channels}, {held.height}, {held.width})"
         yield f"holds images of shape {shape}, probably channels last; save images.transpose(0, 3, 1, 2)"
@@ -56,25 +56,26 @@ SampleUnit = Literal["tokens", "images"]
 
 
 IGNORED_TARGET = -100
-"""The target of a position without a target: padding. Such a position counts neither in the loss nor as a token. The
-value is PyTorch's default of `ignore_index`."""
+"""Target at padding positions. They count neither in the loss nor in the number of tokens. The value is PyTorch's
+default of `ignore_index`."""
 
 
 class DataSource(Section):
-    """The keys that all kinds of data have. A field of this type holds one of `DATA_KINDS`, selected by its `kind`."""
+    """The keys that all kinds of data have. The value of a field of this type is an instance of a class in
+    `DATA_KINDS`. The key `kind` selects the class."""
 
     unit: ClassVar[SampleUnit] = "tokens"
     """Unit of the samples. The throughput is reported in this unit."""
 
     kind: str
-    """Kind of source."""
+    """Kind of data source. It decides which other keys are valid."""
 
     shuffle: bool = True
     """Shuffle the samples of each epoch. The order depends only on `training.seed` and the epoch. `false`: the order of
     the source."""
 
     num_workers: Annotated[int, Field(ge=0)] = 0
-    """Worker processes per rank that prepare samples. The samples and their order do not depend on this number."""
+    """Number of worker processes per rank that prepare samples. It does not change the samples or their order."""
 
     def own_vocabulary(self) -> int | None:
         """Return the vocabulary size that the key `vocab_size` sets; None if the tokenizer sets it."""
@@ -94,7 +95,7 @@ class TextData(DataSource):
     tokens."""
 
     kind: Literal["text"] = "text"
-    """Kind of source."""
+    """Kind of data source. It decides which other keys are valid."""
 
     path: str | Array[str] = PYTHON_STDLIB
     """A file, a folder (all files below it), a glob (`**` crosses folders), or an array of these, relative to the
@@ -115,7 +116,7 @@ class SyntheticData(DataSource):
     one, or noise."""
 
     kind: Literal["synthetic"]
-    """Kind of source."""
+    """Kind of data source. It decides which other keys are valid."""
 
     num_samples: Annotated[int, Field(ge=1)] = 10_000
     """Sequences per epoch."""
@@ -124,10 +125,10 @@ class SyntheticData(DataSource):
     """Number of different tokens. Tokens are from 0 to `vocab_size` - 1."""
 
     noise: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Fraction of the tokens that are random. Each other token follows from the previous one."""
+    """Fraction of the tokens that are random. The previous token determines each of the others."""
 
     seed: int = 0
-    """Seed of the sequences. The validation source needs another seed than the training source."""
+    """Seed of the sequences. Validation data needs a different seed than training data."""
 
     def own_vocabulary(self) -> int:
         """Return `vocab_size`."""
@@ -143,7 +144,7 @@ class ImageData(DataSource):
     unit: ClassVar[SampleUnit] = "images"
 
     kind: Literal["images"]
-    """Kind of source."""
+    """Kind of data source. It decides which other keys are valid."""
 
     path: str = SKLEARN_DIGITS
     """An `.npz` file, relative to the working directory. It holds `images` of shape (N, height, width) or (N, channels,
@@ -163,7 +164,7 @@ class ImageData(DataSource):
 
     std: Positive | Array[Positive] = 0.5
     """Value by which the pixels are divided after the subtraction of `mean`: one number, or an array with one number
-    per channel. With the mean and the standard deviation of the data, the model's inputs have mean 0 and variance 1."""
+    per channel. If `mean` and `std` are those of the data, the model's inputs have mean 0 and variance 1."""
 
 
 DATA_KINDS: dict[str, type[DataSource]] = {
@@ -171,14 +172,15 @@ DATA_KINDS: dict[str, type[DataSource]] = {
     "synthetic": SyntheticData,
     "images": ImageData,
 }
-"""The section of each kind of data. The first is the default. `titan_launch.data.sources.SOURCES` reads the data."""
+"""The config class of each kind of data. The first kind is the default. `titan_launch.data.sources.SOURCES` has the
+classes that read the data."""
 
 
 def expand_text_paths(path: str | tuple[str, ...]) -> list[tuple[str, Path]]:
     """Return the files that a `path` of `TextData` names, as (name, file), in the same order on every machine.
 
     The pairs are sorted by name within each entry. The name is relative to the given folder, so that a corpus keeps its
-    split when it is moved. Raises FileNotFoundError with the entry that matches no file.
+    split when it is moved. Raises FileNotFoundError(entry) for the first entry that matches no file.
     """
     files: dict[Path, str] = {}
     for entry in (path,) if isinstance(path, str) else path:
@@ -208,7 +210,7 @@ def _files_of(entry: str) -> Iterator[tuple[str, Path]]:
 
 
 def _python_stdlib() -> Iterator[tuple[str, Path]]:
-    import sysconfig  # imported here, as `glob` below: a check of a job file rarely needs them
+    import sysconfig  # imported here, as `glob` below: most job files do not need it
 
     files = _files_below(Path(sysconfig.get_paths()["stdlib"]), "*.py")
     return ((name, file) for name, file in files if "site-packages" not in file.parts)
@@ -237,7 +239,7 @@ class TokenizerConfig(Section):
 
 
 class ValidationConfig(Section):
-    """Loss and accuracy on data held out from training. They are means over the targets of all ranks, with the same
+    """Loss and accuracy on data held out from training. Both are means over the targets of all ranks, with the same
     weight for each target. The model is in evaluation mode."""
 
     freq: Annotated[int, Field(ge=0)] = 0
@@ -250,4 +252,4 @@ class ValidationConfig(Section):
     """Number of samples to validate on, the same ones each time. Default: all samples."""
 
     data: DataSource | None = None
-    """The held-out data source, with the keys of `[data]`."""
+    """The held-out data. This table has the keys of `[data]`."""

@@ -22,8 +22,9 @@ class ModelConfig(Section):
     """Arguments of the model. They override the values of the flavor. With a factory: its keyword arguments."""
 
     blocks: Array[str] | None = None
-    """Globs of the modules that become one FSDP2 unit each. Default: the model's own blocks; with a factory, the
-    entries of its outermost `nn.ModuleList`s. `*` matches within one segment of a module path, `**` crosses dots."""
+    """Globs of module paths. Each matching module becomes one FSDP2 unit (a `fully_shard` call). Default: the blocks of
+    the model; with a factory, the entries of the model's outermost `nn.ModuleList`s. `*` matches within one segment of
+    a module path, `**` crosses dots."""
 
     weights: str | None = None
     """Folder with the initial values of the parameters: a Hugging Face folder (`config.json` and `*.safetensors`), or a

@@ -27,10 +27,10 @@ class ParallelismConfig(Section):
     """Number of ranks that the parameters of a replica are sharded over (FSDP2). -1: all remaining ranks."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Resharding of parameters after forward, and a second all-gather for backward. `default`: reshard all blocks but
-    the last; backward needs the last block and the head first. With one shard nothing is resharded: an all-gather would
-    only copy. `always`: also reshard the last block and the head. `never`: keep all parameters unsharded until
-    backward."""
+    """Reshard parameters after forward, and all-gather them again for backward. `default`: reshard all blocks but the
+    last, because backward needs the last block and the head first. With one shard, nothing is resharded, because an
+    all-gather would only copy. `always`: also reshard the last block and the head. `never`: keep all parameters
+    unsharded until backward."""
 
     tensor_parallel_degree: Degree = 1
     """Number of ranks that share the matrices of every layer (tensor parallelism). Each rank computes a part of the
@@ -38,24 +38,26 @@ class ParallelismConfig(Section):
     should be on one node."""
 
     sequence_parallel: bool = True
-    """With tensor parallelism: each rank holds only a part of the sequence between the divided matrices (norms,
-    residual stream). The activations there shrink by the degree. `false`: each rank holds the whole sequence."""
+    """With tensor parallelism: shard the sequence in norms and in the residual stream, between the sharded matrices.
+    Each rank's activations there are smaller by the factor `tensor_parallel_degree`. `false`: each rank holds the whole
+    sequence."""
 
     loss_parallel: bool = True
-    """With tensor parallelism: the logits stay sharded by class, and the loss is computed on the shards. `false`: each
-    rank gathers the logits."""
+    """With tensor parallelism: keep the logits sharded by class, and compute the loss on the shards. `false`: each rank
+    gathers the logits."""
 
     context_parallel_degree: Degree = 1
-    """Number of ranks that share every sequence (context parallelism, ring attention). Each rank holds a part of its
-    tokens. Parameters are also sharded over these ranks."""
+    """Number of ranks that share every sequence (context parallelism, ring attention). Each rank holds a part of the
+    tokens of every sequence. Parameters are also sharded over these ranks."""
 
     context_parallel_load_balance: bool = True
-    """With context parallelism: each rank gets one part from the front and one from the back of the sequence. Causal
-    attention is then equal work on all ranks."""
+    """With context parallelism: give each rank one part from the front and one from the back of the sequence. Causal
+    attention then takes equally long on all ranks."""
 
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    """With context parallelism: exchange of keys and values. `allgather`: all at once, before attention. `alltoall`:
-    those of one rank at a time, while attention over those of another rank is computed; less memory."""
+    """With context parallelism: collective that exchanges keys and values. `allgather`: one all-gather before
+    attention. `alltoall`: one all-to-all for the keys and values of each rank, during the attention over those received
+    before. `alltoall` takes less memory."""
 
     pipeline_parallel_degree: Degree = 1
     """Number of ranks that share the layers (pipeline parallelism). Each rank holds some of the layers, and
@@ -73,20 +75,20 @@ class ParallelismConfig(Section):
 
     pipeline_parallel_split_points: Array[str] = ()
     """With pipeline parallelism: the first module of each stage from the second stage on, in order, such as
-    `["layers.3", "layers.6"]`. Default: the stages are divided between layers, so that their numbers of matrix elements
-    are as equal as possible."""
+    `["layers.3", "layers.6"]`. Default: the model is divided between layers, so that the numbers of matrix elements of
+    the stages are as equal as possible."""
 
 
 class ActivationCheckpointConfig(Section):
     """Activation checkpointing: backward computes activations of the blocks a second time, so that forward need not
-    save them. It takes less memory and more time. Without compilation, losses, gradients and running statistics stay
-    the same, bit for bit."""
+    save them. A step then takes less memory and more time. Without compilation, losses, gradients and running
+    statistics stay the same, bit for bit."""
 
     mode: Literal["none", "full", "selective", "memory_budget", "auto"] = "none"
     """The activations that are saved for backward. `none`: all of them; no activation checkpointing. `full`: only the
     inputs of each block; costs one more forward per step. `selective`: see `selective_ac_option`. `memory_budget`: the
-    compiler chooses what it saves, within `memory_budget`. `auto`: the mode with the shortest predicted step whose
-    predicted memory fits, out of `none`, `selective` (`"op"`) and `full`; see `gradient_accumulation.mode`."""
+    compiler chooses what it saves, within `memory_budget`. `auto`: the fastest of `none`, `selective` (with `"op"`) and
+    `full` whose predicted memory fits; see `gradient_accumulation.mode`."""
 
     selective_ac_option: Literal["op"] | Annotated[int, Field(ge=1)] = "op"
     """For `mode = "selective"`. `"op"`: each block saves its inputs and the results of costly operations (attention,
@@ -94,13 +96,13 @@ class ActivationCheckpointConfig(Section):
     checkpointing of every k-th block; all other blocks save everything."""
 
     modules: Array[str] = ()
-    """Globs of the modules with activation checkpointing, such as `["layers.*.feed_forward"]`. If a matching module is
-    inside another one, only the outer one counts. Default: the blocks."""
+    """Globs of the modules with activation checkpointing, such as `["layers.*.feed_forward"]`. If one matching module
+    contains another, only the outer module counts. Default: the blocks."""
 
     memory_budget: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """For `mode = "memory_budget"`: fraction of the activations of a compiled graph that the graph may save for
-    backward. 1 saves all; near 0, only the graph's inputs are saved. Backward repeats the cheapest operations that meet
-    the budget."""
+    """For `mode = "memory_budget"`: fraction of its activations that each compiled graph may save for backward. 1 saves
+    all; near 0, only the graph's inputs are saved. The compiler chooses the cheapest operations to repeat in
+    backward."""
 
 
 Component = Literal["model", "loss"]
@@ -111,9 +113,9 @@ class CompileConfig(Section):
     takes longer. Sums may be rounded differently."""
 
     enable: bool = False
-    """Compile the components in `components`. Each block is one graph; equal blocks share it. If a block contains FSDP2
-    units of precision rules, whose hooks cannot be part of a graph, the largest modules without such units are compiled
-    instead. A graph break is an error."""
+    """Compile the components in `components`. Each block is one graph; equal blocks share one compiled graph. Precision
+    rules can make FSDP2 units inside of a block. Their hooks cannot be part of a graph, so the largest modules without
+    such units are compiled instead. A graph break is an error."""
 
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """Compiler backend. `inductor`: Triton kernels on GPUs, C++ on CPUs (needs a C++ compiler). The other two are
@@ -121,10 +123,10 @@ class CompileConfig(Section):
     model."""
 
     components: Array[Component] = ("model",)
-    """Components to compile: `model` (its blocks), `loss`. The compiled loss makes no fp32 copies of the logits.
-    Without compilation, `training.loss_chunks` reduces these copies."""
+    """Components to compile: `model` (the blocks of the model) and `loss`. The compiled loss makes no fp32 copies of
+    the logits. Without compilation, `training.loss_chunks` reduces these copies."""
 
     cache_folder: str | None = None
-    """Folder in which inductor stores compiled kernels and looks for them. If the folder outlasts the job and all hosts
-    share it, later starts skip most of the compilation. Unset: the folder of `TORCHINDUCTOR_CACHE_DIR`, or else a
-    folder for temporary files of the host."""
+    """Folder in which inductor stores compiled kernels, and from which later starts load them. The folder should be on
+    a file system that all hosts share and that outlasts the job. Unset: the folder in the environment variable
+    `TORCHINDUCTOR_CACHE_DIR`, or else a temporary folder of the host."""

@@ -11,8 +11,9 @@ class PrecisionRule(Section):
     """An exception to `[precision]` for the modules that match `type`, `match`, or both if both are set."""
 
     type: str | None = None
-    """Class name of the modules. A base class matches, too, and leading underscores are ignored: `BatchNorm` matches
-    every `_BatchNorm`. A name with dots is the full name of one class: `my_package.norms.MyNorm`."""
+    """Class name of the modules. Subclasses of the class match, too. Leading underscores are ignored: `BatchNorm`
+    matches every subclass of `_BatchNorm`. A name with dots is the full name of one class:
+    `my_package.norms.MyNorm`."""
 
     match: str | Array[str] | None = None
     """Glob, or array of globs, for module paths. `*` matches within one segment, `**` crosses dots, as in
@@ -23,11 +24,12 @@ class PrecisionRule(Section):
     `precision.storage_dtype`."""
 
     param_dtype: FloatDtype | None = None
-    """Dtype of the all-gathered parameters. Floating-point inputs of the modules are cast to it. Unset: the parameters
-    keep their storage dtype, and the inputs are not cast; `float32` is not the same, since it casts the inputs."""
+    """Dtype of the all-gathered parameters. Floating-point inputs of the modules are cast to this dtype. Unset: the
+    parameters keep their storage dtype, and the inputs are not cast. (`float32` differs from unset, because it casts
+    the inputs.)"""
 
     reduce_dtype: FloatDtype | None = None
-    """Dtype of the gradients in their reduction. Unset: `precision.reduce_dtype`."""
+    """Dtype in which gradients are reduced over the ranks. Unset: `precision.reduce_dtype`."""
 
     output_dtype: FloatDtype | None = None
     """Dtype to which floating-point outputs are cast. Unset: the `param_dtype` of the surrounding module, which takes
@@ -37,19 +39,20 @@ class PrecisionRule(Section):
     """Cast floating-point inputs to `param_dtype`."""
 
     buffer_dtype: FloatDtype | None = None
-    """Dtype of the floating-point buffers of the module and of all modules in it. Unset: `precision.buffer_dtype`. The
-    running statistics of a BatchNorm follow only a rule that matches the BatchNorm itself."""
+    """Dtype of the floating-point buffers of the module and of its submodules. Unset: `precision.buffer_dtype`. The
+    running statistics of a BatchNorm get this dtype only if the rule matches the BatchNorm itself."""
 
     reshard_after_forward: bool | None = None
     """Reshard the parameters after forward, and all-gather them again for backward. Unset: as for the block that
-    contains the modules. A unit that spans several blocks, or a part of the head, is not resharded if unset, since
+    contains the modules. If unset, a unit with modules of several blocks or of the head is not resharded, because
     backward needs it first."""
 
     unit_per: Literal["model", "block", "module"] = "model"
     """Number of FSDP2 units for the matched modules: one for the model (the fewest collectives), one per block, or one
-    per module. `model` requires that all matched modules run in every forward of the whole model. If some of them run
-    outside of it, or only in some steps, use `block` or `module`. (A unit that is larger than the largest block and has
-    more than a million parameters is always divided by blocks. Before torch 2.13 each module is a unit of its own.)"""
+    per module. `model` requires that all matched modules run in every forward of the whole model. If some of these
+    modules run outside of the model's forward, or only in some steps, use `block` or `module`. (A unit that is larger
+    than the largest block and has more than a million parameters is always divided by blocks. Before torch 2.13 each
+    module is a separate unit.)"""
 
 
 class PrecisionConfig(Section):
@@ -62,7 +65,8 @@ class PrecisionConfig(Section):
     """Dtype of all-gathered parameters, and therefore of the computation."""
 
     reduce_dtype: FloatDtype = "float32"
-    """Dtype in which gradients are reduced over the ranks. A deferred reduction also accumulates gradients in it."""
+    """Dtype in which gradients are reduced over the ranks. A deferred reduction also accumulates gradients in this
+    dtype."""
 
     buffer_dtype: FloatDtype | None = None
     """Dtype of floating-point buffers, except for the running statistics of BatchNorm. Unset: the dtype that the model
@@ -78,8 +82,8 @@ class BatchNormConfig(Section):
 
     statistics: Literal["local", "synchronized"] = "local"
     """Samples over which mean and variance are computed. `local`: the microbatch of each rank. `synchronized`: the
-    microbatches of all data-parallel ranks together, so that N ranks train like one rank with N times the batch. It
-    costs one small all-gather per layer in forward, and one all-reduce in backward."""
+    microbatches of all data-parallel ranks together, so that N ranks train like one rank with N times the batch.
+    `synchronized` costs one small all-gather per layer in forward, and one all-reduce in backward."""
 
     momentum_per: Literal["microbatch", "step"] = "microbatch"
     """Period to which the `momentum` of a BatchNorm layer applies. `momentum` is the weight of new statistics in the
@@ -125,10 +129,10 @@ class KernelsConfig(Section):
 
     attention: Literal["auto", AttentionBackend] = "auto"
     """Kernel of `F.scaled_dot_product_attention`. `auto` on a GPU: the first usable of `cudnn`, `flash`, `efficient`
-    and `math` (before Hopper, `flash` comes first). The log names the kernel, and the reasons against those before it.
-    `auto` on a CPU: PyTorch's choice, or the blocked kernel of this package for causal attention in short sequences, if
-    it is faster. Any other value: that kernel of PyTorch; if the kernel cannot be used, the run fails. `math` stores
-    all attention scores."""
+    and `math` (before Hopper, `flash` comes first). The log names the chosen kernel, and says why each kernel before it
+    cannot be used. `auto` on a CPU: PyTorch's choice, or the blocked kernel of this package for causal attention in
+    short sequences, if it is faster. Any other value: this kernel of PyTorch; if it cannot be used, the run fails.
+    `math` stores all attention scores."""
 
     float32_precision: Literal["ieee", "tf32"] = "ieee"
     """Precision of matrix products and convolutions of float32 tensors on a GPU. `ieee`: full float32. `tf32`: the

@@ -58,12 +58,13 @@ class DebugConfig(Section):
     """Reproducibility, checks of dtypes, and skipped steps."""
 
     deterministic: bool = False
-    """Use only deterministic kernels. An operation without one is an error. Slower."""
+    """Use only deterministic kernels. Steps may take longer. An operation without a deterministic kernel is an
+    error."""
 
     audit_precision: bool | None = None
-    """Compare the dtypes of all inputs, parameters, gradients, buffers, outputs and collectives of the process's first
-    step with the plan. If they differ, the run ends before its first update. The result is in `precision_audit.json`.
-    Later steps are not affected. Unset: on for the `debug` flavor and for a model of your own."""
+    """Compare the dtypes of the first step with the plan: those of all inputs, parameters, gradients, buffers, outputs
+    and collectives. If one differs, the run ends before its first update. The result is in `precision_audit.json`.
+    Later steps are not affected. Unset: true for the `debug` flavor and for a model of your own."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action if the loss or the gradient norm is not finite on any rank. The update is then skipped on all ranks.
@@ -75,24 +76,24 @@ class DebugConfig(Section):
     standard deviations. Unset: no step is skipped for this reason."""
 
     spike_window: Annotated[int, Field(ge=2, le=1024)] = 128
-    """Number of steps from which the mean and the standard deviation for `spike_sigma` are computed: the last steps
-    that were not skipped. No spike is detected before half of this number of steps."""
+    """Number of steps from which the mean and the standard deviation for `spike_sigma` are computed: the latest steps
+    that were not skipped. Detection starts after half of this number of steps."""
 
     max_skips: Annotated[int, Field(ge=1)] = 10
     """Number of consecutive skipped steps after which `on_repeated_skips` applies (on CUDA at the next report; no
     update happens in between)."""
 
     on_repeated_skips: Literal["stop", "rollback"] = "stop"
-    """Action after `max_skips` skipped steps. `stop` ends the run. `rollback` loads the last checkpoint, and continues
-    with the data after the skipped steps."""
+    """Action after `max_skips` consecutive skipped steps. `stop` ends the run. `rollback` loads the last checkpoint,
+    and continues with the data after the skipped steps."""
 
     max_rollbacks: Annotated[int, Field(ge=1)] = 3
-    """Maximum number of rollbacks of a run. The run ends instead of rolling back once more."""
+    """Maximum number of rollbacks of a run. The run ends when it would have to roll back once more."""
 
 
 UNWATCHED_GROUPS = ("checkpoint",)
-"""Descriptions of process groups without timeout and hang detection. While one rank writes its part of a checkpoint,
-the other ranks wait for a long time."""
+"""Descriptions (`group_desc`) of process groups without timeout and hang detection. Ranks may wait in them for a long
+time while another rank writes its part of a checkpoint."""
 
 
 class CommConfig(Section):
@@ -135,9 +136,9 @@ class PlannerConfig(Section):
     memory of a run use them. `plan` prints all of them."""
 
     device: str | None = None
-    """Accelerator to plan for, by its name in the device table: `h100-80gb`, `a100-40gb`, ... (an unknown name lists
-    all). The device sets memory, peak and bandwidths; the keys below override them. Default: in a run, the GPU of the
-    machine; in `plan`, none. Without a device, `plan` gives no verdicts unless `memory_gib` is set."""
+    """Accelerator to plan for, by its name in the device table: `h100-80gb`, `a100-40gb`, ... (the error for an unknown
+    name lists all names). The device sets memory, peak and bandwidths; the keys below override them. Default: in a run,
+    the GPU of the machine; in `plan`, none. Without a device, `plan` gives no verdicts unless `memory_gib` is set."""
 
     memory_gib: _Positive | None = None
     """Memory limit of one device, in GiB, as torch reports it. Default: the memory of the device. On a CPU
@@ -148,7 +149,7 @@ class PlannerConfig(Section):
     less free. Default: 5 % of the limit, and on a GPU at least 0.5."""
 
     intra_node_gb_per_s: _Positive | None = None
-    """Bandwidth of one GPU to other GPUs on its node, in GB/s (1e9 bytes, one direction). Default: that of the
+    """Bandwidth of one GPU to other GPUs on its node, in GB/s (1e9 bytes, one direction). Default: the bandwidth of the
     device."""
 
     inter_node_gb_per_s: _Positive | None = None
@@ -159,9 +160,9 @@ class PlannerConfig(Section):
     """GPUs of one node, or ranks of one node on CPUs. Ranks are numbered node by node."""
 
     mfu: Annotated[float, Field(gt=0, le=1)] = 0.38
-    """Fraction of the peak FLOP/s (`metrics.peak_tflops_per_device`, else the device's) at which a step is computed.
-    FLOPs of activation checkpointing count, as in HFU; `throughput/mfu_percent` does not count them. TorchTitan's
-    published runs of Llama 3 8B on H100 reach 0.37, and 0.42 compiled."""
+    """Assumed fraction of the peak FLOP/s that a step reaches. The peak is `metrics.peak_tflops_per_device`, or else
+    that of the device. FLOPs of activation checkpointing count, as in HFU; `throughput/mfu_percent` does not count
+    them. TorchTitan's published runs of Llama 3 8B on H100 reach 0.37, and 0.42 compiled."""
 
     overhead_gib: Annotated[float, Field(ge=0)] | None = None
     """Memory outside of tensors, in GiB: the CUDA context, NCCL, cuBLAS. Default: 2 on a GPU; on a CPU 0.5 for the

@@ -28,25 +28,25 @@ class TrainingConfig(Section):
     """Optimizer steps of the whole run, including those before a resume."""
 
     max_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Maximum norm of the gradient of all parameters. Larger gradients are clipped to it. 0 disables clipping; the norm
-    is still reported."""
+    """Maximum gradient norm over all parameters. A larger gradient is scaled down to this norm. 0 disables clipping;
+    the norm is still reported."""
 
     loss_chunks: Annotated[int, Field(ge=1)] = 1
-    """Number of chunks in which the loss of a microbatch is computed, one after the other. The fp32 copies of the
-    logits (12 bytes per token and class) then exist for one chunk at a time. The price is one more softmax in backward.
-    The gradient stays the same, bit for bit."""
+    """Number of chunks into which the loss of a microbatch is divided. The fp32 copies of the logits (12 bytes per
+    token and class) then exist for one chunk at a time. With more than one chunk, backward computes the softmax once
+    more. The gradient stays the same, bit for bit."""
 
     enable_cpu_offload: bool = False
-    """Keep sharded parameters, their gradients and the optimizer state in host memory, and update the parameters
-    there. The all-gather copies the parameters of a unit to the GPU. For models that do not fit otherwise; steps
-    take longer."""
+    """Keep sharded parameters, their gradients and the optimizer state in host memory, and update the parameters there.
+    The all-gather copies the parameters of a unit to the GPU. Use this key for a model that does not fit into GPU
+    memory otherwise. Steps take longer."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the initial parameters and of the data order."""
 
     gc_freq: Annotated[int, Field(ge=1)] = 50
-    """Steps between runs of Python's garbage collector. All ranks collect at the same step, and at no other time: a
-    rank that collects alone delays all other ranks."""
+    """Steps between runs of Python's garbage collector. All ranks collect garbage at the same step, and at no other
+    time: a rank that collects alone delays all other ranks."""
 
 
 class GradientAccumulationConfig(Section):
@@ -62,8 +62,8 @@ class GradientAccumulationConfig(Section):
     reason. A run records the chosen mode, and keeps it on resume."""
 
     keep_params_unsharded: bool | None = None
-    """All-gather the parameters once per step instead of twice per microbatch, and keep unsharded parameters
-    (`param_dtype`) until the last backward, like ZeRO-2. Default: false; with `mode = "auto"`, true if the memory
+    """All-gather the parameters once per step instead of twice per microbatch, and keep them unsharded (in
+    `param_dtype`) until the last backward, like ZeRO-2. Default: false; with `mode = "auto"`, true if the memory
     suffices."""
 
 
@@ -87,7 +87,7 @@ class ParamGroup(Section):
 
 
 class MuonConfig(Section):
-    """Muon (K. Jordan, 2024). The update is the momentum of a matrix, which Newton-Schulz iterations make nearly
+    """Muon (K. Jordan, 2024). The update of a matrix is its momentum, which Newton-Schulz iterations make nearly
     orthogonal."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -142,8 +142,8 @@ class OptimizerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay of all parameters except for norms, biases and embeddings. AdamW and Muon decouple it from the
     gradient; their default is 0.1. SGD adds `weight_decay` times the parameter to the gradient (L2 regularization, as
-    `torch.optim.SGD`); its default is 0. This value does not apply to a parameter group whose algorithm uses the other
-    kind of weight decay than `name`: such a group uses its algorithm's default."""
+    `torch.optim.SGD`); its default is 0. A parameter group may have an algorithm with the other kind of weight decay
+    than `name`. This value does not apply to such a group; it uses the default of its algorithm."""
 
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """PyTorch's implementation of AdamW and SGD. `fused` is the fastest on CPU and CUDA. With the others the host waits
@@ -155,11 +155,11 @@ class OptimizerConfig(Section):
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Rounding of updated parameters and moments that are stored in bfloat16. `stochastic` rounds up or down at random,
-    with probabilities for which the mean is exact. Updates that are too small for bfloat16 are then not lost."""
+    so that the expected value is exact. Updates that are too small for bfloat16 are then not lost on average."""
 
     master_weights: bool = False
-    """Keep a sharded float32 copy of parameters that are stored in bfloat16. The optimizer updates the copy, and the
-    stored parameters are rounded from it."""
+    """Keep a sharded float32 copy of parameters that are stored in bfloat16. The optimizer updates the copy, and then
+    rounds the copy to the stored parameters."""
 
     muon: MuonConfig = Field(default_factory=MuonConfig)
     """Settings of Muon."""
@@ -195,10 +195,11 @@ class WarmupStableDecay(_Decaying):
     """Shape of the schedule."""
 
     decay_ratio: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Fraction of `training.steps` at the end of the run over which the learning rate falls. 0 keeps it at its peak."""
+    """Fraction of `training.steps` at the end of the run over which the learning rate falls. 0 keeps the learning rate
+    at its peak."""
 
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
-    """Shape of the decay. `sqrt` is the 1 - sqrt(t) of arXiv:2405.18392."""
+    """Shape of the decay. `sqrt` is 1 - sqrt(t), where t goes from 0 to 1 during the decay (arXiv:2405.18392)."""
 
 
 class Cosine(_Decaying):

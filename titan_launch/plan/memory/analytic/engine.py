@@ -26,7 +26,7 @@ ANALYTIC_MODELS: dict[str, AnalyticModel] = dict.fromkeys(FAMILIES, decoder.ANAL
 def unknown_part(config: JobConfig, kernels: Kernels) -> str | None:
     """Return the part of a job that this engine does not support, in words; None if it supports the whole job.
 
-    `model.blocks` is not supported, because other blocks make other units, which only a trace finds.
+    `model.blocks` is not supported, because other blocks change the units. Only a trace supports them.
     """
     model = ANALYTIC_MODELS.get(config.model.name)
     if model is None:
@@ -46,7 +46,7 @@ def unknown_part(config: JobConfig, kernels: Kernels) -> str | None:
 
 
 def model_inventory(config: JobConfig) -> Inventory:
-    """Return the table of a known model's modules."""
+    """Return the module table of a model in `ANALYTIC_MODELS`."""
     return ANALYTIC_MODELS[config.model.name].inventory(_args(config), config.training.seq_len)
 
 
@@ -54,8 +54,8 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
     """Return a function that computes the footprint of a job under other modes of gradient accumulation and activation
     checkpointing.
 
-    `kernels`: the device family whose memory is predicted. If many blocks are equal, two shallower
-    models are replayed, and their footprints extrapolated: memory is an affine function of depth.
+    `kernels`: the device family whose memory is predicted. If many blocks are equal, the function replays two shallower
+    models and extrapolates their footprints, because memory is an affine function of depth.
     """
     inventory, args, model = model_inventory(config), _args(config), ANALYTIC_MODELS[config.model.name]
 
