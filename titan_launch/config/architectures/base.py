@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.data import ImageFormat, SampleUnit
@@ -30,6 +30,11 @@ class ModelArgs(Section):
     def unused(self) -> Iterator[tuple[str, str]]:
         """Yield arguments that other arguments leave without effect, as (argument, reason and remedy)."""
         yield from ()
+
+    def effective(self) -> dict[str, Any]:
+        """Return the arguments with their effective values in place of unset ones, without those that have no effect.
+        Two models with equal effective arguments compute the same."""
+        return self.model_dump(mode="json", exclude={name for name, _ in self.unused()})
 
     def longest_sequence(self) -> tuple[str, int] | None:
         """Return the argument that limits the length of sequences, and the limit; None if there is no limit."""
