@@ -18,6 +18,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "name": "model",
         "flavor": "model",
         "args": "model",
+        "path": "operation",
         "blocks": "operation",
     },
     "tokenizer": "experiment",
@@ -89,7 +90,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
 }
 """The role of every section, or of each of its keys. `training.steps` is `operation`: a larger value only extends a
 run, and moves a decay at the end of the schedule. `data.path` is `operation`: the data may be moved, because a resumed
-run compares the data itself."""
+run compares the data itself. `model.path` is `operation`: the content of its file is in `model.args`."""
 
 
 class Difference(NamedTuple):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from titan_launch.config.architectures import resolve_args
-from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.core.globs import matches
 from titan_launch.core.import_string import import_factory
-from titan_launch.models import llama3, resnet
+from titan_launch.models import huggingface, llama3, resnet
 from titan_launch.models.factory import (
     HostBuild,
     HostValues,
@@ -139,7 +140,7 @@ def build_model(config: ModelConfig, seq_len: int, host: HostBuild | None = None
     arguments of the package's models.) A user's module may define the method `flops_per_sample(seq_len)`. It may have
     the attributes `pipeline_order`, `tensor_parallel` and `context_parallel` of `ModelSpec`.
     """
-    if ":" in config.name:
+    if not config.is_of_package:
         return _build_users_own(config, seq_len, host)
     spec = SPECS[config.name]
     args = resolve_args(config.name, config.flavor, config.args)
@@ -166,15 +167,21 @@ def recorded_model(config_file: str | Path) -> nn.Module:
     """
     recorded = json.loads(Path(config_file).read_text())
     config = ModelConfig.model_validate(recorded["model"])
-    if ":" in config.name:
-        module: nn.Module = import_factory(config.name)(**config.args)
+    if not config.is_of_package:
+        module: nn.Module = _factory(config, recorded["training"]["seq_len"])(**config.args)
         return module
     args = resolve_args(config.name, config.flavor, config.args)
     return SPECS[config.name].build(args, recorded["training"]["seq_len"])
 
 
+def _factory(config: ModelConfig, seq_len: int) -> Callable[..., Any]:
+    if config.name == HUGGINGFACE:
+        return partial(huggingface.build, seq_len)
+    return import_factory(config.name)
+
+
 def _build_users_own(config: ModelConfig, seq_len: int, host: HostBuild | None) -> BuiltModel:
-    factory = import_factory(config.name)
+    factory = _factory(config, seq_len)
     initializer: Initializer | HostValues = call_reset_parameters
     if uses_meta_device(factory):
         module = build_on_meta(config, factory)

@@ -47,7 +47,7 @@ def shapes_explained(model: ModelConfig, degree: int) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        if degree == 1 or ":" not in model.name or not _ABOUT_SHAPES.search(str(error)):
+        if degree == 1 or model.is_of_package or not _ABOUT_SHAPES.search(str(error)):
             raise
         location, text = user_location(error), str(error).partition("\n")[0]
         reason = (
@@ -178,7 +178,12 @@ def _divided_ties(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterato
 
 
 def _not_by_sequence(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
-    """Yield the problems with sequence parallelism: no embedding, or a BatchNorm that would see part of the tokens."""
+    """Yield the problems with sequence parallelism: a forward that needs all tokens, no embedding, or a BatchNorm that
+    would see part of the tokens."""
+    if getattr(model, "sequence_parallel", True) is False:
+        reason = f"the forward of {type(model).__name__} needs all tokens between its layers; set false"
+        yield Problem(_SEQUENCE, reason, True, also=(_NAME,))
+        return
     if "embedding" not in found.values():
         reason = 'the plan has no module of the style "embedding", at which the tokens are divided; set false'
         yield Problem(_SEQUENCE, reason, True)

@@ -92,7 +92,7 @@ def sample_format(config: JobConfig) -> tuple[tuple[int, ...], int]:
     if config.data.unit == "tokens":
         return (seq_len,), config.data.own_vocabulary() or build_tokenizer(config.tokenizer).vocab_size
     taken = images_taken(config.model)
-    if taken is not None:
+    if taken is not None and taken.height is not None and taken.width is not None:
         return (taken.channels, taken.height, taken.width), taken.num_classes
     source = build_source(config.data, build_tokenizer(config.tokenizer), seq_len)
     image, _ = source[0]

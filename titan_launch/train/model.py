@@ -38,7 +38,7 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
 
     Raises the errors of `build_model` on all ranks, and ConfigError if a factory sets different values on two ranks.
     """
-    if ":" not in config.model.name:
+    if config.model.is_of_package:
         return build_model(config.model, config.training.seq_len)
     free_bytes = on_all_ranks(lambda: int(free_memory_gib() * GIB))[
         ranks.rank

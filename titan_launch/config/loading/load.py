@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -9,12 +10,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from titan_launch.config.architectures.huggingface import CONFIG_FILE, read_config
 from titan_launch.config.job import JobConfig
-from titan_launch.config.loading.files import read_job
-from titan_launch.config.loading.merge import Draft, parse_overrides
+from titan_launch.config.loading.files import JobFile, read_job
+from titan_launch.config.loading.merge import Draft, Override, parse_overrides
 from titan_launch.config.loading.provenance import Provenance, contains
 from titan_launch.config.loading.schema_walk import TAGGED
 from titan_launch.config.rules import RULES, Rule
+from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, UserError
 
 
@@ -59,17 +62,53 @@ def dump_job(config: JobConfig) -> str:
 
 def _merge_all(path: str, overrides: Sequence[str], aliases: Mapping[str, str] | None) -> tuple[Draft, list[Problem]]:
     """Return the merged files and overrides of a job, and the problems of overrides that cannot be applied."""
-    given = parse_overrides(overrides, aliases)
+    given, files = parse_overrides(overrides, aliases), read_job(path)
+    draft, problems = _merge(files, given)
+    try:
+        if folder := _config_of_folder(draft.table.get("model")):
+            draft, problems = _merge([folder, *files], given)
+    except ConfigError as error:
+        problems += error.problems
+    return draft, problems
+
+
+def _merge(files: Iterable[JobFile | FolderFile], overrides: Iterable[Override]) -> tuple[Draft, list[Problem]]:
     draft = Draft()
-    for file in read_job(path):
+    for file in files:
         draft.merge_file(file.table, file)
     problems: list[Problem] = []
-    for override in given:
+    for override in overrides:
         try:
             draft.override(override)
         except ConfigError as error:
             problems += error.problems
     return draft, problems
+
+
+@dataclass(frozen=True)
+class FolderFile:
+    """The `config.json` in a folder, as a job file that all others override."""
+
+    path: str
+    table: dict[str, Any]
+
+    def find(self, key: KeyPath) -> tuple[int, str]:
+        """Return no line, and the path of the file."""
+        return 0, self.path
+
+
+def _config_of_folder(model: Any) -> FolderFile | None:
+    """Return `[model.args]` from the `config.json` in `model.path`; None if the job has no such folder.
+
+    The `config.json` of a run contains these arguments, so a run that starts from it does not read the folder.
+    """
+    if not isinstance(model, dict) or model.get("name") != HUGGINGFACE or not isinstance(model.get("path"), str):
+        return None
+    args = model.get("args", {})
+    if not isinstance(args, dict) or "model_type" in args:
+        return None
+    args = read_config(model["path"], args)
+    return FolderFile(os.path.join(model["path"], CONFIG_FILE), {"model": {"args": args}})
 
 
 def _parse(table: dict[str, Any]) -> tuple[JobConfig, list[Problem]]:

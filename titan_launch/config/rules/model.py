@@ -10,21 +10,22 @@ from pydantic import ValidationError
 
 from titan_launch.config.architectures import ARCHITECTURES, resolve_args
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.core.errors import KeyPath, Problem, did_you_mean
 
 _NAME, _FLAVOR, _ARGS = ("model", "name"), ("model", "flavor"), ("model", "args")
 
 
 def model_exists(config: JobConfig) -> Iterator[Problem]:
-    """Report a model that is neither one of this package, nor a valid import string."""
+    """Report a model that is neither one of this package, nor `huggingface`, nor a valid import string."""
     name = config.model.name
     if ":" in name:
         module, _, factory = name.partition(":")
         if not all(part.isidentifier() for part in [*module.split("."), *factory.split(".")]):
             yield Problem(_NAME, "must have the form package.module:factory for a model of your own", name)
-    elif name not in ARCHITECTURES:
-        known = ", ".join(f'"{known}"' for known in ARCHITECTURES)
-        hint = did_you_mean(name, ARCHITECTURES)
+    elif name not in (*ARCHITECTURES, HUGGINGFACE):
+        known = ", ".join(f'"{known}"' for known in (*ARCHITECTURES, HUGGINGFACE))
+        hint = did_you_mean(name, (*ARCHITECTURES, HUGGINGFACE))
         yield Problem(_NAME, f"unknown model; must be {known}, or package.module:factory for your own{hint}", name)
 
 
@@ -37,13 +38,28 @@ def flavor_exists(config: JobConfig) -> Iterator[Problem]:
         yield Problem(_FLAVOR, reason, flavor, also=(_NAME,))
 
 
-def factory_has_no_flavor(config: JobConfig) -> Iterator[Problem]:
-    """Report the flavor of a factory, which has no size table. (The default is accepted: the `config.json` of a run
-    contains it.)"""
-    if ":" in config.model.name:
+def other_models_have_no_flavor(config: JobConfig) -> Iterator[Problem]:
+    """Report the flavor of a factory or of `huggingface`, which have no size table. (The default is accepted: the
+    `config.json` of a run contains it.)"""
+    if not config.model.is_of_package:
         reason = f"{config.model.name} has no flavors; remove this key, and set arguments in [model.args]"
         for _, flavor in config.model.changed("flavor"):
             yield Problem(_FLAVOR, reason, flavor, also=(_NAME,))
+
+
+def huggingface_has_a_config(config: JobConfig) -> Iterator[Problem]:
+    """Report `huggingface` without the keys of a `config.json`, and the path of such a file for another model."""
+    model, key = config.model, ("model", "path")
+    if model.name != HUGGINGFACE:
+        if model.path is not None:
+            reason = f'applies only to model.name = "{HUGGINGFACE}"; remove this key, or set that name'
+            yield Problem(key, reason, model.path, also=(_NAME,))
+    elif "model_type" not in model.args:
+        if model.path is None:
+            reason = f'"{HUGGINGFACE}" needs model.path, the folder with the config.json of the class'
+            yield Problem(_NAME, reason, model.name, also=(key, _ARGS))
+        else:
+            yield Problem(key, "its config.json has no model_type, which names the class's configuration", model.path)
 
 
 def model_args_are_valid(config: JobConfig) -> Iterator[Problem]:
@@ -63,17 +79,19 @@ def model_args_are_valid(config: JobConfig) -> Iterator[Problem]:
 
 def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
     """Report arguments of a factory that JSON cannot represent: a run records its configuration as JSON."""
+    values = (bool, int, float, str, *((type(None),) if config.model.name == HUGGINGFACE else ()))
     for key, value in _leaves(config.model.args, _ARGS):
         if isinstance(value, float) and not math.isfinite(value):
             yield Problem(key, "must be a finite number: a run records its configuration as JSON", value)
-        elif not isinstance(value, (bool, int, float, str)):
+        elif not isinstance(value, values):
             yield Problem(key, "must be a string, a number or a bool: a run records its configuration as JSON", value)
 
 
 MODEL_RULES = (
     model_exists,
     flavor_exists,
-    factory_has_no_flavor,
+    other_models_have_no_flavor,
+    huggingface_has_a_config,
     model_args_are_valid,
     factory_args_can_be_recorded,
 )

@@ -6,22 +6,35 @@ from pydantic import Field
 
 from titan_launch.config.sections.base import Array, Section, Table
 
+HUGGINGFACE = "huggingface"
+"""The name in `[model]` of all classes of the library `transformers`."""
+
 
 class ModelConfig(Section):
     """The module to train."""
 
     name: str = "llama3"
-    """The model: one of this package (the reference lists them below `[model]`), or `package.module:factory` for a
-    callable of your own that returns an `nn.Module`."""
+    """The model: one of this package (the reference lists them below `[model]`), `package.module:factory` for a
+    callable of your own that returns an `nn.Module`, or `huggingface` for a class of the library `transformers`."""
+
+    path: str | None = None
+    """With `name = "huggingface"`: the folder with the `config.json` of the class, relative to the working directory.
+    Its keys become `[model.args]`, and the `config.json` of the run records them. Weights in the folder are not read."""
 
     flavor: str = "debug"
     """Size of the model: a row of its size table (the reference shows the table after the model's arguments). Not used
-    with a factory."""
+    with a factory or `huggingface`."""
 
     args: Table = Field(default_factory=dict)
-    """Arguments of the model. They override the values of the flavor. With a factory: its keyword arguments."""
+    """Arguments of the model. They override the values of the flavor. With a factory: its keyword arguments. With
+    `huggingface`: keys that override those of `config.json`."""
 
     blocks: Array[str] | None = None
     """Globs of module paths. Each matching module becomes one FSDP2 unit (a `fully_shard` call). Default: the blocks of
-    the model; with a factory, the entries of the model's outermost `nn.ModuleList`s. `*` matches within one segment of
-    a module path, `**` crosses dots."""
+    the model; with a factory or `huggingface`, the entries of the model's outermost `nn.ModuleList`s. `*` matches
+    within one segment of a module path, `**` crosses dots."""
+
+    @property
+    def is_of_package(self) -> bool:
+        """False for the model of a factory, and for a class of `transformers`."""
+        return ":" not in self.name and self.name != HUGGINGFACE

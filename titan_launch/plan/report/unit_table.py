@@ -8,8 +8,10 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
+from titan_launch.config.architectures.huggingface import class_name
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
+from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.errors import KeyPath, format_key
 from titan_launch.plan.communication import (
@@ -187,8 +189,11 @@ def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[L
 
 
 def model_name(config: JobConfig) -> str:
-    """Return the model's name, with its flavor if the package defines the model."""
-    return config.model.name if ":" in config.model.name else f"{config.model.name} {config.model.flavor}"
+    """Return the model's name, with its flavor if the package defines the model, or with its class of
+    `transformers`."""
+    model = config.model
+    detail = model.flavor if model.is_of_package else class_name(model.args) if model.name == HUGGINGFACE else ""
+    return f"{model.name} {detail}".rstrip()
 
 
 def summary_of_batch(layout: Layout) -> list[Line]:
