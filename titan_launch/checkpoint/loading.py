@@ -20,11 +20,15 @@ from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, warn
 _log = logging.getLogger(__name__)
 
 
-def newest_valid(folder: Path, *, set_damaged_aside: bool) -> Path | None:
+_START_AGAIN = 'set checkpoint.load = "none" to start at step 0; the earlier run is then moved aside'
+
+
+def newest_valid(folder: Path, *, set_damaged_aside: bool, remedy: str = _START_AGAIN) -> Path | None:
     """Return the newest undamaged checkpoint of a folder. Return None if the folder has no checkpoint.
 
     Collective: every rank reads a share of the files. Damaged checkpoints are logged. With `set_damaged_aside` they are
-    renamed if an older undamaged checkpoint is found. Raises UserError if all checkpoints are damaged.
+    renamed if an older undamaged checkpoint is found. Raises UserError, which ends with `remedy`, if all checkpoints
+    are damaged.
     """
     damaged: list[Path] = []
     for step in on_rank_0(lambda: checkpoint_steps(folder)):
@@ -37,10 +41,8 @@ def newest_valid(folder: Path, *, set_damaged_aside: bool) -> Path | None:
         damaged.append(candidate)
         warn(_log, "%s is damaged and not loaded: %s", candidate, reason)
     if damaged:
-        raise UserError(
-            f"all checkpoints in {folder} are damaged ({', '.join(path.name for path in damaged)}); "
-            'set checkpoint.load = "none" to start at step 0; the earlier run is then moved aside'
-        )
+        names = ", ".join(path.name for path in damaged)
+        raise UserError(f"all checkpoints in {folder} are damaged ({names}); {remedy}")
     return None
 
 
@@ -74,7 +76,8 @@ def find_checkpoint(path: Path, key: KeyPath) -> Path:
     """
     for folder in (path / "checkpoints", path):
         if on_rank_0(lambda folder=folder: bool(checkpoint_steps(folder))):  # type: ignore[misc]
-            found = newest_valid(folder, set_damaged_aside=False)
+            remedy = f"set {'.'.join(map(str, key))} to another run's folder or checkpoint"
+            found = newest_valid(folder, set_damaged_aside=False, remedy=remedy)
             assert found is not None
             return found
     if not on_rank_0(path.is_dir):

@@ -145,7 +145,8 @@ class Stopping:
                 os._exit(128 + number if any(worker.returncode for worker in self._workers) else 0)
             self._pass_on(number)
         wait_s = min(_AFTER_SECOND_SIGNAL_S, self._timeout_s) if is_repeated else self._timeout_s
-        timer = threading.Timer(wait_s, self._kill, (number, wait_s))
+        cause = f"a second {signal_name(number)}" if is_repeated else f"{signal_name(number)} (--shutdown-timeout)"
+        timer = threading.Timer(wait_s, self._kill, (f"within {wait_s:g} s after {cause}",))
         timer.daemon = True
         timer.start()
 
@@ -153,14 +154,13 @@ class Stopping:
         for worker in self._workers:
             worker.send_signal(number)  # does nothing if the worker has ended
 
-    def _kill(self, number: int, wait_s: float) -> None:
+    def _kill(self, deadline: str) -> None:
         slow = [worker for worker in self._workers if worker.poll() is None]
         if not slow:
             return
         self.has_killed = True
-        name = signal_name(number)
-        text = f"error: {len(slow)} ranks of this host did not end within {wait_s:g} s after {name} and are killed"
-        os.write(2, f"{text} (--shutdown-timeout)\n".encode())
+        ranks = "1 rank" if len(slow) == 1 else f"{len(slow)} ranks"
+        os.write(2, f"error: {ranks} of this host did not end {deadline}: killing with SIGKILL\n".encode())
         for worker in slow:
             os.killpg(worker.pid, signal.SIGKILL)  # torchrun starts each worker in its own process group
 

@@ -445,7 +445,7 @@ CONTENTS = [
         "is damaged (",
     ),
     *[
-        ("metrics.jsonl", b'{"step": 1}\n' + line + b"\n", "metrics.jsonl:2: the line is no report of a run")
+        ("metrics.jsonl", b'{"step": 1}\n' + line + b"\n", "metrics.jsonl:2: the line is not a report of a run")
         for line in (
             b'{"step": "2"}',
             b'{"step": null}',
