@@ -19,6 +19,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "flavor": "model",
         "args": "model",
         "blocks": "operation",
+        "loss": "experiment",
     },
     "tokenizer": "experiment",
     "data": {
