@@ -20,6 +20,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "args": "model",
         "path": "operation",
         "blocks": "operation",
+        "loss": "experiment",
     },
     "tokenizer": "experiment",
     "data": {

@@ -53,7 +53,7 @@ from titan_launch.precision.diagnosis import dtype_failures_explained
 from titan_launch.trace.cuda_kernels import copies_from_host, kernels_replaced
 from titan_launch.trace.fake_group import fake_process_group, silence
 from titan_launch.trace.observers import StepPoints, count_exchanges, modules_in_order
-from titan_launch.train.forward import checked_loss
+from titan_launch.train.forward import loss_function
 from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
 from titan_launch.train.pipeline_step import PipelinedStep
 from titan_launch.train.step import forward_backward, loss_of
@@ -256,8 +256,8 @@ class _Accumulation:
 
     @property
     def _loss_sum(self) -> Loss:
-        loss_sum = loss_in_chunks(self.config.training.loss_chunks)
-        return checked_loss(loss_sum, self.config.data.unit, self.batches.num_classes)
+        cross_entropy = loss_in_chunks(self.config.training.loss_chunks)
+        return loss_function(self.config, cross_entropy, self.batches.num_classes, has_values=False)
 
 
 def _traffic_of_step(seen: Sequence[Traffic], num_microbatches: int) -> Traffic:

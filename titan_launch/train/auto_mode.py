@@ -48,7 +48,7 @@ def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
     Raises ConfigError for a forward with the wrong arguments, and for BatchNorm statistics, tensor parallelism or
     context parallelism that the classes of the model do not support.
     """
-    check_signature(built.module, config.data.unit)
+    check_signature(built.module, config.data.unit, config.model.loss is not None)
     check_batch_norms(built.module, config.batchnorm)
     check_tensor_plan(built.module, built.tensor_parallel, config.parallelism)
     context, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from titan_launch.config.architectures import ARCHITECTURES, resolve_args
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import HUGGINGFACE
-from titan_launch.core.errors import KeyPath, Problem, did_you_mean
+from titan_launch.core.errors import KeyPath, Problem, did_you_mean, format_key
 
 _NAME, _FLAVOR, _ARGS = ("model", "name"), ("model", "flavor"), ("model", "args")
 
@@ -87,6 +87,28 @@ def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
             yield Problem(key, "must be a string, a number or a bool: a run records its configuration as JSON", value)
 
 
+def own_loss_is_whole(config: JobConfig) -> Iterator[Problem]:
+    """Report `model.loss` with a model of this package, and with options that divide or replace the loss."""
+    loss, key = config.model.loss, ("model", "loss")
+    if loss is None:
+        return
+    if config.model.name in ARCHITECTURES:
+        reason = f"{config.model.name} returns logits and computes no loss; remove this key"
+        yield Problem(key, reason, loss, also=(_NAME,))
+    parallelism = config.parallelism
+    obstacles: tuple[tuple[KeyPath, bool], ...] = (
+        (("parallelism", "tensor_parallel_degree"), parallelism.tensor_parallel_degree > 1),
+        (("parallelism", "pipeline_parallel_degree"), parallelism.pipeline_parallel_degree > 1),
+        (("parallelism", "context_parallel_degree"), parallelism.context_parallel_degree > 1),
+        (("training", "loss_chunks"), config.training.loss_chunks > 1),
+        (("compile", "components"), config.compile.enable and "loss" in config.compile.components),
+    )
+    for other, is_set in obstacles:
+        if is_set:
+            reason = f"cannot be used with {format_key(other)}, for which the launcher computes the loss; remove either"
+            yield Problem(key, reason, loss, also=(other,))
+
+
 MODEL_RULES = (
     model_exists,
     flavor_exists,
@@ -94,6 +116,7 @@ MODEL_RULES = (
     huggingface_has_a_config,
     model_args_are_valid,
     factory_args_can_be_recorded,
+    own_loss_is_whole,
 )
 """The rules of this file."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from titan_launch.config.sections.base import Array, Section, Table
@@ -33,6 +35,12 @@ class ModelConfig(Section):
     """Globs of module paths. Each matching module becomes one FSDP2 unit (a `fully_shard` call). Default: the blocks of
     the model; with a factory or `huggingface`, the entries of the model's outermost `nn.ModuleList`s. `*` matches
     within one segment of a module path, `**` crosses dots."""
+
+    loss: Literal["mean", "sum"] | None = None
+    """Use the loss that a model of your own computes when it is called as `model(inputs, labels=targets)`. `mean`: the
+    loss is the mean over the valid targets of the call. `sum`: the loss is the sum over them. The launcher scales both
+    so that every target of a step has the same weight. A model of `transformers` also gets `shift_labels=targets`,
+    because the targets are already shifted. Unset: the launcher computes the cross-entropy of the logits."""
 
     @property
     def is_of_package(self) -> bool:
