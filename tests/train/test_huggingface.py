@@ -11,18 +11,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.models.huggingface_folders import CONFIGS, NORMS, VOCABULARY
-from tests.tensors import assert_equal
 from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank
 from titan_launch.config.job import JobConfig
 from titan_launch.core.patches import replaced
 from titan_launch.models import huggingface
-from titan_launch.models.build import build_model, recorded_model
 from titan_launch.train import build
 from titan_launch.train.build import build_run
 from titan_launch.train.run_folder.records import AUDIT_FILE

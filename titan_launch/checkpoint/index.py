@@ -205,6 +205,24 @@ class IndexReader(FileSystemReader):
         return done
 
 
+def model_tensors(folder: Path) -> Index:
+    """Return the parameters and buffers of the model in a checkpoint, by full name. Raises DamagedCheckpointError."""
+    prefix = "model."
+    return {name.removeprefix(prefix): t for name, t in read_index(folder).items() if name.startswith(prefix)}
+
+
+def read_tensor(folder: Path, tensor: IndexedTensor) -> Tensor:
+    """Read a whole tensor, which any number of ranks may have written. Raises DamagedCheckpointError."""
+    dtype = getattr(torch, tensor.dtype)
+    if [chunk.sizes for chunk in tensor.chunks] == [tensor.shape]:
+        return read_chunk(folder, tensor.chunks[0], dtype)
+    whole = torch.empty(tensor.shape, dtype=dtype)
+    for chunk in tensor.chunks:
+        place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        whole[place] = read_chunk(folder, chunk, dtype)
+    return whole
+
+
 def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     """Return a part of a tensor, read as plain bytes. Raises DamagedCheckpointError for an unreadable or invalid
     record."""

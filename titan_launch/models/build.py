@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,11 @@ from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.core.globs import matches
 from titan_launch.core.import_string import import_factory
-from titan_launch.models import huggingface, llama3, resnet
+from titan_launch.models import decoder, huggingface, resnet
 from titan_launch.models.factory import (
     HostBuild,
     HostValues,
+    build_buffers_on_host,
     build_for_planning,
     build_on_host,
     build_on_meta,
@@ -91,8 +92,10 @@ def _tensors(
     return tuple(infos)
 
 
+T = TypeVar("T")
+
 SPECS: dict[str, ModelSpec] = {
-    "llama3": llama3.SPEC,
+    **decoder.SPECS,
     "resnet": resnet.SPEC,
 }
 """The models of this package, by `model.name`."""
@@ -149,18 +152,27 @@ def build_model(config: ModelConfig, seq_len: int, host: HostBuild | None = None
     args = resolve_args(config.name, config.flavor, config.args)
     with torch.device("meta"):
         module = spec.build(args, seq_len)
+    names = [name for name, _ in (*module.named_modules(), *module.named_buffers())]
+
+    def exists(pattern: str) -> bool:
+        return any(matches(pattern, name) for name in names)
+
     return BuiltModel(
         module=module,
         blocks=find_blocks(module, spec.blocks if config.blocks is None else config.blocks),
         head=spec.head,
         flops_per_sample=args.flops_per_sample(seq_len),
         initializer=spec.initializer(args),
-        embeddings=spec.embeddings,
-        pipeline_order=find_pipeline_order(module, spec.pipeline_order),
-        tensor_parallel=spec.tensor_parallel,
-        context_parallel=spec.context_parallel,
-        attention=None if spec.attention is None else spec.attention(args),
+        embeddings=tuple(filter(exists, spec.embeddings)),
+        pipeline_order=find_pipeline_order(module, tuple(filter(exists, spec.pipeline_order))),
+        tensor_parallel=_rows_that(exists, spec.tensor_parallel),
+        context_parallel=_rows_that(exists, spec.context_parallel),
+        attention=None if spec.attention is None else spec.attention(args, seq_len),
     )
+
+
+def _rows_that(exists: Callable[[str], bool], table: Mapping[str, T] | None) -> dict[str, T] | None:
+    return None if table is None else {pattern: value for pattern, value in table.items() if exists(pattern)}
 
 
 def recorded_model(config_file: str | Path) -> nn.Module:
@@ -190,6 +202,8 @@ def _build_users_own(config: ModelConfig, seq_len: int, host: HostBuild | None) 
         module = build_on_meta(config, factory)
     elif host is None:
         module = build_for_planning(config, factory)
+    elif config.name == HUGGINGFACE and config.weights is not None and not config.exclude_from_weights:
+        module, initializer = build_buffers_on_host(config, factory)
     else:
         module, initializer = build_on_host(config, factory, host)
     _check_declarations(module)

@@ -121,6 +121,23 @@ def build_on_host(config: ModelConfig, factory: Callable[..., Any], host: HostBu
     return module, _take_values(module)
 
 
+def build_buffers_on_host(config: ModelConfig, factory: Callable[..., Any]) -> tuple[nn.Module, HostValues]:
+    """Build a factory's module for weights that are read later. Only its buffers get values, which are returned.
+
+    Parameters move to the meta device when they are registered, before a layer initialises them.
+    """
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
+        return parameter if parameter.is_meta else _meta_twin(parameter)
+
+    moved = register_module_parameter_registration_hook(move)
+    try:
+        module = _call(config, factory)
+    finally:
+        moved.remove()
+    return module.train(), _take_values(module)
+
+
 def _call(config: ModelConfig, factory: Callable[..., Any], where: str = "") -> nn.Module:
     _check_arguments(factory, config)
     try:
@@ -192,6 +209,8 @@ def _take_values(module: nn.Module) -> HostValues:
     twins: dict[Tensor, Tensor] = {}
     for path, owner in module.named_modules():
         for name, tensor in own_tensors(owner).items():
+            if tensor.is_meta:
+                continue
             values[full_name(path, name)] = tensor.detach()
             if tensor not in twins:
                 twins[tensor] = _meta_twin(tensor)

@@ -5,7 +5,9 @@ Only the library's own classes are built. Code that a folder contains is never r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -14,9 +16,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from titan_launch.config.architectures.huggingface import class_name, image_format, unit_of
-from titan_launch.core.errors import config_error, did_you_mean
+from titan_launch.core.errors import config_error, did_you_mean, listed
 from titan_launch.core.globs import matches
 from titan_launch.models.spec import TensorStyle
+from titan_launch.models.weights.folder import NamesInFiles
 
 _STYLES: Mapping[str, TensorStyle] = {
     "embedding_rowwise": "embedding",
@@ -44,6 +47,7 @@ def build(seq_len: int, /, **args: Any) -> nn.Module:
     module.tensor_parallel = _tensor_styles(module)
     module.sequence_parallel = False  # its forward counts the tokens of the stream
     module.flops_per_sample = partial(_count_flops, module, args)
+    module.names_in_files = _names_in_files(module)
     return module
 
 
@@ -117,6 +121,38 @@ def _others_with_parameters(module: nn.Module, styles: Mapping[str, str]) -> lis
         for path, child in module.named_modules()
         if next(child.parameters(recurse=False), None) is not None and not any(matches(glob, path) for glob in styles)
     ]
+
+
+def _names_in_files(module: Any) -> NamesInFiles:
+    """Return a function that names the module's tensors in files of any release of `transformers`."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
+
+    conversions, prefix = get_model_conversion_mapping(module), module.base_model_prefix
+    unused = [*(module._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+    name_of_class = type(module).__name__  # FSDP2 gives the module another class
+
+    def names(names_in_files: Collection[str], own_names: Collection[str]) -> dict[str, str]:
+        renamings: list[Any] = []
+        converters: list[Any] = []
+        for conversion in deepcopy(conversions):  # some of them have a state
+            (renamings if isinstance(conversion, WeightRenaming) else converters).append(conversion)
+        known, found, fused = dict.fromkeys(own_names, True), {}, []
+        for name in sorted(names_in_files, key=dot_natural_key):
+            own_name, fuses = rename_source_key(name, renamings, converters, prefix, known)
+            if own_name not in known and name in known:
+                own_name, fuses = name, None
+            if own_name in known and fuses is not None:
+                fused.append(name)
+            is_unused = own_name not in known and any(re.search(pattern, name) for pattern in unused)
+            found[name] = "" if is_unused else own_name
+        if fused:
+            reason = f"{name_of_class} computes with its tensors joined or divided, which is not supported"
+            advice = "use a factory of your own that calls from_pretrained"
+            raise config_error(("model", "weights"), f"{reason}: {listed(fused)}; {advice}")
+        return found
+
+    return names
 
 
 def _count_flops(module: nn.Module, args: Mapping[str, Any], seq_len: int) -> int | None:

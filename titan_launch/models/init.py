@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from titan_launch.distributed.dtensor import local_tensor, own_part
+from titan_launch.distributed.dtensor import local_tensor, own_box, own_part
 from titan_launch.models.factory import HostValues
 from titan_launch.models.initializers import Initializer, own_tensors
+from titan_launch.models.weights.folder import Weights
 from titan_launch.plan.types import full_name
 
 
@@ -57,7 +58,31 @@ def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: in
 def _copy_values(model: nn.Module, values: HostValues) -> None:
     for path, module, names in _owners(model):
         for name in names:
-            _copy_shard(own_tensors(module)[name], values.by_name[full_name(path, name)])
+            if full_name(path, name) in values.by_name:
+                _copy_shard(own_tensors(module)[name], values.by_name[full_name(path, name)])
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, weights: Weights) -> int:
+    """Copy the weights into a model that is allocated, sharded or not, in place. Tensors that `weights` does not have
+    keep their values. Return the bytes that were copied.
+
+    Nothing is communicated: this rank reads its parts of the tensors.
+    """
+    num_bytes = 0
+    for path, module, names in _owners(model):
+        for name in (name for name in names if full_name(path, name) in weights.pieces):
+            target = own_tensors(module)[name]
+            if isinstance(target, DTensor):
+                offsets, lengths = own_box(target.shape, target.device_mesh, target.placements)
+                target = local_tensor(target)
+            else:
+                offsets, lengths = (0,) * target.ndim, tuple(target.shape)
+            if target.numel():
+                part = weights.read(full_name(path, name), offsets, lengths)
+                target.copy_(part)
+                num_bytes += part.nbytes
+    return num_bytes
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:

@@ -145,7 +145,7 @@ def _obstacles(config: JobConfig, choice: Choice) -> Iterator[str]:
 
 
 def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware) -> Decision:
-    is_unknown = unknown_part(config) is not None
+    is_unknown = unknown_part(config, hardware.kernels) is not None
     if is_unknown and is_tested_release():
         return _resolved_by_trace(config, layout, hardware)
     inventory = inspect_model(config, built)
@@ -166,7 +166,7 @@ def _least_memory(config: JobConfig, layout: Layout, inventory: Inventory) -> De
 
 
 def _resolved_by_trace(config: JobConfig, layout: Layout, hardware: Hardware) -> Decision:
-    _log.info("auto: the job is traced to predict its memory (%s)", unknown_part(config))
+    _log.info("auto: the job is traced to predict its memory (%s)", unknown_part(config, hardware.kernels))
     with ExitStack() as stack:
         resolved = TraceProcess(config, layout.world_size, hardware, stack).result()["resolved"]
     accumulation = GradientAccumulationConfig.model_validate(resolved["gradient_accumulation"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+from torch import nn
 from torch.optim import Optimizer
 
 from titan_launch.checkpoint.state import Progress, TrainingState
@@ -22,7 +23,7 @@ from titan_launch.parallel.compile import cache_folder, compile_loss
 from titan_launch.parallel.float8 import scale_update
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.report.unit_table import KeyLocator, describe_units
-from titan_launch.train.batches import RunData, build_data, build_train_batches, build_validation_batches
+from titan_launch.train.batches import build_data, build_train_batches, build_validation_batches
 from titan_launch.train.forward import loss_function
 from titan_launch.train.health.coordination import StepCoordinator, StopRequest
 from titan_launch.train.health.flight_recorder import create_nccl_folder
@@ -30,14 +31,26 @@ from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.kernel_choice import attention_dtypes, use_kernels
 from titan_launch.train.measure import MemoryCheck, StepMeasurements
-from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
+from titan_launch.train.model import (
+    AssembledModel,
+    allocate_model,
+    assemble_model,
+    begin_with_weights,
+    weights_source,
+)
 from titan_launch.train.resolve_job import ResolvedJob, resolve_job
 from titan_launch.train.run import Run, build_meter, build_sinks, log_job, log_run
 from titan_launch.train.run_folder.attempt import this_attempt
 from titan_launch.train.run_folder.folder import OpenRunFolder, effective_load, new_attempt_folder, prepare_run_folder
 from titan_launch.train.run_folder.logs import LogFile
 from titan_launch.train.run_folder.records import record_run, record_units
-from titan_launch.train.run_folder.resume import advice_without_folder, load_run, open_checkpoints, training_state
+from titan_launch.train.run_folder.resume import (
+    Sources,
+    advice_without_folder,
+    load_run,
+    open_checkpoints,
+    training_state,
+)
 from titan_launch.train.step import TrainStep
 
 
@@ -79,8 +92,9 @@ def build_run(
     progress, guard = Progress(), StepGuard(config.debug, ranks.device)
     step = build_step(config, model, optimizer, guard, ranks, data.num_classes)
     state = training_state(config, model.module, optimizer, progress, guard, step.statistics, mesh, ranks)
-    checkpoints = open_checkpoints(job.requested, folder.path, state, progress, data.sources, ranks, stack)
-    load_or_begin(job, folder.path, state, progress, data, stack)
+    sources: Sources = {**data.sources, **weights_source(config.model)}
+    checkpoints = open_checkpoints(job.requested, folder.path, state, progress, sources, ranks, stack)
+    load_or_begin(job, folder.path, state, progress, sources, model.module, stack)
     on_rank_0(lambda: record_units(folder.path, describe_units(job.plan, job.layout, locate_key)))
     memory_check = MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_rank_0 else None
     log_run(job, ranks.device, memory_check, data.train, data.validation, folder.path)
@@ -141,11 +155,19 @@ def open_run_folder(
 
 
 def load_or_begin(
-    job: ResolvedJob, folder: Path, state: TrainingState, progress: Progress, data: RunData, stack: ExitStack
+    job: ResolvedJob,
+    folder: Path,
+    state: TrainingState,
+    progress: Progress,
+    sources: Sources,
+    model: nn.Module,
+    stack: ExitStack,
 ) -> None:
-    """Load the checkpoint from which the run starts, if any, and record the run in its folder. Collective."""
+    """Load the checkpoint from which the run starts, or else the weights that the job names, if any. Record the run in
+    its folder; collective."""
     load = on_rank_0(lambda: effective_load(folder, job.requested, job.attempt))
-    load_run(job.requested, folder, load, state, progress, data.sources)
+    if not load_run(job.requested, folder, load, state, progress, sources) and job.config.model.weights is not None:
+        begin_with_weights(model, job.config.model, job.plan.inventory)
     on_rank_0(lambda: record_run(folder, job.requested, job.attempt, stack))
 
 

@@ -63,12 +63,14 @@ class MemoryCheck:
         if config.float8.enable:
             _log.info("memory is not predicted: torchao is unknown to the planner; `plan` predicts it without float8")
             return
-        if unknown_part(config) is None:
+        if unknown_part(config, hardware.kernels) is None:
             footprint = analytic_engine(config, layout, hardware.kernels)(configured_choice(config))
             self._prediction = Prediction(footprint.peak_bytes / GIB, str(footprint.peak_point))
             return
         if layout.pipeline > 1 or (layout.model_parallel > 1 and hardware.kernels == "cpu"):
-            _log.info("memory is not predicted during a run with %s; use `plan`", unknown_part(config))
+            _log.info(
+                "memory is not predicted during a run with %s; use `plan`", unknown_part(config, hardware.kernels)
+            )
             return
         try:
             self._trace = TraceProcess(config, layout.world_size, hardware, stack)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError, config_error, listed
 from titan_launch.data.context_shard import SequencePart
 from titan_launch.distributed.collectives import on_all_ranks
@@ -21,13 +23,14 @@ from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.models.factory import HostBuild, HostValues
-from titan_launch.models.init import allocate, initialize
+from titan_launch.models.init import allocate, initialize, load_weights
+from titan_launch.models.weights.folder import Weights, WeightsFolder, find_weights, open_weights
 from titan_launch.parallel.apply import parallelize
 from titan_launch.parallel.context_parallel import divide_buffers, ring_attention
 from titan_launch.parallel.pipeline import divide, pipeline_of
 from titan_launch.parallel.tensor_parallel import token_shards
 from titan_launch.plan.hardware import GIB, free_memory_gib
-from titan_launch.plan.types import ModelPlan
+from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.train.forward import check_embeddings
 
 _log = logging.getLogger(__name__)
@@ -196,3 +199,30 @@ def allocate_model(
     if model.sequence_part is not None:
         axes = model.built.context_parallel or {}
         divide_buffers(model.module, axes, model.sequence_part, config.training.seq_len)
+
+
+def weights_source(config: ModelConfig) -> Mapping[str, WeightsFolder]:
+    """Return the folder of `model.weights` by its key; empty if there is none, or if it cannot be read."""
+    with suppress(ConfigError):
+        return {} if config.weights is None else {"model.weights": open_weights(config)}
+    return {}
+
+
+def begin_with_weights(model: nn.Module, config: ModelConfig, inventory: Inventory) -> None:
+    """Copy the weights that `model.weights` names into an allocated model; collective. Each rank reads its own parts.
+
+    Raises ConfigError, on all ranks alike, if the folder does not hold the model's tensors.
+    """
+    start = time.perf_counter()
+    found: list[Weights] = []
+
+    def load() -> int:
+        found.append(find_weights(config, inventory, getattr(model, "names_in_files", None)))
+        return load_weights(model, found[0])
+
+    loaded, folder = on_all_ranks(load)[0], found[0].folder.config
+    for note in folder.notes:
+        _log.info("weights: %s", note)
+    message = "weights: from %s (%s); rank 0 read %s in %.1f s"
+    seconds = time.perf_counter() - start
+    _log.info(message, config.weights, folder.model_type or folder.name, _format_bytes(loaded), seconds)

@@ -8,8 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titan_launch.config.architectures import huggingface, llama3, resnet
+from titan_launch.config.architectures import huggingface, resnet
 from titan_launch.config.architectures.base import ModelArgs
+from titan_launch.config.architectures.decoder import DecoderArgs
+from titan_launch.config.architectures.families import FAMILIES
 from titan_launch.config.sections.data import ImageFormat, SampleUnit
 from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 
@@ -26,10 +28,14 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    "llama3": Architecture(llama3.Llama3Args, llama3.FLAVORS),
+    **{name: Architecture(DecoderArgs, flavors) for name, flavors in FAMILIES.items()},
     "resnet": Architecture(resnet.ResNetArgs, resnet.FLAVORS),
 }
 """The models of this package, by their name in `[model]`. `titan_launch.models.build.SPECS` has their modules."""
+
+
+ALL_IN_ARGS = "none"
+"""The flavor without values: `[model.args]` has all arguments of the model. Every model of this package has it."""
 
 
 def resolve_args(name: str, flavor: str, overrides: Mapping[str, Any]) -> ModelArgs:
@@ -38,7 +44,8 @@ def resolve_args(name: str, flavor: str, overrides: Mapping[str, Any]) -> ModelA
     Raises pydantic's ValidationError for wrong arguments, and KeyError for an unknown name or flavor.
     """
     architecture = ARCHITECTURES[name]
-    return architecture.args.model_validate({**architecture.flavors[flavor], **overrides})
+    row = {} if flavor == ALL_IN_ARGS else architecture.flavors[flavor]
+    return architecture.args.model_validate({**row, **overrides})
 
 
 def known_args(model: ModelConfig) -> ModelArgs | None:

@@ -27,6 +27,19 @@ class ModelArgs(Section):
         cause."""
         yield from ()
 
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield arguments that other arguments leave without effect, as (argument, reason)."""
+        yield from ()
+
+    def longest_sequence(self) -> tuple[str, int] | None:
+        """Return the argument that limits the length of sequences, and the limit; None if there is no limit."""
+        return None
+
+    def beyond_causal_attention(self, seq_len: int) -> str | None:
+        """Return the argument, with its value, by which attention in sequences of `seq_len` tokens is not plain causal
+        attention; None if it is."""
+        return None
+
     def images_taken(self) -> ImageFormat | None:
         """Return the format of the images that the model takes; None for a model of tokens."""
         return None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from titan_launch.config.architectures import ARCHITECTURES, resolve_args
+from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, known_args, resolve_args
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.core.errors import KeyPath, Problem, did_you_mean, format_key
@@ -32,7 +33,7 @@ def model_exists(config: JobConfig) -> Iterator[Problem]:
 def flavor_exists(config: JobConfig) -> Iterator[Problem]:
     """Report a flavor that is not a row of the model's size table."""
     name, flavor = config.model.name, config.model.flavor
-    if name in ARCHITECTURES and flavor not in ARCHITECTURES[name].flavors:
+    if name in ARCHITECTURES and flavor not in (ALL_IN_ARGS, *ARCHITECTURES[name].flavors):
         flavors = ARCHITECTURES[name].flavors
         reason = f"unknown flavor; {name} has {', '.join(flavors)}{did_you_mean(flavor, flavors)}"
         yield Problem(_FLAVOR, reason, flavor, also=(_NAME,))
@@ -77,6 +78,24 @@ def model_args_are_valid(config: JobConfig) -> Iterator[Problem]:
             yield args_problem(config, fields, reason)
 
 
+def model_args_have_an_effect(config: JobConfig) -> Iterator[Problem]:
+    """Yield arguments that the job sets, but that other arguments leave without effect."""
+    args = known_args(config.model)
+    for name, reason in args.unused() if args is not None else ():
+        if name in config.model.args:
+            yield args_problem(config, (name,), f"{reason}; remove this argument")
+
+
+def sequences_have_positions(config: JobConfig) -> Iterator[Problem]:
+    """Yield sequences that are longer than a model's table of positions."""
+    args, seq_len = known_args(config.model), config.training.seq_len
+    limit = args.longest_sequence() if args is not None else None
+    if limit is not None and seq_len > limit[1]:
+        name, longest = limit
+        reason = f"is longer than the model's {longest} positions (model.args.{name}); set at most {longest}, or more "
+        yield Problem(("training", "seq_len"), f"{reason}positions", seq_len, also=(_NAME, _FLAVOR, (*_ARGS, name)))
+
+
 def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
     """Report arguments of a factory that JSON cannot represent: a run records its configuration as JSON."""
     values = (bool, int, float, str, *((type(None),) if config.model.name == HUGGINGFACE else ()))
@@ -109,14 +128,52 @@ def own_loss_is_whole(config: JobConfig) -> Iterator[Problem]:
             yield Problem(key, reason, loss, also=(other,))
 
 
+def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
+    """Yield a folder of weights of another model, and each argument that differs from the folder's. (A missing folder
+    is found when it is read: a run that resumes does not need it.)"""
+    model, key = config.model, ("model", "weights")
+    if model.weights is None:
+        if model.exclude_from_weights:
+            reason = "applies only to model.weights, which is unset; remove this key"
+            yield Problem(("model", "exclude_from_weights"), reason, list(model.exclude_from_weights), also=(key,))
+        return
+    if config.checkpoint.initial_load_path is not None:
+        other: KeyPath = ("checkpoint", "initial_load_path")
+        reason = "a run starts with one set of weights, and checkpoint.initial_load_path names another; remove one"
+        yield Problem(key, reason, model.weights, also=(other,))
+    args = known_args(model)
+    if args is None or not Path(model.weights).exists():
+        return
+    from titan_launch.config.huggingface.config_json import differences, read_folder_config
+    from titan_launch.config.huggingface.features import WeightsError
+    from titan_launch.config.loading.provenance import toml_value
+
+    try:
+        folder = read_folder_config(model.weights)
+        if folder.name != model.name:
+            reason = f"holds the weights of {folder.name}, not of {model.name}"
+            yield Problem(key, reason, model.weights, also=(_NAME,))
+            return
+        for argument, own, theirs in differences(model.name, args, folder):
+            reason = (
+                f"{argument} is {toml_value(own)} in this job, and {toml_value(theirs)} in {model.weights}; remove it"
+            )
+            yield args_problem(config, (argument,), reason, also=(key,))
+    except WeightsError as error:
+        yield Problem(key, str(error), model.weights)
+
+
 MODEL_RULES = (
     model_exists,
     flavor_exists,
     other_models_have_no_flavor,
     huggingface_has_a_config,
     model_args_are_valid,
+    model_args_have_an_effect,
+    sequences_have_positions,
     factory_args_can_be_recorded,
     own_loss_is_whole,
+    weights_are_of_the_model,
 )
 """The rules of this file."""
 

@@ -68,6 +68,15 @@ def models_can_be_divided(config: JobConfig) -> Iterator[Problem]:
             yield Problem(key, reason, degree, also=_MODEL)
 
 
+def ring_attention_is_causal(config: JobConfig) -> Iterator[Problem]:
+    """Yield context parallelism of attention with a sliding window or a soft cap, which ring attention lacks."""
+    args, degree = known_args(config.model), config.parallelism.context_parallel_degree
+    option = args.beyond_causal_attention(config.training.seq_len) if args is not None else None
+    if degree > 1 and option is not None:
+        reason = f"is not supported with model.args.{option}: ring attention is plain causal attention; set 1"
+        yield Problem(_CONTEXT, reason, degree, also=(*_MODEL, _SEQ_LEN))
+
+
 def context_parallel_has_sequences(config: JobConfig) -> Iterator[Problem]:
     """Report context parallelism of a user's own model for images: context parallelism divides sequences of tokens.
 
@@ -131,6 +140,7 @@ PARALLELISM_RULES = (
     options_have_a_degree,
     matrices_can_be_divided,
     models_can_be_divided,
+    ring_attention_is_causal,
     context_parallel_has_sequences,
     sequences_can_be_divided,
     batch_norm_sees_whole_sequences,

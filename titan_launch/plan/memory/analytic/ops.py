@@ -43,8 +43,8 @@ def embedding(autograd: Autograd, weight: Tensor, num_tokens: int, width: int) -
     return _record(autograd, autograd.new(num_tokens * width, weight.dtype), (weight,), backward)
 
 
-def linear(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int) -> Tensor:
-    """Multiply with the transpose of a weight [width_out, width_in]. The transpose is a view."""
+def linear(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int, bias: Tensor | None = None) -> Tensor:
+    """Multiply with the transpose of a weight [width_out, width_in], and add a bias. The transpose is a view."""
     weight = view(autograd, weight)
     numel, dtype = x.numel, x.dtype
     needs_input, needs_weight = x.node is not None, weight.node is not None
@@ -52,11 +52,49 @@ def linear(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int) -> Tens
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         for_weight = autograd.new(weight.numel, weight.dtype, _GRADIENT) if needs_weight else None
-        return autograd.new(numel, dtype, _BACKWARD) if needs_input else None, for_weight
+        for_x = autograd.new(numel, dtype, _BACKWARD) if needs_input else None
+        if bias is None:
+            return for_x, for_weight
+        return for_x, for_weight, autograd.new(bias.numel, bias.dtype, _GRADIENT) if bias.node is not None else None
 
     num_results = numel // width_in * (weight.numel // width_in)
     output = autograd.run_costly("mm", lambda: autograd.new(num_results, dtype)).detached()
-    return autograd.record(output, (x, weight), backward, saved)
+    return autograd.record(output, (x, weight) if bias is None else (x, weight, bias), backward, saved)
+
+
+def add_rows(autograd: Autograd, x: Tensor, rows: Tensor) -> Tensor:
+    """Add the same rows to each sequence. Their gradient is a sum over the sequences."""
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return gradient[0], autograd.new(rows.numel, rows.dtype, _BACKWARD)
+
+    return _record(autograd, autograd.new(x.numel, x.dtype), (x, rows), backward)
+
+
+def add_number(autograd: Autograd, x: Tensor) -> Tensor:
+    """Add a number to each element. The gradient is that of the result."""
+    return _record(autograd, autograd.new(x.numel, x.dtype), (x,), lambda gradient, saved: (gradient.pop(),))
+
+
+def scale(autograd: Autograd, x: Tensor) -> Tensor:
+    """Multiply with a number. Nothing is saved."""
+    numel, dtype = x.numel, x.dtype
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return (autograd.new(numel, dtype, _BACKWARD),)
+
+    return _record(autograd, autograd.new(numel, dtype), (x,), backward)
+
+
+def tanh(autograd: Autograd, x: Tensor) -> Tensor:
+    """Compute tanh(x), and save the result."""
+    numel, dtype, output = x.numel, x.dtype, autograd.new(x.numel, x.dtype)
+    saved = autograd.save(output)
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return (autograd.new(numel, dtype, _BACKWARD),)
+
+    return _record(autograd, output, (x,), backward, saved)
 
 
 def add(autograd: Autograd, a: Tensor, b: Tensor) -> Tensor:
@@ -78,8 +116,8 @@ def multiply(autograd: Autograd, a: Tensor, b: Tensor) -> Tensor:
     return _record(autograd, autograd.new(numel, dtype), (a, b), backward, saved)
 
 
-def silu(autograd: Autograd, x: Tensor) -> Tensor:
-    """Compute x sigmoid(x)."""
+def activation(autograd: Autograd, x: Tensor) -> Tensor:
+    """Compute an activation function, SiLU or GELU, and save its input."""
     saved, numel, dtype = autograd.save(x), x.numel, x.dtype
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -122,7 +160,35 @@ def attention(
         num_rows = num_rows // seq_len * (-(-seq_len // 32) * 32)
         if k.numel < q.numel:
             k, v = (_repeat(autograd, x, q.numel) for x in (k, v))
-    saved = autograd.save(q, k, v)
+    return _fused_attention(autograd, q, k, v, num_rows)
+
+
+def masked_attention(
+    autograd: Autograd, q: Tensor, k: Tensor, v: Tensor, num_rows: int, seq_len: int, kernels: Kernels
+) -> Tensor:
+    """Compute attention with a sliding window, or on CUDA with a soft cap: `models.attention.masked_attention`.
+
+    On CUDA, FlexAttention saves the tensors of flash attention. Selective activation checkpointing does not save its
+    results. A CPU runs flash attention with a mask, which is made from a table of allowed pairs.
+    """
+    if kernels == "cuda":
+        return _fused_attention(autograd, q, k, v, num_rows, is_costly=False)
+    allowed = autograd.new(seq_len**2, "bool")
+    output = _fused_attention(autograd, q, k, v, num_rows, (autograd.new(seq_len**2, q.dtype),))
+    del allowed
+    return output
+
+
+def _fused_attention(
+    autograd: Autograd,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_rows: int,
+    mask: tuple[Tensor, ...] = (),
+    is_costly: bool = True,
+) -> Tensor:
+    saved = autograd.save(q, k, v, *mask)
     shapes = [(x.numel, x.dtype) for x in (q, k, v)]
 
     def compute() -> tuple[Tensor, Tensor]:
@@ -131,7 +197,7 @@ def attention(
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return [autograd.new(numel, dtype, _BACKWARD) for numel, dtype in shapes]
 
-    output, logarithms = autograd.run_costly("attention", compute)
+    output, logarithms = autograd.run_costly("attention", compute) if is_costly else compute()
     results = autograd.save(output, logarithms)
     return autograd.record(output.detached(), (q, k, v), backward, saved, results)
 

@@ -81,8 +81,9 @@ class AnalyticModel:
     build: Callable[[Any, ReplayContext], Forward]
     """Returns the forward for (args, context)."""
 
-    unknown_part: Callable[[JobConfig], str | None] = lambda config: None
-    """Returns the part of a job that the engine does not support for this model, in words; None if there is none."""
+    unknown_part: Callable[[JobConfig, Any, Kernels], str | None] = lambda config, args, kernels: None
+    """(config, args, kernels) to the part of a job that the engine does not support for this model, in words; None if
+    there is none."""
 
 
 def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> list[GroupSizes]:

@@ -12,31 +12,32 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models import llama3_reference
-from titan_launch.config.architectures.llama3 import FLAVORS, Llama3Args, flops_per_token, num_parameters
+from titan_launch.config.architectures.decoder import DecoderArgs, flops_per_token, num_parameters
+from titan_launch.config.architectures.families import FAMILIES, LLAMA3
+from titan_launch.models.decoder import SPECS, Decoder, llama_values
 from titan_launch.models.init import initialize
 from titan_launch.models.layers import BatchNorm
-from titan_launch.models.llama3 import SPEC, Llama3, initial_values
 from titan_launch.models.loss import cross_entropy_sum
 
 CPU = torch.device("cpu")
 NORMS = ("rmsnorm", "layernorm", "batchnorm")
 
 
-def tiny_args(**overrides: Any) -> Llama3Args:
+def tiny_args(**overrides: Any) -> DecoderArgs:
     shape = {"dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 24, "vocab_size": 30}
-    return Llama3Args.model_validate({**shape, **overrides})
+    return DecoderArgs.model_validate({**shape, **overrides})
 
 
-def tiny_model(seq_len: int = 16, seed: int = 0, **overrides: Any) -> Llama3:
+def tiny_model(seq_len: int = 16, seed: int = 0, **overrides: Any) -> Decoder:
     args = tiny_args(**overrides)
-    model = Llama3(args, seq_len)
-    initialize(model, initial_values(args), seed, CPU)
+    model = Decoder(args, seq_len)
+    initialize(model, llama_values(args), seed, CPU)
     return model
 
 
 def test_logits_are_those_of_hugging_face(reference: dict[str, Any]) -> None:
     tokens = torch.tensor(llama3_reference.TOKENS)
-    model = Llama3(Llama3Args.model_validate(llama3_reference.ARGS), max_seq_len=tokens.shape[1])
+    model = Decoder(DecoderArgs.model_validate(llama3_reference.ARGS), max_seq_len=tokens.shape[1])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(llama3_reference.weight(name, parameter.shape))
@@ -52,29 +53,64 @@ def test_module_names_are_torchtitans() -> None:
     assert names == {"tok_embeddings.weight", *layer, "norm.weight", "output.weight"}
 
 
-@pytest.mark.parametrize("flavor", FLAVORS)
-def test_num_parameters_is_what_the_model_has(flavor: str) -> None:
-    args = Llama3Args.model_validate(FLAVORS[flavor])
-    with torch.device("meta"):
-        model = SPEC.build(args, 8)
-    assert sum(p.numel() for p in model.parameters()) == num_parameters(args)
+PUBLISHED = {
+    "llama3": {
+        "1B": 1_235_814_400,
+        "3B": 3_212_749_824,
+        "8B": 8_030_261_248,
+        "70B": 70_553_706_496,
+        "405B": 405_853_388_800,
+    },
+    "qwen2": {
+        "0.5B": 494_032_768,
+        "1.5B": 1_543_714_304,
+        "3B": 3_085_938_688,
+        "7B": 7_615_616_512,
+        "14B": 14_770_033_664,
+        "32B": 32_763_876_352,
+        "72B": 72_706_203_648,
+    },
+    "qwen3": {
+        "0.6B": 596_049_920,
+        "1.7B": 1_720_574_976,
+        "4B": 4_022_468_096,
+        "8B": 8_190_735_360,
+        "14B": 14_768_307_200,
+        "32B": 32_762_123_264,
+    },
+    "mistral": {"7B": 7_241_732_096, "7B-v0.3": 7_248_023_552},
+    "gemma2": {"2B": 2_614_341_888, "9B": 9_241_705_984, "27B": 27_227_128_320},
+    "gemma3": {"1B": 999_885_952, "4B": 3_880_263_168, "12B": 11_766_034_176, "27B": 27_009_346_304},
+    "gpt2": {"124M": 124_439_808, "355M": 354_823_168, "774M": 774_030_080, "1.5B": 1_557_611_200},
+    "phi3": {"mini-4k": 3_821_079_552},
+}
+"""Parameters of the published weights. (Of Gemma 3: of the language model.)"""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_are_the_published_ones(family: str) -> None:
+    flavors = {name: DecoderArgs.model_validate(row) for name, row in FAMILIES[family].items()}
+    sizes = {name: num_parameters(args) for name, args in flavors.items()}
+    assert sizes.pop("debug") < 10e6
+    assert sizes == PUBLISHED[family]
+    for args in flavors.values():
+        shallow = args.model_copy(update={"n_layers": 2})
+        with torch.device("meta"):
+            model = SPECS[family].build(shallow, 8)
+        assert sum(p.numel() for p in model.parameters()) == num_parameters(shallow)
+        assert not [*args.problems(), *args.unused()]
 
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 def test_num_parameters_with_other_norms_and_tied_embeddings(norm: str, tie_embeddings: bool) -> None:
     args = tiny_args(norm=norm, tie_embeddings=tie_embeddings)
-    assert sum(p.numel() for p in Llama3(args, 8).parameters()) == num_parameters(args)
-
-
-def test_published_sizes() -> None:
-    sizes = {flavor: round(num_parameters(Llama3Args.model_validate(row)) / 1e6) for flavor, row in FLAVORS.items()}
-    assert sizes == {"debug": 5, "1B": 1236, "3B": 3213, "8B": 8030, "70B": 70554, "405B": 405853}
+    assert sum(p.numel() for p in Decoder(args, 8).parameters()) == num_parameters(args)
 
 
 def test_flops_of_8b_are_those_of_torchtitans_published_mfu() -> None:
     """TorchTitan publishes 5,762 tokens/s at 33.7 % of an H100's 989 TFLOP/s (sequence length 8192)."""
-    flops = flops_per_token(Llama3Args.model_validate(FLAVORS["8B"]), 8192)
+    flops = flops_per_token(DecoderArgs.model_validate(LLAMA3["8B"]), 8192)
     assert 5762 * flops / 989e12 == pytest.approx(0.337, abs=1e-3)
 
 
@@ -82,7 +118,7 @@ def test_flops_of_8b_are_those_of_torchtitans_published_mfu() -> None:
 def test_flops_are_what_torch_counts(tie_embeddings: bool) -> None:
     seq_len, args = 16, tiny_args(tie_embeddings=tie_embeddings)
     with torch.device("meta"):
-        model, tokens = Llama3(args, seq_len), torch.zeros(2, seq_len, dtype=torch.int64)
+        model, tokens = Decoder(args, seq_len), torch.zeros(2, seq_len, dtype=torch.int64)
         with FlopCounterMode(display=False) as counter:
             model(tokens).sum().backward()
     assert counter.get_total_flops() == tokens.numel() * flops_per_token(args, seq_len)
@@ -128,13 +164,13 @@ def test_trains_from_the_meta_device_under_fsdp(norm: str, tie_embeddings: bool,
     args = tiny_args(norm=norm, tie_embeddings=tie_embeddings)
     plain = tiny_model(norm=norm, tie_embeddings=tie_embeddings)
     with torch.device("meta"):
-        model = Llama3(args, 16)
+        model = Decoder(args, 16)
     mesh = init_device_mesh("cpu", (1,))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device=CPU)
-    initialize(model, initial_values(args), 0, CPU)
+    initialize(model, llama_values(args), 0, CPU)
     tokens = torch.randint(0, 30, (2, 17))
     losses = []
     with warnings.catch_warnings():
