@@ -43,6 +43,7 @@ def build(seq_len: int, /, **args: Any) -> nn.Module:
     _check_length(config, seq_len)
     config.use_cache = False
     config._attn_implementation = "sdpa" if cls._supports_sdpa else "eager"
+    _skip_search_for_packed_sequences()
     module: Any = cls(config)
     module.tensor_parallel = _tensor_styles(module)
     module.sequence_parallel = False  # its forward counts the tokens of the stream
@@ -87,6 +88,17 @@ def _class_and_config(args: Mapping[str, Any]) -> tuple[Any, Any]:
         reason = f"{CONFIG_MAPPING[kind].__name__} refuses them: {' '.join(str(error).split())}"
         raise config_error(("model", "args"), reason) from None
     return getattr(transformers, name), config
+
+
+def _skip_search_for_packed_sequences() -> None:
+    """Make every model of `transformers` in this process take its position ids as those of whole sequences, as they are.
+
+    The library would look for packed sequences in them at every forward. That waits for the device, and tensors without
+    values would get a mask, and with it another attention kernel than in a run.
+    """
+    from transformers import masking_utils
+
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 
 def _check_length(config: Any, seq_len: int) -> None:
