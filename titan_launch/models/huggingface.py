@@ -91,10 +91,10 @@ def _class_and_config(args: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _skip_search_for_packed_sequences() -> None:
-    """Make every model of `transformers` in this process take its position ids as those of whole sequences, as they are.
+    """Make models of `transformers` in this process treat every sample as one sequence, which it is.
 
-    The library would look for packed sequences in them at every forward. That waits for the device, and tensors without
-    values would get a mask, and with it another attention kernel than in a run.
+    Every forward would look for packed sequences in the position ids, and wait for the device. In a trace, which has no
+    values, the models would assume packed sequences, and attention would use another kernel than in a run.
     """
     from transformers import masking_utils
 
