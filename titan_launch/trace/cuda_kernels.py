@@ -173,7 +173,8 @@ class _FlexAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+        saved = ctx.saved_tensors  # the kernel reads all of them
+        return tuple(torch.empty_like(x) for x in saved[:3])
 
 
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:

@@ -223,6 +223,6 @@ def begin_with_weights(model: nn.Module, config: ModelConfig, inventory: Invento
     loaded, folder = on_all_ranks(load)[0], found[0].folder.config
     for note in folder.notes:
         _log.info("weights: %s", note)
-    message = "weights: from %s (%s); rank 0 read %s in %.1f s"
+    message = "weights: from %s (%s); this rank read %s in %.1f s"
     seconds = time.perf_counter() - start
     _log.info(message, config.weights, folder.model_type or folder.name, _format_bytes(loaded), seconds)

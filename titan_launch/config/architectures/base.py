@@ -28,7 +28,7 @@ class ModelArgs(Section):
         yield from ()
 
     def unused(self) -> Iterator[tuple[str, str]]:
-        """Yield arguments that other arguments leave without effect, as (argument, reason)."""
+        """Yield arguments that other arguments leave without effect, as (argument, reason and remedy)."""
         yield from ()
 
     def longest_sequence(self) -> tuple[str, int] | None:

@@ -176,7 +176,7 @@ class DecoderArgs(ModelArgs):
             kind = "the width of a head, dim / n_heads," if self.head_dim is None else "head_dim"
             yield width, f"{kind} must be even for rotary embeddings, but is {self.head_width}"
         if self.positions == "learned" and self.max_positions is None:
-            reason = 'positions = "learned" needs max_positions, the rows of the table; set it, for example to seq_len'
+            reason = "needs max_positions, the rows of the table; set it to the length of the longest sequence"
             yield ("positions", "max_positions"), reason
         if self.norm_unit_offset and self.norm != "rmsnorm":
             reason = f'norm_unit_offset is for norm = "rmsnorm", but norm = "{self.norm}"; set norm_unit_offset = false'
@@ -195,11 +195,11 @@ class DecoderArgs(ModelArgs):
             (of_windows, "without sliding_window", self.sliding_window is None),
         ):
             for name, _ in self.changed(*names) if has_no_effect else ():
-                yield name, f"has no effect {reason}"
+                yield name, f"has no effect {reason}; remove this argument"
         if self.rope_scaling is not None and self.rope_scaling.kind == "linear":
             llamas = ("low_freq_factor", "high_freq_factor", "original_max_position")
             for name, _ in self.rope_scaling.changed(*llamas):
-                yield "rope_scaling", f'has {name}, which has no effect with kind = "linear"'
+                yield "rope_scaling", f'has {name}, which has no effect with kind = "linear"; remove {name}'
 
     def longest_sequence(self) -> tuple[str, int] | None:
         """Return the number of learned positions; None with rotary embedding."""

@@ -169,7 +169,8 @@ def _write_scaling(args: DecoderArgs) -> dict[str, Any] | None:
 
 def _one_rope(config: Config) -> dict[str, Any]:
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope = {"partial_rotary_factor": config.get("partial_rotary_factor", 1.0), **(config.get(key) or {})}
+    outside = ("partial_rotary_factor", "original_max_position_embeddings")  # keys beside the table that go first
+    rope = {**(config.get(key) or {}), **{name: config[name] for name in outside if name in config}}
     theta, scaling = _read_rope(rope, config.get("rope_theta", 10_000.0), key)
     return {"rope_theta": theta, "rope_scaling": scaling}
 

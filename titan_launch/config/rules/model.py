@@ -83,7 +83,7 @@ def model_args_have_an_effect(config: JobConfig) -> Iterator[Problem]:
     args = known_args(config.model)
     for name, reason in args.unused() if args is not None else ():
         if name in config.model.args:
-            yield args_problem(config, (name,), f"{reason}; remove this argument")
+            yield args_problem(config, (name,), reason)
 
 
 def sequences_have_positions(config: JobConfig) -> Iterator[Problem]:
@@ -155,9 +155,8 @@ def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
             yield Problem(key, reason, model.weights, also=(_NAME,))
             return
         for argument, own, theirs in differences(model.name, args, folder):
-            reason = (
-                f"{argument} is {toml_value(own)} in this job, and {toml_value(theirs)} in {model.weights}; remove it"
-            )
+            values = f"{argument} is {toml_value(own)} in this job, and {toml_value(theirs)} in {model.weights}"
+            reason = f"{values}; remove the key from the job"
             yield args_problem(config, (argument,), reason, also=(key,))
     except WeightsError as error:
         yield Problem(key, str(error), model.weights)

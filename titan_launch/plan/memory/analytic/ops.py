@@ -64,9 +64,10 @@ def linear(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int, bias: T
 
 def add_rows(autograd: Autograd, x: Tensor, rows: Tensor) -> Tensor:
     """Add the same rows to each sequence. Their gradient is a sum over the sequences."""
+    num_rows, dtype = rows.numel, rows.dtype
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        return gradient[0], autograd.new(rows.numel, rows.dtype, _BACKWARD)
+        return gradient[0], autograd.new(num_rows, dtype, _BACKWARD)
 
     return _record(autograd, autograd.new(x.numel, x.dtype), (x, rows), backward)
 
