@@ -9,11 +9,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
@@ -142,7 +144,44 @@ def _call(config: ModelConfig, factory: Callable[..., Any], where: str = "") -> 
     if problem is not None:
         raise config_error(("model", "name"), problem, config.name)
     _check_shapes(module)
+    scalars_as_vectors(module)
     return module
+
+
+def scalars_as_vectors(module: nn.Module) -> None:
+    """Give the scalar parameters of a module the shape (1,), in place, since FSDP2 shards along the first axis.
+
+    The module's code still reads scalars: a module that owns one becomes an instance of a subclass of its class, in
+    which the name of the parameter is a property. Checkpoints have the shape (1,).
+    """
+    vectors: dict[nn.Parameter, nn.Parameter] = {}
+    for child in module.modules():
+        scalars = {name: p for name, p in child._parameters.items() if p is not None and not is_lazy(p) and not p.ndim}
+        for name, scalar in scalars.items():
+            if scalar not in vectors:
+                vectors[scalar] = nn.Parameter(scalar.detach().reshape(1), scalar.requires_grad)
+                vars(vectors[scalar]).update(vars(scalar))
+            child._parameters[name] = vectors[scalar]
+        if scalars:
+            cls: Any = type(child)
+            child.__class__ = _with_scalars(cls, tuple(scalars))
+
+
+@cache
+def _with_scalars(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Return a subclass, with the name of `cls`, whose parameters `names` are read as scalars."""
+
+    def scalar(name: str) -> property:
+        def read(module: nn.Module) -> Tensor | None:
+            parameter = module._parameters[name]
+            if parameter is None or isinstance(parameter, DTensor):
+                return parameter  # FSDP2 reads its shards by this name
+            return parameter.reshape(())
+
+        return property(read)
+
+    same: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (cls,), {**same, **{name: scalar(name) for name in names}})
 
 
 def _check_arguments(factory: Callable[..., Any], config: ModelConfig) -> None:
@@ -159,16 +198,11 @@ def _check_arguments(factory: Callable[..., Any], config: ModelConfig) -> None:
 
 
 def _check_shapes(module: nn.Module) -> None:
-    """Raise ConfigError for parameters that FSDP2 cannot shard."""
-    problems = []
-    for name, parameter in module.named_parameters():
-        if is_lazy(parameter):
-            problems.append(f"the parameter {name} is lazy and has no shape; give its module the number of features")
-        elif parameter.ndim == 0:
-            reason = "is a scalar, and FSDP2 shards along the first axis; give it the shape (1,)"
-            problems.append(f"the parameter {name} {reason}")
-    if problems:
-        raise ConfigError(Problem(("model", "name"), reason) for reason in problems)
+    """Raise ConfigError for parameters without a shape."""
+    reason = "the parameter {} is lazy and has no shape; give its module the number of features"
+    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ConfigError(Problem(("model", "name"), reason.format(name)) for name in lazy)
 
 
 def _check_is_on_host(module: nn.Module) -> None:

@@ -24,9 +24,10 @@ class ModelConfig(Section):
     """Arguments of the model. They override the values of the flavor. With a factory: its keyword arguments."""
 
     blocks: Array[str] | None = None
-    """Globs of module paths. Each matching module becomes one FSDP2 unit (a `fully_shard` call). Default: the blocks of
-    the model; with a factory, the entries of the model's outermost `nn.ModuleList`s. `*` matches within one segment of
-    a module path, `**` crosses dots."""
+    """Globs of module paths. Each matching module becomes one FSDP2 unit (a `fully_shard` call). `*` matches within one
+    segment of a module path, `**` crosses dots. Default: the blocks of the model; with a factory, the entries of the
+    outermost `nn.ModuleList`s, else the repeated modules in `nn.Sequential`s, else the instances of the most repeated
+    class. A run logs the choice."""
 
     loss: Literal["mean", "sum"] | None = None
     """Use the loss that a model of your own computes when it is called as `model(inputs, labels=targets)`. `mean`: the
