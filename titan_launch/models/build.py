@@ -19,13 +19,14 @@ from titan_launch.models import llama3, resnet
 from titan_launch.models.blocks import Blocks, choose_blocks, find_blocks, find_pipeline_order, has_forward
 from titan_launch.models.factory import (
     HostBuild,
-    HostValues,
     build_for_planning,
     build_on_host,
     build_on_meta,
+    build_without_values,
     scalars_as_vectors,
     uses_meta_device,
 )
+from titan_launch.models.host_values import HostValues
 from titan_launch.models.initializers import Initializer, call_reset_parameters
 from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
 from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
@@ -186,7 +187,8 @@ def _build_users_own(config: ModelConfig, seq_len: int, host: HostBuild | None) 
     elif host is None:
         module = build_for_planning(config, factory)
     else:
-        module, initializer = build_on_host(config, factory, host)
+        build = build_without_values if host.on_meta else build_on_host
+        module, initializer = build(config, factory, host)
     _check_declarations(module)
     blocks = choose_blocks(module) if config.blocks is None else Blocks(find_blocks(module, config.blocks), _BY_KEY)
     count_flops = getattr(module, "flops_per_sample", None)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import random
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -26,14 +26,9 @@ from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean
 from titan_launch.core.import_string import user_traceback
 from titan_launch.core.patches import replaced
-from titan_launch.models.initializers import check_reset_parameters, own_tensors
+from titan_launch.models.host_values import HostValues, num_bytes, take_values
+from titan_launch.models.initializers import check_reset_parameters
 from titan_launch.plan.hardware import GIB, free_memory_gib
-from titan_launch.plan.types import full_name
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtypes by their size in bytes."""
-
-_COLUMNS = 512
 
 
 @dataclass(frozen=True)
@@ -44,27 +39,10 @@ class HostBuild:
     """Seed of all random generators."""
 
     free_bytes: int
-    """Free memory of the host before any rank calls the factory."""
+    """Free memory of the host before the factory is called."""
 
-    ranks: int = 1
-    """Number of ranks that call the factory at the same time on this host."""
-
-
-@dataclass(frozen=True)
-class HostValues:
-    """The values that a factory gave its module's tensors."""
-
-    by_name: Mapping[str, Tensor]
-    """Tensors on the host by full name. A shared tensor has several names."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Host memory of the values in bytes."""
-        return _num_bytes(self.by_name.values())
-
-    def digests(self) -> dict[str, str]:
-        """Return a digest of each tensor's dtype, shape and elements, by full name."""
-        return {name: _digest(tensor) for name, tensor in self.by_name.items()}
+    on_meta: bool = False
+    """Build the module on the meta device, without values."""
 
 
 def uses_meta_device(factory: Callable[..., Any]) -> bool:
@@ -109,7 +87,7 @@ def build_on_host(config: ModelConfig, factory: Callable[..., Any], host: HostBu
     Return the module, with its tensors moved to the meta device, and their values. Raise ConfigError if the factory
     fails, if its tensors need more memory than the host has free, and if tensors of the module are not on the host.
     """
-    with _seeded(host.seed), _memory_limited(host.free_bytes // host.ranks):
+    with _seeded(host.seed), _memory_limited(host.free_bytes):
         try:
             module = _call(config, factory)
         except _OutOfHostMemory as error:
@@ -118,7 +96,26 @@ def build_on_host(config: ModelConfig, factory: Callable[..., Any], host: HostBu
     _check_is_not_shared(module)
     if not module.training:  # `from_pretrained` returns a module in evaluation mode
         module.train()
-    return module, _take_values(module)
+    return module, take_values(module)
+
+
+def build_without_values(
+    config: ModelConfig, factory: Callable[..., Any], host: HostBuild
+) -> tuple[nn.Module, HostValues]:
+    """Build a factory's module on the meta device, for a rank that gets the values from another rank.
+
+    `torch.load` returns tensors without values meanwhile. Raise ConfigError if the factory fails.
+    """
+
+    def load_without_values(*args: Any, **kwargs: Any) -> Any:
+        return load(*args, **{**kwargs, "map_location": "meta"})
+
+    load = torch.load
+    with _seeded(host.seed), warnings.catch_warnings(), replaced(torch, "load", load_without_values):
+        warnings.simplefilter("ignore")  # `load_state_dict` warns that it does nothing
+        with torch.device("meta"):
+            module = _call(config, factory)
+    return module.train(), take_values(module)
 
 
 def _call(config: ModelConfig, factory: Callable[..., Any], where: str = "") -> nn.Module:
@@ -218,20 +215,6 @@ def _check_is_on_host(module: nn.Module) -> None:
             raise config_error(("model", "name"), reason)
 
 
-def _take_values(module: nn.Module) -> HostValues:
-    """Move a module's tensors to the meta device, in place, and return their values. Shared tensors stay shared."""
-    values: dict[str, Tensor] = {}
-    twins: dict[Tensor, Tensor] = {}
-    for path, owner in module.named_modules():
-        for name, tensor in own_tensors(owner).items():
-            values[full_name(path, name)] = tensor.detach()
-            if tensor not in twins:
-                twins[tensor] = _meta_twin(tensor)
-            table: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
-            table[name] = twins[tensor]
-    return HostValues(values)
-
-
 def _check_is_not_shared(module: nn.Module) -> None:
     """Raise ConfigError for two parameters in the same memory: FSDP2 would shard and update each by itself."""
     names: dict[int, str] = {}
@@ -242,15 +225,6 @@ def _check_is_not_shared(module: nn.Module) -> None:
                 f"has {other} and {name} in the same memory as two parameters; to tie them, assign the parameter itself"
             )
             raise config_error(("model", "name"), reason)
-
-
-def _meta_twin(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor on the meta device with the same shape, dtype and attributes."""
-    twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    if isinstance(tensor, nn.Parameter):
-        twin = nn.Parameter(twin, tensor.requires_grad)
-    vars(twin).update(vars(tensor))
-    return twin
 
 
 @contextmanager
@@ -317,32 +291,11 @@ def _too_large(
     try:
         with torch.device("meta"):
             module = factory(**config.args)
-        needed, qualifier = _num_bytes([*module.parameters(), *module.buffers()]), ""
+        needed, qualifier = num_bytes([*module.parameters(), *module.buffers()]), ""
     except Exception:  # the factory needs values; only the bytes so far are known
         needed, qualifier = error.counted_bytes, "more than "
     reason = (
-        f"needs {qualifier}{needed / GIB:.1f} GiB of host memory on each of {host.ranks} ranks of this host, "
-        f"{needed * host.ranks / GIB:.1f} GiB in all, and {host.free_bytes / GIB:.1f} GiB are free; start fewer ranks "
-        "on a host, or give the factory the attribute meta_device = True and let reset_parameters fill the module"
+        f"needs {qualifier}{needed / GIB:.1f} GiB of host memory, and {host.free_bytes / GIB:.1f} GiB are free; give "
+        "the factory the attribute meta_device = True and let reset_parameters fill the module"
     )
     return config_error(("model", "name"), reason, config.name)
-
-
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum({tensor.untyped_storage().data_ptr() or id(tensor): tensor.nbytes for tensor in tensors}.values())
-
-
-def _digest(tensor: Tensor) -> str:
-    """Return a digest of dtype, shape and elements.
-
-    The elements' bits are summed as integers, over the rows and over the columns of a table. Sums run at memory
-    bandwidth, and a permutation of the elements changes them.
-    """
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    bits = plain.reshape(-1).view(_INTEGERS[plain.element_size()])
-    rows = len(bits) // _COLUMNS
-    table, rest = bits[: rows * _COLUMNS].view(rows, _COLUMNS), bits[rows * _COLUMNS :]
-    digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
-    for part in (table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64), rest):
-        digest.update(part.numpy().tobytes())
-    return digest.hexdigest()

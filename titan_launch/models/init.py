@@ -1,7 +1,8 @@
 """Initial parameters and buffers, which are the same for every sharding and every number of ranks.
 
 Every rank computes each module's unsharded tensors from a seed that depends only on the module's path, and keeps its
-shards. Nothing is communicated. Only one module is unsharded at a time.
+shards. Nothing is communicated. Only one module is unsharded at a time. The values of a user's factory are on one rank
+of each host instead, which sends every rank its shards.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from titan_launch.distributed.dtensor import local_tensor, own_part
-from titan_launch.models.factory import HostValues
+from titan_launch.distributed.dtensor import local_tensor, own_box, own_part
+from titan_launch.models.host_values import Box, HostValues
 from titan_launch.models.initializers import Initializer, own_tensors
 from titan_launch.plan.types import full_name
 
@@ -36,11 +37,11 @@ def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = 
 
 
 def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: int, device: torch.device) -> None:
-    """Fill an allocated model, sharded or not, in place; `HostValues` are copied into it.
+    """Fill an allocated model, sharded or not, in place. `HostValues` are copied into it; then the call is collective.
 
     Values are computed on `device`, also for parameters on the host, so that both get the same values. A shared tensor
-    is filled once, by the first module in `named_modules` that owns it. Children come before parents. Nothing is
-    communicated. The call needs extra memory for the largest single module, unsharded and in fp32.
+    is filled once, by the first module in `named_modules` that owns it. Children come before parents. The call needs
+    extra memory for the largest single module, unsharded and in fp32.
     """
     if isinstance(initializer, HostValues):
         _copy_values(model, initializer)
@@ -55,9 +56,18 @@ def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: in
 
 @torch.no_grad()
 def _copy_values(model: nn.Module, values: HostValues) -> None:
-    for path, module, names in _owners(model):
-        for name in names:
-            _copy_shard(own_tensors(module)[name], values.by_name[full_name(path, name)])
+    targets = {
+        full_name(path, name): own_tensors(module)[name] for path, module, names in _owners(model) for name in names
+    }
+    for name, part in values.take_parts({name: _box(target) for name, target in targets.items()}):
+        local_tensor(targets[name]).copy_(part)
+
+
+def _box(target: Tensor) -> Box:
+    """Return the part of a whole tensor that this rank has."""
+    if isinstance(target, DTensor):
+        return own_box(target.shape, target.device_mesh, target.placements)
+    return (0,) * target.ndim, tuple(target.shape)
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
