@@ -18,7 +18,8 @@ from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.patches import replaced
 from titan_launch.models.build import BuiltModel, build_model
-from titan_launch.models.factory import HostBuild, HostValues
+from titan_launch.models.factory import HostBuild
+from titan_launch.models.host_values import HostValues
 from titan_launch.train.auto_mode import inspect_model
 
 TOKENS = 16

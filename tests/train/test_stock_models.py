@@ -19,7 +19,7 @@ from tests.distributed import run_ranks
 from tests.train.jobs import read_metrics, run_job, this_rank
 from titan_launch.config.job import JobConfig
 from titan_launch.core.import_string import import_factory
-from titan_launch.models.factory import HostValues
+from titan_launch.models.host_values import HostValues
 from titan_launch.train.build import build_run
 from titan_launch.train.run_folder.records import AUDIT_FILE
 

@@ -119,11 +119,11 @@ def _tensor_styles(module: Any) -> dict[str, str] | None:
     plan = getattr(module, "tp_plan", None)
     if not plan:
         return None
-    head = module.get_output_embeddings()
+    output = module.get_output_embeddings()
+    head = next((path for path, child in module.named_modules() if child is output), None)
     styles: dict[str, str] = {}
     for pattern, style in plan.items():
-        is_head = style in _GATHERED and head is not None and module.get_submodule(pattern) is head
-        styles[pattern] = "head" if is_head else _STYLES.get(style, style)
+        styles[pattern] = "head" if style in _GATHERED and pattern == head else _STYLES.get(style, style)
     return {**styles, **dict.fromkeys(_others_with_parameters(module, styles), "sequence")}
 
 

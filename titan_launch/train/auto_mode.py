@@ -53,7 +53,9 @@ def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
     check_tensor_plan(built.module, built.tensor_parallel, config.parallelism)
     context, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len
     check_context_plan(built.module, built.context_parallel, context, seq_len, config.batchnorm)
-    return take_inventory(built.module, built.blocks, built.head, built.embeddings, built.pipeline_order)
+    return take_inventory(
+        built.module, built.blocks, built.head, built.embeddings, built.pipeline_order, built.blocks_origin
+    )
 
 
 def plan_precision(config: JobConfig, built: BuiltModel) -> ModelPlan:

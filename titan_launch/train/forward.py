@@ -20,7 +20,7 @@ from titan_launch.config.sections.data import IGNORED_TARGET, SampleUnit
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.import_string import is_user_file
 from titan_launch.distributed.torch_private import roots
-from titan_launch.models.build import has_forward
+from titan_launch.models.blocks import has_forward
 from titan_launch.models.loss import Loss, count_valid, cross_entropy_sum
 
 FORWARD = "its forward "
