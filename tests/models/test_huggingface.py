@@ -17,9 +17,11 @@ from titan_launch.config.loading.load import dump_job, load_job
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.patches import replaced
+from titan_launch.models import huggingface
 from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues
+from titan_launch.models.weights.folder import find_weights
 from titan_launch.train.auto_mode import inspect_model
 
 TOKENS = 16
@@ -71,6 +73,40 @@ def test_the_module() -> None:
     run_ranks(_check_modules, 1)
 
 
+def _found(name: str, weights: Path, exclude: tuple[str, ...] = (), **args: Any) -> set[str] | str:
+    """Return the tensors of a model that a folder has, or the error."""
+    built = _built(name, **args)
+    model = ModelConfig(name="huggingface", weights=str(weights), exclude_from_weights=exclude)
+    names: Any = built.module.names_in_files
+    try:
+        return set(find_weights(model, inspect_model(JobConfig(), built), names).pieces)
+    except ConfigError as error:
+        return " ".join(str(error).split())
+
+
+def _check_weights(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    for name, base in (("vit", None), ("gpt2", "transformer")):
+        module: Any = huggingface.build(TOKENS, **CONFIGS[name])
+        (getattr(module, base) if base else module).save_pretrained(folder / name)
+    vit = set(_built("vit").module.state_dict())
+    assert _found("vit", folder / "vit") == vit  # the files have names of earlier releases
+    own = {name for name, _ in _built("gpt2").module.named_parameters()}
+    assert _found("gpt2", folder / "gpt2") == own  # the files are those of the base model
+    head = {"num_labels": 5, "id2label": None, "label2id": None}
+    assert _found("vit", folder / "vit", **head) == (
+        "model.weights: its tensors are not those of the model: 2 of another shape: classifier.weight [3, 32], not "
+        "[5, 32], classifier.bias [3], not [5] model.exclude_from_weights names tensors that are not loaded"
+    )
+    assert _found("vit", folder / "vit", ("classifier.*",), **head) == vit - {"classifier.weight", "classifier.bias"}
+    assert "12 missing: transformer.h.2." in str(_found("gpt2", folder / "gpt2", n_layer=3))
+    assert "12 unexpected: h.1." in str(_found("gpt2", folder / "gpt2", n_layer=1))
+
+
+def test_the_tensors_in_a_folder(tmp_path: Path) -> None:
+    run_ranks(_check_weights, 1, tmp_path)
+
+
 TWO = {"tensor_parallel_degree": 2}
 ERRORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "an unknown type": (
@@ -109,7 +145,7 @@ ERRORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no plan of tensor parallelism": (
         {"name": "gpt2"},
         TWO,
-        "parallelism.tensor_parallel_degree: the model does not declare how tensor parallelism divides it",
+        "parallelism.tensor_parallel_degree: GPT2LMHeadModel of transformers has no plan for tensor parallelism; set 1",
     ),
     "divided tokens": (
         {"name": "llama"},
@@ -119,7 +155,8 @@ ERRORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another plan of tensor parallelism": (
         {"name": "llama", "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "pad_token_id": 0},
         {**TWO, "sequence_parallel": False},
-        "model.name: tensor_parallel",
+        "parallelism.tensor_parallel_degree: Phi3ForCausalLM divides modules in a way that is not supported: "
+        "model.layers.*.self_attn.qkv_proj (colwise_gather_output) and 3 more; set 1",
     ),
 }
 """Arguments, `[parallelism]` and the error, or its beginning."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from contextlib import ExitStack
 from pathlib import Path
@@ -141,6 +142,7 @@ def resume(folder: Path, name: str, images: str) -> list[float]:
 def train_everything(folder: Path, images: str) -> dict[str, dict[str, list[float]]]:
     """Return the losses of every model, trained in several ways on the ranks of the test."""
     pytest.importorskip("transformers")
+    gc.freeze()  # a garbage collection would visit all objects of the library
     losses: dict[str, dict[str, list[float]]] = {}
     with replaced(build, "MemoryCheck", lambda *_: None):  # another process would trace the memory
         for name in CONFIGS:

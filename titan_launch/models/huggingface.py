@@ -45,8 +45,7 @@ def build(seq_len: int, /, **args: Any) -> nn.Module:
     config._attn_implementation = "sdpa" if cls._supports_sdpa else "eager"
     _skip_search_for_packed_sequences()
     module: Any = cls(config)
-    module.tensor_parallel = _tensor_styles(module)
-    module.sequence_parallel = False  # its forward counts the tokens of the stream
+    _declare_tensor_parallel(module)
     module.flops_per_sample = partial(_count_flops, module, args)
     module.names_in_files = _names_in_files(module)
     return module
@@ -110,24 +109,30 @@ def _check_length(config: Any, seq_len: int) -> None:
         raise config_error(("training", "seq_len"), reason, seq_len, also=(("model", "args"),))
 
 
-def _tensor_styles(module: Any) -> dict[str, str] | None:
-    """Return the plan of a class for tensor parallelism, in the styles of this package; None if the class has none.
+def _declare_tensor_parallel(module: Any) -> None:
+    """Give a module the styles of this package for its own plan, or the reason why it cannot be divided.
 
-    The plan of `transformers` leaves out the modules that every rank computes alike. A style that this package does not
-    have keeps its name, so that tensor parallelism is refused with it.
+    The plan of `transformers` leaves out the modules that every rank computes alike.
     """
-    plan = getattr(module, "tp_plan", None)
+    name, plan = type(module).__name__, getattr(module, "tp_plan", None)
     if not plan:
-        return None
+        module.no_tensor_parallel = f"{name} of transformers has no plan for tensor parallelism; set 1"
+        return
     output = module.get_output_embeddings()
     head = next((path for path, child in module.named_modules() if child is output), None)
-    styles: dict[str, str] = {}
-    for pattern, style in plan.items():
-        styles[pattern] = "head" if style in _GATHERED and pattern == head else _STYLES.get(style, style)
-    return {**styles, **dict.fromkeys(_others_with_parameters(module, styles), "sequence")}
+    styles = {
+        glob: "head" if style in _GATHERED and glob == head else _STYLES.get(style) for glob, style in plan.items()
+    }
+    unknown = [f"{glob} ({plan[glob]})" for glob, style in styles.items() if style is None]
+    if unknown:
+        reason = f"{name} divides modules in a way that is not supported: {listed(unknown, most=1)}; set 1"
+        module.no_tensor_parallel = reason
+        return
+    module.sequence_parallel = False  # its forward counts the tokens of the stream
+    module.tensor_parallel = {**styles, **dict.fromkeys(_others_with_parameters(module, styles), "sequence")}
 
 
-def _others_with_parameters(module: nn.Module, styles: Mapping[str, str]) -> list[str]:
+def _others_with_parameters(module: nn.Module, styles: Mapping[str, Any]) -> list[str]:
     return [
         path
         for path, child in module.named_modules()

@@ -91,7 +91,7 @@ def _problems(
 ) -> Iterator[Problem]:
     degree = parallelism.tensor_parallel_degree
     if not styles:
-        reason = (
+        reason = getattr(model, "no_tensor_parallel", None) or (
             "the model does not declare how tensor parallelism divides it (attribute tensor_parallel of the module: a "
             "dict from globs of modules to styles; see docs/how_to/parallelism.md); declare it, or set 1"
         )
