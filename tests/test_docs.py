@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.distributed import run_ranks
+from tests.models.parity import random_model, samples
 from tests.test_layering import RANKS
 from tests.train.jobs import read_metrics, this_rank
 from titan_launch.cli import main, parse_arguments
@@ -66,8 +67,14 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "block"), list(blocks("toml")))
-def test_toml_blocks_pass_the_check(name: str, block: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_toml_block_of_the_docs_passes_the_check(
+    name: str, block: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(REPO / "configs", tmp_path, dirs_exist_ok=True)  # what a block may extend
+    if weights := re.search(r'^weights = "(.*)"', block, flags=re.MULTILINE):
+        pytest.importorskip("transformers")
+        random_model("Llama 3.1, RoPE scaling", tmp_path / weights[1], vocab_size=320)
+        monkeypatch.chdir(tmp_path)
     job = tmp_path / "job.toml"
     job.write_text(block)
     command = ["check", "--config", str(job), "--world-size", "2", NO_EARLIER_RUN]
@@ -103,11 +110,13 @@ def train_main_job(folder: Path) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_docs_load_the_result_in_plain_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_in_the_docs_loads_the_result_in_plain_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens, targets, trained = run_ranks(train_main_job, 2, tmp_path)[0]
     monkeypatch.chdir(tmp_path)
     ((_, lines),) = [block for block in blocks("python") if "checkpoints/latest" in block[1]]
-    assert len(lines.split("\n")) == 5 + 2, "five lines, and empty ones after the imports and at the end"
+    assert len(lines.split("\n")) == 5 + 2, "the docs promise five lines of code; there are also two empty lines"
     names: dict[str, Any] = {}
     exec(lines, names)
     with torch.no_grad():
@@ -117,14 +126,31 @@ def test_the_docs_load_the_result_in_plain_pytorch(tmp_path: Path, monkeypatch: 
     assert float(F.cross_entropy(logits.flatten(0, 1), targets.flatten())) == pytest.approx(reported, rel=1e-6)
 
 
+def test_the_docs_load_an_export_in_plain_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    theirs = random_model("Llama 3.1, RoPE scaling", Path("hf"))
+    assert main(["import", "hf", "imported"]) == 0
+    assert main(["export", "imported", "exported/plain", "--format=plain"]) == 0
+    ((_, lines),) = [block for block in blocks("python") if "load_model" in block[1]]
+    assert len(lines.split("\n")) == 5 + 2, "five lines, and empty ones after the imports and at the end"
+    names: dict[str, Any] = {}
+    exec(lines, names)
+    tokens, _ = samples()
+    with torch.no_grad():
+        torch.testing.assert_close(names["model"](tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("command", commands())
-def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command)
     words = words[next(i for i, word in enumerate(words) if "=" not in word) :]  # commands may follow VARIABLE=value
     match words:
         case ["titan-launch" | "python", *rest] if words[0] == "titan-launch" or rest[:2] == ["-m", "titan_launch"]:
             arguments = rest if words[0] == "titan-launch" else rest[2:]
-            if arguments[0] == "plan":
+            if arguments[0] in ("import", "export"):
+                assert parse_arguments(arguments).run
+            elif arguments[0] == "plan":
                 plan([str(tmp_path / "plan.png") if arg.endswith(".png") else arg for arg in arguments])
             else:
                 check(arguments, capsys)
@@ -144,8 +170,8 @@ def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.Capture
             check_script(script, arguments)
         case ["tensorboard", "--logdir", "outputs"]:
             pass
-        case ["python", "-m", "tests.parallel.matrix", *arguments]:
-            check_benchmark("-m tests.parallel.matrix", arguments, capsys)
+        case ["python", "-m", "tests.parallel.matrix" | "tests.models.parity" as module, *arguments]:
+            check_benchmark(f"-m {module}", arguments, capsys)
         case ["source", ".venv/bin/activate"]:
             assert '-m venv "$ROOT/.venv"' in (REPO / "scripts" / "setup.sh").read_text()
         case ["pip", "install", "-e", target]:
@@ -225,7 +251,7 @@ def test_links_and_anchors_resolve(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
-def test_paths_exist(page: Path) -> None:
+def test_paths_in_the_docs_exist(page: Path) -> None:
     """Paths in backticks are relative to the repository. On the page about the code they may be relative to the
     package."""
     roots = [REPO, REPO / "titan_launch"] if page.name == "architecture.md" else [REPO]
@@ -243,7 +269,7 @@ def test_the_index_names_every_page() -> None:
     assert [page for page in pages if page != "README.md" and f"({page})" not in index] == []
 
 
-def test_the_layers_are_those_of_the_code() -> None:
+def test_the_table_of_layers_in_the_docs_is_that_of_the_layering_test() -> None:
     page = (REPO / "docs" / "explanation" / "architecture.md").read_text()
     rows = re.findall(r"^\| (\d+) \| ([^|]*) \|", page, flags=re.MULTILINE)
     assert {package: int(rank) for rank, packages in rows for package in re.findall(r"`(\w+)`", packages)} == RANKS

@@ -52,7 +52,7 @@ def parse_arguments(args: Sequence[str]) -> Namespace:
         known = f"the commands are {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}"
         raise UserError(f'error: unknown command "{name}"; {known} (see titan-launch --help)')
     command = import_module(f"titan_launch.commands.{name}{'_' * iskeyword(name)}")
-    parser = Parser(prog=f"titan-launch {name}", description=COMMANDS[name])  # alone, as each parser takes 1 ms
+    parser = Parser(prog=f"titan-launch {name}", description=COMMANDS[name])  # only this one: a parser takes 1 ms
     command.add_arguments(parser)
     arguments = parser.parse(rest)
     arguments.run = command.run

@@ -115,7 +115,7 @@ def test_flops_of_8b_are_those_of_torchtitans_published_mfu() -> None:
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_flops_are_what_torch_counts(tie_embeddings: bool) -> None:
+def test_flops_equal_those_that_torch_counts(tie_embeddings: bool) -> None:
     seq_len, args = 16, tiny_args(tie_embeddings=tie_embeddings)
     with torch.device("meta"):
         model, tokens = Decoder(args, seq_len), torch.zeros(2, seq_len, dtype=torch.int64)
@@ -158,7 +158,9 @@ def test_initial_values() -> None:
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_trains_from_the_meta_device_under_fsdp(norm: str, tie_embeddings: bool, single_process_group: None) -> None:
+def test_a_llama_trains_from_the_meta_device_under_fsdp(
+    norm: str, tie_embeddings: bool, single_process_group: None
+) -> None:
     """Build in fp32 on the meta device, shard, allocate and initialise. Loss and gradients are those of the plain
     model, and nothing warns about views."""
     args = tiny_args(norm=norm, tie_embeddings=tie_embeddings)

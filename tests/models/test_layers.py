@@ -34,7 +34,7 @@ def tiny_args(**overrides: Any) -> DecoderArgs:
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_rope_turns_pairs_by_the_angles_of_their_positions(is_compiled: bool) -> None:
+def test_rope_rotates_pairs_by_the_angles_of_their_positions(is_compiled: bool) -> None:
     rope = RotaryEmbedding(head_dim=8, max_seq_len=20, theta=100.0)
     x = torch.randn(2, 20, 3, 8)
     angles = torch.outer(torch.arange(20.0), 100.0 ** -(torch.arange(0, 8, 2) / 8))
@@ -46,7 +46,7 @@ def test_rope_turns_pairs_by_the_angles_of_their_positions(is_compiled: bool) ->
     torch.testing.assert_close(turn(x[:, :7]), turned[:, :7])
 
 
-def test_rope_turns_in_float32_and_keeps_the_dtype() -> None:
+def test_rope_rotates_in_float32_and_keeps_the_dtype() -> None:
     rope = RotaryEmbedding(head_dim=8, max_seq_len=9000, theta=500_000.0)
     x = torch.randn(1, 9000, 1, 8).bfloat16()
     assert torch.equal(rope(x), rope(x.float()).bfloat16())
@@ -100,7 +100,7 @@ def test_feed_forward_is_swiglu() -> None:
 # --- norms
 
 
-def test_build_norm() -> None:
+def test_build_norm_returns_the_layer_of_each_name() -> None:
     x = torch.randn(2, 3, 5) * 3 + 1
     kinds = ("rmsnorm", "layernorm", "batchnorm")
     norms = {kind: build_norm(tiny_args(norm=kind, batchnorm_momentum=0.25), 5) for kind in kinds}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.distributed import run_command, run_ranks
 from tests.models.parity import VOCABULARY, random_model, read_model, samples, tensors_of
-from tests.tensors import full_state
+from tests.tensors import assert_equal, full_state
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.cli import main
 from titan_launch.config.loading.load import load_job
@@ -167,6 +167,23 @@ def test_a_run_that_resumes_does_not_read_the_weights_but_notices_other_ones(
     assert main(["check", "--config", recorded]) == 0
     assert main(["check", "--config", recorded, "--job.name=other"]) == 2
     assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_a_model_of_the_users_own_goes_out_and_comes_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its BatchNorm has buffers, which are exported too."""
+    name = "tests.train.test_stock_models:Encoder"
+    data = {"kind": "synthetic", "vocab_size": 64, "num_samples": 40}
+    job = tiny_job(tmp_path, data=data, checkpoint={"enable": True, "async_mode": "disabled"}, training={"steps": 1})
+    job["model"] = {"name": name}
+    trained = run_ranks(run_job, 2, job)[0]
+    assert main(["export", str(tmp_path / "tiny"), str(tmp_path / "plain"), "--format=plain"]) == 0
+    path = job_file(tmp_path, tmp_path / "plain", data=data, model={"name": name})
+    ((state, _, _),) = run_ranks(whole_states, 2, [(path, "--job.name=begin")])[0]
+    assert state["norm.running_mean"].any() and state["norm.num_batches_tracked"] > 0
+    assert_equal(state, trained)
+    path = job_file(tmp_path, tmp_path / "plain", data=data)
+    assert main(["check", "--config", path]) == 2
+    assert "a folder may not choose code: set model.name" in capsys.readouterr().err
 
 
 def test_bad_exports_are_one_error_and_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,10 +57,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 
 
 def takes_equal_heads_only(q: Tensor) -> bool:
-    """Return True if keys and values must be repeated to the number of query heads: for fp32 on CUDA.
+    """Return True for fp32 on CUDA: the fused kernel requires as many heads of keys and values as of queries.
 
-    The fused fp32 kernel on CUDA requires equal numbers of heads. With `enable_gqa`, PyTorch would use the kernel that
-    stores all tokens x tokens scores. https://github.com/pytorch/pytorch/pull/191085 makes this function unnecessary.
+    With `enable_gqa`, PyTorch would use the kernel that stores all tokens x tokens scores. Once a release contains
+    https://github.com/pytorch/pytorch/pull/191085, this function is unnecessary.
     """
     return q.is_cuda and q.dtype == torch.float32
 

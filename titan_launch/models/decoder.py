@@ -5,8 +5,8 @@
            -> norm -> output -> logits
 
 The families are tables of arguments. A module exists only if the arguments ask for it. Module names are those of
-TorchTitan and Meta, not of Hugging Face. `titan_launch.config.architectures.decoder` has the arguments, and the
-formulas of parameters and FLOPs.
+TorchTitan and Meta, not of Hugging Face. The arguments, and the formulas of parameters and FLOPs, are in
+`titan_launch.config.architectures.decoder`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each applied to the normalized stream and added to the stream.
+    """A transformer block: attention and a feed-forward layer, each with a norm before it and a residual connection.
 
-    With `post_norms` their outputs are normalized too, before they are added.
+    With `post_norms`, each also has a norm after it.
     """
 
     def __init__(self, args: DecoderArgs, window: int | None, rope: RotaryEmbedding | None):
@@ -64,7 +64,7 @@ def _normalized(x: Tensor, norm: nn.Module | None) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """A decoder for sequences of up to `max_seq_len` tokens."""
+    """A decoder model for sequences of up to `max_seq_len` tokens."""
 
     def __init__(self, args: DecoderArgs, max_seq_len: int):
         super().__init__()
@@ -100,10 +100,10 @@ class Decoder(nn.Module):
 
 
 def llama_values(args: DecoderArgs) -> InitTable:
-    """Return TorchTitan's initial values: logits have a standard deviation near 1, and deeper blocks add less.
+    """Return TorchTitan's initial values: the logits' standard deviation is near 1, and deeper blocks add less.
 
-    A tied embedding is initialised as the output matrix. With the embedding's standard deviation of 1, the logits would
-    have a standard deviation of `sqrt(dim)`.
+    A tied embedding gets the values of the output matrix. With an embedding's usual standard deviation of 1, the
+    logits would have a standard deviation of `sqrt(dim)`.
     """
     output, linear = truncated_normal(args.dim**-0.5), truncated_normal(0.02)
     return _init_table(

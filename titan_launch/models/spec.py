@@ -11,8 +11,8 @@ from torch import nn
 from titan_launch.models.initializers import Initializer
 
 TensorStyle = Literal["embedding", "positions", "sequence", "input", "colwise", "heads", "rowwise", "head"]
-"""The style by which tensor parallelism divides a module over T ranks. The stream is the activations (batch, tokens,
-features) between layers; with sequence parallelism it is divided by token, otherwise every rank has the whole stream.
+"""The style by which tensor parallelism divides a module over T ranks. "Stream" means the activations (batch, tokens,
+features) between layers. With sequence parallelism each rank has a part of the tokens, otherwise the whole stream.
 
     style       part of the module on each rank                     input -> output
     embedding   1/T of the rows of an nn.Embedding                  token ids -> stream
@@ -47,8 +47,8 @@ class AttentionHeads:
 class ModelSpec:
     """The construction of a model, its initial values, and how it can be divided.
 
-    `args` below are the model's arguments, of its class in `titan_launch.config.architectures`. A glob may match
-    nothing: with some arguments a model lacks a module.
+    `args` below are the arguments of the model, an object of `titan_launch.config.architectures`. A glob may match
+    nothing, because a model may lack a module with some arguments.
     """
 
     build: Callable[[Any, int], nn.Module]
@@ -82,4 +82,5 @@ class ModelSpec:
     (batch, heads, tokens, width) and with `is_causal=True`. None: context parallelism is not supported."""
 
     attention: Callable[[Any, int], AttentionHeads | None] | None = None
-    """Function of (args, seq_len) that returns the shape of plain causal attention. None: no such attention."""
+    """Function of (args, seq_len) that describes the plain causal attention of sequences of `seq_len` tokens. None: the
+    model has no plain causal attention."""

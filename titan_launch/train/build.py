@@ -164,7 +164,7 @@ def load_or_begin(
     stack: ExitStack,
 ) -> None:
     """Load the checkpoint from which the run starts, or else the weights that the job names, if any. Record the run in
-    its folder; collective."""
+    its folder. Collective."""
     load = on_rank_0(lambda: effective_load(folder, job.requested, job.attempt))
     if not load_run(job.requested, folder, load, state, progress, sources) and job.config.model.weights is not None:
         begin_with_weights(model, job.config.model, job.plan.inventory)

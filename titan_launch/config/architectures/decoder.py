@@ -41,7 +41,7 @@ class RopeScaling(Section):
 
 
 class DecoderArgs(ModelArgs):
-    """The shape of a decoder: a transformer whose tokens attend to earlier tokens."""
+    """Sizes and options of a decoder: a transformer whose tokens attend to earlier tokens."""
 
     supports_tensor_parallel: ClassVar[bool] = True
     supports_context_parallel: ClassVar[bool] = True  # tokens interact only in attention
@@ -68,8 +68,8 @@ class DecoderArgs(ModelArgs):
     """Number of rows of the embedding: at least the tokenizer's vocabulary size."""
 
     norm: NormKind = "rmsnorm"
-    """Kind of the normalization layers. `batchnorm` normalizes each channel over all tokens of a microbatch. A token
-    then sees statistics of later tokens: see `docs/how_to/batchnorm.md`."""
+    """Kind of the normalization layers. `batchnorm` normalizes each channel over all tokens of a microbatch. A token's
+    output then depends on later tokens: see `docs/how_to/batchnorm.md`."""
 
     norm_eps: PositiveFloat = 1e-5
     """Number added to the variance."""
@@ -235,12 +235,12 @@ class DecoderArgs(ModelArgs):
         return "tie_embeddings" if self.tie_embeddings else None
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
-        """Return the numbers of heads, the width of the feed-forward layer and the vocabulary."""
+        """Return the numbers of heads, the width of the feed-forward layer, and the vocabulary size, by argument."""
         names = ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
         return {name: int(getattr(self, name)) for name in names}
 
     def batchnorm_over_tokens(self) -> str | None:
-        """Return the key and value of `[model.args]` that make the norms BatchNorm; None if they are not BatchNorm."""
+        """Return the setting in `[model.args]` that makes the norms BatchNorm; None if they are not BatchNorm."""
         return 'norm = "batchnorm"' if self.norm == "batchnorm" else None
 
 
@@ -255,7 +255,7 @@ def num_parameters(args: DecoderArgs) -> int:
                     two norms, or four with `post_norms`; with `qk_norm` also two norms of one head
         head        one norm, output V D unless tied
 
-    A norm is a weight for each channel; `layernorm` and `batchnorm` have a bias too.
+    A norm has a weight for each channel; `layernorm` and `batchnorm` also have a bias.
     """
     per_channel = 1 if args.norm == "rmsnorm" else 2
     norm = per_channel * args.dim

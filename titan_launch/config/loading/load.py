@@ -159,6 +159,9 @@ def _model_of_weights(model: Mapping[str, Any]) -> FolderFile | None:
         folder = read_folder_config(weights)
     except WeightsError as error:
         raise config_error(("model", "weights"), str(error), weights, also=(("model",),)) from None
+    if ":" in folder.name:
+        reason = f"its {CONFIG_FILE} names the factory {folder.name}; a folder may not choose code: set model.name"
+        raise config_error(("model", "weights"), reason, weights, also=(("model",),))
     if name not in (None, folder.name):
         raise config_error(("model", "name"), f"{weights} holds the weights of {folder.name}", name, also=(("model",),))
     table = {"name": folder.name, "flavor": folder.flavor, "args": dict(folder.args)}

@@ -17,7 +17,7 @@ FAMILIES = [name for name, architecture in ARCHITECTURES.items() if architecture
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("norm", ["layernorm", "batchnorm"])
-def test_the_table_equals_the_built_model(family: str, norm: str) -> None:
+def test_the_table_of_modules_equals_the_built_model(family: str, norm: str) -> None:
     """With the norms of the family, then with another kind."""
     for flavor in ARCHITECTURES[family].flavors:
         _check(family, flavor, {"n_layers": 3})

@@ -1,7 +1,7 @@
-"""A decoder without numbers: its modules as a table, and the memory that its forward allocates. No torch.
+"""A decoder without values: the table of its modules, and the memory that its forward allocates. No torch.
 
-This module copies `titan_launch.models.decoder`, module by module and local variable by local variable, because both
-decide about memory. Tests compare the table with the built model, and the memory with a traced model.
+This module copies the modules and the local variables of `titan_launch.models.decoder`, because both determine which
+tensors stay alive. Tests compare the table with the built model, and the memory with a traced model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
 
 
 class AnalyticDecoder:
-    """The model on one rank: `forward` with the sizes of a microbatch."""
+    """The model on one rank. `forward` allocates the memory of one microbatch."""
 
     def __init__(self, args: DecoderArgs, context: ReplayContext):
         self.args = args
@@ -32,7 +32,7 @@ class AnalyticDecoder:
         self.statistics_ranks = context.statistics_ranks
 
     def forward(self, tokens: Tensor, blocks: Iterable[str]) -> Tensor:
-        """Compute the logits of tokens through some of the blocks."""
+        """Return the logits of `tokens`, computed through `blocks` only."""
         x = self.call("tok_embeddings", self._embed, tokens)
         if self.args.positions == "learned":
             x = self.call("pos_embeddings", self._add_positions, x)
@@ -237,7 +237,7 @@ def _norm(args: DecoderArgs, path: str, width: int) -> ModuleInfo:
 
 
 def _rope(args: DecoderArgs, seq_len: int, path: str, first: str) -> ModuleInfo:
-    """Return a rotary table, a module that attention modules share. `first`: its first path."""
+    """Return the entry of a rotary embedding at `path`. Attention modules share it. `first`: its first path."""
     is_first = path == first
     tied_to = None if is_first else full_name(first, "table")
     buffer = TensorInfo("table", (seq_len, args.head_width // 2, 2), "float32", True, tied_to=tied_to)
@@ -246,8 +246,11 @@ def _rope(args: DecoderArgs, seq_len: int, path: str, first: str) -> ModuleInfo:
 
 
 def unknown_part(config: JobConfig, args: DecoderArgs, kernels: Kernels) -> str | None:
-    """Return the part of a job that the replay does not cover: checkpointing of a rotary embedding of several layers,
-    and attention with a soft cap on a CPU."""
+    """Return the part of a job that the replay does not support; None if it supports the whole job.
+
+    Activation checkpointing of a rotary embedding is not supported, because layers share this module. Attention with a
+    soft cap is not supported on a CPU, where it is many operations.
+    """
     paths = ("rope", "local_rope", "layers.0.attention.rope")
     if any(matches(glob, path) for glob in config.activation_checkpoint.modules for path in paths):
         return "activation_checkpoint.modules with the rotary embedding, which layers share"
