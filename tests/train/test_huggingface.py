@@ -26,6 +26,7 @@ from titan_launch.models import huggingface
 from titan_launch.models.build import recorded_model
 from titan_launch.train import build
 from titan_launch.train.build import build_run
+from titan_launch.train.export import ExportOptions, export
 from titan_launch.train.run_folder.records import AUDIT_FILE
 
 SEED, TOKENS, STEPS, RATE, EPS = 3, 16, 4, 1e-2, 1e-3
@@ -107,16 +108,19 @@ def from_seed(name: str) -> nn.Module:
     return huggingface.build(TOKENS, **CONFIGS[name])
 
 
-def train_with_weights(folder: Path, name: str, images: str, batches: list[Batch]) -> dict[str, list[float]]:
-    """Return the losses of a model that begins with weights in bfloat16, which `save_pretrained` wrote."""
+def auto_class(name: str) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
+    return AutoModelForImageClassification if name in IMAGES else AutoModelForCausalLM
+
+
+def train_with_weights(folder: Path, name: str, images: str, batches: list[Batch]) -> dict[str, list[float]]:
+    """Return the losses of a model that begins with weights in bfloat16, which `save_pretrained` wrote."""
     weights = str(folder / "weights" / name)
     if dist.get_rank() == 0:
         from_seed(name).bfloat16().save_pretrained(weights)  # type: ignore[operator]
     dist.barrier()
-    cls = AutoModelForImageClassification if name in IMAGES else AutoModelForCausalLM
-    plain = train_in_plain_pytorch(cls.from_pretrained(weights, dtype=torch.float32).train(), batches)
+    plain = train_in_plain_pytorch(auto_class(name).from_pretrained(weights, dtype=torch.float32).train(), batches)
     ways = {"FSDP": {}} if name in IMAGES else {"FSDP": {}, "TP": {"parallelism": TENSOR_PARALLEL}}
     losses = {"plain": plain}
     for way, sections in ways.items():
@@ -127,7 +131,8 @@ def train_with_weights(folder: Path, name: str, images: str, batches: list[Batch
 
 
 def resume(folder: Path, name: str, images: str) -> list[float]:
-    """Return the losses of a run that stops after two steps and resumes. Its checkpoint loads in plain PyTorch."""
+    """Return the losses of a run that stops after two steps and resumes. Its result loads in plain PyTorch, and its
+    export in `transformers`."""
     job = make_job(folder, name, images, activation_checkpoint={"mode": "full"})
     job["training"]["local_batch_size"] = 4
     job["checkpoint"] = {"enable": True, "interval": 2}
@@ -136,6 +141,9 @@ def resume(folder: Path, name: str, images: str) -> list[float]:
     model = recorded_model(folder / "tiny" / "config.json")
     dcp.load({"model": model.state_dict()}, checkpoint_id=folder / "tiny/checkpoints/latest", no_dist=True)
     assert_equal(full_state(model), state)
+    if dist.get_rank() == 0:
+        export(folder / "tiny", folder / "exported", ExportOptions(max_shard_size="20KB"))
+        assert_equal(full_state(auto_class(name).from_pretrained(folder / "exported")), state)
     return losses
 
 
@@ -155,8 +163,8 @@ def train_everything(folder: Path, images: str) -> dict[str, dict[str, list[floa
             if name in ("llama", "qwen2"):
                 job = make_job(folder / "tp" / name, name, images, parallelism=TENSOR_PARALLEL)
                 losses[name]["TP"] = train(job)[0]
-            if name == "qwen2":
-                losses[name]["resumed"] = resume(folder / "resumed", name, images)
+            if name in ("qwen2", "vit"):
+                losses[name]["resumed"] = resume(folder / "resumed" / name, name, images)
             if name in ("qwen2", "vit", "resnet"):
                 losses[f"{name} with weights"] = train_with_weights(folder, name, images, batches)
     return losses

@@ -93,7 +93,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
 }
 """The role of every section, or of each of its keys. `training.steps` is `operation`: a larger value only extends a
 run, and moves a decay at the end of the schedule. `data.path` and `model.weights` are `operation`: the files may be
-moved, because a resumed run compares the files themselves. `model.path` is `operation`: `model.args` has its content."""
+moved, because a resumed run compares the files themselves. `model.path` is `operation`: `model.args` has its keys."""
 
 
 class Difference(NamedTuple):
