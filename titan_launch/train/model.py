@@ -82,7 +82,8 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
     if not isinstance(values, HostValues) or not is_owner:
         return built
     message = "initial values: from %s with seed %d, %s on one rank of each host; free: %s"
-    _log.info(message, config.model.name, config.training.seed, *map(_format_bytes, (values.num_bytes, free)))
+    if config.model.weights is None:
+        _log.info(message, config.model.name, config.training.seed, *map(_format_bytes, (values.num_bytes, free)))
     receivers = tuple(rank for rank, identity in enumerate(made) if identity.owner == owner != rank)
     return replace(built, initializer=replace(values, receivers=receivers))
 
