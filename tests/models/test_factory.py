@@ -89,7 +89,7 @@ def _built(name: str, free_bytes: int = 2**40, **args: Any) -> BuiltModel:
 
 
 @pytest.mark.parametrize("factory", [Own, pretrained])
-def test_the_values_are_those_of_the_factory(factory: Callable[[], nn.Module]) -> None:
+def test_initial_values_are_those_of_the_factory(factory: Callable[[], nn.Module]) -> None:
     expected = _expected(factory)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     built = _built(factory.__name__)
@@ -201,17 +201,17 @@ _REMEDY = "give the factory the attribute meta_device = True and let reset_param
         (
             "Large",
             {"gib": 9},
-            f"needs 9.0 GiB of host memory, and 4.0 GiB are free; {_REMEDY}",
+            f"needs 9.0 GiB of host memory, but only 4.0 GiB are free; {_REMEDY}",
         ),
         (
             "Large",
             {"gib": 9, "needs_values": True},
-            f"needs more than 5.0 GiB of host memory, and 4.0 GiB are free; {_REMEDY}",
+            f"needs more than 5.0 GiB of host memory, but only 4.0 GiB are free; {_REMEDY}",
         ),
         (
             "Huge",
             {},
-            f"needs 4194304.0 GiB of host memory, and 4.0 GiB are free; {_REMEDY}",
+            f"needs 4194304.0 GiB of host memory, but only 4.0 GiB are free; {_REMEDY}",
         ),
         (
             "OnMeta",
@@ -222,23 +222,23 @@ _REMEDY = "give the factory the attribute meta_device = True and let reset_param
         (
             "OnGpu",
             {},
-            "failed; a factory builds its module on the host, without .cuda() or .to(device), and the launcher moves "
-            "it:",
+            "failed; build the module on the host, without .cuda() or .to(device): the launcher moves it to the "
+            "device:",
         ),
         (
             "Shared",
             {},
-            "has embedding.weight and output.weight in the same memory as two parameters; to tie them, assign the "
-            "parameter itself",
+            "has two parameters in the same memory, embedding.weight and output.weight; to tie them, assign one "
+            "parameter to both",
         ),
-        ("compiled", {}, "returns a compiled module; leave out torch.compile, and set compile.enable = true"),
-        ("scripted", {}, "returns a scripted module, which cannot be sharded; leave out torch.jit"),
+        ("compiled", {}, "returns a compiled module; remove torch.compile, and set compile.enable = true"),
+        ("scripted", {}, "returns a scripted module, which cannot be sharded; remove torch.jit"),
         ("Lazy", {}, "the parameter output.weight is lazy and has no shape; give its module the number of features"),
     ],
 )
 def test_a_factory_that_cannot_be_used(factory: str, args: dict[str, Any], reason: str) -> None:
     if factory == "OnGpu" and torch.cuda.is_available():
-        reason = "has weight on cuda:0; leave the module on the host, and the launcher moves it"
+        reason = "has weight on cuda:0; leave the module on the host: the launcher moves it to the device"
     with pytest.raises(ConfigError) as caught:
         _built(factory, free_bytes=4 * GIB, **args)
     problem = caught.value.problems[0]
@@ -250,7 +250,7 @@ def test_the_memory_of_copied_layers_is_counted() -> None:
     """Copies register nothing. While they are made, the layer that they are made of is there too."""
     size = sum(parameter.nbytes for parameter in Copied().parameters())
     _built("Copied", free_bytes=size * 7 // 6)
-    with pytest.raises(ConfigError, match="GiB of host memory, and"):
+    with pytest.raises(ConfigError, match="GiB of host memory, but"):
         _built("Copied", free_bytes=size - 1)
 
 
@@ -316,7 +316,7 @@ def test_all_ranks_raise_the_same_error_for_a_factory_that_differs_by_host() -> 
     assert permuted.reason.startswith("makes other values on rank 1 than on rank 0, in 1.weight;")
     assert reordered.reason.startswith("registers its tensors in another order on rank 1 than on rank 0;")
     assert differs.key == fails.key == ("model", "name")
-    only = "use no more than the arguments and the generators of torch, random and numpy, which are seeded alike"
+    only = "draw random numbers only from torch, random and numpy, whose seeds are equal on all ranks"
     assert differs.reason == (
         f"makes other values on rank 1 than on rank 0, in 1.bias; fill every tensor (torch.empty does not), and {only}"
     )

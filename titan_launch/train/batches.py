@@ -1,4 +1,4 @@
-"""The data of a run: its samples, the stream of batches that it trains on, and those it is validated on."""
+"""The data of a run: its samples, its training batches and its validation batches."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import DataSource
 from titan_launch.core.errors import KeyPath
-from titan_launch.data.context_shard import SequencePart, part_of
 from titan_launch.data.loader import Loader, SampleOrder, build_train_loader, build_validation_loader
 from titan_launch.data.sources import SampleSource, build_source
 from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
-from titan_launch.parallel.context_parallel import sequence_part
+from titan_launch.parallel.context_parallel import SequencePart, part_of, sequence_part
 from titan_launch.plan.layout import Layout
 from titan_launch.train.step import Microbatch
 
@@ -64,19 +63,19 @@ class RunData:
     """The samples to validate on; None without validation."""
 
     sequence_part: SequencePart | None
-    """The tokens of every sequence that this rank has; None if it has whole sequences."""
+    """This rank's part of every sequence; None without context parallelism."""
 
     local_batch_size: int
     """Samples of a microbatch on this rank."""
 
     @property
     def sources(self) -> dict[str, SampleSource]:
-        """The sources by the section of the job that describes them."""
+        """The data sources by section of the job file, `data` and `validation.data`."""
         return {"data": self.train} | ({} if self.validation is None else {"validation.data": self.validation})
 
     @property
     def num_classes(self) -> int:
-        """Number of classes; of tokens, the size of their vocabulary."""
+        """Number of classes; for tokens, the vocabulary size."""
         return max(source.num_classes for source in self.sources.values())
 
     def meta_inputs(self) -> Tensor:

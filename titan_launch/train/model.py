@@ -1,4 +1,4 @@
-"""A model, from its factory on the meta device to this rank's shards, for a run, a trace and a dry run."""
+"""Construction of a model for a run, a trace or a dry run: build on the meta device, wrap, allocate the shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, config_error, listed
-from titan_launch.data.context_shard import SequencePart
 from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
@@ -23,7 +22,7 @@ from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues, attributes_digest, describe_tensors, digest_of
 from titan_launch.models.init import allocate, initialize
 from titan_launch.parallel.apply import parallelize
-from titan_launch.parallel.context_parallel import divide_buffers, ring_attention
+from titan_launch.parallel.context_parallel import SequencePart, divide_buffers, ring_attention
 from titan_launch.parallel.pipeline import divide, pipeline_of
 from titan_launch.parallel.tensor_parallel import token_shards
 from titan_launch.plan.hardware import GIB, free_memory_gib
@@ -136,7 +135,7 @@ def _different_modules(config: JobConfig, described: list[_Described]) -> Config
         if list(tensors.items()) != list(first.items()) or (values or first_values) != first_values
     )
     differing = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-    only = "use no more than the arguments and the generators of torch, random and numpy, which are seeded alike"
+    only = "draw random numbers only from torch, random and numpy, whose seeds are equal on all ranks"
     if differing:
         name = differing[0]
         instead = f"{name} is {other.get(name, 'missing')} instead of {first.get(name, 'missing')}"
@@ -155,15 +154,15 @@ def _different_modules(config: JobConfig, described: list[_Described]) -> Config
 
 
 class SampleFormat(Protocol):
-    """The facts about the data that the assembly of a model needs."""
+    """Properties of the data that `assemble_model` needs."""
 
     @property
     def sequence_part(self) -> SequencePart | None:
-        """The tokens of every sequence that this rank has; None if it has whole sequences."""
+        """This rank's part of every sequence; None without context parallelism."""
 
     @property
     def num_classes(self) -> int:
-        """Number of classes of the data; of tokens, the size of their vocabulary."""
+        """Number of classes of the data; for tokens, the vocabulary size."""
 
     def meta_inputs(self) -> Tensor:
         """Return the inputs of one microbatch on this rank, on the meta device."""
@@ -171,7 +170,7 @@ class SampleFormat(Protocol):
 
 @dataclass(frozen=True)
 class AssembledModel:
-    """A model as one rank runs it."""
+    """A model that is wrapped for this rank, with its plan and mesh."""
 
     built: BuiltModel
     """The model, whose module was wrapped in place."""
@@ -181,23 +180,23 @@ class AssembledModel:
 
     mesh: Mesh
     sequence_part: SequencePart | None
-    """The tokens of every sequence that this rank has; None if it has whole sequences."""
+    """This rank's part of every sequence; None without context parallelism."""
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped model; of a pipeline, this rank's stages of it."""
+        """The wrapped model; with pipeline parallelism, only this rank's stages."""
         return self.built.module
 
 
 def assemble_model(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mesh, samples: SampleFormat
 ) -> AssembledModel:
-    """Wrap a model on the meta device as planned, in place, and check that it goes with the data; collective.
+    """Wrap a model on the meta device in place, as `plan` says, and check that it fits the data. Collective.
 
     A run, a trace and a dry run all assemble their models here. Nothing is allocated: see `allocate_model`.
 
-    Raises ConfigError for a model whose pipeline stages do not run one after another. Its first forward raises
-    ConfigError if an embedding of token ids has too few rows.
+    Raises ConfigError for a model whose pipeline stages do not run one after another. The first forward of
+    the model raises ConfigError if an embedding of token ids has too few rows.
     """
     module = shard_model(config, built, plan, mesh)
     pipeline = pipeline_of(module)
@@ -209,7 +208,8 @@ def assemble_model(
 
 
 def shard_model(config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mesh) -> nn.Module:
-    """Wrap a model on the meta device as planned, of a pipeline this rank's stages. Collective; allocates nothing."""
+    """Wrap a model on the meta device in place, as `plan` says, and return it. With pipeline parallelism, wrap only
+    this rank's stages. Collective. Allocates nothing."""
     group = None
     if config.batchnorm.statistics == "synchronized":
         group = mesh.statistics_group(config.comm.init_timeout_seconds)
@@ -246,9 +246,9 @@ def allocate_model(
 ) -> None:
     """Allocate this rank's shards on `device`, and fill them unless `initial_values` is False.
 
-    If ranks share sequences, also leave this rank's rows in the buffers along the sequence, and enter ring attention
+    With context parallelism, also reduce the buffers along the sequence to this rank's rows, and enter ring attention
     into `stack`. `attention_device`: the device whose ring attention is used, by default `device`. Raises ConfigError
-    if PyTorch has no ring attention for it.
+    if PyTorch has no ring attention for that device.
     """
     if model.mesh.context is not None:
         stack.enter_context(ring_attention(model.mesh.context, config.parallelism, attention_device or device))
