@@ -201,17 +201,17 @@ _REMEDY = "give the factory the attribute meta_device = True and let reset_param
         (
             "Large",
             {"gib": 9},
-            f"needs 9.0 GiB of host memory, and 4.0 GiB are free; {_REMEDY}",
+            f"needs 9.0 GiB of host memory, but only 4.0 GiB are free; {_REMEDY}",
         ),
         (
             "Large",
             {"gib": 9, "needs_values": True},
-            f"needs more than 5.0 GiB of host memory, and 4.0 GiB are free; {_REMEDY}",
+            f"needs more than 5.0 GiB of host memory, but only 4.0 GiB are free; {_REMEDY}",
         ),
         (
             "Huge",
             {},
-            f"needs 4194304.0 GiB of host memory, and 4.0 GiB are free; {_REMEDY}",
+            f"needs 4194304.0 GiB of host memory, but only 4.0 GiB are free; {_REMEDY}",
         ),
         (
             "OnMeta",
@@ -250,7 +250,7 @@ def test_the_memory_of_copied_layers_is_counted() -> None:
     """Copies register nothing. While they are made, the layer that they are made of is there too."""
     size = sum(parameter.nbytes for parameter in Copied().parameters())
     _built("Copied", free_bytes=size * 7 // 6)
-    with pytest.raises(ConfigError, match="GiB of host memory, and"):
+    with pytest.raises(ConfigError, match="GiB of host memory, but"):
         _built("Copied", free_bytes=size - 1)
 
 
@@ -316,7 +316,7 @@ def test_all_ranks_raise_the_same_error_for_a_factory_that_differs_by_host() -> 
     assert permuted.reason.startswith("makes other values on rank 1 than on rank 0, in 1.weight;")
     assert reordered.reason.startswith("registers its tensors in another order on rank 1 than on rank 0;")
     assert differs.key == fails.key == ("model", "name")
-    only = "use no more than the arguments and the generators of torch, random and numpy, which are seeded alike"
+    only = "draw random numbers only from torch, random and numpy, whose seeds are equal on all ranks"
     assert differs.reason == (
         f"makes other values on rank 1 than on rank 0, in 1.bias; fill every tensor (torch.empty does not), and {only}"
     )

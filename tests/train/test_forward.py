@@ -14,7 +14,7 @@ from torch import nn
 from tests.distributed import run_command
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.loss import cross_entropy_sum
-from titan_launch.train.forward import check_embeddings, check_signature, checked_loss
+from titan_launch.train.forward import call_model, check_embeddings, check_signature, checked_loss
 
 MODEL = """
 import torch
@@ -305,3 +305,24 @@ def test_an_error_in_the_users_code_shows_the_users_frames(tmp_path: Path) -> No
     ]
     assert lines[3].startswith("RuntimeError: ") and "shapes cannot be multiplied (32x257 and 3x3)" in lines[3]
     assert lines[4:] == ["error: the run failed; see the traceback above"]
+
+
+class Masked(nn.Module):
+    """A module that holds a tensor as a plain attribute on another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = nn.Linear(2, 2)
+        self.masks = [torch.ones(2), torch.ones(2, device="meta")]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output(x) * self.masks[1]
+
+
+def test_a_plain_attribute_on_another_device_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        call_model(nn.Sequential(Masked()), torch.ones(2, 2), torch.zeros(2, dtype=torch.int64), cross_entropy_sum)
+    assert "its forward fails at" in str(caught.value) and str(caught.value).endswith(
+        "; Masked (0) holds a tensor on meta in the plain attribute masks, and the launcher moves only parameters and "
+        'buffers to cpu; register it in __init__: self.register_buffer("masks", ..., persistent=False)'
+    )

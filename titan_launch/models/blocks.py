@@ -47,9 +47,9 @@ def choose_blocks(module: nn.Module) -> Blocks:
 
 
 def _list_entries(module: nn.Module, path: str = "") -> Iterator[str]:
-    """Yield the paths of the entries of the outermost ModuleLists, except entries without parameters.
+    """Yield the paths of the entries of all outermost ModuleLists. Entries without parameters are skipped.
 
-    An entry that is itself a container is replaced by its own entries.
+    If an entry is a container without a forward, its own entries are yielded instead.
     """
     for name, child in module.named_children():
         child_path = full_name(path, name)
@@ -118,8 +118,8 @@ def find_blocks(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
 def find_pipeline_order(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     """Return the paths that the globs of `pipeline_order` match, glob by glob, each in the order of `named_modules`.
 
-    Raise ConfigError on `model.name` for a glob that matches no module with a forward. Also raise it for a module that
-    is listed twice, or together with a module around it.
+    Raise ConfigError on `model.name` in three cases: a glob matches no module with a forward, a module is listed twice,
+    or both a module and its submodule are listed.
     """
     paths, containers = _paths(module)
     pipeline_order: list[str] = []
@@ -130,7 +130,7 @@ def find_pipeline_order(module: nn.Module, patterns: Sequence[str]) -> tuple[str
             problems.append(f'pipeline_order has "{pattern}", which {nothing_matched(pattern, paths, containers)}')
         pipeline_order += found
     problems += [
-        f"pipeline_order has {path} twice, or has it and the module around it"
+        f"pipeline_order has {path} twice, or also has a module that contains it; list each module once"
         for path in pipeline_order
         if pipeline_order.count(path) > 1 or enclosing(parent(path), pipeline_order)
     ]

@@ -311,10 +311,10 @@ def _too_large(
         with torch.device("meta"):
             module = factory(**config.args)
         needed, qualifier = num_bytes([*module.parameters(), *module.buffers()]), ""
-    except Exception:  # the factory needs values; only the bytes so far are known
+    except Exception:  # the factory needs values, so only the bytes before the error are known
         needed, qualifier = error.counted_bytes, "more than "
     reason = (
-        f"needs {qualifier}{needed / GIB:.1f} GiB of host memory, and {host.free_bytes / GIB:.1f} GiB are free; give "
-        "the factory the attribute meta_device = True and let reset_parameters fill the module"
+        f"needs {qualifier}{needed / GIB:.1f} GiB of host memory, but only {host.free_bytes / GIB:.1f} GiB are free; "
+        "give the factory the attribute meta_device = True and let reset_parameters fill the module"
     )
     return config_error(("model", "name"), reason, config.name)

@@ -19,6 +19,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by their size in bytes."""
 
 _COLUMNS = 512
+"""Columns of the table in which `_digest` arranges the elements of a tensor."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and lengths of a part of a tensor, by dim."""
@@ -40,7 +41,7 @@ class HostValues:
 
     @property
     def num_bytes(self) -> int:
-        """Host memory of the values in bytes."""
+        """Host memory of the values in bytes. A shared tensor counts once."""
         return num_bytes(self.by_name.values())
 
     def digests(self) -> dict[str, str]:
@@ -162,10 +163,10 @@ def digest_of(value: Any) -> str:
 
 
 def _digest(tensor: Tensor) -> str:
-    """Return a digest of dtype, shape and elements.
+    """Return a hexadecimal digest of a tensor's dtype, shape and elements.
 
-    The elements' bits are summed as integers, over the rows and over the columns of a table. Sums run at memory
-    bandwidth, and a permutation of the elements changes them.
+    The elements are arranged in a table. Their bits are summed as integers along its rows and along its columns. These
+    sums run at memory bandwidth, and they change if elements are permuted.
     """
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = plain.reshape(-1).view(_INTEGERS[plain.element_size()])

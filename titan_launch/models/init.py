@@ -1,8 +1,8 @@
 """Initial parameters and buffers, which are the same for every sharding and every number of ranks.
 
-Every rank computes each module's unsharded tensors from a seed that depends only on the module's path, and keeps its
-shards. Nothing is communicated. Only one module is unsharded at a time. The values of a user's factory are on one rank
-of each host instead, which sends every rank its shards.
+Every rank computes the unsharded tensors of one module at a time, and keeps its shards of them. The random seed depends
+only on the job's seed and the module's path. Nothing is communicated. The values of a user's factory are an exception:
+one rank of each host has them, and sends every rank its shards.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = 
 
 
 def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: int, device: torch.device) -> None:
-    """Fill an allocated model, sharded or not, in place. `HostValues` are copied into it; then the call is collective.
+    """Fill the tensors of an allocated model, sharded or not, in place. Collective if `initializer` is a HostValues.
 
-    Values are computed on `device`, also for parameters on the host, so that both get the same values. A shared tensor
-    is filled once, by the first module in `named_modules` that owns it. Children come before parents. The call needs
-    extra memory for the largest single module, unsharded and in fp32.
+    Values are computed on `device` even if the parameters are on the host, so offloading does not change them. A shared
+    tensor is filled once, by the first module in `named_modules` that owns it. Children are filled before parents.
+    Extra memory: the largest single module, unsharded and in fp32.
     """
     if isinstance(initializer, HostValues):
         _copy_values(model, initializer)

@@ -6,7 +6,7 @@ import inspect
 import linecache
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import FrameType
 from typing import Any, Literal
@@ -251,8 +251,8 @@ def _unit_of(inputs: Tensor) -> SampleUnit:
 
 
 def _explanation(error: Exception, model: nn.Module, inputs: Tensor, contract: str) -> ConfigError | None:
-    """Return the ConfigError that replaces an error in a forward: wrong use of its arguments, or an embedding with too
-    few rows. Return None for any other error."""
+    """Return the ConfigError that replaces an error in a forward: wrong use of its arguments, an embedding with too
+    few rows, or a tensor that is a plain attribute on another device. Return None for any other error."""
     frames = list(traceback.walk_tb(error.__traceback__))
     user_frames = [(frame, line) for frame, line in frames if is_user_file(frame.f_code.co_filename)]
     if isinstance(error, ConfigError) or not user_frames:
@@ -261,11 +261,37 @@ def _explanation(error: Exception, model: nn.Module, inputs: Tensor, contract: s
     location = f"{frame.f_code.co_filename}:{line}"
     if str(error) == "index out of range in self":
         return _missing_row(frames[-2][0], model, location)
+    message = str(error).partition("\n")[0]
+    failure = f"fails at {location} ({type(error).__name__}: {message})"
+    if isinstance(error, RuntimeError) and _OTHER_DEVICE.search(message):
+        attribute = next(_plain_tensors(model, inputs.device), None)
+        return None if attribute is None else _error(f"{failure}; {attribute}")
     text = linecache.getline(frame.f_code.co_filename, line)
     if _misuses_inputs(error, frame, text, inputs) or _misses_arguments(error, frame, text, model):
-        message = str(error).partition("\n")[0]
-        return _error(f"fails at {location} ({type(error).__name__}: {message})", contract)
+        return _error(failure, contract)
     return None
+
+
+_OTHER_DEVICE = re.compile("same device|expected device")
+
+
+def _plain_tensors(model: nn.Module, device: torch.device) -> Iterator[str]:
+    """Describe the tensors on other devices that modules hold as plain attributes, also in lists, tuples and dicts."""
+    attributes = ((path, module, *item) for path, module in model.named_modules() for item in vars(module).items())
+    for path, module, name, value in attributes:
+        inside = list(value.values()) if isinstance(value, dict) else value
+        values = inside if isinstance(inside, (list, tuple)) else [inside]
+        other = next((each for each in values if isinstance(each, Tensor) and each.device != device), None)
+        if other is not None and name not in _TABLES:
+            owner = f"{type(module).__name__} ({path or 'the model itself'})"
+            yield (
+                f"{owner} holds a tensor on {other.device} in the plain attribute {name}, and the launcher moves only "
+                f"parameters and buffers to {device}; register it in __init__: "
+                f'self.register_buffer("{name}", ..., persistent=False)'
+            )
+
+
+_TABLES = {"_parameters", "_buffers"}
 
 
 def _misuses_inputs(error: Exception, frame: FrameType, text: str, inputs: Tensor) -> bool:

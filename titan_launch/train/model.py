@@ -140,7 +140,7 @@ def _different_modules(config: JobConfig, described: list[_Described]) -> Config
         if list(tensors.items()) != list(first.items()) or (values or first_values) != first_values
     )
     differing = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-    only = "use no more than the arguments and the generators of torch, random and numpy, which are seeded alike"
+    only = "draw random numbers only from torch, random and numpy, whose seeds are equal on all ranks"
     if differing:
         name = differing[0]
         instead = f"{name} is {other.get(name, 'missing')} instead of {first.get(name, 'missing')}"

@@ -183,7 +183,7 @@ def forward_backward(
     inputs, targets = (tensor.to(device, non_blocking=True) for tensor in microbatch)
     outputs = call_model(model, inputs, targets, loss_sum)
     loss = loss_of(outputs, targets, valid_global(), loss_sum)
-    del outputs  # the graph holds what backward needs
+    del outputs  # the autograd graph keeps the tensors that backward needs
     loss.backward()
     return loss.detach()
 
