@@ -24,7 +24,8 @@ class RopeScaling(Section):
     """Scaling of rotary frequencies, for sequences longer than those of pre-training."""
 
     kind: Literal["llama3", "linear"] = "llama3"
-    """`llama3`: low frequencies are divided by `factor` (Llama 3.1). `linear`: all frequencies are (Gemma 3)."""
+    """`llama3`: low frequencies are divided by `factor` (Llama 3.1). `linear`: all frequencies are divided by `factor`
+    (Gemma 3)."""
 
     factor: Annotated[float, Field(ge=1)] = 8.0
     """Divisor of the frequencies."""
@@ -94,10 +95,10 @@ class DecoderArgs(ModelArgs):
     """Scaling of the rotary frequencies, except for layers with `local_rope_theta`. Unset: no scaling."""
 
     local_rope_theta: Theta | None = None
-    """Base of the rotary frequencies of layers with a sliding window (Gemma 3). Unset: as all layers."""
+    """Base of the rotary frequencies of layers with a sliding window (Gemma 3). Unset: `rope_theta`."""
 
     max_positions: Positive | None = None
-    """Rows of the table of `learned` positions: the longest sequence."""
+    """Number of rows of the table of `learned` positions. Sequences cannot be longer."""
 
     qkv_bias: bool = False
     """Add a bias to queries, keys and values (Qwen 2.5, GPT-2)."""
@@ -115,8 +116,8 @@ class DecoderArgs(ModelArgs):
     """Number of tokens that a token attends to, itself included. Unset: all earlier tokens."""
 
     full_attention_every: Positive | None = None
-    """Every so many layers, one layer has no sliding window: the layers N, 2 N and so on, counted from 1. Unset: all
-    layers have the window."""
+    """Interval of the layers without a sliding window. With N, these are the layers N, 2 N and so on, counted from 1.
+    Unset: all layers have the window."""
 
     attention_soft_cap: PositiveFloat | None = None
     """Cap of the attention scores: `cap * tanh(score / cap)` (Gemma 2). Unset: no cap."""
