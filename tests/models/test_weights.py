@@ -23,7 +23,7 @@ from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.huggingface.config_json import arguments_of, config_of
 from titan_launch.config.huggingface.families import FAMILIES
 from titan_launch.config.huggingface.features import WeightsError
-from titan_launch.models.weights.folder import INDEX
+from titan_launch.models.weights.folder import INDEX, WeightsFolder
 
 pytest.importorskip("transformers")
 
@@ -230,6 +230,12 @@ def test_the_job_is_compared_with_the_folder(
     status = main(["check", "--config", "job.toml", *overrides])
     error = capsys.readouterr().err
     assert (status, bool(error)) == ((2, True) if message else (0, False)) and message in error
+
+
+def test_without_the_library_the_error_names_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(WeightsError, match=r"pip install 'titan-launch\[hf\]'"):
+        WeightsFolder(folder)
 
 
 def test_a_folder_is_checked_without_torch(folder: Path) -> None:

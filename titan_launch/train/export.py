@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from pydantic import ValidationError
@@ -129,10 +130,9 @@ def _write_huggingface(source: _Source, run: Path, folder: Path, options: Export
     model, entries = source.job.model, _without_shared(source)
     if model.name == HUGGINGFACE:
         return _write_class(source, folder, options)
-    model_type = model_type_of(model.name)
+    model_type = model_type_of(model.name)  # raises for models that are not decoders
     original = None if source.companions is None else read_json(source.companions / CONFIG_FILE)
-    args = resolve_args(model.name, model.flavor, model.args)
-    assert isinstance(args, DecoderArgs)  # as all classes of transformers that are known
+    args = cast(DecoderArgs, resolve_args(model.name, model.flavor, model.args))
     rows = args.vocab_size
     kept = min(rows, options.vocab_size or (original or {}).get("vocab_size", rows))
     if options.vocab_size is not None and options.vocab_size > rows:

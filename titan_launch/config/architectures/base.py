@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.data import ImageFormat, SampleUnit
@@ -23,13 +23,18 @@ class ModelArgs(Section):
     supports_context_parallel: ClassVar[bool] = False
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield contradictions between arguments, as (names of the arguments, reason). The first name is the likeliest
-        cause."""
+        """Yield (names of the arguments, reason) for each contradiction between arguments. The first name is the
+        likeliest cause of the contradiction."""
         yield from ()
 
     def unused(self) -> Iterator[tuple[str, str]]:
         """Yield arguments that other arguments leave without effect, as (argument, reason and remedy)."""
         yield from ()
+
+    def effective(self) -> dict[str, Any]:
+        """Return the arguments with their effective values in place of unset ones, without those that have no effect.
+        Two models with equal effective arguments compute the same."""
+        return self.model_dump(mode="json", exclude={name for name, _ in self.unused()})
 
     def longest_sequence(self) -> tuple[str, int] | None:
         """Return the argument that limits the length of sequences, and the limit; None if there is no limit."""
@@ -69,6 +74,6 @@ class ModelArgs(Section):
         return {}
 
     def batchnorm_over_tokens(self) -> str | None:
-        """Return the setting in `[model.args]` that makes BatchNorm compute statistics over tokens, such as `norm =
+        """Return the setting in `[model.args]` that selects a BatchNorm with statistics over tokens, such as `norm =
         "batchnorm"`. Return None if the model has no such BatchNorm."""
         return None

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -201,6 +201,18 @@ class DecoderArgs(ModelArgs):
             llamas = ("low_freq_factor", "high_freq_factor", "original_max_position")
             for name, _ in self.rope_scaling.changed(*llamas):
                 yield "rope_scaling", f'has {name}, which has no effect with kind = "linear"; remove {name}'
+
+    def effective(self) -> dict[str, Any]:
+        """Return the arguments with their effective values in place of unset ones, without those that have no
+        effect."""
+        table = super().effective()
+        table["head_dim"] = self.head_width
+        table["query_scale"] = self.query_scale or self.head_width**-0.5
+        if self.rope_scaling is None and table.get("local_rope_theta") is None:
+            table["local_rope_theta"] = self.rope_theta
+        if self.norm != "batchnorm":
+            del table["batchnorm_momentum"]
+        return table
 
     def longest_sequence(self) -> tuple[str, int] | None:
         """Return the number of learned positions; None with rotary embedding."""

@@ -161,26 +161,12 @@ def differences(name: str, own: ModelArgs, folder: FolderConfig) -> list[tuple[s
 
 
 def _differing(own: ModelArgs, other: ModelArgs) -> list[tuple[str, Any, Any]]:
-    ours, theirs = _effective(own), _effective(other)
+    ours, theirs = own.effective(), other.effective()
     return [
         (key, ours.get(key), theirs.get(key))
         for key in {**ours, **theirs}
         if ours.get(key) != theirs.get(key) and getattr(own, key) != getattr(other, key)
     ]
-
-
-def _effective(args: ModelArgs) -> dict[str, Any]:
-    """Return arguments with their effective values in place of unset ones, without those that have no effect."""
-    table = args.model_dump(mode="json")
-    for name in (name for name, _ in args.unused()):
-        del table[name]
-    if isinstance(args, DecoderArgs):
-        table["head_dim"] = args.head_width
-        table["query_scale"] = args.query_scale or args.head_width**-0.5
-        table["local_rope_theta"] = table.get("local_rope_theta") or (args.rope_scaling is None and args.rope_theta)
-        if args.norm != "batchnorm":
-            del table["batchnorm_momentum"]
-    return table
 
 
 def _notes(family: Family, config: Config) -> list[str]:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from titan_launch.config.architectures import ALL_IN_ARGS, known_args, resolve_args
 from titan_launch.config.huggingface.config_json import FolderConfig, read_folder_config, read_json
@@ -105,35 +106,28 @@ class WeightsFolder:
 
     def read(self, name: str, start: Sequence[int], stop: Sequence[int]) -> Tensor:
         """Return a part of a tensor, in the dtype of the file. Only this part is read."""
-        with _open(self.path / self.tensors[name].file, framework="pt") as file:
+        with _library().safe_open(self.path / self.tensors[name].file, framework="pt") as file:
             part: Tensor = file.get_slice(name)[tuple(map(slice, start, stop))] if stop else file.get_tensor(name)
             return part.clone()  # not a view of the file, which is closed
 
 
-def _open(path: Path, framework: str) -> Any:
+def _library() -> ModuleType:
+    """Return the library of safetensors files, which is an optional dependency."""
     try:
-        from safetensors import safe_open
+        import safetensors
     except ImportError:
-        raise WeightsError("safetensors files need pip install 'titan-launch[hf]'") from None
-    return safe_open(path, framework=framework)
+        raise WeightsError("reading it needs safetensors: pip install 'titan-launch[hf]'") from None
+    return safetensors
 
 
 def _read_header(path: Path) -> dict[str, FileTensor]:
     """Return the tensors of a file. The library checks that their bytes lie within the file and do not overlap."""
-    from_library: tuple[type[Exception], ...] = (OSError, ValueError)
+    library = _library()
     try:
-        from safetensors import SafetensorError
-
-        from_library = (*from_library, SafetensorError)
-    except ImportError:
-        pass  # _open raises the error
-    try:
-        with _open(path, framework="np") as file:
+        with library.safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no dict
-            return {
-                name: FileTensor(path.name, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()
-            }
-    except from_library as error:
+            return {name: FileTensor(path.name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    except (library.SafetensorError, OSError, ValueError) as error:
         raise WeightsError(f"{path.name} is truncated or damaged ({error}); copy or download it again") from None
 
 
