@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.distributed import run_ranks
+from tests.models.huggingface_folders import write_config
 from tests.models.parity import random_model, samples
 from tests.test_layering import RANKS
 from tests.train.jobs import read_metrics, this_rank
@@ -74,6 +75,9 @@ def test_every_toml_block_of_the_docs_passes_the_check(
     if weights := re.search(r'^weights = "(.*)"', block, flags=re.MULTILINE):
         pytest.importorskip("transformers")
         random_model("Llama 3.1, RoPE scaling", tmp_path / weights[1], vocab_size=320)
+        monkeypatch.chdir(tmp_path)
+    if path := re.search(r'^name = "huggingface"\npath = "(.*?)"', block, flags=re.MULTILINE):
+        write_config(tmp_path / path[1], "llama", vocab_size=320, max_position_embeddings=2048)
         monkeypatch.chdir(tmp_path)
     job = tmp_path / "job.toml"
     job.write_text(block)

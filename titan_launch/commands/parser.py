@@ -153,7 +153,7 @@ def load(arguments: Namespace, world_size: int | None, is_elastic: bool = False)
     rules = (planned_device_exists, elastic_rule, layout_rule)
     loaded = load_job(arguments.config, arguments.overrides, rules, arguments.key_options)
     config = loaded.config
-    paths = (config.checkpoint.load, config.checkpoint.initial_load_path, config.model.weights)
+    paths = (config.checkpoint.load, config.checkpoint.initial_load_path, config.model.weights, config.model.path)
     named = [path for path in paths if os.sep in str(path)]
     refuse_imports_from(
         [loaded.config.job.run_folder, *map(Path, map(str, named))], Path(loaded.config.job.dump_folder)

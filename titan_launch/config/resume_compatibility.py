@@ -19,7 +19,9 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "name": "model",
         "flavor": "model",
         "args": "model",
+        "path": "operation",
         "blocks": "operation",
+        "loss": "experiment",
         "weights": "operation",
         "exclude_from_weights": "operation",
     },
@@ -92,7 +94,8 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
 }
 """The role of every section, or of each key of the section. `training.steps` is `operation`, because a larger value
 only extends the run, and moves a decay at the end of the schedule. `data.path` and `model.weights` are `operation`,
-because the files may be moved: a resumed run compares the content of the files instead."""
+because the files may be moved: a resumed run compares the content of the files instead. `model.path` is `operation`,
+because `model.args` has the content of its file."""
 
 
 class Difference(NamedTuple):

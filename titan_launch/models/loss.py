@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titan_launch.config.sections.data import IGNORED_TARGET
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""A function of outputs and targets that returns the sum of the loss over the valid targets, a scalar."""
+Loss = Callable[[Any, Tensor], Tensor]
+"""A function of a model's outputs, usually logits, and of targets. It returns the sum of the loss over the valid
+targets, a scalar."""
 
 
 def loss_in_chunks(chunks: int) -> Loss:

@@ -78,6 +78,9 @@ class Inventory:
     """Paths of the modules that run in sequence, each on the output of the module before it. Together they contain
     all parameters. Empty: the order is unknown."""
 
+    blocks_origin: str = ""
+    """The reason for the choice of blocks, in words. Empty: the model declares its blocks."""
+
     @cached_property
     def by_path(self) -> dict[str, ModuleInfo]:
         """The modules by path."""

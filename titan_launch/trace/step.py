@@ -52,7 +52,7 @@ from titan_launch.precision.diagnosis import dtype_failures_explained
 from titan_launch.trace.cuda_kernels import copies_from_host, kernels_replaced
 from titan_launch.trace.fake_group import fake_process_group, silence
 from titan_launch.trace.observers import StepPoints, count_exchanges, modules_in_order
-from titan_launch.train.forward import checked_loss
+from titan_launch.train.forward import loss_function
 from titan_launch.train.model import AssembledModel, allocate_model, assemble_model
 from titan_launch.train.pipeline_step import PipelinedStep
 from titan_launch.train.step import forward_backward, loss_of
@@ -91,7 +91,7 @@ def sample_format(config: JobConfig) -> tuple[tuple[int, ...], int]:
     if config.data.unit == "tokens":
         return (seq_len,), config.data.own_vocabulary() or build_tokenizer(config.tokenizer).vocab_size
     taken = images_taken(config.model)
-    if taken is not None:
+    if taken is not None and taken.height is not None and taken.width is not None:
         return (taken.channels, taken.height, taken.width), taken.num_classes
     source = build_source(config.data, build_tokenizer(config.tokenizer), seq_len)
     image, _ = source[0]
@@ -255,8 +255,8 @@ class _Accumulation:
 
     @property
     def _loss_sum(self) -> Loss:
-        loss_sum = loss_in_chunks(self.config.training.loss_chunks)
-        return checked_loss(loss_sum, self.config.data.unit, self.batches.num_classes)
+        cross_entropy = loss_in_chunks(self.config.training.loss_chunks)
+        return loss_function(self.config, cross_entropy, self.batches.num_classes, has_values=False)
 
 
 def _traffic_of_step(seen: Sequence[Traffic], num_microbatches: int) -> Traffic:

@@ -49,12 +49,14 @@ def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
     Raises ConfigError for a forward with the wrong arguments, and for BatchNorm statistics, tensor parallelism or
     context parallelism that the classes of the model do not support.
     """
-    check_signature(built.module, config.data.unit)
+    check_signature(built.module, config.data.unit, config.model.loss is not None)
     check_batch_norms(built.module, config.batchnorm)
     check_tensor_plan(built.module, built.tensor_parallel, config.parallelism)
     context, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len
     check_context_plan(built.module, built.context_parallel, context, seq_len, config.batchnorm)
-    return take_inventory(built.module, built.blocks, built.head, built.embeddings, built.pipeline_order)
+    return take_inventory(
+        built.module, built.blocks, built.head, built.embeddings, built.pipeline_order, built.blocks_origin
+    )
 
 
 def plan_precision(config: JobConfig, built: BuiltModel) -> ModelPlan:

@@ -24,7 +24,7 @@ from titan_launch.parallel.float8 import scale_update
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.report.unit_table import KeyLocator, describe_units
 from titan_launch.train.batches import build_data, build_train_batches, build_validation_batches
-from titan_launch.train.forward import checked_loss
+from titan_launch.train.forward import loss_function
 from titan_launch.train.health.coordination import StepCoordinator, StopRequest
 from titan_launch.train.health.flight_recorder import create_nccl_folder
 from titan_launch.train.health.step_guard import StepGuard
@@ -181,7 +181,7 @@ def build_step(
         from titan_launch.train.pipeline_step import PipelinedStep  # importing PyTorch's schedules takes a second
 
         pipelined = PipelinedStep(pipeline, config.parallelism, accumulation, ranks.device)
-    loss_sum = compile_loss(loss_in_chunks(config.training.loss_chunks), config.compile)
+    cross_entropy = compile_loss(loss_in_chunks(config.training.loss_chunks), config.compile)
     return TrainStep(
         model.module,
         optimizer,
@@ -190,7 +190,7 @@ def build_step(
         config.training.max_norm,
         model.mesh,
         ranks.device,
-        checked_loss(loss_sum, config.data.unit, num_classes),
+        loss_function(config, cross_entropy, num_classes),
         pipelined=pipelined,
         after_update=scale_update(model.module, config.float8),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -18,6 +18,7 @@ from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.huggingface.config_json import config_of, model_type_of, read_json
 from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.models.weights.folder import FLOATS, VOCABULARY, WeightsFolder
 from titan_launch.models.weights.tensor_names import Shape, pieces_of, tensor_shapes
 from titan_launch.models.weights.writing import (
@@ -96,7 +97,8 @@ def _open(run: Path, step: int | None) -> _Source:
     check_step(checkpoint, check(checkpoint).step)
     tensors = model_tensors(checkpoint)
     entries = {name: Entry(name, t.shape, getattr(torch, t.dtype)) for name, t in tensors.items()}
-    companions = None if job.model.weights is None else companions_of(Path(job.model.weights))
+    began_with = job.model.weights or job.model.path
+    companions = None if began_with is None else companions_of(Path(began_with))
     return _Source(job, entries, lambda name: read_tensor(checkpoint, tensors[name]), checkpoint.name, companions)
 
 
@@ -126,6 +128,8 @@ def _write_plain(source: _Source, run: Path, folder: Path, options: ExportOption
 
 def _write_huggingface(source: _Source, run: Path, folder: Path, options: ExportOptions) -> tuple[int, int]:
     model, entries = source.job.model, _without_shared(source)
+    if model.name == HUGGINGFACE:
+        return _write_class(source, folder, options)
     model_type = model_type_of(model.name)  # raises for models that are not decoders
     original = None if source.companions is None else read_json(source.companions / CONFIG_FILE)
     args = cast(DecoderArgs, resolve_args(model.name, model.flavor, model.args))
@@ -133,10 +137,8 @@ def _write_huggingface(source: _Source, run: Path, folder: Path, options: Export
     kept = min(rows, options.vocab_size or (original or {}).get("vocab_size", rows))
     if options.vocab_size is not None and options.vocab_size > rows:
         raise WeightsError(f"--vocab-size {options.vocab_size} is larger than the model's vocab_size, {rows}")
-    dtypes = {entry.dtype for entry in entries.values()}
-    dtype = str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
     args = args.model_copy(update={"vocab_size": kept})
-    config = config_of(model.name, args, dtype, source.job.training.seq_len, original)
+    config = config_of(model.name, args, _widest_dtype(entries.values()), source.job.training.seq_len, original)
     shapes: dict[str, Shape] = {name: entry.shape for name, entry in entries.items()}
     shapes |= {name: (kept, *shapes[name][1:]) for name in VOCABULARY if name in shapes}
     pieces = pieces_of(model_type, shapes, args.head_width)
@@ -156,6 +158,24 @@ def _write_huggingface(source: _Source, run: Path, folder: Path, options: Export
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key)}
         write_json(generation, {"_from_model_config": True, **ids})
     return len(files), num_bytes
+
+
+def _write_class(source: _Source, folder: Path, options: ExportOptions) -> tuple[int, int]:
+    """Write the tensors of a class of `transformers` in its own names, and the `config.json` that it was built from."""
+    if options.vocab_size is not None:
+        raise WeightsError("--vocab-size is for the models of this package; this run trains a class of transformers")
+    entries = list(source.entries.values())
+    shard = parse_size(options.max_shard_size)
+    num_bytes = write_tensors(folder, entries, lambda entry: source.read(entry.name).to(entry.dtype), shard)
+    if source.companions is not None:
+        copy_companions(source.companions, folder)
+    write_json(folder / CONFIG_FILE, {**source.job.model.args, "dtype": _widest_dtype(entries)})
+    return len(entries), num_bytes
+
+
+def _widest_dtype(entries: Iterable[Entry]) -> str:
+    floating = {entry.dtype for entry in entries if entry.dtype.is_floating_point}
+    return str(max(floating, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
 
 
 def _without_shared(source: _Source) -> dict[str, Entry]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from titan_launch.optim.registry import step_unless
 from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.fsdp import discard_pending
-from titan_launch.train.forward import forward_explained, logits_of
+from titan_launch.train.forward import call_model, find_logits
 from titan_launch.train.health.step_guard import StepGuard
 
 if TYPE_CHECKING:
@@ -178,21 +178,20 @@ def forward_backward(
 
     `valid_global` returns the step's valid targets over all ranks. It is called after the forward.
 
-    The function frees inputs, logits and loss when it returns, before the next microbatch allocates its own.
+    The function frees inputs, outputs and loss when it returns, before the next microbatch allocates its own.
     """
     inputs, targets = (tensor.to(device, non_blocking=True) for tensor in microbatch)
-    with forward_explained(model, inputs):
-        logits = logits_of(model(inputs), inputs)
-    loss = loss_of(logits, targets, valid_global(), loss_sum)
-    del logits  # the autograd graph keeps the tensors that backward needs
+    outputs = call_model(model, inputs, targets, loss_sum)
+    loss = loss_of(outputs, targets, valid_global(), loss_sum)
+    del outputs  # the autograd graph keeps the tensors that backward needs
     loss.backward()
     return loss.detach()
 
 
-def loss_of(logits: Tensor, targets: Tensor, valid_global: Tensor, loss_sum: Loss) -> Tensor:
+def loss_of(outputs: Any, targets: Tensor, valid_global: Tensor, loss_sum: Loss) -> Tensor:
     """Return a microbatch's part of the step's loss: the sum of the microbatch's loss, divided by the number of the
     step's valid targets over all ranks."""
-    return loss_sum(logits, targets) / valid_global.clamp(min=1)
+    return loss_sum(outputs, targets) / valid_global.clamp(min=1)
 
 
 @torch.no_grad()
@@ -202,7 +201,8 @@ def validate(
     """Return the `validation/*` metrics over all valid targets of all ranks, in evaluation mode. Collective.
 
     Every rank must have the same number of batches, since each forward all-gathers parameters. Without valid targets
-    the metrics are NaN. In a pipeline only the ranks with the last stage contribute.
+    the metrics are NaN. The accuracy is NaN for a model that returns its loss alone. In a pipeline only the ranks with
+    the last stage contribute.
     """
     totals = torch.zeros(3, dtype=torch.float64, device=device)
     was_training = {  # a frozen BatchNorm stays frozen
@@ -211,16 +211,16 @@ def validate(
     for root in roots(model):
         root.eval()
     pipeline = pipeline_of(model)
-    logits: Tensor | None
+    outputs: Any
     for batch in batches:
         inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
         if pipeline is None:
-            with forward_explained(model, inputs):
-                logits = logits_of(model(inputs), inputs)
-        elif (logits := run_forward(pipeline, inputs, device)) is None:
+            outputs = call_model(model, inputs, targets, loss_sum)
+        elif (outputs := run_forward(pipeline, inputs, device)) is None:
             continue  # another rank holds the last stage
-        totals[0] += loss_sum(logits, targets)
-        totals[1] += count_correct(logits, targets)
+        totals[0] += loss_sum(outputs, targets)
+        logits = find_logits(outputs, targets)
+        totals[1] += math.nan if logits is None else count_correct(logits, targets)
         totals[2] += count_valid(targets)
     for module, flag in was_training.items():
         module.training = flag

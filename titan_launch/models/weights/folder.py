@@ -6,17 +6,17 @@ Nothing is unpickled. Names in the index cannot lead out of the folder. The meta
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from titan_launch.config.architectures import known_args, resolve_args
+from titan_launch.config.architectures import ALL_IN_ARGS, known_args, resolve_args
 from titan_launch.config.huggingface.config_json import FolderConfig, read_folder_config, read_json
 from titan_launch.config.huggingface.features import WeightsError
-from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean, listed
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
 from titan_launch.core.globs import matches
@@ -51,10 +51,13 @@ class FileTensor:
 class WeightsFolder:
     """The tensors in a folder, by the names that they have in its files."""
 
-    def __init__(self, path: str | Path):
-        """Read the folder's `config.json` and the headers of its files. Raises WeightsError."""
+    def __init__(self, path: str | Path, of_any_class: bool = False):
+        """Read the folder's `config.json` and the headers of its files. Raises WeightsError.
+
+        `of_any_class`: do not read `config.json`, since the model is a class of `transformers` itself.
+        """
         self.path = Path(path)
-        self.config: FolderConfig = read_folder_config(path)
+        self.config = FolderConfig(HUGGINGFACE, ALL_IN_ARGS, {}, None, {}) if of_any_class else read_folder_config(path)
         self.tensors: dict[str, FileTensor] = {}
         expected = self._names_by_file()
         missing = [name for name in expected if not (self.path / name).is_file()]
@@ -185,13 +188,20 @@ def open_weights(config: ModelConfig) -> WeightsFolder:
     """Return the folder that `model.weights` names. Raises ConfigError if it cannot be read."""
     assert config.weights is not None
     try:
-        return WeightsFolder(config.weights)
+        return WeightsFolder(config.weights, of_any_class=config.name == HUGGINGFACE)
     except WeightsError as error:
         raise config_error(("model", "weights"), str(error), config.weights) from None
 
 
-def find_weights(config: ModelConfig, inventory: Inventory) -> Weights:
+NamesInFiles = Callable[[Collection[str], Collection[str]], Mapping[str, str]]
+"""A function of the names of a folder's tensors and of a model's tensors. It returns the model's name for each name of
+the folder; empty for a tensor without effect."""
+
+
+def find_weights(config: ModelConfig, inventory: Inventory, names_in_files: NamesInFiles | None = None) -> Weights:
     """Return the weights that `model.weights` names, compared with the tensors of the model.
+
+    `names_in_files`: the model's own names for the tensors in its files, for a class of `transformers`.
 
     Raises ConfigError, with all missing, unexpected and misshapen tensors at once. Reads no values, and needs no torch.
     """
@@ -204,7 +214,9 @@ def find_weights(config: ModelConfig, inventory: Inventory) -> Weights:
         width = getattr(args, "head_width", None)
         rows = getattr(resolve_args(folder.config.name, folder.config.flavor, folder.config.args), "vocab_size", None)
         shapes |= {name: (rows, *shapes[name][1:]) for name in VOCABULARY if rows and name in shapes}
+    own_names = names_in_files(folder.tensors, shapes) if names_in_files is not None else {}
     pieces = pieces_of(folder.config.model_type, shapes, width, folder.tensors)
+    pieces |= {own_name: Piece(name) for name, own_name in own_names.items() if own_name in shapes}
     shared = {piece.tensor for name, piece in pieces.items() if own[name].tied_to is not None}
     optional = {full_name(module.path, buffer.name) for module in inventory.modules for buffer in module.buffers}
     pieces = {
@@ -218,7 +230,10 @@ def find_weights(config: ModelConfig, inventory: Inventory) -> Weights:
     unexpected = [
         name
         for name in folder.tensors
-        if name not in expected and name not in shared and not is_unused(folder.config.model_type, name)
+        if name not in expected
+        and name not in shared
+        and own_names.get(name) != ""
+        and not is_unused(folder.config.model_type, name)
     ]
     problems = {
         "missing": [name for name in used if name not in folder.tensors],
