@@ -326,7 +326,7 @@ class Masked(nn.Module):
 def test_a_plain_attribute_on_another_device_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         call_model(nn.Sequential(Masked()), torch.ones(2, 2), torch.zeros(2, dtype=torch.int64), cross_entropy_sum)
-    assert "its forward fails at" in str(caught.value) and str(caught.value).endswith(
+    assert "the model's forward fails at" in str(caught.value) and str(caught.value).endswith(
         "; Masked (0) holds a tensor on meta in the plain attribute masks, and the launcher moves only parameters and "
         'buffers to cpu; register it in __init__: self.register_buffer("masks", ..., persistent=False)'
     )
