@@ -63,6 +63,12 @@ JOBS: dict[str, dict[str, Any]] = {
         "optimizer": {"implementation": "for-loop"},
     },
     "ResNet": RESNET,
+    "ViT, TP": {
+        "model": {"name": "vit"},
+        "data": {"kind": "images"},
+        "training": {"local_batch_size": 2, "global_batch_size": 4},
+        "parallelism": {"tensor_parallel_degree": 2, "sequence_parallel": False},
+    },
     # In fp32: oneDNN's bf16 convolutions cache scratch memory between calls, which only the allocator sees.
     "ResNet, deferred": {**RESNET, "gradient_accumulation": DEFERRED},
 }

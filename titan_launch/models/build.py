@@ -16,7 +16,7 @@ from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.core.globs import matches
 from titan_launch.core.import_string import import_factory
-from titan_launch.models import llama3, resnet
+from titan_launch.models import llama3, resnet, vit
 from titan_launch.models.factory import (
     HostBuild,
     HostValues,
@@ -90,6 +90,7 @@ def _tensors(
 SPECS: dict[str, ModelSpec] = {
     "llama3": llama3.SPEC,
     "resnet": resnet.SPEC,
+    "vit": vit.SPEC,
 }
 """The models of this package, by their name in `[model]`."""
 

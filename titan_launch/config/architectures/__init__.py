@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titan_launch.config.architectures import llama3, resnet
+from titan_launch.config.architectures import llama3, resnet, vit
 from titan_launch.config.architectures.base import ModelArgs
 from titan_launch.config.sections.data import ImageFormat
 from titan_launch.config.sections.model import ModelConfig
@@ -28,6 +28,7 @@ class Architecture:
 ARCHITECTURES = {
     "llama3": Architecture(llama3.Llama3Args, llama3.FLAVORS),
     "resnet": Architecture(resnet.ResNetArgs, resnet.FLAVORS),
+    "vit": Architecture(vit.ViTArgs, vit.FLAVORS),
 }
 """The models of this package, by their name in `[model]`. `titan_launch.models.build.SPECS` has their modules."""
 
