@@ -181,7 +181,7 @@ def test_plan_resolves_auto_and_says_why(job: Path) -> None:
     auto = "--gradient_accumulation.mode=auto"
     plan = plan_json(job, auto, "--memory-gib", "1")
     assert plan["resolved"]["gradient_accumulation"] == {"mode": "deferred", "keep_params_unsharded": True}
-    assert "the least link traffic of the 4 of 4 choices that fit into 1 GiB" in plan["resolved"]["reason"]
+    assert "the least link traffic among the 4 of 4 choices that fit into 1 GiB" in plan["resolved"]["reason"]
     (chosen,) = [row for row in plan["rows"] if row["is_chosen"]]
     assert chosen["verdict"] == "fits" and chosen["traffic_per_step"]["collectives"] == plan["collectives_per_step"]
     fixed = plan_json(job, "--rows", "own")

@@ -198,8 +198,8 @@ def test_named_attacks_are_refused(tmp_path: Path, checkpoint: tuple[Path, dict[
                 index["dcp_index_sha256"] = hashlib.sha256(content).hexdigest()
                 forge(copy, INDEX_FILE, json.dumps(index).encode())
             paths.append(copy)
-            refusal = f"{DCP_INDEX_FILE} is not the one that was written with {INDEX_FILE}"
-            refusal = f"checkpoint.load: it holds no checkpoint that can be loaded: {refusal}"
+            refusal = f"{DCP_INDEX_FILE} and {INDEX_FILE} are not from the same save"
+            refusal = f"checkpoint.load: it has no checkpoint that can be loaded: {refusal}; name another one"
             expected.append("" if knows_index else refusal)
     for results in run_ranks(load_all, 2, paths, tmp_path):
         assert [problem for problem, _ in results] == expected
@@ -233,7 +233,7 @@ def test_records_of_tensors_are_not_unpickled(tmp_path: Path, checkpoint: tuple[
     genuine = b"torch._utils"  # an offset inside the pickle of the record
     _forged_record(with_both, lambda record: record.replace(genuine, b"os" + b"x" * (len(genuine) - 2)))
     (results,) = run_ranks(load_all, 1, [path, with_payload, with_both], tmp_path)
-    assert results[0][0] == results[2][0] == "" and "does not hold" in results[1][0]
+    assert results[0][0] == results[2][0] == "" and "has no torch." in results[1][0]
     assert_equal(results[2][1], state)
 
 
@@ -247,7 +247,7 @@ def test_an_index_may_only_name_files_of_its_folder(tmp_path: Path, checkpoint: 
         index = json.loads((copy / INDEX_FILE).read_text())
         index["tensors"]["progress.step"]["chunks"][0] |= {"file": file, "start": 0, "length": 0}
         (copy / INDEX_FILE).write_text(json.dumps(index))
-        with pytest.raises(DamagedCheckpointError, match=r"does not describe a tensor and its parts: progress\.step"):
+        with pytest.raises(DamagedCheckpointError, match=r"has an invalid entry for the tensor progress\.step"):
             read_index(copy)
         shutil.rmtree(copy)
 
@@ -266,7 +266,7 @@ def test_an_impossible_random_state_is_refused(name: str) -> None:
 
 def test_impossible_progress_is_refused() -> None:
     for number in (-5, 2**62):
-        with pytest.raises(ValueError, match=f"the run's progress has samples_seen = {number}"):
+        with pytest.raises(ValueError, match=f"the run's progress is invalid: samples_seen = {number}"):
             Progress().load_state_dict({"samples_seen": torch.tensor(number)})
 
 

@@ -61,9 +61,15 @@ def test_only_copies_with_the_name_of_another_step_are_damaged(copied: Path) -> 
     (copied / "step-60").rename(copied / "copy")
     write_manifest(copied / "copy", replace(read_manifest(copied / "copy"), step=60))
     (copied / "copy").rename(copied / "step-60")
-    refusal = "checkpoint.load: it holds no checkpoint that can be loaded: manifest.json is of step "
-    assert run_ranks(attempt, 1, copied / "step-50", EVERYTHING)[0][0] == f"{refusal}1"
-    assert run_ranks(attempt, 2, copied / "step-60", EVERYTHING)[1][0] == f"{refusal}60, and the tensors are of 1"
+    refusal = "checkpoint.load: it has no checkpoint that can be loaded: manifest.json is of step "
+    assert (
+        run_ranks(attempt, 1, copied / "step-50", EVERYTHING)[0][0]
+        == f"{refusal}1, unlike the name of the folder; name another one"
+    )
+    assert (
+        run_ranks(attempt, 2, copied / "step-60", EVERYTHING)[1][0]
+        == f"{refusal}60, but the tensors are of step 1; name another one"
+    )
     there = ["latest", "step-1", "step-2", "step-3", "step-50.damaged-1", "step-60.damaged-1"]
     assert run_ranks(choose, 2, copied) == [("step-3", there)] * 2
 
@@ -88,7 +94,7 @@ def attempt(path: Path, selection: Selection, width: int = 7) -> tuple[str, dict
 
 def test_another_model_is_refused_parameter_by_parameter(checkpoints: tuple[Path, dict[str, Tensor]]) -> None:
     (result,) = run_ranks(attempt, 1, checkpoints[0] / "step-3", EVERYTHING, 6)
-    assert "is of another model:" in result[0] and "3 of another shape: 0.0.weight is (6, 5), was (7, 5)" in result[0]
+    assert "is of another model:" in result[0] and "3 of another shape: 0.0.weight is (6, 5), saved (7, 5)" in result[0]
     (result,) = run_ranks(attempt_with_other_names, 1, checkpoints[0])
     assert "2 missing in the checkpoint: 1.new.weight, 1.new.bias" in result
     assert "2 unexpected in the checkpoint: 1.weight, 1.bias" in result
@@ -127,7 +133,7 @@ def without(state: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
 def test_a_path_must_hold_a_checkpoint(tmp_path: Path, copied: Path) -> None:
     assert "there is no such folder" in run_ranks(attempt, 2, tmp_path / "nowhere", EVERYTHING)[1][0]
     (tmp_path / "empty").mkdir()
-    assert "holds no checkpoint that can be loaded" in run_ranks(attempt, 1, tmp_path / "empty", EVERYTHING)[0][0]
+    assert "has no checkpoint that can be loaded" in run_ranks(attempt, 1, tmp_path / "empty", EVERYTHING)[0][0]
     assert run_ranks(attempt, 1, copied / "latest", EVERYTHING)[0][2] == 3
 
 

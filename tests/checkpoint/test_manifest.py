@@ -50,16 +50,16 @@ def flip(path: Path, position: int) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda f: (f / "__0_0.distcp").write_bytes(DATA[:-1]), r"__0_0.distcp has 10,239 bytes of 10,240"),
-        (lambda f: flip(f / "__0_0.distcp", 5000), r"__0_0.distcp does not have its checksum"),
-        (lambda f: flip(f / ".metadata", 0), r".metadata does not have its checksum"),
+        (lambda f: (f / "__0_0.distcp").write_bytes(DATA[:-1]), r"__0_0.distcp has 10,239 bytes instead of 10,240"),
+        (lambda f: flip(f / "__0_0.distcp", 5000), r"__0_0.distcp does not match its checksum"),
+        (lambda f: flip(f / ".metadata", 0), r".metadata does not match its checksum"),
         (lambda f: (f / ".metadata").unlink(), r".metadata is missing"),
         (lambda f: (f / MANIFEST_FILE).unlink(), r"manifest.json is missing"),
         (lambda f: (f / MANIFEST_FILE).write_text(""), r"manifest.json is damaged"),
         (lambda f: (f / MANIFEST_FILE).write_text((f / MANIFEST_FILE).read_text()[:-40]), r"manifest.json is damaged"),
         (
             lambda f: (f / MANIFEST_FILE).write_text((f / MANIFEST_FILE).read_text().replace('"step": 3', '"step": 7')),
-            r"manifest.json does not have its checksum",
+            r"manifest.json does not match its checksum",
         ),
     ],
 )
@@ -92,12 +92,14 @@ def test_the_step_of_the_folder_name_must_equal_that_of_the_manifest(tmp_path: P
     for path in (tmp_path / "latest", tmp_path / "step-50"):
         path.symlink_to("step-3")
     assert check(tmp_path / "latest").step == 3
-    with pytest.raises(DamagedCheckpointError, match=r"^manifest.json is of step 3$"):
+    with pytest.raises(DamagedCheckpointError, match=r"^manifest.json is of step 3, unlike the name of the folder$"):
         check(tmp_path / "step-50")
     checkpoint.rename(tmp_path / "step-12")
     (tmp_path / "best").symlink_to("step-12")
     for name in ("step-12", "best"):
-        with pytest.raises(DamagedCheckpointError, match=r"^manifest.json is of step 3$"):
+        with pytest.raises(
+            DamagedCheckpointError, match=r"^manifest.json is of step 3, unlike the name of the folder$"
+        ):
             check(tmp_path / name)
     assert check((tmp_path / "step-12").rename(tmp_path / "pretrained")).step == 3
 

@@ -96,7 +96,8 @@ def test_links_that_a_copy_turned_into_folders_do_not_stop_deletion(tmp_path: Pa
     (tmp_path / "step-3.deleted.tmp" / "file").touch()
     gone, notes = tidy(tmp_path, 4, Retention(latest=1, every=0, best=1))
     assert gone == [3, 2] and notes == [
-        f"{link} was a folder, a copy of a checkpoint, and was renamed to {link}.copy-1" for link in ("latest", "best")
+        f"{link} was a folder (a copy of a checkpoint), not a link; renamed to {link}.copy-1"
+        for link in ("latest", "best")
     ]
     assert {name: os.readlink(tmp_path / name) for name in ("latest", "best")} == {"latest": "step-4", "best": "step-1"}
     names = ["best", "best.copy-1", "latest", "latest.copy-1", "step-1", "step-4"]

@@ -115,7 +115,7 @@ def test_a_failing_factory_shows_the_users_traceback() -> None:
 
 
 def test_models_that_cannot_be_trained_are_refused() -> None:
-    assert _problem(name=f"{THIS}:not_a_module").reason == "must return a torch.nn.Module; it returns a dict"
+    assert _problem(name=f"{THIS}:not_a_module").reason == "must return a torch.nn.Module, but returns a dict"
     assert _problem(name=f"{THIS}:Scalar").reason.startswith("the parameter scale is a scalar")
 
 

@@ -190,7 +190,7 @@ class Lazy(nn.Module):
 
 
 _REMEDY = (
-    "start fewer ranks on a host, or give the factory the attribute meta_device = True and let reset_parameters fill "
+    "start fewer ranks per host, or give the factory the attribute meta_device = True and let reset_parameters fill "
     "the module"
 )
 
@@ -202,20 +202,20 @@ _REMEDY = (
         (
             "Large",
             {"gib": 9},
-            f"needs 9.0 GiB of host memory on each of 2 ranks of this host, 18.0 GiB in all, and 4.0 GiB are free; "
+            "needs 9.0 GiB of host memory on each of 2 ranks of this host, 18.0 GiB in all, but only 4.0 GiB are free; "
             f"{_REMEDY}",
         ),
         (
             "Large",
             {"gib": 9, "needs_values": True},
-            "needs more than 3.0 GiB of host memory on each of 2 ranks of this host, 6.0 GiB in all, and 4.0 GiB are "
-            f"free; {_REMEDY}",
+            "needs more than 3.0 GiB of host memory on each of 2 ranks of this host, 6.0 GiB in all, but only 4.0 GiB "
+            f"are free; {_REMEDY}",
         ),
         (
             "Huge",
             {},
-            "needs 4194304.0 GiB of host memory on each of 2 ranks of this host, 8388608.0 GiB in all, and 4.0 GiB are "
-            f"free; {_REMEDY}",
+            "needs 4194304.0 GiB of host memory on each of 2 ranks of this host, 8388608.0 GiB in all, but only 4.0 "
+            f"GiB are free; {_REMEDY}",
         ),
         (
             "OnMeta",
@@ -226,23 +226,23 @@ _REMEDY = (
         (
             "OnGpu",
             {},
-            "failed; a factory builds its module on the host, without .cuda() or .to(device), and the launcher moves "
-            "it:",
+            "failed; build the module on the host, without .cuda() or .to(device): the launcher moves it to the "
+            "device:",
         ),
         (
             "Shared",
             {},
-            "has embedding.weight and output.weight in the same memory as two parameters; to tie them, assign the "
-            "parameter itself",
+            "has two parameters in the same memory, embedding.weight and output.weight; to tie them, assign one "
+            "parameter to both",
         ),
-        ("compiled", {}, "returns a compiled module; leave out torch.compile, and set compile.enable = true"),
-        ("scripted", {}, "returns a scripted module, which cannot be sharded; leave out torch.jit"),
+        ("compiled", {}, "returns a compiled module; remove torch.compile, and set compile.enable = true"),
+        ("scripted", {}, "returns a scripted module, which cannot be sharded; remove torch.jit"),
         ("Lazy", {}, "the parameter output.weight is lazy and has no shape; give its module the number of features"),
     ],
 )
 def test_a_factory_that_cannot_be_used(factory: str, args: dict[str, Any], reason: str) -> None:
     if factory == "OnGpu" and torch.cuda.is_available():
-        reason = "has weight on cuda:0; leave the module on the host, and the launcher moves it"
+        reason = "has weight on cuda:0; leave the module on the host: the launcher moves it to the device"
     with pytest.raises(ConfigError) as caught:
         _built(factory, free_bytes=4 * GIB, ranks=2, **args)
     problem = caught.value.problems[0]
@@ -316,8 +316,8 @@ def test_all_ranks_raise_the_same_error_for_a_factory_that_differs_by_rank() -> 
     assert reordered.reason.startswith("registers its tensors in another order on rank 1 than on rank 0;")
     assert differs.key == fails.key == ("model", "name")
     assert differs.reason == (
-        "makes other values on rank 1 than on rank 0, in 1.bias; fill every tensor (torch.empty does not), and use no "
-        "more than the arguments and the generators of torch, random and numpy, which are seeded alike"
+        "makes other values on rank 1 than on rank 0, in 1.bias; fill every tensor (torch.empty does not), and draw "
+        "random numbers only from torch, random and numpy, whose seeds are equal on all ranks"
     )
     assert fails.reason.startswith("failed:") and fails.reason.endswith("FileNotFoundError: weights.pt")
 

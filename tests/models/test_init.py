@@ -174,7 +174,7 @@ def _fault(model: nn.Module) -> str:
 
 def test_tensors_left_unset_are_named() -> None:
     message = _fault(nn.Sequential(Faulty("none")))
-    assert message.startswith("reset_parameters of Faulty (0) leaves gain, mask unset.")
+    assert message.startswith("reset_parameters of Faulty (0) does not fill gain, mask.")
 
 
 def test_a_failing_reset_parameters_shows_the_users_traceback() -> None:

@@ -89,8 +89,8 @@ def damaged_entries_are_made_anew(folder: Path) -> None:
     for entry in entries:
         entry.write_bytes(entry.read_bytes()[:100])
     assert run_once(folder) == (1, 0)
-    reason = "damaged entries (UnpicklingError: pickle data was truncated); they are compiled again"
-    assert messages == [f'compile.cache_folder = "{folder}": {reason}']
+    reason = "damaged entries (UnpicklingError: pickle data was truncated), which are compiled again"
+    assert messages == [f'compile.cache_folder = "{folder}" has {reason}']
     assert not loggers[1].filters
     for code in folder.glob("*/*.py"):
         code.write_text("damaged")

@@ -78,7 +78,7 @@ def test_models_that_cannot_be_divided_are_refused() -> None:
     model.register_buffer("positions", torch.zeros(MAX_TOKENS, 1))
     assert "register it with persistent=False" in refusal(model, {"positions": 0})
     normed = Model("TokenBatchNorm")
-    assert "the BatchNorm norm would be those of a part" in refusal(normed, {"positions": 0})
+    assert "the BatchNorm norm would cover only a part of every sequence" in refusal(normed, {"positions": 0})
     check_context_plan(normed, {"positions": 0}, 2, MAX_TOKENS, BatchNormConfig(statistics="synchronized"))
 
 

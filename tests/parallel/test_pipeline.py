@@ -248,7 +248,7 @@ def test_a_model_whose_forward_is_not_a_sequence_is_refused() -> None:
     for kind, message in {
         "pooled": "the model does not return the output of layers.1, unchanged",
         "doubled": "the input of layers.1 is not the output of layers.0, unchanged",
-        "backwards": "the model runs layers.1 when layers.0 comes next",
+        "backwards": "the model runs layers.1, but pipeline_order has layers.0 next",
     }.items():
         with pytest.raises(ConfigError, match=f"is not the order of its forward: {message}"):
             boundaries("tests.parallel.test_pipeline:Pooled", args={"kind": kind}).of(torch.zeros(2, 3, 4))

@@ -208,7 +208,7 @@ def test_plans_that_do_not_fit_the_model_are_refused() -> None:
     check_tensor_plan(Model(), PLAN, ParallelismConfig(tensor_parallel_degree=2))
     without = {key: {k: v for k, v in PLAN.items() if k != key} for key in PLAN}
     for plan, expected in (
-        (None, "the model declares no plan for tensor parallelism"),
+        (None, "the model does not declare how tensor parallelism divides it"),
         ({**PLAN, "output": "heads"}, 'has no module of the style "head"'),
         ({**PLAN, "output": "row"}, "'row' is not a style; did you mean \"rowwise\"?"),
         (
@@ -216,13 +216,13 @@ def test_plans_that_do_not_fit_the_model_are_refused() -> None:
             'tensor_parallel["outputs"] matches no module of the model; did you mean "output"?',
         ),
         ({"norm": "colwise", **PLAN}, "norm is a LayerNorm"),
-        (without["attention.*_norm"], "leaves out attention.q_norm, and 1 others, which have parameters"),
-        (without["embedding"], "leaves out embedding, which has parameters"),
+        (without["attention.*_norm"], "has no style for attention.q_norm, and 1 others, which have parameters"),
+        (without["embedding"], "has no style for embedding, which has parameters"),
         ({**PLAN, "embedding": "sequence"}, "share the parameter weight"),
     ):
         assert expected in refusal(plan)
     assert 'no module of the style "embedding"' in refusal({**PLAN, "embedding": "sequence"})
-    assert '("colwise") has 24 output features, not a multiple of 5' in refusal(PLAN, degree=5)
+    assert '("colwise") has 24 output features, which is not a multiple of 5' in refusal(PLAN, degree=5)
     assert "norm is a BatchNorm" in refusal(PLAN, "TokenBatchNorm")
     check_tensor_plan(
         Model("TokenBatchNorm"), PLAN, ParallelismConfig(tensor_parallel_degree=2, sequence_parallel=False)

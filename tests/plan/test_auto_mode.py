@@ -64,7 +64,7 @@ def test_auto_activation_checkpointing_looks_for_the_shortest_step_first() -> No
 
 def test_ties_in_step_time_are_reported() -> None:
     sections = {**auto(memory_gib=12, intra_node_gb_per_s=100), **PEAK}
-    assert resolved(make_job(**sections)).reason.endswith("; the predicted step times of 3 others overlap with it")
+    assert resolved(make_job(**sections)).reason.endswith("step times of 3 other choices overlap with this one")
 
 
 def test_if_nothing_fits_the_error_has_the_table_and_remedies() -> None:
@@ -112,7 +112,8 @@ def test_a_job_without_auto_gets_a_recommendation() -> None:
     best = recommend(comparison, hardware)
     assert best is not None and best.row.choice.label == choice_label(f"deferred{UNSHARDED}", "none")
     assert (
-        best.reason.startswith(f"{best.row.choice.label}, because it has ") and "of the 12 of 12 choices" in best.reason
+        best.reason.startswith(f"{best.row.choice.label}, because it has ")
+        and "among the 12 of 12 choices" in best.reason
     )
 
 

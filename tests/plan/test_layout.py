@@ -60,11 +60,11 @@ def test_a_rank_knows_whose_samples_it_has_and_its_place_in_the_pipeline() -> No
         ({"world_size": 8, "tensor": 3}, "tensor_parallel_degree: does not divide the number of ranks of this run, 8"),
         (
             {"world_size": 8, "tensor": 4, "pipeline": 3},
-            r"tensor_parallel_degree: and the other degrees make 3 x 4 = 12, which does not divide .* this run, 8",
+            r"tensor_parallel_degree: with the other degrees makes 3 x 4 = 12, which does not divide .* this run, 8",
         ),
         (
             {"world_size": 8, "tensor": 2, "shard": 2},
-            r"data_parallel_shard_degree: times tensor_parallel_degree \(2\) makes 4 ranks, but this run has 8",
+            r"data_parallel_shard_degree: with tensor_parallel_degree \(2\) makes 4 ranks, but this run has 8",
         ),
         ({"world_size": 8, "context": 2, "batch": 12}, "not a multiple of 8 .* x 4 data-parallel ranks"),
     ],

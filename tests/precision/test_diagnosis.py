@@ -336,7 +336,7 @@ CASES = (
     ),
     Case(
         "Block",
-        "the consumer of this output, layers.0.inner (Linear), computes in bfloat16; drop this key",
+        "the consumer of this output, layers.0.inner (Linear), computes in bfloat16; remove this key",
         key="precision.rules.1.output_dtype",
         value="float32",
         rules=(rule("output", "float32", output_dtype="float32"), rule("**.norm", "float32", output_dtype="float32")),
@@ -379,7 +379,7 @@ CASES = (
     Case("ActivatesInput", f"layers.0.layer (ReLU) {IN_PLACE}", key="model.name"),
     Case(
         "ReturnsView",
-        "backward met parameters that are not gathered: most likely the output of layers.0 (ReturnsView) or of a unit "
+        "backward used sharded parameters: most likely the output of layers.0 (ReturnsView) or of a unit "
         "after it is a view (x.view, x[...]) that is then changed in place; write x = x + y for x += y, drop "
         "inplace=True, or return x.clone()",
         key="model.name",
@@ -396,7 +396,8 @@ CASES = (
     ),
     Case(
         "RunsNowAndThen",
-        'no module of unit layers.1.layer ran in the first microbatch, which FSDP2 cannot defer; set "immediate"',
+        "no module of unit layers.1.layer ran in the first microbatch, so FSDP2 cannot defer its reduction; set "
+        '"immediate"',
         key="gradient_accumulation.mode",
         value="deferred",
         mode="deferred",
@@ -465,7 +466,7 @@ def test_every_failure_is_explained_and_its_remedy_works() -> None:
 
 SETS_FACTOR = Case(
     "SetsFactor",
-    "the model sets a gradient divide factor, which gloo cannot apply, and the loss is divided already; drop "
+    "the model sets a gradient divide factor, which gloo cannot apply, and the loss is divided already; remove "
     "set_gradient_divide_factor and set_force_sum_reduction_for_comms from it",
     key="model.name",
 )
@@ -501,9 +502,9 @@ def what_no_job_can_provoke() -> None:
     (problem,) = raised.value.problems
     assert (format_key(problem.key), words(problem)) == (
         "precision",
-        "layers.0.norm.weight was cast to float32 after it was sharded, and its unit is stored in bfloat16; drop that "
-        'cast, or add [[precision.rules]] with match = "layers.*.norm", storage_dtype = "float32" and param_dtype = '
-        '"float32"',
+        "layers.0.norm.weight was cast to float32 after it was sharded, and its unit is stored in bfloat16; remove "
+        'that cast, or add [[precision.rules]] with match = "layers.*.norm", storage_dtype = "float32" and '
+        'param_dtype = "float32"',
     )
 
 

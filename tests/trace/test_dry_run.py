@@ -69,7 +69,7 @@ def test_a_plan_that_divides_connected_layers_differently_is_reported_in_one_lin
         patch.setattr(divided_model, "PLAN", swapped)
         dry_run_output(2, model=model, precision={"param_dtype": "float32"}, parallelism={"tensor_parallel_degree": 2})
     (problem,) = raised.value.problems
-    assert "tensor_parallel divides connected layers alike" in problem.reason and "\n" not in problem.reason
+    assert "tensor_parallel has matching styles for connected layers" in problem.reason and "\n" not in problem.reason
     assert re.search(r"fails at \S+divided_model\.py:\d+ with 1/2", problem.reason)
 
 

@@ -40,5 +40,5 @@ def test_an_operation_that_needs_values_is_named_with_its_place(does: str, opera
 
 def test_another_error_comes_with_its_traceback() -> None:
     printed = reason("shape")
-    assert printed.startswith("failed while it was traced")
+    assert printed.startswith("failed in a trace, on tensors")
     assert "tests/trace/models.py" in printed and "must have same reduction dim" in printed

@@ -129,6 +129,6 @@ def test_a_trace_restores_the_state_of_the_process() -> None:
 
 
 def test_a_process_group_of_ones_own_is_refused() -> None:
-    with fake_process_group(2), pytest.raises(RuntimeError, match="makes its own process group"):
+    with fake_process_group(2), pytest.raises(RuntimeError, match="creates its own process group"):
         trace(4, {})
     assert not dist.is_initialized()

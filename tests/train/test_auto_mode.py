@@ -77,9 +77,9 @@ def test_auto_defers_if_memory_allows_with_equal_results(tmp_path: Path) -> None
         torch.testing.assert_close(scarce[0][0][name], tensor, rtol=1e-5, atol=1e-6, msg=name)
     ((printed,), (nothing,)) = ([log[1] for log in logs][:1] for logs in (plenty, scarce))
     assert printed[0].startswith(
-        f"auto: {label('deferred')}, because it has the least link traffic of the 2 of 2 choices"
+        f"auto: {label('deferred')}, because it has the least link traffic among the 2 of 2 choices"
     )
-    assert nothing[0].startswith(f"auto: {label('immediate')}, because it has the least link traffic of the 1 of 2")
+    assert nothing[0].startswith(f"auto: {label('immediate')}, because it has the least link traffic among the 1 of 2")
 
 
 def test_a_resumed_run_keeps_the_mode_it_began_with(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_a_backend_that_does_not_support_the_models_attention_is_explained(tmp_p
     explained, *others = run_ranks(attention_that_drops, 1, tmp_path)[0]
     assert re.fullmatch(
         r"kernels.attention: cannot be used at .*test_kernel_choice.py:\d+: Both fused kernels do not support non-zero "
-        r'dropout; set "auto", which finds one, or "math"',
+        r'dropout; set "auto", which finds a usable backend, or "math"',
         explained,
     )
     assert others == ["no error"]

@@ -26,8 +26,8 @@ class Background(ABC):
     def write(self, request: WriteRequest, state: State) -> Future[Written]:
         """Begin a save, and return its future, which has the same outcome on all ranks. Collective.
 
-        The save before must be done. After this function returns, the caller may change the tensors of `state`. Raises
-        OSError if there is no memory for the copy.
+        The previous save must have ended. After this function returns, the caller may change the tensors of `state`.
+        Raises OSError if there is no memory for the copy.
         """
         if any(on_all_ranks(lambda: self._is_broken or self._has_died())):
             self.close()
@@ -38,16 +38,18 @@ class Background(ABC):
         return future
 
     def get_ready(self, make_state: Callable[[], State]) -> None:
-        """Prepare the first save, so that training does not wait for the preparation then. Collective.
+        """Prepare for saves, so that the preparation does not delay the first save. Collective.
 
         `make_state` returns a state of the size that will be written. Raises OSError if there is no memory for the
         copy.
         """
-        load_writer()  # takes 1 s
+        load_writer()  # imports DCP
 
     def _note_outcome(self, future: Future[Written]) -> None:
-        """Note an error that needs new writers. After an OSError, such as a full disk, the writers stay: the next save
-        may find room."""
+        """Mark the writer as broken after an error other than OSError. The next save then starts a new writer.
+
+        After an OSError, such as a full disk, the same writer tries again at the next save.
+        """
         error = None if future.cancelled() else future.exception()
         self._is_broken = error is not None and not isinstance(error, OSError)
 
@@ -123,8 +125,8 @@ class InThread(Background):
 class InProcess(Background):
     """Writes a copy of the state in another process of each rank. The copy is in shared memory.
 
-    The writer processes have a process group of their own, so the training process only makes the copy. They start with
-    this object, while training starts. The operating system ends them with the training process.
+    The writer processes have their own process group, so the training process only makes the copy. Creating this object
+    starts the writer process in the background. The operating system ends it together with the training process.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """The index of a checkpoint's tensors as JSON, and functions that read tensors as plain bytes.
 
-The launcher never unpickles a checkpoint. DCP's own index, `.metadata`, and the headers of its records are pickles for
-other tools, and the launcher reads neither.
+The launcher never unpickles a checkpoint. The index of torch.distributed.checkpoint (DCP), `.metadata`, and the headers
+of DCP's records are pickles for other tools.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from titan_launch.checkpoint.manifest import MANIFEST_FILE, DamagedCheckpointErr
 from titan_launch.core.files import read_regular
 
 INDEX_FILE = "index.json"
-"""The launcher's index."""
+"""Name of the file with the launcher's index."""
 
 DCP_INDEX_FILE = ".metadata"
-"""DCP's index, for other tools."""
+"""Name of the file with DCP's index, for other tools."""
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 """A number of elements or bytes."""
 
 _LOCAL_HEADER_BYTES = 30
-_NAME_LENGTHS_AT = 26  # in a zip file's local header: lengths of the name and of the extra field, two bytes each
+_NAME_LENGTHS_AT = 26  # offset of two 2-byte lengths in a zip file's local header: name, extra field
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor, and the position of its record."""
+    """A part of a tensor, and the position of its record in a file."""
 
     offsets: tuple[Count, ...]
-    """Offset of the part in the whole tensor by dim."""
+    """Offset of the part in the whole tensor by dim, in elements."""
 
     sizes: tuple[Count, ...]
     file: str
@@ -71,7 +71,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class IndexedTensor:
-    """A tensor of a checkpoint."""
+    """Dtype, shape and parts of a tensor in a checkpoint."""
 
     dtype: str
     shape: tuple[Count, ...]
@@ -110,17 +110,17 @@ def _written_chunk(name: str, chunk: ChunkStorageMetadata, places: Mapping[Metad
 
 
 def index_text(index: Index, dcp_index: bytes) -> str:
-    """Return an index as JSON, with the digest of `dcp_index`, the content of DCP's own index."""
+    """Return an index as JSON, with the SHA-256 digest of `dcp_index`. `dcp_index`: content of DCP's index."""
     file = _IndexFile(index, hashlib.sha256(dcp_index).hexdigest())
     return json.dumps(asdict(file)) + "\n"
 
 
 def read_index(folder: Path) -> Index:
-    """Read the index of a checkpoint. Raises DamagedCheckpointError."""
+    """Return the index of a checkpoint. Raises DamagedCheckpointError if a file is missing or invalid."""
     try:
         file = _INDEX.validate_json(read_regular(folder / INDEX_FILE), strict=True)
         dcp_index = read_regular(folder / DCP_INDEX_FILE)
-        # Only regular files of the folder count. A link, a FIFO or a path to another folder is not listed.
+        # `sizes` has only regular files of the folder: an entry of the index must not refer to a link or a FIFO.
         sizes = {
             entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False)
         }
@@ -129,15 +129,15 @@ def read_index(folder: Path) -> Index:
     except ValidationError:
         raise DamagedCheckpointError(f"{INDEX_FILE} is damaged") from None
     if hashlib.sha256(dcp_index).hexdigest() != file.dcp_index_sha256:
-        raise DamagedCheckpointError(f"{DCP_INDEX_FILE} is not the one that was written with {INDEX_FILE}")
+        raise DamagedCheckpointError(f"{DCP_INDEX_FILE} and {INDEX_FILE} are not from the same save")
     for name, tensor in file.tensors.items():
         if not _is_possible(tensor, sizes):
-            raise DamagedCheckpointError(f"{INDEX_FILE} does not describe a tensor and its parts: {name}")
+            raise DamagedCheckpointError(f"{INDEX_FILE} has an invalid entry for the tensor {name}")
     return file.tensors
 
 
 def _is_possible(tensor: IndexedTensor, file_sizes: Mapping[str, int]) -> bool:
-    """Return True if PyTorch has such tensors, the parts make up the tensor, and the records lie within their files.
+    """Return True if PyTorch has the dtype, the parts add up to the whole tensor, and all records lie within files.
 
     `file_sizes`: bytes of the files in the checkpoint's folder.
     """
@@ -156,13 +156,13 @@ def _is_possible(tensor: IndexedTensor, file_sizes: Mapping[str, int]) -> bool:
 
 
 def check_step(folder: Path, step: int) -> None:
-    """Raise DamagedCheckpointError if the index cannot be read, or if the saved progress is of another step."""
+    """Raise DamagedCheckpointError if the index cannot be read, or if the saved tensors are of another step."""
     progress = read_index(folder).get("progress.step")
     if progress is None or (progress.dtype, progress.shape) != ("int64", ()):
-        raise DamagedCheckpointError(f"{INDEX_FILE} does not name the run's progress")
+        raise DamagedCheckpointError(f"{INDEX_FILE} has no valid entry for the tensor progress.step")
     saved = [int(read_chunk(folder, chunk, torch.int64)) for chunk in progress.chunks]
     if saved != [step]:
-        raise DamagedCheckpointError(f"{MANIFEST_FILE} is of step {step}, and the tensors are of {saved[0]}")
+        raise DamagedCheckpointError(f"{MANIFEST_FILE} is of step {step}, but the tensors are of step {saved[0]}")
 
 
 class IndexReader(FileSystemReader):
@@ -174,7 +174,7 @@ class IndexReader(FileSystemReader):
         self.index = read_index(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index in DCP's form."""
+        """Return the index as the `Metadata` of DCP."""
         tensors: dict[str, STORAGE_TYPES] = {
             name: TensorStorageMetadata(
                 properties=TensorProperties(dtype=getattr(torch, tensor.dtype)),
@@ -191,7 +191,7 @@ class IndexReader(FileSystemReader):
         return Metadata(tensors, storage_data=chunks, storage_meta=StorageMeta(load_id=self.load_id))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the planned parts into the target tensors. Raises DamagedCheckpointError."""
+        """Copy the planned parts into the target tensors. Raises DamagedCheckpointError for an unreadable part."""
         for item in plan.items:
             dtype, chunk = self.storage_data[item.storage_index]
             part = read_chunk(self.folder, chunk, getattr(torch, dtype))
@@ -206,7 +206,8 @@ class IndexReader(FileSystemReader):
 
 
 def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-    """Read a part of a tensor as plain bytes. Raises DamagedCheckpointError."""
+    """Return a part of a tensor, read as plain bytes. Raises DamagedCheckpointError for an unreadable or invalid
+    record."""
     try:
         with open(folder / chunk.file, "rb") as file:
             file.seek(chunk.start)
@@ -215,17 +216,18 @@ def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         raise DamagedCheckpointError(f"{chunk.file} cannot be read: {error.strerror}") from None
     num_elements = math.prod(chunk.sizes)
     if content is None or len(content) != num_elements * dtype.itemsize:
-        raise DamagedCheckpointError(f"{chunk.file} does not hold {chunk.sizes} of {dtype} at byte {chunk.start:,}")
+        raise DamagedCheckpointError(f"{chunk.file} has no {dtype} tensor {chunk.sizes} at byte {chunk.start:,}")
     if not num_elements:
         return torch.empty(chunk.sizes, dtype=dtype)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # the tensor is only read
         return torch.frombuffer(content, dtype=dtype, count=num_elements).view(chunk.sizes)
 
 
 def _content_of(record: bytes) -> memoryview | None:
-    """Return the tensor's bytes in a record of `torch.save`: the only entry below `data/` of a zip file, uncompressed.
-    Return None if there is no such entry.
+    """Return the bytes of the tensor in a record of `torch.save`, or None for an invalid record.
+
+    A record is a zip file. The bytes of the tensor are its only entry below `data/`, and are not compressed.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(record)) as archive:

@@ -20,11 +20,15 @@ from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, warn
 _log = logging.getLogger(__name__)
 
 
-def newest_valid(folder: Path, *, set_damaged_aside: bool) -> Path | None:
+_START_AGAIN = 'set checkpoint.load = "none" to start at step 0; the earlier run is then moved aside'
+
+
+def newest_valid(folder: Path, *, set_damaged_aside: bool, remedy: str = _START_AGAIN) -> Path | None:
     """Return the newest undamaged checkpoint of a folder. Return None if the folder has no checkpoint.
 
     Collective: every rank reads a share of the files. Damaged checkpoints are logged. With `set_damaged_aside` they are
-    renamed when an older undamaged one is found. Raises UserError if all checkpoints are damaged.
+    renamed if an older undamaged checkpoint is found. Raises UserError, which ends with `remedy`, if all checkpoints
+    are damaged.
     """
     damaged: list[Path] = []
     for step in on_rank_0(lambda: checkpoint_steps(folder)):
@@ -37,15 +41,16 @@ def newest_valid(folder: Path, *, set_damaged_aside: bool) -> Path | None:
         damaged.append(candidate)
         warn(_log, "%s is damaged and not loaded: %s", candidate, reason)
     if damaged:
-        raise UserError(
-            f"all checkpoints in {folder} are damaged ({', '.join(path.name for path in damaged)}); "
-            'checkpoint.load = "none" starts at step 0 and moves the run aside'
-        )
+        names = ", ".join(path.name for path in damaged)
+        raise UserError(f"all checkpoints in {folder} are damaged ({names}); {remedy}")
     return None
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Return the damage of a checkpoint as a clause, or None. Collective: every rank reads a share of the files."""
+    """Return a clause that describes the damage of a checkpoint; None if the checkpoint is valid.
+
+    Collective: every rank reads a share of the files.
+    """
     from titan_launch.checkpoint.index import check_step  # imports DCP
 
     def look() -> str | None:
@@ -55,7 +60,7 @@ def damage(checkpoint: Path) -> str | None:
                 check_step(checkpoint, manifest.step)
         except DamagedCheckpointError as error:
             return str(error)
-        except (OSError, ValueError) as error:  # impossible file names, files that disappear
+        except (OSError, ValueError) as error:  # invalid file names, files that disappear
             return f"it cannot be read: {error}"
         return None
 
@@ -63,13 +68,16 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def find_checkpoint(path: Path, key: KeyPath) -> Path:
-    """Return the checkpoint at a path of the job file: the path itself, or the newest valid one of a run folder.
+    """Return the checkpoint that a path in the job file names: the path itself, or the newest valid checkpoint of a
+    run folder. Collective.
 
-    Collective. Raises ConfigError for `key` on all ranks if there is no checkpoint, or if it is damaged.
+    Raises ConfigError for `key` on all ranks if the path has no valid checkpoint, and UserError if all checkpoints of
+    a run folder are damaged.
     """
     for folder in (path / "checkpoints", path):
         if on_rank_0(lambda folder=folder: bool(checkpoint_steps(folder))):  # type: ignore[misc]
-            found = newest_valid(folder, set_damaged_aside=False)
+            remedy = f"set {'.'.join(map(str, key))} to another run's folder or checkpoint"
+            found = newest_valid(folder, set_damaged_aside=False, remedy=remedy)
             assert found is not None
             return found
     if not on_rank_0(path.is_dir):
@@ -77,7 +85,7 @@ def find_checkpoint(path: Path, key: KeyPath) -> Path:
         raise config_error(key, reason, str(path))
     damaged = damage(path)
     if damaged is not None:
-        raise config_error(key, f"it holds no checkpoint that can be loaded: {damaged}", str(path))
+        raise config_error(key, f"it has no checkpoint that can be loaded: {damaged}; name another one", str(path))
     return path
 
 
@@ -98,7 +106,7 @@ class Selection:
     """True loads parameters and buffers only."""
 
     def takes(self, part: str) -> bool:
-        """Return True if one of `EXCLUDED_PARTS` is loaded."""
+        """Return True if `part`, one of `EXCLUDED_PARTS`, is loaded."""
         return not self.only_weights and part not in self.excluded
 
     @property
@@ -107,7 +115,7 @@ class Selection:
         return tuple(entry for entry in self.excluded if entry not in EXCLUDED_PARTS)
 
     def takes_tensor(self, name: str) -> bool:
-        """Return True if a parameter or buffer is loaded."""
+        """Return True if the parameter or buffer `name` is loaded."""
         return not any(matches(glob, name) for glob in self.globs)
 
 
@@ -153,10 +161,10 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
         if has_random:
             state.random.load_state_dict(
                 target["random"][stream]
-            )  # finds an impossible state before any other part is loaded
+            )  # raises for an invalid state before any other part is loaded
         _take_over(state, target, selection)
     except ValueError as error:
-        raise DamagedCheckpointError(f"it has an impossible state: {error}") from error
+        raise DamagedCheckpointError(f"it has an invalid state: {error}") from error
     if has_random:
         state.random.load_state_dict(target["random"][stream])  # again, because loading may draw random numbers
     elif selection.takes("random"):
@@ -172,7 +180,7 @@ def _take_over(state: TrainingState, target: Mapping[str, Any], selection: Selec
 
 
 def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> bool:
-    """Return True if the checkpoint has each rank's own running statistics, of as many ranks and of the same norms."""
+    """Return True if the checkpoint has each rank's BatchNorm statistics for this number of ranks and this model."""
     there = _below("local_statistics", saved)
     if len({key.partition(".")[0] for key in there}) != dist.get_world_size():
         return False
@@ -180,7 +188,7 @@ def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> boo
 
 
 def _part_of(name: str, key: str) -> str:
-    """Return the entry of `EXCLUDED_PARTS` that a value of a part belongs to."""
+    """Return the entry of `EXCLUDED_PARTS` that covers the value `key` of the part `name`."""
     return "data" if (name, key) in (("progress", "samples_seen"), ("progress", "samples_skipped")) else "step"
 
 
@@ -205,14 +213,14 @@ def _check_model(
     ConfigError if a glob matches nothing."""
     for glob in selection.globs:
         if not any(matches(glob, name) for name in (*own, *saved)):
-            reason = f'"{glob}" matches no parameter or buffer; other values are {", ".join(EXCLUDED_PARTS)}'
+            reason = f'"{glob}" matches no parameter or buffer; other allowed values: {", ".join(EXCLUDED_PARTS)}'
             raise config_error(_EXCLUDE, reason, list(selection.excluded))
     own = {name: shape for name, shape in own.items() if selection.takes_tensor(name)}
     saved = {name: shape for name, shape in saved.items() if selection.takes_tensor(name)}
     differences = list(_differences(own, saved))
     if differences:
         advice = (
-            "with checkpoint.exclude_from_loading, a run can begin from another run's checkpoint without some tensors"
+            "to begin from another model's checkpoint, list the tensors to exclude in checkpoint.exclude_from_loading"
         )
         raise UserError(
             "\n  ".join([f"the checkpoint {checkpoint} is of another model:", *differences]) + f"\n{advice}"
@@ -221,29 +229,31 @@ def _check_model(
 
 
 def _check_optimizer(checkpoint: Path, own: Mapping[str, Values], saved: Mapping[str, Any]) -> None:
-    """Raise UserError on all ranks if the checkpoint lacks optimizer state of a parameter, because it is of another
-    algorithm or without master weights."""
+    """Raise UserError on all ranks if the checkpoint lacks optimizer state of a parameter.
+
+    The run that saved the checkpoint had another algorithm, or no master weights.
+    """
 
     def find_missing() -> str | None:
         for name, values in sorted(own.items()):
             missing = [key for key in values if f"{name}.{key}" not in saved]
             if missing:
                 kept = [key for key in _below(name, saved) if "." not in key]
-                return f"for {name} it has {', '.join(sorted(kept))}, and this job has {', '.join(sorted(values))}"
+                return f"for {name} it has {', '.join(sorted(kept))}, and this job needs {', '.join(sorted(values))}"
         return None
 
     reason = next((reason for reason in on_all_ranks(find_missing) if reason is not None), None)
     if reason is not None:
         raise UserError(
-            f"the checkpoint {checkpoint} is of another optimizer: {reason}; name it with checkpoint.load and set "
-            'checkpoint.exclude_from_loading = ["optimizer"] to begin with new optimizer state'
+            f"the checkpoint {checkpoint} is of another optimizer: {reason}; to begin with new optimizer "
+            'state, set checkpoint.load to its path, and checkpoint.exclude_from_loading = ["optimizer"]'
         )
 
 
 def _differences(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     missing = [name for name in own if name not in saved]
     unexpected = [name for name in saved if name not in own]
-    misshaped = [f"{n} is {own[n]}, was {saved[n]}" for n in own if n in saved and own[n] != saved[n]]
+    misshaped = [f"{n} is {own[n]}, saved {saved[n]}" for n in own if n in saved and own[n] != saved[n]]
     for title, names in (
         ("missing in the checkpoint", missing),
         ("unexpected in the checkpoint", unexpected),

@@ -28,12 +28,12 @@ from titan_launch.distributed.collectives import warn
 _log = logging.getLogger(__name__)
 
 _SECONDS_AFTER_AN_ERROR = 60
-"""Time that a save in flight gets when the run ends in an error."""
+"""Maximum time that `close` waits for a save in flight when the run ends in an error."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Facts about the run, for the manifests of its checkpoints."""
+    """Facts about a run that the manifest of every checkpoint records."""
 
     world_size: int
     config_digest: str
@@ -43,9 +43,9 @@ class Origin:
 
 
 class CheckpointManager:
-    """Saves into, and resumes from, `step-N` folders.
+    """Saves checkpoints to `step-N` folders, and loads them again.
 
-    A folder with a final name is complete and never written again. At most one save is in flight. A failed save is
+    A folder with such a name is complete and is never written again. At most one save is in flight. A failed save is
     logged, and training continues: the older checkpoints stay, and the next save tries again. If the last save of the
     run fails, `finish` raises an error.
     """
@@ -59,7 +59,7 @@ class CheckpointManager:
         origin: Origin,
         device: torch.device,
     ):
-        """`progress` must be one of the parts of `state`. Collective."""
+        """`progress` must also be one of the parts of `state`. Collective."""
         self._folder = folder
         self._state = state
         self._progress = progress
@@ -75,16 +75,18 @@ class CheckpointManager:
         self._failed_saves = 0
 
     def get_ready(self) -> None:
-        """Import the writer and reserve its memory, so that training does not wait for this at the first save.
-        Collective, after the first step, when the optimizer state is complete."""
+        """Import the writer and reserve its memory, so that this work does not delay the first save. Collective.
+
+        Call this method after the first step, when the optimizer state is complete.
+        """
         try:
             self._background.get_ready(lambda: shards_of(self._state.state_dict()))
-        except OSError as error:  # the same on all ranks
-            warn(_log, "no room for checkpoints yet: %s; training continues, and every save tries again", error)
+        except OSError as error:  # all ranks have the same error
+            warn(_log, "no memory for checkpoints yet: %s; training continues, and every save tries again", error)
 
     def save(self, validation_loss: float | None = None) -> None:
-        """Begin a checkpoint of the last finished step. Collective. `validation_loss`: loss of that step, if
-        the run validated after it.
+        """Begin a checkpoint of the last finished step. Collective. `validation_loss`: validation loss of
+        that step, or None if the run did not validate after that step.
 
         Waits until the previous save has ended, and until training may change the state.
         """
@@ -101,7 +103,7 @@ class CheckpointManager:
         self._pending_step = self._progress.step
         try:
             self._pending = self._background.write(request, shards_of(self._state.state_dict()))
-        except OSError as error:  # no memory for the copy, the same on all ranks
+        except OSError as error:  # no memory for the copy; all ranks have the same error
             self._note_failure(error)
         self._pending_stall_s = time.perf_counter() - start
         self._stall_s += self._pending_stall_s
@@ -126,7 +128,8 @@ class CheckpointManager:
             raise RunError(f"{self._failure}; {newest}")
 
     def take_measurements(self) -> dict[str, float]:
-        """Return `time/checkpoint_stall_s` since the last call, and `checkpoint/failed_saves` of this process."""
+        """Return two metrics by tag: the seconds for which training has waited for saves since the last call, and the
+        number of failed saves of this process."""
         stall, self._stall_s = self._stall_s, 0.0
         return {"time/checkpoint_stall_s": stall, "checkpoint/failed_saves": self._failed_saves}
 
@@ -142,12 +145,16 @@ class CheckpointManager:
         return checkpoint
 
     def close(self, *, after_error: bool = False) -> None:
-        """Wait for the save in flight, after an error for at most a minute, and end the writer."""
+        """Wait for the save in flight, then end the writer. `after_error`: wait for at most a minute."""
         if self._pending is not None:
             try:
                 self._pending.exception(_SECONDS_AFTER_AN_ERROR if after_error else None)
             except FutureTimeoutError:
-                warn(_log, "%s was not completed: the run ends in an error", checkpoint_name(self._pending_step))
+                warn(
+                    _log,
+                    "%s is not saved: the run ended in an error during the save",
+                    checkpoint_name(self._pending_step),
+                )
             else:
                 self._finish_pending()
         self._background.close()

@@ -16,14 +16,14 @@ from titan_launch.core.files import read_regular, replace_text
 from titan_launch.core.fingerprint import Fingerprint
 
 MANIFEST_FILE = "manifest.json"
-"""Written last: a checkpoint without it is not complete."""
+"""Name of the manifest's file. The file is written last: a checkpoint without a manifest is not complete."""
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _CHUNK_BYTES = 1 << 22
 
 
 class DamagedCheckpointError(Exception):
-    """A checkpoint cannot be used. The message is a clause with the reason."""
+    """Error for a checkpoint that cannot be used. The message is a clause with the reason."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a checkpoint."""
+    """Facts about a checkpoint and about the run that saved it."""
 
     step: int
     world_size: int
@@ -45,10 +45,10 @@ class Manifest:
     """SHA-256 of the run's resolved configuration."""
 
     gradient_accumulation: Mapping[str, Any]
-    """The resolved section, without `auto`."""
+    """Section of the resolved job, without `auto`."""
 
     activation_checkpoint: Mapping[str, Any]
-    """The resolved section."""
+    """Section of the resolved job, without `auto`."""
 
     data: Mapping[str, Fingerprint]
     """Fingerprints of the data that the run has read, by section: `data`, `validation.data`."""
@@ -57,7 +57,7 @@ class Manifest:
     """Versions of torch and of the launcher."""
 
     validation_loss: float | None
-    """Validation loss of this step. None if the step was not validated."""
+    """Validation loss of this step. None if the run did not validate after this step."""
 
     files: Mapping[str, FileRecord]
     """All files of the folder except the manifest."""
@@ -78,8 +78,8 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Return the steps that have a folder with its final name, damaged or not, the newest first. Return an empty list
-    if `folder` does not exist."""
+    """Return the steps that have a `step-N` folder, damaged or not, newest first; an empty list if `folder` does not
+    exist."""
     found = (_STEP.fullmatch(entry.name) for entry in folder.glob("step-*"))
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
@@ -97,8 +97,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint's folder. Raises DamagedCheckpointError, also if the folder is named after
-    another step, because such a folder is a copy."""
+    """Return the manifest of a checkpoint's folder. Raises DamagedCheckpointError for a missing or invalid manifest.
+
+    A folder that is named after another step is a copy, and raises the same error.
+    """
     try:
         file = _MANIFEST.validate_json(read_regular(folder / MANIFEST_FILE), strict=True)
     except FileNotFoundError:
@@ -108,17 +110,21 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError:
         raise DamagedCheckpointError(f"{MANIFEST_FILE} is damaged") from None
     if _crc32(_content(file.manifest)) != file.crc32:
-        raise DamagedCheckpointError(f"{MANIFEST_FILE} does not have its checksum")
+        raise DamagedCheckpointError(f"{MANIFEST_FILE} does not match its checksum")
     for name in (folder.name, folder.resolve().name):  # `latest` is a link to a step's folder
         named = _STEP.fullmatch(name)
         if named and int(named[1]) != file.manifest.step:
-            raise DamagedCheckpointError(f"{MANIFEST_FILE} is of step {file.manifest.step}")
+            raise DamagedCheckpointError(
+                f"{MANIFEST_FILE} is of step {file.manifest.step}, unlike the name of the folder"
+            )
     return file.manifest
 
 
 def check(folder: Path, share: slice = slice(None)) -> Manifest:
-    """Check the sizes of all files of a checkpoint and the checksums of a share of them, and return the manifest.
-    `share`: a slice of the sorted file names. Raises DamagedCheckpointError."""
+    """Return the manifest of a checkpoint, after a check of all file sizes and of the checksums of some files.
+
+    `share`: slice of the sorted file names whose checksums are checked. Raises DamagedCheckpointError if a check fails.
+    """
     manifest = read_manifest(folder)
     _check_sizes(folder, manifest)
     _check_contents(folder, manifest, sorted(manifest.files)[share])
@@ -134,7 +140,7 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
             raise DamagedCheckpointError(f"{name} is missing")
         size = path.stat().st_size
         if size != record.bytes:
-            raise DamagedCheckpointError(f"{name} has {size:,} bytes of {record.bytes:,}")
+            raise DamagedCheckpointError(f"{name} has {size:,} bytes instead of {record.bytes:,}")
 
 
 def _check_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
@@ -144,7 +150,7 @@ def _check_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> N
         except OSError as error:
             raise DamagedCheckpointError(f"{name} cannot be read: {error.strerror}") from None
         if found != manifest.files[name]:
-            raise DamagedCheckpointError(f"{name} does not have its checksum")
+            raise DamagedCheckpointError(f"{name} does not match its checksum")
 
 
 def record_of(path: Path) -> FileRecord:

@@ -17,10 +17,10 @@ from titan_launch.checkpoint.manifest import (
 from titan_launch.core.files import free_name, remove
 
 LATEST, BEST = "latest", "best"
-"""Links to the newest checkpoint, and to the one with the lowest validation loss."""
+"""Names of the links to the newest checkpoint, and to the checkpoint with the lowest validation loss."""
 
 TEMPORARY = ".tmp"
-"""The end of the name of a folder that is being written or deleted."""
+"""Suffix of the name of a folder that is being written or deleted."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,10 @@ class Retention:
     best: int
 
     def expendable(self, losses: Mapping[int, float | None]) -> list[int]:
-        """Return the steps to delete. `losses`: validation loss by step, of all checkpoints. The newest step is always
-        kept."""
+        """Return the steps whose checkpoints are to be deleted, never the newest step.
+
+        `losses`: validation loss of every checkpoint, by step.
+        """
         steps = sorted(losses, reverse=True)
         if not self.latest:
             return []
@@ -50,12 +52,12 @@ class WriteRequest:
     """Folder of all checkpoints of the run, on a file system that all ranks share."""
 
     manifest: Manifest
-    """Manifest without files. Writing adds the files."""
+    """Manifest with empty `files`. The writer adds the files."""
 
     retention: Retention
     creates_folder: bool = True
-    """Create the folder if it does not exist. False after a save of this process: if the folder is gone then, the run
-    folder was deleted, moved or replaced, and nothing may be written to its name."""
+    """True creates the folder if it does not exist. After the first save of this process, the value is False. A missing
+    folder then means that the run folder was deleted, moved or replaced, and the save must fail."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Written:
     """Steps of the deleted older checkpoints."""
 
     warning: str = ""
-    """Clauses with the problems after the checkpoint was complete. Empty without problems."""
+    """Problems that occurred after the checkpoint was complete, as clauses. Empty without problems."""
 
 
 def best_steps(losses: Mapping[int, float | None]) -> list[int]:
@@ -97,7 +99,7 @@ def tidy(folder: Path, newest: int, retention: Retention) -> tuple[list[int], li
     for link, step in links.items():
         with _noted(notes, f"the link {link} could not be changed"):
             if aside := point(folder, link, step):
-                notes.append(f"{link} was a folder, a copy of a checkpoint, and was renamed to {aside.name}")
+                notes.append(f"{link} was a folder (a copy of a checkpoint), not a link; renamed to {aside.name}")
     for step in retention.expendable(losses):
         name = checkpoint_name(step)
         with _noted(notes, f"{name} could not be deleted"):
@@ -137,7 +139,7 @@ def point(folder: Path, link: str, step: int | None) -> Path | None:
 
 
 def delete(checkpoint: Path) -> None:
-    """Delete a checkpoint. The folder is renamed first, so that a folder with a final name is always complete."""
+    """Delete a checkpoint. The folder is renamed first, so that a `step-N` folder is always complete."""
     doomed = checkpoint.with_name(f"{checkpoint.name}.deleted{TEMPORARY}")
     remove(doomed)
     checkpoint.rename(doomed)

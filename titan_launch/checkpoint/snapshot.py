@@ -1,7 +1,7 @@
 """A rank's part of the training state in the form that is written: shards of tensors, and their copies on the host.
 
-The functions that write or read import torch.distributed.checkpoint (DCP) themselves. The import takes 0.1 s, for which
-a run's first step does not wait.
+Functions that write or read import torch.distributed.checkpoint (DCP) themselves. The import takes 0.1 s, and does not
+delay a run's first step.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _PORTABLE = 1
 
 @contextmanager
 def page_locked(memory: Tensor, device: torch.device) -> Iterator[None]:
-    """Register host memory with CUDA until the end of the block. Do nothing if the device is a CPU.
+    """Page-lock host memory until the end of the block, by registering it with CUDA. Do nothing if the device is a CPU.
 
-    `memory` may be shared memory, and its size need not be a power of two, to which PyTorch's own allocator of pinned
-    memory rounds up. If CUDA refuses, the failure is logged, and copies to the memory are slower.
+    `memory` may be shared memory of any size. (PyTorch's own allocator of pinned memory rounds sizes up to a power of
+    two.) If CUDA refuses, the failure is logged, and copies to the memory are slower.
     """
     is_locked = device.type == "cuda" and _succeeds(
         lambda cudart: cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE),
@@ -51,11 +51,11 @@ def page_locked(memory: Tensor, device: torch.device) -> Iterator[None]:
 
 
 def _succeeds(call: Callable[[Any], Any], device: torch.device, failure: str) -> bool:
-    """Call the CUDA runtime in a new thread. Log a failure and return False.
+    """Call the CUDA runtime in a new thread. Return True on success. Otherwise log `failure` and return False.
 
-    CUDA keeps the last error of each thread, and PyTorch would raise the error when the training thread launches its
-    next kernel. A new thread starts on GPU 0, so the device is set: otherwise all ranks of a host would open a context
-    on GPU 0.
+    CUDA keeps the last error of each thread. After an error in the training thread, PyTorch would raise that error at
+    the next kernel launch. A new thread starts on GPU 0, so the device is set: otherwise all ranks of a host would open
+    a context on GPU 0.
     """
 
     def checked() -> None:
@@ -72,10 +72,10 @@ def _succeeds(call: Callable[[Any], Any], device: torch.device, failure: str) ->
 
 
 _ALIGNMENT = 64  # bytes; more than any dtype needs
-_SHARED_MEMORY = Path("/dev/shm")  # of Linux; other systems have no such limit
+_SHARED_MEMORY = Path("/dev/shm")  # the folder exists on Linux; other systems have no such limit
 
 State = dict[str, Any]
-"""Nested dicts. Their leaves are `Shard`s, and tensors that all ranks have."""
+"""Nested dicts. Each leaf is a `Shard`, or a tensor that is equal on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def shards_of(state: Mapping[str, Any]) -> State:
 
 
 def total_bytes(state: State) -> int:
-    """Return the bytes of the whole tensors of a state."""
+    """Return the bytes of all tensors of a state. A shard counts as its whole tensor."""
     return sum(
         torch.Size(leaf.size).numel() * leaf.local.element_size() if isinstance(leaf, Shard) else leaf.nbytes
         for leaf in leaves(state)
@@ -185,7 +185,10 @@ class Arena:
             self.memory = memory.share_memory_() if self._is_shared else memory
         except RuntimeError as error:  # PyTorch has no class of its own for this error
             reason = str(error).partition("\n")[0]
-            raise OSError(f"there is no host memory for a copy of {size / GIB:.3f} GiB: {reason}") from error
+            raise OSError(
+                f"there is no host memory for a copy of {size / GIB:.3f} GiB ({reason}); "
+                'checkpoint.async_mode = "disabled" needs no copy'
+            ) from error
         self._locks.enter_context(page_locked(self.memory, self._device))
 
     def release(self) -> None:
@@ -236,7 +239,7 @@ class Slot:
 
 
 def in_memory(slots: State, memory: Tensor) -> State:
-    """Return the state that `lay_out` and `fill` have put into an arena's memory."""
+    """Return the state with the tensor of every `Slot`, which `fill` has copied into the arena's memory."""
     return _map_parts(slots, Slot, lambda slot: slot.view(memory))
 
 

@@ -42,7 +42,8 @@ class Progress:
     """Number of steps without an update, because the loss or the gradient was non-finite or an outlier."""
 
     samples_skipped: int = 0
-    """Number of samples that the run passed over when it returned to a checkpoint. No step in `step` consumed them."""
+    """Number of samples that returns to a checkpoint have passed over. Their steps were undone, so
+    `samples_seen` does not count them."""
 
     rollbacks: int = 0
     """Number of returns to a checkpoint."""
@@ -61,7 +62,7 @@ class Progress:
         numbers = {name: int(value) for name, value in state.items()}
         wrong = [f"{name} = {number}" for name, number in numbers.items() if not 0 <= number < 2**53]
         if wrong:
-            raise ValueError(f"the run's progress has {wrong[0]}")
+            raise ValueError(f"the run's progress is invalid: {wrong[0]}")
         vars(self).update(numbers)
 
 
@@ -79,11 +80,11 @@ class ModelAndOptimizer:
         """Return the model's tensors, and the optimizer state of each updated parameter."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 
-        if not self._optimizer.state:  # get_state_dict would create and keep one, as if after a step
+        if not self._optimizer.state:  # get_state_dict would create optimizer state, as if a step had been done
             return {"model": get_model_state_dict(self._model), "optimizer": {}}
         model, optimizer = get_state_dict(self._model, self._optimizer)
-        # After get_state_dict, which reshards the parameters that a forward left unsharded: optimizer.state is keyed by
-        # the sharded parameters.
+        # optimizer.state is keyed by the sharded parameters. get_state_dict has resharded the parameters that a forward
+        # left unsharded, so `named_parameters` now returns the sharded ones.
         updated = {name for name, parameter in self._model.named_parameters() if parameter in self._optimizer.state}
         return {"model": model, "optimizer": {name: _states(optimizer)[name] for name in updated}}
 
@@ -92,7 +93,7 @@ class ModelAndOptimizer:
         parameters with optimizer state. The current optimizer state is dropped."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
-        self._optimizer.state.clear()  # from an empty one, get_state_dict creates the state of all parameters
+        self._optimizer.state.clear()  # get_state_dict then creates the state of all parameters
         model, optimizer = get_state_dict(self._model, self._optimizer)
         states = _states(optimizer)
         return {
@@ -101,15 +102,15 @@ class ModelAndOptimizer:
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every whole parameter and buffer of this rank, by name."""
+        """Return the unsharded shape of every parameter and buffer that this rank has a shard of, by name."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         model = get_model_state_dict(self._model)
         return {name: tuple(tensor.shape) for name, tensor in model.items() if isinstance(tensor, Tensor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the tensors that were read into `targets`. The optimizer keeps its settings and groups. Parameters
-        without optimizer state in the checkpoint lose theirs."""
+        """Load the tensors that were read into `targets`. The optimizer keeps its settings and groups. A
+        parameter without optimizer state in the checkpoint loses its current state."""
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
         own, current = get_state_dict(self._model, self._optimizer)
@@ -139,13 +140,13 @@ def rank_key() -> str:
 class LocalStatistics(Part, Protocol):
     """Each rank's own running statistics of BatchNorm (`parallel.batchnorm.RunningStatistics`).
 
-    A checkpoint has them, under a key for each rank, if the statistics are pooled only for that checkpoint: it is due
-    by time, or a signal ends the run. The checkpoint has the pooled statistics too. A run on the same number of ranks
-    resumes with each rank's own statistics, so the checkpoint does not change the steps that follow.
+    A checkpoint always has the pooled statistics. If a checkpoint is due only by time or because of a signal, the
+    statistics were pooled only for this checkpoint. Such a checkpoint also has each rank's own statistics, under a key
+    for each rank. A run on the same number of ranks resumes with them, so the checkpoint does not change later steps.
     """
 
     def targets(self) -> Values:
-        """Return tensors for a checkpoint to be read into."""
+        """Return tensors into which a checkpoint is read."""
 
 
 class TrainingState:
@@ -162,8 +163,8 @@ class TrainingState:
         stream: int,
         pipeline: dist.ProcessGroup | None = None,
     ):
-        """`seed`, `stream`: of this rank's random generators. `pipeline`: process group of the ranks that hold the
-        pipeline stages of the model. None without pipeline parallelism."""
+        """`seed`, `stream`: seed and stream number of this rank's random generators. `pipeline`: process group of the
+        ranks that hold the pipeline stages of the model. None without pipeline parallelism."""
         self._pipeline = pipeline
         self.weights = ModelAndOptimizer(model, optimizer)
         self.parts = dict(parts)

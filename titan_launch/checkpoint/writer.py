@@ -29,18 +29,18 @@ from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.plan.hardware import GIB
 
 _COPY_AHEAD = 10_000_000
-"""Bytes that DCP copies from a GPU ahead of the bytes that it writes. DCP's default."""
+"""Maximum bytes that DCP copies from a GPU ahead of writing. This is DCP's default."""
 
 _SPARE = 1.02
-"""Needed space relative to the bytes of the tensors. The rest is for headers and metadata."""
+"""Required disk space as a multiple of the bytes of the tensors. The excess is for headers and metadata."""
 
 
 def write_checkpoint(request: WriteRequest, state: State, group: dist.ProcessGroup | None) -> Written:
-    """Write the folder of a step. Collective over `group`, a group for CPU tensors.
+    """Write the folder of a step, and return the result. Collective over `group`, a group for CPU tensors.
 
-    Raises the same error on all ranks: an OSError (no space, no permission, files with other contents than written) or
-    another Exception. Then the temporary folder is removed, and no other folder is changed. If a rank dies, the
-    temporary folder stays until the next save.
+    Raises the same error on all ranks: an OSError (no space, no permission, or a file that reads back differently) or
+    another Exception. After an error, the temporary folder is removed, and no other folder is changed. If a rank dies,
+    the temporary folder stays until the next save.
     """
     start = time.perf_counter()
     temporary = request.folder / f"{checkpoint_name(request.manifest.step)}{TEMPORARY}"
@@ -61,7 +61,7 @@ def write_checkpoint(request: WriteRequest, state: State, group: dist.ProcessGro
 def _make_room(request: WriteRequest, temporary: Path, needed: int) -> None:
     folder = request.folder
     if request.creates_folder:
-        folder.mkdir(exist_ok=True)  # `titan_launch.train.run_folder.folder` has made the run's folder
+        folder.mkdir(exist_ok=True)  # `titan_launch.train.run_folder.folder` has created the run folder above it
     clean(folder)
     free = shutil.disk_usage(folder).free
     if free < needed * _SPARE:
@@ -71,13 +71,13 @@ def _make_room(request: WriteRequest, temporary: Path, needed: int) -> None:
 
 def _write_files(temporary: Path, state: State, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
     """Write the files of all ranks, read each file back, and return the records of all files."""
-    # If CUDA is available, DCP copies ahead through a stream, even tensors on the host. In a writer thread, that
-    # opens a CUDA context on GPU 0, whatever the rank.
+    # If CUDA is available, DCP's copy-ahead uses a CUDA stream even for tensors on the host. In a writer thread of
+    # any rank, the stream would open a CUDA context on GPU 0.
     writer = _Writer(temporary, per_thread_copy_ahead=0 if is_on_host(state) else _COPY_AHEAD)
     files = _RecordingFileSystem()
     writer.fs = files
-    # Replicated values (buffers, the optimizer's step counts) come from rank 0. By default DCP takes each from the
-    # least loaded rank, tensor by tensor.
+    # Replicated values (buffers, the optimizer's step counts) come from rank 0. By default, DCP chooses for each
+    # tensor the rank with the fewest bytes to write.
     planner = _Planner(dedup_save_to_lowest_rank=True)
     try:
         dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
@@ -92,18 +92,24 @@ def _write_files(temporary: Path, state: State, group: dist.ProcessGroup | None)
 def _read_back(temporary: Path, written: dict[str, FileRecord]) -> dict[str, FileRecord]:
     for name, record in written.items():
         if record_of(temporary / name) != record:
-            raise OSError(f"{temporary / name} does not hold what was written to it")
+            raise OSError(f"{temporary / name} reads back differently from what was written to it")
     return written
 
 
 def _complete(request: WriteRequest, temporary: Path, records: dict[str, FileRecord]) -> tuple[tuple[int, ...], str]:
-    """Rename the folder to its final name, update the links, and delete expendable checkpoints. Runs on rank 0."""
+    """Rename the folder to its final name, update the links, and delete expendable checkpoints. Runs on rank 0.
+
+    Return the deleted steps, and a text with the problems of links and deletions.
+    """
     missing = [name for name in records if not (temporary / name).exists()]
     if missing:
-        raise OSError(f"{temporary / missing[0]} was written on another host, and is not here: hosts must share it")
-    write_manifest(temporary, replace(request.manifest, files=records))  # also makes the names of the files durable
+        raise OSError(
+            f"{temporary / missing[0]} was written on another host, and is not here; put job.dump_folder on a "
+            "shared file system"
+        )
+    write_manifest(temporary, replace(request.manifest, files=records))  # also syncs the folder
     final = request.folder / checkpoint_name(request.manifest.step)
-    if final.exists():  # it is damaged, and the run has not resumed from it
+    if final.exists():  # this checkpoint is damaged, and the run has not resumed from it
         set_aside(final)
     temporary.rename(final)
     sync_folder(request.folder)
@@ -112,7 +118,7 @@ def _complete(request: WriteRequest, temporary: Path, records: dict[str, FileRec
 
 
 def _first_failure(error: dcp.api.CheckpointException) -> Exception:
-    """Return the first error of a rank, without DCP's tracebacks."""
+    """Return the error of one failed rank without DCP's tracebacks, as an OSError or a RuntimeError."""
     cause = next(iter(error.failures.values()))[0]
     return cause if isinstance(cause, OSError) else RuntimeError(f"{type(cause).__name__}: {cause}")
 
@@ -158,7 +164,7 @@ class _RecordingFileSystem(FileSystem):
 
 
 class _RecordedStream:
-    """A file that is written once, from beginning to end, and its size and checksum so far."""
+    """A file that is written sequentially, with its size and checksum so far."""
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -181,7 +187,7 @@ class _RecordedStream:
         self._stream.flush()
 
     def fileno(self) -> int:
-        self._stream.flush()  # DCP calls fsync on it, which does not include Python's buffer
+        self._stream.flush()  # DCP calls fsync on the descriptor, which does not write Python's buffer
         return int(self._stream.fileno())
 
     def close(self) -> None:

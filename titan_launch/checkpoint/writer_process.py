@@ -26,13 +26,13 @@ from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.torch_private import set_timeout
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""Timeout of a collective of a save. Ranks wait in it for the rank with the most bytes or the slowest disk."""
+"""Timeout of a collective of a save. Ranks wait that long for the slowest rank: its bytes and its disk."""
 
 _PATIENCE = 2 * COLLECTIVE_TIMEOUT
 """Timeout of a whole save."""
 
 _TIMEOUT_OF_JOINING = timedelta(minutes=5)
-"""Timeout of the first meeting of the writer processes."""
+"""Timeout for creating the process group of the writer processes."""
 
 _NICENESS = 10
 
@@ -44,11 +44,11 @@ class WriteOrder:
     request: WriteRequest
     slots: State
     memory: Tensor | None
-    """Memory of the arena. None if it is the memory of the last order."""
+    """Memory of the arena. None if the memory is the same as in the previous order."""
 
 
 class WriterProcess:
-    """The writer process of this rank. It starts with the object. Collective."""
+    """The writer process of this rank. Creating this object starts the process. Collective."""
 
     def __init__(self) -> None:
         host, port, self._store = _meeting_point()
@@ -56,7 +56,7 @@ class WriterProcess:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, address), name="checkpoint writer", daemon=True)
-        with environment(CUDA_VISIBLE_DEVICES=""):  # a writer could open a context of 0.5 GB on GPU 0
+        with environment(CUDA_VISIBLE_DEVICES=""):  # otherwise a writer could open a CUDA context of 0.5 GB
             self.process.start()
         theirs.close()  # so that recv raises EOFError when the process ends
 
@@ -66,7 +66,7 @@ class WriterProcess:
         try:
             self._connection.send(order)
             if not self._connection.poll(_PATIENCE.total_seconds()):
-                self.process.kill()  # it is stopped, or its file system does not answer
+                self.process.kill()  # the process is stopped, or its file system does not answer
             answer = self._connection.recv()
         except (EOFError, OSError):
             self.process.join(5)
@@ -83,7 +83,7 @@ class WriterProcess:
 
 
 def load_writer() -> Callable[[WriteRequest, State, dist.ProcessGroup | None], Written]:
-    """Import and return `write_checkpoint`. The import of DCP takes 1 s, for which no run waits at its start."""
+    """Import and return `write_checkpoint`. DCP is imported only here, so that it does not delay the start of a run."""
     from titan_launch.checkpoint.writer import write_checkpoint
 
     return write_checkpoint
@@ -91,7 +91,7 @@ def load_writer() -> Callable[[WriteRequest, State, dist.ProcessGroup | None], W
 
 @dataclass(frozen=True)
 class WriterAddress:
-    """Rank of a writer process, and the address where the writer processes meet."""
+    """Rank of a writer process, and the address of the store that the writer processes share."""
 
     rank: int
     world_size: int
@@ -122,8 +122,8 @@ def _meeting_point() -> tuple[str, int, dist.Store | None]:
 
 
 def _own_address() -> str:
-    """Return the address of this host that other hosts can reach: the source address of packets to the host of
-    torchrun's store, which may be another host than rank 0's. Without torchrun, all ranks are on this host."""
+    """Return the address of this host that other hosts can reach. It is the source address of packets to the host of
+    torchrun's store, which need not be the host of rank 0. Without torchrun, all ranks are on this host."""
     master = os.environ.get("MASTER_ADDR", "localhost")
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
@@ -136,9 +136,9 @@ def _own_address() -> str:
 
 
 def serve(connection: Connection, address: WriterAddress) -> None:
-    """Run a writer process: join the others at the first order, and execute orders until the training process ends."""
+    """Run a writer process: join the other writers at the first order, then execute orders until the run ends."""
     _end_with(address.parent)
-    ignore_stop_signals()  # the training process waits for this process
+    ignore_stop_signals()  # after a stop signal, the training process waits for this process
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     os.nice(_NICENESS)  # if cores are scarce, training has priority

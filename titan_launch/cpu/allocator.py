@@ -1,7 +1,7 @@
 """Reuse of the memory of freed tensors on a CPU.
 
-Plain twin: glibc's defaults, which return large freed blocks to the operating system. A test counts the page faults of
-both (tests/cpu/test_allocator.py). Values do not depend on the allocator.
+Plain twin: glibc's defaults, which return large freed blocks to the operating system. A test compares the page faults
+of both (tests/cpu/test_allocator.py). The allocator does not affect values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of mallopt(3)."""
 
 _NEVER = 2**31 - 1
-"""The largest C int, in bytes."""
+"""Threshold in bytes that is never reached: the largest C int."""
 
 _OLDER_LIMIT = 32 * 2**20
 """The largest `M_MMAP_THRESHOLD` that older versions of glibc accept on 64-bit systems, in bytes."""
@@ -27,8 +27,8 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
     """Keep the memory of freed tensors in this process for later tensors, as PyTorch's allocator for CUDA does.
 
     By default glibc returns large blocks to the system and requests them again in every step. The system then clears
-    each page at its first use (mallopt(3)). Return False, and change nothing, with another C library, or if an
-    environment variable of the user configures malloc.
+    each page at its first use (mallopt(3)). Return True if this works. Change nothing and return False with another C
+    library, or if one of `_VARIABLES` is set, by which a user configures malloc.
     """
     if platform.libc_ver()[0] != "glibc" or any(name in environment for name in _VARIABLES):
         return False

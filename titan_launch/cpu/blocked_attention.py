@@ -20,19 +20,19 @@ import torch
 from torch import Tensor
 
 _BLOCK_ROWS = 128
-"""Queries of a block for each head of keys; fewer if the sequence is shorter."""
+"""Number of queries of a block per head of keys; less if the sequence is shorter."""
 
 _BLOCK_SCORES = 2**19
-"""Scores of the longest block, over all its heads: 2 MiB in fp32."""
+"""Number of scores of the longest block, over all its heads: 2 MiB in fp32."""
 
 
 @cache
 def lengths() -> Mapping[torch.dtype, range]:
     """Return, by dtype, the sequence lengths in tokens for which blocked attention is used on this CPU.
 
-    At these lengths it was faster for all measured numbers of heads, widths and threads (docs/verification/cpu.md).
-    CPUs without AVX-512 were not measured, and neither were CPUs with AMX, for which PyTorch has another kernel. For
-    these the table is empty.
+    At these lengths blocked attention was faster for all measured numbers of heads, widths and threads
+    (docs/verification/cpu.md). A dtype that was not measured on such a CPU is missing: both dtypes without AVX-512, and
+    bf16 with AMX, for which PyTorch has another kernel.
     """
     has = torch.cpu.get_capabilities()
     found = {}
@@ -48,16 +48,17 @@ _FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 _in_place: list[torch.library.Library] = []
-"""The library of the registered kernels, once per open `blocked_attention` block. PyTorch takes one at a time."""
+"""A stack with one entry per open `blocked_attention` block. All entries are the same library, because PyTorch allows
+only one registration at a time."""
 
 
 @contextmanager
 def blocked_attention() -> Iterator[None]:
     """Replace PyTorch's CPU kernel for the calls that `takes` accepts, until the end of the block.
 
-    The operation stays the same for autograd, activation checkpointing, tracing and torch.compile. Other calls reach
-    PyTorch's kernel, which then runs while Python's lock is held. Do not use this with ring attention: backward assumes
-    that a query has seen only the keys of its call.
+    Autograd, activation checkpointing, tracing and torch.compile see the same operation as before. Other calls reach
+    PyTorch's kernel, which then runs while Python's GIL is held. Do not use this with ring attention: backward assumes
+    that each query attended only to keys of the same call.
     """
     library = _in_place[0] if _in_place else _registered()
     _in_place.append(library)
@@ -109,7 +110,7 @@ def takes(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> bool:
-    """Return whether blocked attention computes a call: causal self-attention of short sequences without dropout."""
+    """Return True if blocked attention computes a call: causal self-attention of short sequences, without dropout."""
     return (
         is_causal
         and attn_mask is None
@@ -121,10 +122,10 @@ def takes(
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Return the causal attention of `q` (batch, heads, tokens, width); `k` and `v` may have fewer heads.
+    """Return causal attention of `q` (batch, heads, tokens, width), and the log-sum-exp of each query's scores.
 
-    Return also the logarithm of each query's sum of exponentials, fp32 (batch, heads, tokens). The factors of matrix
-    products have the dtype of `q`, as in PyTorch's kernel. Scores and sums are fp32.
+    `k` and `v` may have fewer heads. The attention has the shape and dtype of `q`. The log-sum-exp is fp32 (batch,
+    heads, tokens). Factors of matrix products are rounded to the dtype of `q`, as in PyTorch's kernel. Scores are fp32.
     """
     blocks = _Blocks(q, k, scale)
     queries, keys, values = map(blocks.rows, (q, k, v))
@@ -133,7 +134,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tu
         for heads, rows, seen in blocks:
             scores, shares = blocks.scores(queries[heads, rows], keys[heads, seen])
             results[heads, rows] = torch.bmm(shares, values[heads, seen])
-            # The largest share is that of the largest score.
+            # Log-sum-exp = largest score - log(largest softmax value).
             sums[heads, rows] = scores.amax(-1, keepdim=True) - shares.amax(-1, keepdim=True).log_()
     return (
         blocks.put(results, torch.empty_like(q)),
@@ -144,7 +145,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tu
 def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values, from the gradient of the result."""
+    """Return the gradients of `q`, `k` and `v`, given the gradient `grad` of the attention."""
     blocks = _Blocks(q, k, scale)
     queries, keys, values, of_results = map(blocks.rows, (q, k, v, grad))
     of_queries, of_keys, of_values = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
@@ -168,14 +169,14 @@ def gradients(
 def _tokens_first(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Return an empty tensor (batch, heads, tokens, width) with tokens before heads in memory.
 
-    All outputs of PyTorch's kernel have these strides, except the result, whose strides are those of the queries.
+    Outputs of PyTorch's kernel have these strides. Exception: the attention itself has the strides of the queries.
     """
     batch, heads, tokens, width = shape
     return like.new_empty((batch, tokens, heads, width)).transpose(1, 2)
 
 
 class _Blocks:
-    """The blocks of one call. A block has queries of neighbouring tokens, of all heads that share a head of keys."""
+    """The blocks of one call. A block has the queries of neighbouring tokens, for all query heads of some key heads."""
 
     def __init__(self, q: Tensor, k: Tensor, scale: float | None):
         self._batch, self._heads, self._tokens, width = k.shape
@@ -221,15 +222,15 @@ class _Blocks:
 
 
 _PRECISION = Lock()
-"""Held while the precision of products, one setting for all threads, is changed."""
+"""Held while the precision of matrix products is changed, because all threads share this setting."""
 
 
 @contextmanager
 def _products_of(dtype: torch.dtype) -> Iterator[None]:
-    """Let products of fp32 tensors round their factors to `dtype`; sums and results stay fp32.
+    """In the block, round the factors of fp32 matrix products to `dtype`. Sums and results stay fp32.
 
-    The rounding loses nothing if the factors were cast from `dtype`. PyTorch has no product of bf16 tensors on a CPU
-    with an fp32 result.
+    The rounding does not change factors that were cast from `dtype`. The detour is needed because PyTorch has no CPU
+    product of bf16 tensors with an fp32 result.
     """
     if dtype != torch.bfloat16:
         yield

@@ -1,8 +1,8 @@
 """All-reduces of gradients between replicas (HSDP) that overlap with backward on a CPU.
 
-Plain twin: FSDP2's own all-reduce, a blocking call on a CPU. On a GPU it runs on a stream of its own. gloo has no
-streams, but its threads can all-reduce while backward goes on. Here FSDP2's call only begins the all-reduce, and the
-end of backward waits for it. The gradients are the same bit for bit (tests/cpu/test_overlapped_all_reduce.py).
+Plain twin: FSDP2's all-reduce. On a GPU it runs on a separate stream, but on a CPU it blocks backward. gloo has no
+streams, but its threads can all-reduce while backward continues. Here FSDP2's call only starts the all-reduce, and the
+end of backward waits for it. Gradients are bitwise equal to the twin's (tests/cpu/test_overlapped_all_reduce.py).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from titan_launch.distributed.torch_private import ReplicaGroup, replace_replica
 
 
 def overlap_all_reduces(model: nn.Module) -> None:
-    """Let backward go on while the gradients of a unit are summed between the replicas of a wrapped model.
+    """Let backward continue while the gradients of a unit are all-reduced between the replicas of a wrapped model.
 
     Without replicas nothing changes. On an untested release of PyTorch, FSDP2's blocking all-reduce stays.
     """
-    for root in roots(model):  # each pipeline stage has a backward of its own
+    for root in roots(model):  # each pipeline stage has its own backward
         replace_replica_groups(root, _PendingAllReduces().group_of_unit)
 
 
@@ -37,7 +37,7 @@ class _PendingAllReduces:
         return _OverlappingGroup(group, sharded_parameters(unit), self)
 
     def add(self, work: dist.Work) -> None:
-        """Wait for `work` at the end of the running backward, or of the innermost one of nested backwards."""
+        """Register `work`, so that the end of the running backward (the innermost, if nested) waits for it."""
         self._works.append(work)
         backward = torch._C._current_graph_task_id()
         if backward not in self._backwards:
@@ -59,7 +59,7 @@ class _PendingAllReduces:
 class _OverlappingGroup(ReplicaGroup):
     """Stand-in for the process group of a unit's replicas, with the methods that FSDP2 calls.
 
-    It equals the true group and has its hash, because PyTorch looks up the group's description for error messages.
+    It has the hash of the true group and compares equal to it, because PyTorch looks up the group's description.
     """
 
     def __init__(self, group: dist.ProcessGroup, parameters: list[nn.Parameter], pending: _PendingAllReduces):

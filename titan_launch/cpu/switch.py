@@ -1,7 +1,7 @@
-"""The switch of the CPU speedups: `cpu_speedups`, which only `train/build.py` calls.
+"""The switch for all CPU speedups: `cpu_speedups`, which only `train/build.py` calls.
 
-Each other file of this folder has one speedup, and names the plain behaviour of PyTorch that it replaces. A test
-compares the two. Without this folder and its one call a run has the same losses, up to rounding, but is slower.
+Each other file of this folder implements one speedup, and names the behaviour of PyTorch that it replaces: its plain
+twin. A test compares the two. A run without this folder has the same losses, up to rounding, but is slower.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def cpu_speedups(
 ) -> Iterator[None]:
     """Speed up the training of a wrapped model on a CPU until the end of the block.
 
-    Blocked attention replaces PyTorch's kernel if `kernels.attention` is `auto` and a rank has whole sequences, of
-    `seq_len` tokens. `dtypes`: the dtypes that the model's attention computes in. If the list is empty, they are not
-    known, and each call of attention decides. Freed memory stays with the process even after the block.
+    Blocked attention replaces PyTorch's kernel if `kernels.attention` is `auto`, ranks have whole sequences, and the
+    kernel supports `seq_len` tokens. `dtypes`: the dtypes in which the model's attention computes. An empty list means
+    that they are not known; then each call of attention decides. The allocator stays changed after the block.
     """
     keep_freed_memory()
     overlap_all_reduces(model)

@@ -1,4 +1,4 @@
-"""Context parallelism in the data: the tokens of each sequence that a rank reads."""
+"""Context parallelism in the data: selection of the tokens of each sequence that a rank needs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class SequencePart:
     count: int
 
     is_balanced: bool
-    """True: of `2 * count` chunks, rank i has chunk i from the front and chunk i from the back, in this order. The
-    order balances the work under a causal mask, and PyTorch's ring attention requires it. False: of `count` chunks,
-    rank i has chunk i."""
+    """True: a sequence has `2 * count` chunks, and rank i has chunk i from the front, then chunk i from the back. This
+    balances the work of causal attention, and PyTorch's ring attention expects this order. False: a sequence has
+    `count` chunks, and rank i has chunk i."""
 
     def of(self, full: Tensor, axis: int = 0) -> Tensor:
         """Return the rank's part of a tensor along the token axis, whose size is a multiple of the number of chunks."""
@@ -34,7 +34,7 @@ class SequencePart:
 
 
 def part_of(source: SampleSource, part: SequencePart | None) -> SampleSource:
-    """Return a source whose samples hold only a rank's tokens and targets. With None: `source` itself."""
+    """Return a source whose samples contain only a rank's tokens and targets. If `part` is None, return `source`."""
     return source if part is None else _SequencePartSource(source, part)
 
 

@@ -1,8 +1,8 @@
-"""Order of samples, and batches. The stream of samples does not depend on the number of ranks or workers.
+"""Order of samples, and loaders of batches. The order does not depend on the number of ranks or workers.
 
-A run's position in the stream is one integer: the number of samples consumed so far. Checkpoints save this integer,
-and a resume needs nothing else, also with another world size. The state of torchdata's loader describes the workers of
-one rank, so it is not used.
+A run's position in the stream of samples is one integer: the number of samples consumed so far. Checkpoints save only
+this integer, so a run can resume with another world size. The state of torchdata's loader is not used, because it
+describes the workers of one rank.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from titan_launch.data.sources import SampleSource
 from titan_launch.plan.layout import Layout
 
 # Four rounds make a Feistel network indistinguishable from a random permutation of a large domain (Luby and Rackoff
-# 1988). The small domain of a tiny data set needs more.
+# 1988). The small domain of a tiny data set needs more rounds.
 _ROUNDS = 8
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The sample at each position of an endless stream of epochs. Every epoch contains every sample once.
+    """Function from a position in an endless stream of epochs to a sample index. An epoch contains each sample once.
 
     The order is a pure function of (`seed`, epoch, index): any rank can look up any position without state. A shuffled
     epoch is a keyed permutation of [0, n), computed per index. The permutation is a Feistel network over the next power
@@ -41,7 +41,7 @@ class SampleOrder:
     """
 
     num_samples: int
-    """Samples in an epoch, at least 1."""
+    """Number of samples in an epoch, at least 1."""
 
     seed: int
     shuffle: bool
@@ -71,15 +71,15 @@ def _feistel(value: int, half_bits: int, key: str) -> int:
 
 
 class Loader:
-    """Iterable over the batches of one rank: inputs and targets, both `[local_batch_size, ...]`.
+    """Iterable over the batches of one rank. A batch is (inputs, targets), both `[local_batch_size, ...]`.
 
-    Worker processes live until `close`, also between iterations. Call `close`, or use the loader as a context manager.
+    Worker processes stay alive between iterations, until `close`. Call `close`, or use the loader as a context manager.
     """
 
     def __init__(self, source: Any, batches: Iterable[list[int]], *, num_workers: int, pin_memory: bool):
         self._loader = _build_data_loader(source, batches, num_workers, pin_memory)
-        # At exit, multiprocessing sends SIGTERM to its children and waits for them. Workers ignore SIGTERM, so they are
-        # closed before.
+        # At exit, multiprocessing sends SIGTERM to its children and waits for them. Workers ignore SIGTERM, so
+        # this call must end them before.
         atexit.register(self.close)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -91,8 +91,8 @@ class Loader:
         iterator, self._loader._iterator = self._loader._iterator, None
         if iterator is None or not self._loader.num_workers:
             return
-        # There is no public method. Dropping the last reference has the same effect, but the traceback of an exception
-        # may hold another reference.
+        # torch has no public method for this. Deleting the last reference to the iterator has the same effect, but the
+        # traceback of an exception may hold another reference.
         iterator._shutdown_workers()
         for worker in iterator._workers:
             worker.kill()
@@ -117,16 +117,16 @@ def build_train_loader(
 ) -> Loader:
     """Return an endless loader of the microbatches of data-parallel rank `dp_rank`.
 
-    `start`: number of samples that the run has consumed. Step k takes `global_batch_size` positions from
-    `start + k * global_batch_size` on. The first microbatch takes the first of them, rank by rank, then the second
-    microbatch, and so on. So the samples of a step do not depend on how `global_batch_size` is divided.
+    `start`: number of samples that the run has consumed. Step k (from 0) takes the `global_batch_size` positions that
+    begin at `start + k * global_batch_size`. Its first microbatch takes the first of these positions, in rank order.
+    The next microbatch takes the next positions. So the samples of a step do not depend on ranks and microbatches.
     """
     batches = _TrainBatches(order, layout, dp_rank, start)
     return Loader(source, batches, num_workers=num_workers, pin_memory=pin_memory)
 
 
 def samples_of_step(order: SampleOrder, layout: Layout, position: int) -> list[list[list[int]]]:
-    """Return the samples of the step that begins at `position`, by data-parallel rank and microbatch."""
+    """Return the sample indices of the step that begins at `position`: result[data-parallel rank][microbatch]."""
     ranks = (_TrainBatches(order, layout, rank, position) for rank in range(layout.data_parallel))
     return [list(itertools.islice(batches, layout.num_microbatches)) for batches in ranks]
 
@@ -143,8 +143,9 @@ def build_validation_loader(
 ) -> Loader:
     """Return a loader of the first `max_samples` samples, each on exactly one of the `dp_size` ranks, in order.
 
-    With None, or fewer samples, the loader reads all samples. Every rank yields the same number of batches, all of the
-    same shape: samples whose targets are all `IGNORED_TARGET` fill the last batches. Every iteration begins anew.
+    If `max_samples` is None or larger than the source, the loader reads all samples. Every rank yields the same number
+    of batches of the same shape. Padding samples, whose targets are all `IGNORED_TARGET`, fill the last batches. Every
+    iteration starts with the first sample.
     """
     num_samples = min(len(source), max_samples) if max_samples is not None else len(source)
     batches = _ValidationBatches(num_samples, local_batch_size, dp_rank, dp_size)
@@ -216,9 +217,9 @@ def _build_data_loader(source: Any, batches: Iterable[list[int]], num_workers: i
 
 
 def _ignore_stop_signals(worker_id: int) -> None:
-    """Ignore signals in a worker process; the main process ends it.
+    """Ignore stop signals in a worker process. The main process ends its workers.
 
-    Ctrl-C, torchrun and Slurm signal the whole process group. If a worker died from that signal, the main process would
-    fail before it writes its last checkpoint. A worker whose main process is gone ends within seconds.
+    Ctrl-C, torchrun and Slurm signal the whole process group. If a worker died from the signal, the main process would
+    fail before it writes its last checkpoint. If the main process dies, its workers end within seconds.
     """
     ignore_stop_signals()

@@ -12,7 +12,7 @@ from titan_launch.config.sections.data import TokenizerConfig
 
 
 class Tokenizer(Protocol):
-    """A mapping between documents and tokens."""
+    """A conversion between UTF-8 documents and token ids."""
 
     @property
     def vocab_size(self) -> int:

@@ -21,8 +21,8 @@ Value = TypeVar("Value")
 def on_rank_0(action: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
     """Run `action` on rank 0 and return its result on all ranks. Collective over `group`; None is the default group.
 
-    If `action` raises an error on rank 0, all ranks raise it: UserError, ConfigError and RunError unchanged, an OSError
-    with the same number and text. Any other error becomes a RuntimeError that names it.
+    If `action` raises an error on rank 0, all ranks raise that error. UserError, ConfigError and RunError keep their
+    text, and an OSError keeps its number and text. All other errors become a RuntimeError that names the original type.
     """
     outcome = [_run(action) if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0) if group else 0, group=group)
@@ -33,7 +33,8 @@ def on_rank_0(action: Callable[[], Value], group: dist.ProcessGroup | None = Non
 def on_all_ranks(action: Callable[[], Value], group: dist.ProcessGroup | None = None) -> list[Value]:
     """Run `action` on all ranks and return the list of results, by rank, on all ranks. Collective over `group`.
 
-    If `action` raises errors, all ranks raise the error of the lowest such rank, as `on_rank_0` does.
+    If `action` raises errors on several ranks, all ranks raise the error of the lowest of these ranks. Errors are
+    converted as in `on_rank_0`.
     """
     outcomes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, _run(action), group=group)
@@ -43,13 +44,13 @@ def on_all_ranks(action: Callable[[], Value], group: dist.ProcessGroup | None = 
 
 
 def warn(log: logging.Logger, message: str, *args: object) -> None:
-    """Log a message that all ranks have: as a warning on rank 0, and at level INFO in the log files of other ranks."""
+    """Log a message that is the same on all ranks: as a warning on rank 0, and at level INFO on other ranks."""
     log.log(logging.WARNING if dist.get_rank() == 0 else logging.INFO, message, *args)
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The result or the error of an action, which can be sent to other ranks."""
+    """The result or the error of an action, in a form that can be pickled and sent to other ranks."""
 
     value: Any = None
     error: type[Exception] | None = None
@@ -74,7 +75,7 @@ def _run(action: Callable[[], Any]) -> _Outcome:
         return _Outcome(
             error=OSError, args=(error.errno, error.strerror, error.filename) if is_numbered else (str(error),)
         )
-    except Exception as error:  # raised on all ranks, since the other ranks wait for this one
+    except Exception as error:  # also sent to the other ranks, which wait for this one
         return _Outcome(error=RuntimeError, args=(f"{type(error).__name__}: {error}",))
 
 
@@ -82,26 +83,26 @@ def _run(action: Callable[[], Any]) -> _Outcome:
 def replace_gloo_all_gather() -> torch.library.Library | None:
     """Replace PyTorch's functional all-gather of CPU tensors, which corrupts memory on gloo, until the process ends.
 
-    A gloo process group has two worker threads. After each collective, a worker stores its name in a `std::string` of
-    the group without a lock (`pgStatus_->lastCompletedWorkName` in `ProcessGroupGloo::runLoop`). If both workers do so
-    at the same time, one buffer is freed twice. Only names of more than 15 characters have a buffer on the heap. These
-    are `ALLGATHER_COALESCED`, the collective behind the functional all-gather, and `_ALLREDUCE_SPARSE`. The replacement
-    uses `ALLGATHER`. DTensor and synchronized BatchNorm call it, in GPU runs too, for tensors on the host.
+    A gloo process group has two worker threads. After each collective, a worker stores the collective's name in a
+    `std::string` of the group without a lock (`pgStatus_->lastCompletedWorkName` in `ProcessGroupGloo::runLoop`). If
+    both workers do so at the same time, one buffer is freed twice. Only names of more than 15 characters have a buffer
+    on the heap: `_ALLREDUCE_SPARSE`, and `ALLGATHER_COALESCED`, which the functional all-gather uses. The replacement
+    uses `ALLGATHER`. DTensor and synchronized BatchNorm call this all-gather for host tensors, in GPU runs too.
 
-    PyTorch 2.11 to 2.15 have this race (docs/verification/reliability.md); no upstream issue was found. Newer releases
-    keep their own function, because the operators used here are private. The operator stays the same for autograd,
-    tracing, torch.compile and dispatch modes. Repeated calls do nothing. A test compares it with PyTorch's kernel
-    (tests/distributed/test_collectives.py).
+    PyTorch 2.11 to 2.15 have this race (docs/verification/reliability.md); no upstream issue was found. On newer
+    releases nothing is replaced and None is returned, because the operators used here are private. For autograd,
+    tracing, torch.compile and dispatch modes the operator is unchanged. Repeated calls do nothing. A test compares the
+    replacement with PyTorch's kernel (tests/distributed/test_collectives.py).
     """
     if not is_tested_release():
         return None
     library = torch.library.Library("_c10d_functional", "IMPL")
     library.impl("all_gather_into_tensor", _all_gather, "CPU")
-    return library  # the cache keeps it alive: PyTorch removes the kernel with it
+    return library  # `cache` keeps the library alive: its destruction would remove the kernel
 
 
 def _all_gather(x: Tensor, ranks: int, group_name: str) -> Tensor:
-    """Start to gather [n, ...] of every rank into [ranks * n, ...]; `wait_tensor` waits for the result."""
+    """Start an all-gather of [n, ...] into [ranks * n, ...]. `wait_tensor` waits for the result."""
     values = torch.view_as_real(x) if x.is_complex() else x  # gloo has no complex dtypes
     gathered = values.new_empty((ranks * values.shape[0], *values.shape[1:]))
     torch.ops._c10d_functional.all_gather_into_tensor_out.default(values, ranks, group_name, out=gathered)

@@ -1,4 +1,4 @@
-"""The part of a DTensor that this rank has: its values, its position and its shape."""
+"""This rank's part of a DTensor: its values, its position and its shape."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch.distributed.tensor import DTensor, Placement
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, with the same memory and outside of autograd. Return another tensor as it
-    is.
+    """Return this rank's part of a DTensor, in the same memory and without autograd. Return a plain tensor itself.
 
-    `DTensor.to_local` is an operation of autograd and makes another tensor. Some local tensors are wrappers that tell
-    FSDP2 how to all-gather them, for example torchao's float8 weights. Then the tensor in the wrapper is returned,
-    because some operations on a wrapper return a wrapper and others a plain tensor.
+    `DTensor.to_local` is not used, because it is recorded by autograd and makes another tensor. Some local tensors are
+    wrappers that tell FSDP2 how to all-gather them, for example torchao's float8 weights. Then the tensor inside the
+    wrapper is returned, because some operations on a wrapper return a wrapper, and others a plain tensor.
     """
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if not hasattr(local, "fsdp_pre_all_gather"):
@@ -25,7 +24,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def own_part(full: Tensor, like: DTensor) -> Tensor:
-    """Return a view of this rank's part of a whole tensor that is sharded as `like` is."""
+    """Return this rank's part of the unsharded tensor `full`, as a view, if `full` were sharded like `like`."""
     offsets, lengths = own_box(full.shape, like.device_mesh, like.placements)
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         full = full.narrow(dim, offset, length)
@@ -35,12 +34,12 @@ def own_part(full: Tensor, like: DTensor) -> Tensor:
 def own_box(
     shape: Sequence[int], mesh: DeviceMesh | None, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offsets and the lengths of this rank's part of a tensor, by dim. `mesh` may be None if no placement
-    shards.
+    """Return the offsets and the lengths of this rank's part of a tensor, for each dim. If no placement shards, `mesh`
+    may be None.
 
-    The inner axes of the mesh shard first, so tensor parallelism shards before FSDP2, whose axes are outside.
-    PyTorch's function for this, `compute_local_shape_and_global_offset`, is private. It is also wrong in torch 2.11 to
-    2.15 if both shard the same dim unevenly: for example, 7 rows over 3 FSDP2 ranks and 2 tensor-parallel ranks.
+    The inner axes of the mesh shard first: tensor parallelism shards before FSDP2. PyTorch's function for this purpose,
+    `compute_local_shape_and_global_offset`, is private. In torch 2.11 to 2.15 it is also wrong if both shard the same
+    dim unevenly, for example 7 rows over 3 FSDP2 ranks and 2 tensor-parallel ranks.
     """
     offsets, lengths = [0] * len(shape), list(shape)
     for axis, placement in reversed(list(enumerate(placements))):
@@ -55,7 +54,7 @@ def own_box(
 
 
 def chunk_sizes(length: int, ranks: int) -> list[int]:
-    """Return the size of each rank's part of a dim. `torch.chunk` divides in the same way: all parts are equal, except
-    the last ones."""
+    """Return the size of each rank's part of a dim of `length` elements. As with `torch.chunk`, all parts are equal
+    except the last ones, which may be smaller or 0."""
     size = -(-length // ranks)
     return [max(0, min(size, length - rank * size)) for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""The DeviceMesh: the grid of all ranks with named axes, and the groups of ranks that communicate."""
+"""The DeviceMesh, which arranges all ranks in a grid with named axes, and the process groups of its axes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pp", "dp_replicate", "dp_shard", 
 class Mesh:
     """The grid of all ranks.
 
-    These are the axes, outermost first. An axis of degree 1 is not part of the mesh, except dp_shard:
+    The axes are, outermost first (an axis of degree 1 is not part of the mesh, except dp_shard):
 
         pp            layers are divided              sends activations to the next rank, once per microbatch
         dp_replicate  replicas of the model (HSDP)    all-reduces gradients
@@ -28,10 +28,10 @@ class Mesh:
         cp            sequences are divided           exchanges keys and values in every attention
         tp            matrices are divided            gathers and sums activations, four times per block
 
-    Inner axes have more traffic. Neighbouring ranks are on the same node. Combinations of axes and their use:
+    Inner axes have more traffic, and their ranks are neighbours, so they are on one node. Combinations of axes:
 
-        dp_replicate x dp_shard         data: each rank has its own samples
-        dp_shard x cp                   FSDP2 shards the parameters over these ranks
+        dp_replicate x dp_shard         ranks with different samples
+        dp_shard x cp                   ranks over which FSDP2 shards the parameters
         dp_replicate x dp_shard x cp    `data_group`: ranks with different tokens and the same parameters. Targets are
                                         counted, and BatchNorm's statistics are pooled, over this group.
     """
@@ -73,15 +73,16 @@ class Mesh:
 
     @cached_property
     def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks with other tokens and the same parameters as this rank; None stands for all ranks."""
+        """The ranks that have other tokens but the same parameters as this rank. None: all ranks."""
         if self.layout.tensor == self.layout.pipeline == 1:
             return None
         return _own_group(self._data_ranks(), dist.distributed_c10d.default_pg_timeout, "data")
 
     def statistics_group(self, timeout_seconds: int) -> dist.ProcessGroup:
-        """Make another group of the ranks of `data_group`, for collectives within forward and backward; collective.
+        """Create a second process group of the ranks of `data_group`, for collectives within forward and backward.
 
-        In FSDP2's own NCCL group these collectives would wait for the all-gathers that FSDP2 has prefetched.
+        In FSDP2's NCCL group these collectives would wait for the all-gathers that FSDP2 has prefetched. Creating the
+        group is collective over all ranks.
         """
         return _own_group(self._data_ranks(), timedelta(seconds=timeout_seconds), "batchnorm statistics")
 
@@ -89,7 +90,7 @@ class Mesh:
         return self.ranks[name] if name in (self.ranks.mesh_dim_names or ()) else None
 
     def _data_ranks(self) -> list[list[int]]:
-        """Return the ranks of each data group: the `data_group` of this rank, and those of the other ranks."""
+        """Return the data groups of all ranks, each as a list of ranks."""
         layout, inner, outer = self.layout, self.layout.tensor, self.layout.ranks_per_stage
         return [
             [stage * outer + index * inner + part for index in range(outer // inner)]
@@ -99,7 +100,7 @@ class Mesh:
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
-    """Build the mesh of all ranks of the default process group; collective."""
+    """Build the mesh of all ranks of the default process group. Collective over all ranks."""
     clear_mesh_caches()
     replace_gloo_all_gather()
     axes = {
@@ -114,7 +115,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
 
 
 def _own_group(groups: list[list[int]], timeout: timedelta, description: str) -> dist.ProcessGroup:
-    """Make all groups, which have no rank in common, and return the one with this rank; collective."""
+    """Create disjoint process groups, and return the group that contains this rank. Collective over all ranks."""
     made = [dist.new_group(ranks, timeout=timeout, group_desc=description) for ranks in groups]
     own = next(index for index, ranks in enumerate(groups) if dist.get_rank() in ranks)
     return made[own]

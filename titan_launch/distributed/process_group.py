@@ -47,12 +47,11 @@ def process_group(
 ) -> Iterator[Ranks]:
     """Join the process group that torchrun describes, or create one for this process alone. Destroy it at the end.
 
-    CUDA runs use NCCL, and gloo for tensors on the CPU. CPU runs use gloo.
-    `stop_signal` returns the number of a signal that asks the run to end, or 0. Rank 0 polls it while ranks are
-    missing.
+    GPU runs use NCCL for GPU tensors and gloo for CPU tensors. CPU runs use gloo. `stop_signal` returns the number of a
+    signal that asks the run to end, or 0. While other ranks are missing, rank 0 polls this function.
 
-    After an error the group is not destroyed. Destruction of an NCCL group waits for collectives that other ranks will
-    never join, so torchrun would not notice the failure.
+    If the block raises an error, the group is not destroyed. Destruction of an NCCL group would wait for collectives
+    that other ranks never join, so this process would not exit, and torchrun would not notice the failure.
 
     Raises ConfigError if `job.device` is `cuda` and this rank has no GPU.
     """
@@ -74,7 +73,7 @@ def process_group(
 
 @contextmanager
 def _store_errors_explained(rank: int, world_size: int) -> Iterator[None]:
-    """Raise RunError if the store cannot be reached."""
+    """Replace errors of an unreachable store by a RunError that names its address."""
     try:
         yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -85,8 +84,8 @@ def _store_errors_explained(rank: int, world_size: int) -> Iterator[None]:
 def _connect(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """Return the rendezvous store of all ranks.
 
-    Raises RunError if the agent hosts the store, as it does on a single host, and has ended. A TCPStore would retry
-    until the timeout.
+    Raises RunError if torchrun's agent hosts the store and has ended. Without this check, a TCPStore would retry until
+    the timeout.
     """
     if "RANK" not in os.environ:
         return dist.HashStore()
@@ -99,8 +98,8 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 
 def _wait_for_exit(store: dist.Store, rank: int, world_size: int) -> None:
-    """Let rank 0 exit last, if rank 0 hosts the store. Otherwise NCCL's threads on other ranks would log that the store
-    is gone."""
+    """If rank 0 hosts the store, let rank 0 wait until the other ranks exit. Otherwise NCCL's threads on these ranks
+    would log that the store is gone."""
     if agent_keeps_store():
         return
     deadline = time.monotonic() + _EXIT_TIMEOUT_S
@@ -111,8 +110,8 @@ def _wait_for_exit(store: dist.Store, rank: int, world_size: int) -> None:
 
 
 def choose_device(choice: str, local_rank: int) -> torch.device:
-    """Return the device of this process. `auto` is the GPU with the number of the local rank, or the CPU without
-    GPUs."""
+    """Return the device of this process. `auto`: the GPU whose number is the local rank, or the CPU if the host has no
+    GPU. Raises ConfigError if the host has too few GPUs."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -17,22 +17,22 @@ from titan_launch.config.sections.parallelism import ParallelismConfig
 def random_stream(rank: int, parallelism: ParallelismConfig) -> int:
     """Return the index of the random stream that a rank uses during training.
 
-    Each rank has its own stream, except that the ranks of a tensor-parallel group share one. They hold the same
+    Each rank has its own stream, but the ranks of a tensor-parallel group share one stream. These ranks hold the same
     activations, so their dropout masks must be equal."""
     return rank // parallelism.tensor_parallel_degree
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
-    """Seed the generators of torch, Python and NumPy for training, for dropout for example.
+    """Seed the generators of torch, Python and NumPy that training uses, for example for dropout.
 
-    Parameters and data order have other seeds. `deterministic` forbids kernels whose result depends on timing; torch
-    raises an error if an operation has no deterministic kernel.
+    Initial parameters and the data order do not use these generators. `deterministic` forbids kernels whose result
+    depends on timing; torch raises an error if an operation has no deterministic kernel.
     """
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts, which is later
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads the variable later, when it starts
         torch.use_deterministic_algorithms(True)
         # By default torch.empty would fill all memory with NaN, including the buffers of FSDP2's collectives.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -48,10 +48,10 @@ _MT19937_WORDS = 624
 
 
 class RandomState:
-    """State of the random generators of this rank's stream: PyTorch's (CPU and this rank's GPU), Python's and NumPy's.
+    """State of this rank's random generators: PyTorch's (CPU and this rank's GPU), Python's and NumPy's.
 
     A checkpoint stores each stream under its own key, because DCP saves only one rank's copy of a shared key. A resumed
-    rank continues its stream. If there are more streams than before, (seed, stream, step) seeds each new stream.
+    rank continues its stream. If a resumed run has more streams, `seed_new_stream` seeds each new one.
     """
 
     def __init__(self, device: torch.device, seed: int, stream: int):
@@ -96,7 +96,7 @@ class RandomState:
             torch.cuda.set_rng_state(state["cuda"], self._device)
 
     def seed_new_stream(self, step: int) -> None:
-        """Seed a new stream, which the checkpoint of `step` does not contain."""
+        """Seed a stream that the checkpoint of `step` does not contain, from the job's seed, stream and step."""
         digest = hashlib.blake2b(f"{self._seed}/{self._stream}/{step}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little")
         torch.manual_seed(seed % 2**63)

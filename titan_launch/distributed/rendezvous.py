@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of one start, in a store that earlier starts may have used."""
+"""Rendezvous of the ranks of one start of a run. Earlier starts, before a restart, may have used the same store."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def wait_for_ranks(
 ) -> dist.Store:
     """Wait for the other ranks of this start. Return the part of `store` that only these ranks use.
 
-    torchrun keeps one store across restarts, and restarted ranks would read the addresses of dead processes in it.
-    torchrun has no id that all ranks of a start share and that changes in each start: an agent counts only its own
-    failures. So rank 0 publishes a random id of the start. Every other rank registers its own random name under
-    the id that it reads, which may be that of a dead rank 0. Only a living rank 0 replies, to that name.
+    torchrun keeps one store across restarts, so restarted ranks would read the addresses of dead processes in it.
+    torchrun has no id that all ranks of a start share and that changes with each start: each agent counts only its own
+    failures. So rank 0 publishes a random id of the start. Every other rank stores its own random name under the id
+    that it reads. This id may come from a dead rank 0. But only a living rank 0 replies to the name.
 
-    Raises RunError for ranks that do not join in time. If `stop_signal()` returns a signal on rank 0 while ranks are
-    missing, rank 0 waits at most 15 s more, and all ranks that have joined raise Stopped.
+    Raises RunError if ranks do not join in time. If `stop_signal()` returns a signal on rank 0 while ranks are missing,
+    rank 0 waits for at most 15 more seconds. Then all ranks that have joined raise Stopped.
     """
     clock = _Clock(timeout_seconds)
     start = _admit_ranks(store, world_size, clock, stop_signal) if rank == 0 else _join(store, rank, clock)
@@ -45,7 +45,7 @@ class _Clock:
         self._pause = _POLL_S[0]
 
     def pause(self) -> bool:
-        """Wait, longer each time. Return False at once after the deadline."""
+        """Sleep, longer at each call, and return True. After the deadline return False at once."""
         if time.monotonic() >= self._deadline:
             return False
         time.sleep(self._pause)
@@ -79,7 +79,7 @@ def _join(store: dist.Store, rank: int, clock: _Clock) -> str:
             store.set(f"{leader}/{rank}", own_name)
             known_leader = leader
         if not clock.pause():
-            reason = "rank 0 did not start, or waits for other ranks"
+            reason = "rank 0 did not start, or it waits for other ranks"
             raise RunError(
                 f"rank {rank} was not admitted to the process group in {clock.timeout_seconds:g} s: {reason}"
             )

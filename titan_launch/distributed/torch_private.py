@@ -1,9 +1,9 @@
 """All accesses to private state of FSDP2, DTensor and process groups, one function per purpose.
 
 Each function was checked against the source of torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, unless its docstring
-names other releases. A test lists every private name that is used here, and fails on a release that lacks one. On a
-release newer than `torch_release.NEWEST_TESTED` the functions find no units and do nothing, because the meaning of a
-private name may have changed.
+names other releases. A test lists every private name that is used here, and fails on a release that lacks one. An
+untested release is newer than `torch_release.NEWEST_TESTED`. On such a release the functions find no units and do
+nothing, because the meaning of a private name may have changed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def warn_of_untested_release() -> None:
     """Log one line if the installed torch is newer than every tested release."""
     if not is_tested_release():
         _log.warning(
-            "torch %d.%d is newer than the newest tested release, %d.%d. Switched off: traces, "
+            "torch %d.%d is newer than the newest tested release, %d.%d. These features are off: traces, "
             "predicted memory, measured memory on a CPU, counted traffic, dtypes of collectives in the precision audit "
             "(its differences are only logged), all-reduces that overlap with backward on a CPU, prefetching by "
             "microbatch in pipelines, the workaround for gloo's all-gather",
@@ -51,7 +51,7 @@ _ROOTS = "_titan_launch_roots"
 
 
 def set_roots(model: nn.Module, roots: Sequence[nn.Module]) -> None:
-    """Store on a model the modules that are wrapped and run instead of it: its pipeline stages."""
+    """Store the pipeline stages of this rank on a model. FSDP2 wraps these modules instead of the model."""
     vars(model)[_ROOTS] = tuple(roots)  # not as submodules: the stages share the model's submodules
 
 
@@ -61,7 +61,7 @@ def roots(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def parameter_group(module: nn.Module) -> FSDPParamGroup | None:
-    """Return the state of a wrapped module's unit; None if the unit has no parameters, or on an untested release."""
+    """Return FSDP2's state of a wrapped module's unit; None for a unit without parameters or on an untested release."""
     assert isinstance(module, FSDPModule), "fully_shard was not called on this module"
     if not is_tested_release():
         return None
@@ -69,8 +69,7 @@ def parameter_group(module: nn.Module) -> FSDPParamGroup | None:
 
 
 def parameter_groups(model: nn.Module) -> list[FSDPParamGroup]:
-    """Return the states of all units that have parameters, without duplicates. On an untested release: an empty
-    list."""
+    """Return FSDP2's states of all units that have parameters, each once. On an untested release the list is empty."""
     modules = [module for root in roots(model) for module in root.modules()]
     groups = [parameter_group(module) for module in modules if isinstance(module, FSDPModule)]
     return list({id(group): group for group in groups if group is not None}.values())
@@ -81,12 +80,12 @@ def parameter_groups(model: nn.Module) -> list[FSDPParamGroup]:
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 
 CollectiveCallback = Callable[[str, Tensor, Tensor], None]
-"""Callback with the arguments kind (`ALL_GATHER`, `REDUCE_SCATTER` or `ALL_REDUCE`), output and input."""
+"""Function of (kind, output, input). The kind is `ALL_GATHER`, `REDUCE_SCATTER` or `ALL_REDUCE`."""
 
 
 @contextmanager
 def collectives_watched(group: FSDPParamGroup, on_collective: CollectiveCallback) -> Iterator[None]:
-    """Call `on_collective` for every collective of a unit until the end of the block, in the stream of the collective.
+    """Call `on_collective` for every collective of a unit until the end of the block, on the collective's CUDA stream.
 
     An all-gather or reduce-scatter is reported before it runs. An all-reduce (HSDP) is reported after it has run, with
     the same tensor as output and input.
@@ -107,7 +106,7 @@ def collectives_watched(group: FSDPParamGroup, on_collective: CollectiveCallback
 
 
 class _Watched:
-    """A collective of FSDP2, or its replacement, that is reported before it runs."""
+    """A wrapper around a collective of FSDP2 that reports the collective before it runs."""
 
     def __init__(self, inner: Any, kind: str, on_collective: CollectiveCallback):
         self._inner = inner
@@ -129,19 +128,19 @@ class ReplicaGroup(ABC):
 
     @abstractmethod
     def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> None:
-        """Sum over the replicas, in place: complete when backward is, or before this function returns."""
+        """Sum over the replicas, in place. The sum is complete at the end of backward, or when this call returns."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Drop the all-reduces that are not complete, after an error has ended the backward that began them."""
+        """Drop pending all-reduces, after an error has ended the backward that started them."""
 
 
 def replace_replica_groups(
     model: nn.Module, stand_in: Callable[[dist.ProcessGroup, FSDPParamGroup], ReplicaGroup]
 ) -> None:
-    """Give FSDP2 `stand_in(group, unit)` in place of the process group over which it all-reduces a unit's gradients.
+    """Replace the process group over which FSDP2 all-reduces a unit's gradients by `stand_in(group, unit)`.
 
-    Units without replicas have no such group, and keep what they have.
+    Units without replicas have no such group and are not changed.
     """
     for unit in parameter_groups(model):
         info: Any = unit.mesh_info
@@ -152,7 +151,7 @@ def replace_replica_groups(
 
 
 def discard_all_reduces(model: nn.Module) -> None:
-    """Drop the all-reduces that stand-ins for process groups have begun and not completed."""
+    """Drop the pending all-reduces of all stand-ins from `replace_replica_groups`."""
     for unit in parameter_groups(model):
         group = getattr(unit.mesh_info, "replicate_process_group", None)
         if isinstance(group, ReplicaGroup):
@@ -171,9 +170,9 @@ def sharded_parameters(unit: FSDPParamGroup) -> list[nn.Parameter]:
 def unit_steps_wrapped(wraps: dict[str, Callable[[Any], Any]]) -> Iterator[None]:
     """Replace functions of FSDP2 by `wraps[name](function)`, in all units of the process, until the end of the block.
 
-    Names: `unshard` and `wait_for_unshard` (all-gather and copy-out), `post_backward`, `foreach_reduce` (reduction of a
-    unit's gradients), `init_unsharded_param` (one parameter), `all_gather` and `reduce_scatter` (calls into the process
-    group), and `all_gather_inputs` (property of one parameter).
+    Names that concern a unit: `unshard` (all-gather), `wait_for_unshard` (copy-out), `post_backward`, `foreach_reduce`
+    (reduction of gradients), and `all_gather` and `reduce_scatter` (calls into the process group). Names that concern
+    one parameter: `init_unsharded_param`, and the property `all_gather_inputs`.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
 
@@ -213,18 +212,18 @@ def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def unsharded_parameter(parameter: Any) -> nn.Parameter:
-    """Return the unsharded parameter that `init_unsharded_param` has created. It is the same in every step."""
+    """Return the unsharded parameter that `init_unsharded_param` has created. All steps use the same object."""
     unsharded: nn.Parameter = parameter._unsharded_param
     return unsharded
 
 
 def shard_to_send(parameter: Any) -> tuple[Tensor, torch.dtype | None]:
-    """Return the padded flat shard that the all-gather sends, and its dtype after the cast (None: no cast)."""
+    """Return the padded flat shard, and the dtype to which it is cast for the all-gather (None: no cast)."""
     return parameter._sharded_param_data, parameter.param_dtype
 
 
 def was_gathered(module: nn.Module) -> bool:
-    """Return False if no parameter of the unit of a wrapped module was gathered yet. (True on an untested release.)"""
+    """Return False if FSDP2 has not yet all-gathered the unit of a wrapped module. (True on an untested release.)"""
     group = parameter_group(module)
     return group is None or any(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
 
@@ -232,14 +231,14 @@ def was_gathered(module: nn.Module) -> bool:
 # Forward and backward
 
 ForwardOrder = tuple["FSDPParamGroup", ...]
-"""Units in the order in which a forward ran them, once per run. Backward prefetches in the reverse order."""
+"""Units in the order in which they ran in a forward. Backward prefetches in the reverse order."""
 
 
 def pop_forward_order(root: nn.Module) -> ForwardOrder:
-    """Return the order of the forward that has just ended, and delete it in FSDP2.
+    """Return the order of units in the forward that has just ended, and delete FSDP2's record of it.
 
-    FSDP2 keeps one order. If several forwards run before the first backward, a backward would prefetch units for
-    another forward.
+    FSDP2 keeps one record. If several forwards ran before the first backward, their orders would be concatenated, and a
+    backward would prefetch by the order of another forward.
     """
     if not is_tested_release():
         return ()
@@ -253,7 +252,7 @@ def pop_forward_order(root: nn.Module) -> ForwardOrder:
 
 
 def restore_forward_order(root: nn.Module, order: ForwardOrder) -> None:
-    """Restore the order of a forward before its backward, which prefetches in that order."""
+    """Restore FSDP2's record of a forward before its backward, which prefetches by this order."""
     if not is_tested_release():
         return
     assert isinstance(root, FSDPModule)
@@ -266,8 +265,8 @@ def restore_forward_order(root: nn.Module, order: ForwardOrder) -> None:
 def accumulate_in_reduce_dtype(root: nn.Module) -> None:
     """Add the gradients of unsharded parameters to the accumulated gradients, in the reduce dtype.
 
-    FSDP2 does this at the end of a backward, but not at the end of a backward of weights alone. From torch 2.15 on
-    autograd does this.
+    FSDP2 does this at the end of a full backward, but not if only the gradients of weights were computed (zero-bubble
+    schedules). From torch 2.15 on, autograd adds the gradients, and this function does nothing.
     """
     if ACCUMULATES_IN_GRAD:
         return
@@ -295,7 +294,7 @@ def reset_iteration(root: nn.Module) -> None:
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
     else:
-        _reset_iteration_state(root)  # can go with torch 2.12
+        _reset_iteration_state(root)  # remove with support for torch 2.12
     for group in parameter_groups(root):
         for parameter in group.fsdp_params:
             if parameter.all_gather_outputs:  # reset_iter_state skips units that were interrupted
@@ -355,10 +354,10 @@ def drop_unsharded_gradients(model: nn.Module) -> None:
 
 
 def clear_mesh_caches() -> None:
-    """Clear DTensor's caches of operations. Their entries contain a mesh, and an equal new mesh matches them.
+    """Clear DTensor's caches of operations. Their entries refer to a mesh, and also match a new mesh that is equal.
 
-    After another job in this process, stale entries return that job's process groups on some ranks only, which causes a
-    deadlock. PyTorch's own function (torch.distributed.tensor.debug) is slow to import.
+    After an earlier job in this process, stale entries would return that job's process groups on some ranks, which
+    causes a deadlock. PyTorch's own function (torch.distributed.tensor.debug) is slow to import.
     """
     with suppress(AttributeError):  # an untested release; `launch` trains one job in a process
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
@@ -374,8 +373,8 @@ def process_groups() -> Iterable[dist.ProcessGroup]:
 
 
 def default_store() -> dist.Store:
-    """Return the store of the default process group. If an untested release lacks it, return an in-memory store, which
-    other ranks do not share."""
+    """Return the store of the default process group. If an untested release has no such function, return an in-memory
+    store, which other ranks do not share."""
     try:
         store: dist.Store = distributed_c10d._get_default_store()
     except AttributeError:
@@ -384,13 +383,13 @@ def default_store() -> dist.Store:
 
 
 def flight_record(backend: str) -> bytes:
-    """Return the flight record of `gloo` or `nccl` on this rank, pickled, with stack traces."""
+    """Return this rank's flight record of the backend `gloo` or `nccl`: pickled bytes, with stack traces."""
     native: Any = torch._C._distributed_c10d
     return bytes(native._dump_nccl_trace() if backend == "nccl" else native._dump_fr_trace(True, True, False))
 
 
 def flight_record_entries(backend: str) -> list[dict[str, Any]]:
-    """Return the collectives in the flight record of `gloo` or `nccl` on this rank, the oldest first."""
+    """Return the collectives in this rank's flight record of the backend `gloo` or `nccl`, oldest first."""
     native: Any = torch._C._distributed_c10d
     try:
         dump = native._dump_nccl_trace_json if backend == "nccl" else native._dump_fr_trace_json
@@ -403,7 +402,7 @@ def flight_record_entries(backend: str) -> list[dict[str, Any]]:
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout of later collectives of a process group.
 
-    `torch.distributed.set_timeout` is public from torch 2.14 on; the other branch can go with torch 2.13.
+    `torch.distributed.set_timeout` is public from torch 2.14 on. Remove the other function with support for torch 2.13.
     """
     set_group_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_group_timeout(timeout, group)

@@ -1,4 +1,4 @@
-"""torchrun's agent, changed in how it ends and restarts ranks."""
+"""torchrun's agent, with changes to how ranks are ended and restarted."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from titan_launch.core.process import EXITED_DIRECTLY, claim_announcement, has_exited_directly
 from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, signals_blocked
 
-_SECONDS_AFTER_A_FAILURE = 30  # as torchrun's own
+_SECONDS_AFTER_A_FAILURE = 30  # the same timeout as torchrun's own
 
 
 class ElasticAgent(LocalElasticAgent):
     """The agent that starts and monitors the ranks of this host.
 
     torchrun's own agent ends at a signal, kills its ranks after 30 s, and does not report how they ended. This agent
-    leaves signals to `launch.torchrun`, which forwards them to the ranks, and continues to monitor: ranks that save and
-    end with status 0 have succeeded. There is no restart after a signal, or when the input of a rank is wrong.
+    continues to monitor after a signal, which `launch.torchrun` forwards to the ranks. Ranks that save and end with
+    status 0 have succeeded. There is no restart after a signal, or when the input of a rank is wrong.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ElasticAgent(LocalElasticAgent):
         self._has_failed = True
         statuses = {failure.exitcode for failure in result.failures.values()}
         if RESTART_STATUS in statuses:  # another agent has noticed the new host first
-            self._remaining_restarts += 1  # it is not a failure, but `super` counted one
+            self._remaining_restarts += 1  # a new host is not a failure, but `super` has used up a restart
             self._has_failed = False
             return result
         if self._is_stopping() or statuses & set(self._final_statuses):

@@ -12,7 +12,7 @@ from titan_launch.core.errors import UserError
 PROCESSES_WITHOUT_GPU = 2
 
 SHUTDOWN_TIMEOUT_S = 600
-"""Default number of seconds that workers may take to end after a signal, for a step and a checkpoint."""
+"""Default number of seconds that workers may take after a signal to finish a step, save a checkpoint and end."""
 
 LAUNCH_OPTIONS = {
     "nproc-per-node": (
@@ -22,7 +22,7 @@ LAUNCH_OPTIONS = {
     "nnodes": ("N", "hosts, or min:max if hosts may join and leave (default: 1)"),
     "node-rank": ("N", "number of this host, from 0, for the static rendezvous (default: 0)"),
     "rdzv-backend": ("NAME", "rendezvous of several hosts: c10d or static (default: static)"),
-    "rdzv-endpoint": ("HOST:PORT", "host that keeps the rendezvous; the same value on every host"),
+    "rdzv-endpoint": ("HOST:PORT", "host and port of the rendezvous; the same value on every host"),
     "rdzv-id": ("NAME", "name of the job in the rendezvous; the same value on every host"),
     "rdzv-conf": ("KEY=VALUE,...", "settings of the rendezvous, such as join_timeout=600 (seconds)"),
     "master-addr": ("HOST", "host of rank 0, for the static rendezvous (default: 127.0.0.1)"),
@@ -77,7 +77,7 @@ def _processes_per_node(text: str) -> int:
     if text in ("auto", "gpu"):
         gpus = count_gpus()
         if text == "gpu" and not gpus:
-            raise UserError("error: --nproc-per-node gpu: this host has no GPU")
+            raise UserError('error: --nproc-per-node gpu: this host has no GPU; use "auto" or a number')
         return gpus or PROCESSES_WITHOUT_GPU
     if not text.isdecimal() or int(text) < 1:
         raise UserError(f'error: --nproc-per-node {text}: must be a whole number of at least 1, "gpu" or "auto"')

@@ -99,7 +99,8 @@ def _run_torchrun(
 def _import_torch_quietly() -> None:
     """Import torch with native logging limited to errors, in this process only.
 
-    When a host is gone, the native code would log twenty lines of addresses. This module reports it in one line."""
+    When a host is gone, the native code would log twenty lines of addresses. This module reports the loss itself.
+    """
     with environment(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
         importlib.import_module("torch")
 
@@ -144,7 +145,8 @@ class Stopping:
                 os._exit(128 + number if any(worker.returncode for worker in self._workers) else 0)
             self._pass_on(number)
         wait_s = min(_AFTER_SECOND_SIGNAL_S, self._timeout_s) if is_repeated else self._timeout_s
-        timer = threading.Timer(wait_s, self._kill, (number, wait_s))
+        cause = f"a second {signal_name(number)}" if is_repeated else f"{signal_name(number)} (--shutdown-timeout)"
+        timer = threading.Timer(wait_s, self._kill, (f"within {wait_s:g} s after {cause}",))
         timer.daemon = True
         timer.start()
 
@@ -152,14 +154,13 @@ class Stopping:
         for worker in self._workers:
             worker.send_signal(number)  # does nothing if the worker has ended
 
-    def _kill(self, number: int, wait_s: float) -> None:
+    def _kill(self, deadline: str) -> None:
         slow = [worker for worker in self._workers if worker.poll() is None]
         if not slow:
             return
         self.has_killed = True
-        name = signal_name(number)
-        text = f"error: {len(slow)} ranks of this host did not end within {wait_s:g} s after {name} and are killed"
-        os.write(2, f"{text} (--shutdown-timeout)\n".encode())
+        ranks = "1 rank" if len(slow) == 1 else f"{len(slow)} ranks"
+        os.write(2, f"error: {ranks} of this host did not end {deadline}: killing with SIGKILL\n".encode())
         for worker in slow:
             os.killpg(worker.pid, signal.SIGKILL)  # torchrun starts each worker in its own process group
 
@@ -199,7 +200,8 @@ def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, st
 
 
 def _abort_cause(run_folder: Path, since: float) -> str:
-    """Return the cause of a SIGABRT as far as the flight records show it. A native abort runs no Python code.
+    """Return a text with the cause of a SIGABRT, as far as the flight records show the cause. The rank itself reports
+    nothing, because a native abort runs no Python code.
 
     `since`: start time of the workers. Older records are ignored.
     """
@@ -213,7 +215,7 @@ def _abort_cause(run_folder: Path, since: float) -> str:
             "name the cause"
         )
     else:
-        cause = ": native code aborted the process; its lines above may name the cause"
+        cause = ": native code aborted the process; the lines above may name the cause"
     records = f"; see the flight records and stacks in {run_folder}" if unfinished else ""
     return "\n".join([cause, *(f"not finished: {collective}" for collective in unfinished)]) + records
 

@@ -1,8 +1,8 @@
-"""Live bytes of a training step by category, updated at every operation.
+"""Measurement of the live bytes of a training step by category, updated at every operation.
 
 Tracking works on real CPU tensors and on fake tensors. A storage counts from the operation that returns it until its
-last reference is gone. Temporary memory inside a kernel does not count. As under any `TorchDispatchMode`, autograd sums
-the gradients of a tensor that is used twice out of place, which can briefly add one activation.
+last reference is gone. Temporary memory inside a kernel does not count. Under any `TorchDispatchMode`, autograd adds
+gradients out of place if a tensor is used twice. This can briefly add the size of one activation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from titan_launch.plan.memory.ledger import Category, Ledger
 
 
 def is_in_backward() -> bool:
-    """Return True during a backward of autograd, including the forward that activation checkpointing repeats there."""
+    """Return True during a backward of autograd, including forwards that activation checkpointing runs in it."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -49,20 +49,20 @@ class LiveMemory(TorchDispatchMode):
         self._entries: dict[int, _TrackedStorage] = {}
         self._current_category: Category | None = None
         self.offloads = Category.GRADIENTS in ledger.on_host
-        """True if shards of parameters and gradients are in host memory, which does not count."""
+        """True if shards of parameters and gradients are in host memory, which the ledger does not count."""
 
         self.is_paused = False
         """True while new allocations do not count."""
 
     def hold(self, tensors: Iterable[Tensor | None], category: Category) -> None:
-        """Assign the storages of tensors to `category`. Of a DTensor, only the local shard counts."""
+        """Record the storages of tensors, and assign them to `category`. A DTensor counts as its local shard."""
         record = self.allocating_for(category, self.record)
         for tensor in tensors:
             if tensor is not None:
                 self._move(record(local_tensor(tensor).untyped_storage()), category)
 
     def record(self, storage: UntypedStorage) -> _TrackedStorage:
-        """Record a storage, or its new size."""
+        """Add a storage to the ledger, or update its size. Return its entry."""
         entry = self._entries.get(storage._cdata) or self._add(storage)
         self._resize(entry, storage.nbytes())
         return entry
@@ -122,8 +122,8 @@ class LiveMemory(TorchDispatchMode):
                 self._record_results(part)
 
     def _allocation_category(self) -> Category:
-        """Return the category of an allocation now. Activation checkpointing repeats a forward with gradients
-        enabled."""
+        """Return the category of an allocation at this point. In backward, enabled gradients indicate a forward that
+        activation checkpointing repeats."""
         if self._current_category is not None:
             return self._current_category
         is_backward = is_in_backward() and not torch.is_grad_enabled()
@@ -151,8 +151,8 @@ class LiveMemory(TorchDispatchMode):
 def track(model: nn.Module, ledger: Ledger, optimizer: Optimizer | None = None) -> Iterator[LiveMemory]:
     """Record the memory of a wrapped model, and all allocations until the end of the block, in `ledger`.
 
-    `model` is on its device and wrapped by FSDP2. With `optimizer`, its state has a category of its own. Enter the
-    first StepPoint of the ledger before the block, and read the footprint inside the block:
+    `model` is on its device and wrapped by FSDP2. With `optimizer`, the ledger has the optimizer state as a separate
+    category. Enter the first StepPoint of the ledger before the block, and read the footprint inside the block:
 
         ledger = Ledger()
         ledger.enter(StepPoint(0, "forward", ""))
@@ -161,7 +161,7 @@ def track(model: nn.Module, ledger: Ledger, optimizer: Optimizer | None = None) 
             step(...)
             footprint = ledger.footprint()
 
-    Functions of FSDP2 are replaced during the block, so a process can track one step at a time.
+    Functions of FSDP2 are replaced during the block, so a process can track only one step at a time.
     """
     memory = LiveMemory(ledger)
     memory.hold(model.parameters(), Category.PARAMETERS)
@@ -178,8 +178,8 @@ def track(model: nn.Module, ledger: Ledger, optimizer: Optimizer | None = None) 
 
 
 def _watch_storage(memory: LiveMemory, stack: ExitStack) -> None:
-    """Record resized storages, by which FSDP2 frees and restores parameters. Ignore DTensor's shape propagation, which
-    allocates unsharded tensors."""
+    """Record resizes of storages, by which FSDP2 frees and restores parameters. Ignore the unsharded tensors that
+    DTensor's shape propagation allocates."""
     resize = UntypedStorage.resize_
 
     def resize_(storage: UntypedStorage, num_bytes: int) -> Any:
@@ -203,7 +203,7 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
             result = recorded(fsdp_params, *args, **kwargs)
             *_, not_yet_all_reduced = result
             memory.hold([p.sharded_param.grad for p in fsdp_params], Category.GRADIENTS)
-            if not memory.offloads:  # with offloading it waits for the all-reduce on the device
+            if not memory.offloads:  # else it is on the device, until its all-reduce
                 memory.hold([not_yet_all_reduced], Category.GRADIENTS)
             return result
 
@@ -228,7 +228,7 @@ def _watch_fsdp(memory: LiveMemory, stack: ExitStack) -> None:
         "unshard": partial(memory.allocating_for, Category.ALL_GATHER),
         "wait_for_unshard": partial(memory.allocating_for, Category.UNSHARDED_PARAMETERS),
         "post_backward": partial(memory.allocating_for, Category.UNSHARDED_GRADIENTS),
-        "all_gather": memory.paused,  # gloo allocates its own copies
+        "all_gather": memory.paused,  # copies inside gloo do not count
         "reduce_scatter": memory.paused,
         "foreach_reduce": reducing,
         "init_unsharded_param": accumulating,

@@ -1,4 +1,4 @@
-"""Measurement of a run without waiting for the device in each step."""
+"""Measurement of a run's metrics, without waiting for the device in each step."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Meter:
     ):
         """`world_size`: number of ranks of the default process group; with 1 no group is needed.
 
-        `unit`: unit of the throughput: each has one target.
+        `unit`: unit in which throughput is counted; each unit has one target.
 
-        `flops_per_step_per_device` includes ignored positions; with None no TFLOP/s are reported. `peak_flops`: peak of
-        one device in FLOP/s; with None no MFU is reported.
+        `flops_per_step_per_device`: FLOPs including ignored positions. If None, no TFLOP/s are reported. `peak_flops`:
+        peak of one device in FLOP/s. If None, no MFU is reported.
         """
         self._device = device
         self._world_size = world_size
@@ -71,8 +71,8 @@ class Meter:
     def paused(self) -> Iterator[None]:
         """Exclude the time of the block from step time and throughput.
 
-        The host waits for the device at both ends. So work queued by training counts, and work queued in the block does
-        not.
+        The host waits for the device at both ends of the block. So the time of training work that was queued before the
+        block counts, and the time of work queued in the block does not.
         """
         self._synchronize()
         start = self._clock()
@@ -81,7 +81,7 @@ class Meter:
         self._paused_s += self._clock() - start
 
     def end_step(self, valid_global: Tensor) -> None:
-        """Count a step that the host has finished. The device may still work on it.
+        """Count a step that the host has finished. The device may still run it.
 
         `valid_global`: number of valid targets of the step over all ranks; a tensor with one element.
         """
@@ -99,9 +99,9 @@ class Meter:
     ) -> dict[str, float]:
         """Return the metrics of the window by tag, and start the next window.
 
-        Every rank must call this method at the same step. It waits for the device, reduces over the ranks (one sum, one
-        maximum) and copies the results in one transfer. Losses and maxima are equal on all ranks; times are this
-        rank's.
+        Every rank must call this method at the same step. The method runs two all-reduces, one for sums and one for
+        maxima. It copies the results to the host in one transfer, which waits for the device. Metrics that are reduced
+        over ranks are equal on all ranks. `time/step_s` and throughputs are measured on this rank.
 
         `loss_sum`: sum of this rank's losses of the last step divided by `valid_global`. The sum over ranks is the mean
         loss. `valid_local`, `valid_global`: number of valid targets of the last step on this rank and on all ranks.
@@ -109,7 +109,7 @@ class Meter:
         metrics of this rank by tag; all ranks pass the same tags.
         """
         if not self._steps:
-            raise RuntimeError("report() without a step since the last report")
+            raise RuntimeError("report() was called without a step since the last report; call end_step first")
         values = self._combine(
             {
                 "train/loss": loss_sum,
@@ -144,8 +144,8 @@ class Meter:
 
     @torch.no_grad()
     def _combine(self, local: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """Reduce every value by the rule of its tag and copy it to the host. A value without a tag is the same on
-        all ranks."""
+        """Reduce every value over the ranks by the rule of its tag, and copy the results to the host. A value without a
+        tag must be equal on all ranks."""
         how_to_combine = {tag.name: tag.combine for tag in TAGS}
         names: dict[str, list[str]] = {"sum": [], "max": [], "same": []}
         unchanged: dict[str, float] = {}
@@ -186,9 +186,9 @@ class Meter:
 
 
 def _own_mean(loss_sum: Tensor, valid_local: Tensor, valid_global: Tensor) -> Tensor:
-    """Return this rank's mean loss, -inf without valid targets, and inf for NaN.
+    """Return this rank's mean loss. Return -inf if it has no valid target, and inf if the loss is NaN.
 
-    A maximum over ranks ignores -inf. Some backends would drop NaN in a maximum."""
+    A maximum over ranks ignores -inf. Some backends would ignore NaN in a maximum."""
     mean = (loss_sum.double() * valid_global / valid_local).nan_to_num(nan=torch.inf, posinf=torch.inf)
     return torch.where(valid_local > 0, mean, -torch.inf)
 

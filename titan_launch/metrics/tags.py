@@ -1,4 +1,4 @@
-"""All metrics of a run, as data for the meter, the console, the dashboard and the documentation."""
+"""The table of all metrics of a run. The meter, the console, the dashboard and the documentation use it."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ class Tag:
 
     name: str
     combine: Literal["sum", "max", "same"]
-    """Reduction over the ranks: sum, maximum, or none because all ranks have the same value."""
+    """Reduction over the ranks. `same`: no reduction, because all ranks have the same value."""
 
     meaning: str
     chart: tuple[str, str] | None = None
-    """Group and title of the dashboard's chart that shows it; tags with the same pair share a chart."""
+    """(group, title) of the dashboard's chart that shows the metric. Tags with the same pair share a chart."""
 
     console: str | None = None
-    """Its field in a line of the console, for `str.format`; always of the same width for ordinary values."""
+    """`str.format` pattern of the metric's field in a console line. Ordinary values must give fields of equal width."""
 
     console_fallback_for: str | None = None
-    """The console does not show the metric if this tag is reported."""
+    """Another tag. If that tag is reported, the console does not show this metric."""
 
     value: Callable[[Any], float] | None = None
-    """The value on this rank, from the run (`titan_launch.train.run.Run`), at every report. None: the part of the
-    launcher that measures the value reports it."""
+    """Function of the run (`titan_launch.train.run.Run`) that returns this rank's value at every report. None: the code
+    that measures the value passes it to the meter."""
 
 
 TAGS = [
     Tag(
         "train/loss",
         "sum",
-        "Mean loss of the step over all targets of all ranks that are not ignored.",
+        "Mean loss of the step over all targets that are not ignored, of all ranks.",
         chart=("loss", "loss"),
         console="loss {:8.4f}",
     ),
     Tag(
         "train/loss_max",
         "max",
-        "Largest of the ranks' own mean losses; infinite where a rank's loss is not a number.",
+        "Largest mean loss of a single rank; infinite if a rank's loss is NaN.",
         chart=("loss", "loss"),
     ),
     Tag(
@@ -67,20 +67,20 @@ TAGS = [
     Tag(
         "train/epoch",
         "same",
-        "Position in the data, in passes over it. Samples that a rollback moved past count.",
+        "Position in the data, in epochs. Samples that a rollback skipped count.",
         value=lambda run: run.progress.data_position / run.epoch_size,
     ),
     Tag(
         "train/skipped_steps",
         "same",
-        "Skipped steps so far: those whose loss or gradient was not finite, or a spike.",
+        "Skipped steps so far: their loss or gradient was not finite, or was a spike.",
         chart=("loss", "skipped steps"),
         value=lambda run: run.progress.skipped_steps,
     ),
     Tag(
         "train/rollbacks",
         "same",
-        "Times so far that the run went back to a checkpoint after too many skipped steps.",
+        "Rollbacks so far: returns to a checkpoint after too many skipped steps.",
         chart=("loss", "rollbacks"),
         value=lambda run: run.progress.rollbacks,
     ),
@@ -94,20 +94,20 @@ TAGS = [
     Tag(
         "throughput/tokens_per_second_per_device",
         "same",
-        "The same per device.",
+        "`throughput/tokens_per_second` divided by the number of devices.",
         chart=("throughput", "tokens per second per device"),
     ),
     Tag(
         "throughput/images_per_second",
         "same",
-        "In place of tokens where the samples are images: those per second of training, over all ranks.",
+        "Images per second of training, over all ranks. It replaces tokens per second if samples are images.",
         chart=("throughput", "images per second"),
         console="{:>11,.0f} img/s",
     ),
     Tag(
         "throughput/images_per_second_per_device",
         "same",
-        "The same per device.",
+        "`throughput/images_per_second` divided by the number of devices.",
         chart=("throughput", "images per second per device"),
     ),
     Tag(
@@ -120,7 +120,7 @@ TAGS = [
     Tag(
         "throughput/mfu_percent",
         "same",
-        "The same in percent of the device's bf16 peak. Only where the peak is known or given.",
+        "`throughput/tflops_per_device` in percent of the device's bf16 peak. Reported if the peak is known or given.",
         chart=("throughput", "model FLOPs utilization (%)"),
         console="MFU {:5.1f} %",
     ),
@@ -134,78 +134,83 @@ TAGS = [
     Tag(
         "time/data_s",
         "max",
-        "Part of it spent waiting for data.",
+        "Seconds per step that training waits for data; a part of `time/step_s`.",
         chart=("time", "seconds per step"),
     ),
     Tag(
         "time/compile_s",
         "max",
-        "Seconds of compiling since the last report, where something is compiled; the log has what the cache saved.",
+        "Seconds of compilation since the last report, with `compile.enable`. The log counts graphs from the cache.",
     ),
     Tag(
         "time/checkpoint_stall_s",
         "max",
-        "Seconds that training waited for checkpoints since the last report: for the one before to be complete, "
-        'and for the copy of the state (with `async_mode = "disabled"`, for all of it).',
+        "Seconds that training waited for checkpoints since the last report: for the previous checkpoint, and for the "
+        'copy of the state (with `async_mode = "disabled"`, for the complete checkpoint).',
         chart=("time", "seconds of a checkpoint"),
     ),
     Tag(
         "checkpoint/failed_saves",
         "max",
-        "Checkpoints that could not be saved since this process started.",
+        "Failed saves of checkpoints since this process started.",
     ),
     Tag(
         "comm/all_gather_gib",
         "same",
-        "With `comm.count_traffic`: parameters that one rank receives per step, in GiB, mean of the steps since the "
-        "last report. Validation does not count.",
+        "With `comm.count_traffic`: bytes of all-gathered parameters on one rank per step, in GiB, without validation; "
+        "mean of the steps since the last report.",
         chart=("communication", "GiB per step"),
     ),
     Tag(
         "comm/reduce_scatter_gib",
         "same",
-        "Likewise: gradients that one rank sends.",
+        "Likewise, bytes of reduce-scattered gradients.",
         chart=("communication", "GiB per step"),
     ),
     Tag(
         "comm/all_reduce_gib",
         "same",
-        "Likewise: gradients that are summed between replicas (HSDP).",
+        "Likewise, bytes of gradients that are all-reduced between replicas (HSDP).",
         chart=("communication", "GiB per step"),
     ),
-    Tag("comm/collectives", "same", "Calls of all three kinds per step.", chart=("communication", "collectives")),
+    Tag(
+        "comm/collectives",
+        "same",
+        "All-gathers, reduce-scatters and all-reduces of FSDP2 per step.",
+        chart=("communication", "collectives"),
+    ),
     Tag(
         "comm/exposed_s",
         "max",
-        "With `comm.profile_freq`, of the last step that was profiled since the last report: seconds in which NCCL ran "
-        "on the GPU and nothing else.",
+        "With `comm.profile_freq`: seconds in which only NCCL kernels ran on the GPU, in the last profiled step since "
+        "the last report.",
         chart=("communication", "seconds per step"),
     ),
     Tag(
         "memory/predicted_active_gib",
         "same",
-        "What the planner predicts for `memory/max_active_gib`. For a model that it must trace, from when that is "
-        "done.",
+        "The planner's prediction of `memory/max_active_gib`. If the model must be traced, it is reported after the "
+        "trace.",
         chart=("memory", "GiB"),
     ),
     Tag(
         "memory/max_active_gib",
         "max",
-        "Largest amount of memory in use since the last report, in GiB, as torch allocates it. On a CPU measured once, "
-        "in the third step of the process.",
+        "Peak memory of tensors since the last report, in GiB. On a CPU it is measured once, in the third step of the "
+        "process.",
         chart=("memory", "GiB"),
     ),
     Tag(
         "memory/max_reserved_gib",
         "max",
-        "Largest amount of CUDA memory held by the allocator since the last report, in GiB.",
+        "Peak memory that the CUDA allocator reserved since the last report, in GiB.",
         chart=("memory", "GiB"),
         console="reserved memory {:6.2f} GiB",
     ),
     Tag(
         "memory/max_rss_gib",
         "max",
-        "Largest resident memory of the process so far, in GiB, without the data workers.",
+        "Peak resident host memory of the process so far, in GiB, without the data workers.",
         chart=("memory", "GiB"),
         console="host memory {:6.2f} GiB",
         console_fallback_for="memory/max_reserved_gib",
@@ -213,7 +218,7 @@ TAGS = [
     Tag(
         "memory/alloc_retries",
         "max",
-        "Times so far that the CUDA allocator had to give memory back to find some. Other than 0 costs speed.",
+        "Allocations so far for which the CUDA allocator first had to free cached memory, which is slow.",
         chart=("memory", "allocator"),
     ),
     Tag(
@@ -232,28 +237,28 @@ TAGS = [
     Tag(
         "validation/accuracy",
         "same",
-        "Share of these targets, from 0 to 1, that have the largest logit: of images or, for text, next tokens.",
+        "Fraction of the held-out targets, images or next tokens, whose class has the largest logit: 0 to 1.",
         chart=("loss", "accuracy"),
         console="accuracy {:7.2%}",
     ),
     Tag(
         "batchnorm/running_mean_divergence",
         "same",
-        "Largest distance of a rank's running mean from the pooled one, in pooled standard deviations. Like the next, "
-        "at validations and checkpoints, with BatchNorm and several ranks.",
+        "Largest distance of a rank's running mean from the pooled mean, in pooled standard deviations. Reported at "
+        "validations and checkpoints, with BatchNorm and several ranks.",
         chart=("batchnorm", "divergence of running statistics"),
     ),
     Tag(
         "batchnorm/running_var_divergence",
         "same",
-        "Largest distance of a rank's running variance from the pooled one, relative to it.",
+        "Likewise for the running variance, as a fraction of the pooled variance.",
         chart=("batchnorm", "divergence of running statistics"),
     ),
 ]
 
 
 def dashboard_layout() -> dict[str, dict[str, list[str]]]:
-    """Group -> chart title -> names of the tags in it."""
+    """Return the dashboard: a dict from group to a dict from chart title to the names of its tags."""
     layout: dict[str, dict[str, list[str]]] = {}
     for tag in TAGS:
         if tag.chart:
@@ -263,7 +268,7 @@ def dashboard_layout() -> dict[str, dict[str, list[str]]]:
 
 
 def markdown_table() -> str:
-    """Return the table of all metrics for the documentation."""
+    """Return the Markdown table of all metrics for the documentation."""
     over_ranks = {"sum": "sum", "max": "maximum", "same": "-"}
     rows = [f"| `{tag.name}` | {tag.meaning} | {over_ranks[tag.combine]} |" for tag in TAGS]
     return "\n".join(["| tag | meaning | over ranks |", "|---|---|---|", *rows, ""])

@@ -1,4 +1,4 @@
-"""Counts of FSDP2's collectives, and exposed communication time."""
+"""Counts of FSDP2's collectives, and exposed communication time (communication without computation)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from titan_launch.plan.communication import Collectives, Traffic
 
 
 class TrafficCount:
-    """Traffic since the start or the last `take`."""
+    """Counter of the traffic since the start or the last `take`."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
@@ -40,11 +40,11 @@ class TrafficCount:
 
 @contextmanager
 def count_collectives(model: nn.Module) -> Iterator[TrafficCount]:
-    """Count the collectives of a wrapped model on this rank until the end of the block, which removes the hooks.
+    """Count the collectives of a wrapped model on this rank until the end of the block.
 
-    Counted: all-gathers of parameters, reduce-scatters of gradients, and all-reduces between replicas (HSDP), with the
-    buffer bytes that `titan_launch.plan.communication.Traffic` defines. Not counted: activations, keys and values along
-    other mesh axes, the number of targets, clipping, BatchNorm statistics and metrics. Counting does not wait for the
+    The count includes all-gathers of parameters, reduce-scatters of gradients, and all-reduces between replicas (HSDP),
+    with the bytes that `titan_launch.plan.communication.Traffic` defines. It does not include communication along other
+    mesh axes, or that of target counts, clipping, BatchNorm statistics and metrics. The host does not wait for the
     device.
     """
     count = TrafficCount()
@@ -68,7 +68,7 @@ def _traffic_of(kind: str, output: Tensor, sent: Tensor) -> Traffic:
 
 
 class Kernel(NamedTuple):
-    """A kernel with its start and end on the device in nanoseconds."""
+    """A kernel that ran on the device. `start` and `end` are times in nanoseconds."""
 
     name: str
     start: int
@@ -82,14 +82,14 @@ class Kernel(NamedTuple):
 
 @dataclass
 class ExposedTime:
-    """Result of `profile_exposed_time`, valid after its block."""
+    """Result of `profile_exposed_time`: exposed communication time in seconds, set at the end of the block."""
 
     seconds: float = 0.0
 
 
 @contextmanager
 def profile_exposed_time(device: torch.device) -> Iterator[ExposedTime]:
-    """Profile the kernels of a CUDA device until the end of the block, which waits for the device."""
+    """Profile the kernels of a CUDA device until the end of the block. The end of the block waits for the device."""
     found = ExposedTime()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         yield found

@@ -1,4 +1,4 @@
-"""The model of a job: a module on the meta device, the table of its modules, and facts that the launcher needs."""
+"""Construction of a job's model on the meta device, and the table of its modules (the inventory)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def take_inventory(
     embeddings: tuple[str, ...] = (),
     pipeline_order: tuple[str, ...] = (),
 ) -> Inventory:
-    """Return the table of a model's modules, before it is wrapped. The model may be on the meta device."""
+    """Return the table of the modules of a model that is not wrapped yet. The model may be on the meta device.
+
+    `blocks`, `head`, `embeddings` and `pipeline_order`: paths of modules, as in `BuiltModel`.
+    """
     first_path: dict[int, str] = {}
     first_owner: dict[int, str] = {}
     modules = tuple(
@@ -92,7 +95,7 @@ SPECS: dict[str, ModelSpec] = {
     "resnet": resnet.SPEC,
     "vit": vit.SPEC,
 }
-"""The models of this package, by their name in `[model]`."""
+"""The models of this package, by `model.name`."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class BuiltModel:
     """FLOPs of forward and backward for one sample (a sequence for a language model); None if unknown."""
 
     initializer: Initializer | HostValues
-    """Function that fills parameters and buffers after `allocate`, or the values that a factory has given them."""
+    """Function that fills parameters and buffers after `models.init.allocate`, or the values from a factory."""
 
     embeddings: tuple[str, ...] = ()
     """Paths of the modules whose weights only their own forward reads; empty if unknown."""
@@ -124,21 +127,21 @@ class BuiltModel:
     no such order."""
 
     context_parallel: Mapping[str, int] | None = None
-    """Axis of the tokens in each buffer along the sequence, by glob; None if the model declares none."""
+    """Axis of the tokens in each buffer that has one row per position, by glob; None if the model declares none."""
 
     attention: AttentionHeads | None = None
-    """Shape of the calls of attention; None if unknown."""
+    """Numbers of heads and features in the model's attention; None if unknown."""
 
 
 def build_model(config: ModelConfig, seq_len: int, host: HostBuild | None = None) -> BuiltModel:
-    """Build a model of this package by its name, or one of the user's own by its import string.
+    """Build the model that `model.name` selects: a model of this package, or a user's factory by its import string.
 
-    With `host`, a user's factory is called on the host, and its values are returned. Without `host` the model is for
-    planning and has no values.
+    With `host`, a user's factory is called on the host, and the result includes the values of its tensors. Without
+    `host`, the model has no values and serves for planning.
 
-    Raise ConfigError for errors of the user's model. (`titan_launch.config` has already checked names, flavors and
-    arguments of the package's models.) A user's module may define the method `flops_per_sample(seq_len)`. It may have
-    the attributes `pipeline_order`, `tensor_parallel` and `context_parallel` of `ModelSpec`.
+    A user's module may define the method `flops_per_sample(seq_len)`. It may have the attributes `pipeline_order`,
+    `tensor_parallel` and `context_parallel`, which `ModelSpec` explains. Raise ConfigError for errors of a user's
+    model. (`titan_launch.config` has already checked the arguments of this package's models.)
     """
     if ":" in config.name:
         return _build_users_own(config, seq_len, host)
@@ -163,7 +166,7 @@ def build_model(config: ModelConfig, seq_len: int, host: HostBuild | None = None
 def recorded_model(config_file: str | Path) -> nn.Module:
     """Build the model of a finished run in plain PyTorch, from the `config.json` in the run's folder.
 
-    The module is not sharded, and is on the default device. Its values are those of its constructor: load a checkpoint.
+    The module is not sharded, and is on the default device. Load a checkpoint into it: its values are initial values.
     """
     recorded = json.loads(Path(config_file).read_text())
     config = ModelConfig.model_validate(recorded["model"])
@@ -206,7 +209,7 @@ def _check_declarations(module: nn.Module) -> None:
     for name, kind in (("tensor_parallel", str), ("context_parallel", int)):
         declared = getattr(module, name, None)
         if declared is not None and not _is_table(declared, kind):
-            problems.append(f"{name} must be a dict of globs with a {kind.__name__} for each; it is {declared!r}")
+            problems.append(f"{name} must be a dict from globs to {kind.__name__}; it is {declared!r}")
     if problems:
         raise ConfigError(Problem(("model", "name"), f"its attribute {reason}") for reason in problems)
 
@@ -237,8 +240,8 @@ def find_blocks(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
 def find_pipeline_order(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     """Return the paths that the globs of `pipeline_order` match, glob by glob, each in the order of `named_modules`.
 
-    Raise ConfigError on `model.name` for a glob that matches no module with a forward. Also raise it for a module that
-    is listed twice, or together with a module around it.
+    Raise ConfigError on `model.name` in three cases: a glob matches no module with a forward, a module is listed twice,
+    or both a module and its submodule are listed.
     """
     paths, containers = _paths(module)
     pipeline_order: list[str] = []
@@ -249,7 +252,7 @@ def find_pipeline_order(module: nn.Module, patterns: Sequence[str]) -> tuple[str
             problems.append(f'pipeline_order has "{pattern}", which {nothing_matched(pattern, paths, containers)}')
         pipeline_order += found
     problems += [
-        f"pipeline_order has {path} twice, or has it and the module around it"
+        f"pipeline_order has {path} twice, or also has a module that contains it; list each module once"
         for path in pipeline_order
         if pipeline_order.count(path) > 1 or enclosing(parent(path), pipeline_order)
     ]
@@ -269,9 +272,9 @@ def _paths(module: nn.Module) -> tuple[list[str], list[str]]:
 
 
 def _list_entries(module: nn.Module, path: str = "") -> Iterator[str]:
-    """Yield the paths of the entries of the outermost ModuleLists, except entries without parameters.
+    """Yield the paths of the entries of all outermost ModuleLists. Entries without parameters are skipped.
 
-    An entry that is itself a container is replaced by its own entries.
+    If an entry is a container without a forward, its own entries are yielded instead.
     """
     for name, child in module.named_children():
         child_path = full_name(path, name)

@@ -1,4 +1,4 @@
-"""Models of the user: calls of their factories on the host, which keep the values, or on the meta device."""
+"""Calls of a user's model factory: on the host, where its values are kept, or on the meta device."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by their size in bytes."""
 
 _COLUMNS = 512
+"""Columns of the table in which `_digest` arranges the elements of a tensor."""
 
 
 @dataclass(frozen=True)
 class HostBuild:
-    """Settings for calling a factory on the host."""
+    """Seed and memory limit for calling a factory on the host."""
 
     seed: int
-    """Seed of all random generators."""
+    """Seed of the generators of PyTorch, Python and NumPy."""
 
     free_bytes: int
     """Free memory of the host before any rank calls the factory."""
@@ -53,11 +54,11 @@ class HostValues:
     """The values that a factory gave its module's tensors."""
 
     by_name: Mapping[str, Tensor]
-    """Tensors on the host by full name. A shared tensor has several names."""
+    """Parameters and buffers on the host, by full name. A shared tensor has several names."""
 
     @property
     def num_bytes(self) -> int:
-        """Host memory of the values in bytes."""
+        """Host memory of the values in bytes. A shared tensor counts once."""
         return _num_bytes(self.by_name.values())
 
     def digests(self) -> dict[str, str]:
@@ -68,15 +69,15 @@ class HostValues:
 def uses_meta_device(factory: Callable[..., Any]) -> bool:
     """Return True if a factory has the attribute `meta_device = True`.
 
-    Its module is built on the meta device and filled by `reset_parameters`.
+    The module of such a factory is built on the meta device, and `reset_parameters` fills it.
     """
     return getattr(factory, "meta_device", False) is True
 
 
 def build_on_meta(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module:
-    """Build a factory's module on the meta device, to be filled by `call_reset_parameters`.
+    """Build a factory's module on the meta device. Later `call_reset_parameters` fills it.
 
-    Raise ConfigError if the factory fails, and for a module that `reset_parameters` cannot fill.
+    Raise ConfigError if the factory fails, or if `reset_parameters` cannot fill the module.
     """
     with torch.device("meta"):
         module = _call(config, factory, " on the meta device, where tensors have shapes but no values")
@@ -85,9 +86,10 @@ def build_on_meta(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module
 
 
 def build_for_planning(config: ModelConfig, factory: Callable[..., Any]) -> nn.Module:
-    """Build a factory's module on the meta device, without values, or on the host if the factory fails there.
+    """Build a factory's module for planning: its parameters and buffers are on the meta device.
 
-    Raise ConfigError if both fail. Tensors that are plain attributes are zeros on the host.
+    If the factory fails on the meta device, call it on the host. Raise ConfigError if both calls fail. Tensors in plain
+    attributes of the module become zeros on the host.
     """
     module = None
     with suppress(ConfigError), torch.device("meta"):
@@ -102,10 +104,10 @@ def build_for_planning(config: ModelConfig, factory: Callable[..., Any]) -> nn.M
 
 
 def build_on_host(config: ModelConfig, factory: Callable[..., Any], host: HostBuild) -> tuple[nn.Module, HostValues]:
-    """Build a factory's module on the host, with all random generators seeded as `torch.manual_seed` does.
+    """Build a factory's module on the host, with seeded random generators.
 
-    Return the module, with its tensors moved to the meta device, and their values. Raise ConfigError if the factory
-    fails, if its tensors need more memory than the host has free, and if tensors of the module are not on the host.
+    Return the module with its tensors on the meta device, and the values of these tensors. Raise ConfigError if the
+    factory fails, if the tensors do not fit into free host memory, or if a tensor is on another device.
     """
     with _seeded(host.seed), _memory_limited(host.free_bytes // host.ranks):
         try:
@@ -128,17 +130,17 @@ def _call(config: ModelConfig, factory: Callable[..., Any], where: str = "") -> 
     except Exception as error:
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             raise _OutOfHostMemory(0) from error
-        advice = "; a factory builds its module on the host, without .cuda() or .to(device), and the launcher moves it"
+        advice = "; build the module on the host, without .cuda() or .to(device): the launcher moves it to the device"
         hint = advice if any(word in str(error) for word in ("CUDA", "NVIDIA")) else ""
         reason = f"failed{where}{hint}:\n{user_traceback(error)}"
         raise config_error(("model", "name"), reason, config.name) from error
     problem = None
     if not isinstance(module, nn.Module):
-        problem = f"must return a torch.nn.Module; it returns a {type(module).__name__}"
+        problem = f"must return a torch.nn.Module, but returns a {type(module).__name__}"
     elif isinstance(module, torch.jit.ScriptModule):
-        problem = "returns a scripted module, which cannot be sharded; leave out torch.jit"
+        problem = "returns a scripted module, which cannot be sharded; remove torch.jit"
     elif hasattr(module, "_orig_mod"):
-        problem = "returns a compiled module; leave out torch.compile, and set compile.enable = true"
+        problem = "returns a compiled module; remove torch.compile, and set compile.enable = true"
     if problem is not None:
         raise config_error(("model", "name"), problem, config.name)
     _check_shapes(module)
@@ -180,7 +182,7 @@ def _check_is_on_host(module: nn.Module) -> None:
             )
             raise config_error(("model", "name"), reason)
         if tensor.device.type != "cpu":
-            reason = f"has {name} on {tensor.device}; leave the module on the host, and the launcher moves it"
+            reason = f"has {name} on {tensor.device}; leave the module on the host: the launcher moves it to the device"
             raise config_error(("model", "name"), reason)
 
 
@@ -199,13 +201,13 @@ def _take_values(module: nn.Module) -> HostValues:
 
 
 def _check_is_not_shared(module: nn.Module) -> None:
-    """Raise ConfigError for two parameters in the same memory: FSDP2 would shard and update each by itself."""
+    """Raise ConfigError if two parameters use the same memory: FSDP2 would shard and update them separately."""
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         other = names.setdefault(parameter.data_ptr(), name) if parameter.nbytes else name
         if other != name:
             reason = (
-                f"has {other} and {name} in the same memory as two parameters; to tie them, assign the parameter itself"
+                f"has two parameters in the same memory, {other} and {name}; to tie them, assign one parameter to both"
             )
             raise config_error(("model", "name"), reason)
 
@@ -221,7 +223,7 @@ def _meta_twin(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the host's generators of PyTorch, Python and NumPy; restore their states afterwards."""
+    """Seed the CPU generators of PyTorch, Python and NumPy for the block, and restore their states at its end."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -245,9 +247,9 @@ class _OutOfHostMemory(Exception):  # noqa: N818 - never leaves this module
 
 @contextmanager
 def _memory_limited(limit_bytes: int) -> Iterator[None]:
-    """Raise _OutOfHostMemory as soon as modules of the block register tensors of more than `limit_bytes` in all.
+    """Raise _OutOfHostMemory as soon as the modules built in the block hold tensors of more than `limit_bytes`.
 
-    Parameters are counted when they are registered: `torch.empty` has not touched their memory yet.
+    A tensor counts as soon as a module registers it, because `torch.empty` does not touch its memory.
     """
     sizes: dict[int, int] = {}
 
@@ -264,7 +266,7 @@ def _memory_limited(limit_bytes: int) -> Iterator[None]:
         count(copy)
         return copy
 
-    deepcopy = nn.Parameter.__deepcopy__  # copies, as of layers by `nn.TransformerEncoder`, call no hook
+    deepcopy = nn.Parameter.__deepcopy__  # copies of layers (`nn.TransformerEncoder`) call no registration hook
     on_registration = [
         register(lambda module, name, tensor: count(tensor))
         for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook)
@@ -284,12 +286,12 @@ def _too_large(
         with torch.device("meta"):
             module = factory(**config.args)
         needed, qualifier = _num_bytes([*module.parameters(), *module.buffers()]), ""
-    except Exception:  # the factory needs values; only the bytes so far are known
+    except Exception:  # the factory needs values, so only the bytes before the error are known
         needed, qualifier = error.counted_bytes, "more than "
     reason = (
         f"needs {qualifier}{needed / GIB:.1f} GiB of host memory on each of {host.ranks} ranks of this host, "
-        f"{needed * host.ranks / GIB:.1f} GiB in all, and {host.free_bytes / GIB:.1f} GiB are free; start fewer ranks "
-        "on a host, or give the factory the attribute meta_device = True and let reset_parameters fill the module"
+        f"{needed * host.ranks / GIB:.1f} GiB in all, but only {host.free_bytes / GIB:.1f} GiB are free; start fewer "
+        "ranks per host, or give the factory the attribute meta_device = True and let reset_parameters fill the module"
     )
     return config_error(("model", "name"), reason, config.name)
 
@@ -299,10 +301,10 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _digest(tensor: Tensor) -> str:
-    """Return a digest of dtype, shape and elements.
+    """Return a hexadecimal digest of a tensor's dtype, shape and elements.
 
-    The elements' bits are summed as integers, over the rows and over the columns of a table. Sums run at memory
-    bandwidth, and a permutation of the elements changes them.
+    The elements are arranged in a table. Their bits are summed as integers along its rows and along its columns. These
+    sums run at memory bandwidth, and they change if elements are permuted.
     """
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = plain.reshape(-1).view(_INTEGERS[plain.element_size()])

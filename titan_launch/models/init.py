@@ -1,7 +1,7 @@
 """Initial parameters and buffers, which are the same for every sharding and every number of ranks.
 
-Every rank computes each module's unsharded tensors from a seed that depends only on the module's path, and keeps its
-shards. Nothing is communicated. Only one module is unsharded at a time.
+Every rank computes the unsharded tensors of one module at a time, and keeps its shards of them. The random seed depends
+only on the job's seed and the module's path. Nothing is communicated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from titan_launch.plan.types import full_name
 
 
 def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = False) -> None:
-    """Allocate the tensors of a model on the meta device on `device`, uninitialised, in place.
+    """Move a model from the meta device to `device`, in place. Its tensors are allocated, but not initialised.
 
     With `parameters_on_host` the parameters are allocated on the host.
     """
@@ -36,11 +36,11 @@ def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = 
 
 
 def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: int, device: torch.device) -> None:
-    """Fill an allocated model, sharded or not, in place; `HostValues` are copied into it.
+    """Fill the tensors of an allocated model, sharded or not, in place. `HostValues` are copied into them.
 
-    Values are computed on `device`, also for parameters on the host, so that both get the same values. A shared tensor
-    is filled once, by the first module in `named_modules` that owns it. Children come before parents. Nothing is
-    communicated. The call needs extra memory for the largest single module, unsharded and in fp32.
+    Values are computed on `device` even if the parameters are on the host, so offloading does not change them. A shared
+    tensor is filled once, by the first module in `named_modules` that owns it. Children are filled before parents.
+    Nothing is communicated. Extra memory: the largest single module, unsharded and in fp32.
     """
     if isinstance(initializer, HostValues):
         _copy_values(model, initializer)
@@ -61,7 +61,7 @@ def _copy_values(model: nn.Module, values: HostValues) -> None:
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Yield modules that own tensors, each with the names of those tensors that no earlier module owns."""
+    """Yield (path, module, names of tensors). A shared tensor is listed only for the first module that owns it."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         names = [name for name, tensor in own_tensors(module).items() if id(tensor) not in seen]
@@ -71,9 +71,9 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
 
 
 def _unsharded_twin(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return a module like `module` before it was wrapped, with its own unsharded, uninitialised tensors.
+    """Return a copy of `module` with its original class, and with unsharded, uninitialised tensors.
 
-    The twin shares its attributes with the original. It has no children, because those of the original are sharded.
+    The copy shares its other attributes with `module`. It has no children, because those of `module` are sharded.
     """
     cls = _original_class(module)
     twin = cls.__new__(cls)
@@ -85,7 +85,7 @@ def _unsharded_twin(module: nn.Module, device: torch.device) -> nn.Module:
     twin.__dict__["_buffers"] = {
         name: None if b is None else _uninitialised(b, device) for name, b in module._buffers.items()
     }
-    if not isinstance(module, nn.MultiheadAttention):  # its reset sets a child's bias to zero, which works on a shard
+    if not isinstance(module, nn.MultiheadAttention):  # its reset sets a child's bias to zero, also on a shard
         twin.__dict__["_modules"] = {}
     return twin
 
@@ -97,7 +97,7 @@ def _original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _uninitialised(like: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the same shape, of NaN if floating, and at least in fp32, so that values are rounded once."""
+    """Return a tensor of the same shape: zeros for integers, else NaN in fp32 or wider, so values are rounded once."""
     if not (like.is_floating_point() or like.is_complex()):
         return torch.zeros(like.shape, dtype=like.dtype, device=device)
     dtype = torch.promote_types(like.dtype, torch.float32)
@@ -105,7 +105,7 @@ def _uninitialised(like: Tensor, device: torch.device) -> Tensor:
 
 
 def _copy_shard(target: Tensor, source: Tensor) -> None:
-    """Copy into `target` its part of `source`, cast to its dtype."""
+    """Copy this rank's part of the unsharded `source` into `target`, cast to the dtype of `target`."""
     if isinstance(target, DTensor):
         local_tensor(target).copy_(own_part(source.detach(), target))
     else:

@@ -1,4 +1,4 @@
-"""Initial values of one module's tensors: by a table of rules, or by the module's own `reset_parameters`."""
+"""Functions that fill the tensors of one module: a table of rules, or the module's own `reset_parameters`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from titan_launch.plan.types import full_name
 
 
 class Initializer(Protocol):
-    """A function that fills the tensors which one module owns itself."""
+    """A function that fills the parameters and buffers of one module, without those of its children."""
 
     def __call__(self, module: nn.Module, path: str) -> None:
         """Fill every parameter and buffer of `module`, whose path in the model is `path`.
 
-        The tensors are unsharded plain tensors, at least in fp32. Floating tensors hold NaN, others 0. The module has
-        no children. torch's default generators are seeded, and gradients are off.
+        The tensors are unsharded plain tensors. Floating tensors have dtype fp32 or wider and hold NaN; others hold 0.
+        The module has no children. The caller has seeded torch's default generators and disabled gradients.
         """
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers that a module owns itself, without those of its children, by name."""
+    """Return the parameters and buffers of a module by name, without those of its children."""
     both = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in both.items() if tensor is not None}
 
@@ -35,17 +35,17 @@ Fill = Callable[[Tensor, nn.Module], object]
 
 
 def constant(value: float) -> Fill:
-    """Fill with one value."""
+    """Return a function that fills a tensor with `value`."""
     return lambda tensor, module: tensor.fill_(value)
 
 
 def normal(std: float) -> Fill:
-    """Fill from a normal distribution around 0."""
+    """Return a function that draws from a normal distribution with mean 0."""
     return lambda tensor, module: tensor.normal_(std=std)
 
 
 def truncated_normal(std: float) -> Fill:
-    """Fill from a normal distribution around 0, truncated at three standard deviations."""
+    """Return a function that draws from a normal distribution with mean 0, truncated at three standard deviations."""
     return lambda tensor, module: nn.init.trunc_normal_(tensor, std=std, a=-3 * std, b=3 * std)
 
 
@@ -57,7 +57,7 @@ def from_reset_parameters(tensor: Tensor, module: nn.Module) -> None:
 
 
 class InitTable:
-    """A table of rules by glob of full names of parameters and buffers; the first glob that matches wins.
+    """A table of (glob, fill function). For a parameter or buffer, the first glob that matches its full name decides.
 
     A name that no glob matches is a mistake in the table, and raises AssertionError.
     """
@@ -78,9 +78,10 @@ class InitTable:
 
 
 def call_reset_parameters(module: nn.Module, path: str) -> None:
-    """Fill a module's own tensors by its `reset_parameters`, for factories that declare `meta_device = True`.
+    """Fill a module's own tensors by calling its `reset_parameters`, as PyTorch's layers do.
 
-    PyTorch's own layers follow this convention. Raise UserError if the method fails, or does not fill a tensor.
+    This initializer is for factories that declare `meta_device = True`. Raise UserError if the method fails, or if it
+    does not fill every tensor.
     """
     before = {name: (tensor, tensor._version) for name, tensor in own_tensors(module).items()}
     where = f"reset_parameters of {type(module).__name__} ({path or 'the model itself'})"
@@ -90,15 +91,15 @@ def call_reset_parameters(module: nn.Module, path: str) -> None:
         reset()
     except Exception as error:
         raise UserError(
-            f"{where} failed. The method is called on a copy of the module without submodules, to fill the parameters "
-            f"and buffers that the module owns itself:\n{user_traceback(error)}"
+            f"{where} failed. The method is called on a copy of the module without submodules, and must fill the "
+            f"parameters and buffers that the module owns itself:\n{user_traceback(error)}"
         ) from error
     unfilled = [name for name, tensor in own_tensors(module).items() if not _is_filled(tensor, *before[name])]
     if unfilled:
         raise UserError(
-            f"{where} leaves {', '.join(unfilled)} unset. The factory declares meta_device = True, so values that "
-            "__init__ made are lost: let reset_parameters fill every parameter and buffer that the module owns itself, "
-            "or drop meta_device"
+            f"{where} does not fill {', '.join(unfilled)}. The factory declares meta_device = True, so the values from "
+            "__init__ are lost: let reset_parameters fill every parameter and buffer that the module owns itself, or "
+            "remove meta_device"
         )
 
 
@@ -111,7 +112,7 @@ def _is_filled(tensor: Tensor, before: Tensor, version: int) -> bool:
 def check_reset_parameters(model: nn.Module) -> None:
     """Raise ConfigError on `model.name` if values would be lost on the meta device.
 
-    That is the case for a class that owns tensors without `reset_parameters`, and for tensors in plain attributes.
+    Values are lost if a class owns tensors but has no `reset_parameters`, or if a tensor is a plain attribute.
     """
     problems = [*_without_reset_parameters(model), *_lost_tensors(model)]
     if problems:
@@ -119,7 +120,7 @@ def check_reset_parameters(model: nn.Module) -> None:
 
 
 def _lost_tensors(model: nn.Module) -> Iterator[Problem]:
-    """Yield a problem for each tensor in a plain attribute: it stays on the meta device and fails in the forward."""
+    """Yield a problem for each tensor in a plain attribute. Such a tensor would stay on the meta device."""
     for path, module in model.named_modules():
         names = [name for name, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
         for name in names:
@@ -127,7 +128,7 @@ def _lost_tensors(model: nn.Module) -> Iterator[Problem]:
             yield Problem(
                 ("model", "name"),
                 f"{where} holds the tensor {name} as a plain attribute; the factory declares meta_device = True, so "
-                f'its values are lost: use register_buffer("{name}", ...), and fill it in reset_parameters, or drop '
+                f'its values are lost: use register_buffer("{name}", ...) and fill it in reset_parameters, or remove '
                 "meta_device",
             )
 
@@ -142,8 +143,8 @@ def _without_reset_parameters(model: nn.Module) -> Iterator[Problem]:
         yield Problem(
             ("model", "name"),
             f"{type(module).__name__} ({path or 'the model itself'}) owns {', '.join(tensors)} but has no "
-            "reset_parameters to fill them; the factory declares meta_device = True, so values that __init__ made are "
-            "lost: add the method, and call it in __init__, or drop meta_device",
+            "reset_parameters to fill them; the factory declares meta_device = True, so the values from __init__ are "
+            "lost: add the method and call it in __init__, or remove meta_device",
         )
 
 

@@ -14,9 +14,9 @@ from titan_launch.config.architectures.llama3 import NormKind, RopeScaling
 class RotaryEmbedding(nn.Module):
     """Rotates each pair of neighbouring channels of a head by an angle proportional to the token's position.
 
-    All layers share one instance. The table is a buffer, not an argument: FSDP2 casts every floating argument of a
-    wrapped module to the compute dtype, and bf16 cannot distinguish position 8000 from 8001. Checkpoints do not contain
-    the table; `reset_parameters` computes it after a start on the meta device.
+    All layers share one instance. The table of angles is a buffer, not an argument: FSDP2 casts every floating argument
+    of a wrapped module to the compute dtype, and bf16 cannot distinguish position 8000 from 8001. Checkpoints do not
+    contain the table. `reset_parameters` computes it for a model that was built on the meta device.
     """
 
     table: Tensor
@@ -33,7 +33,7 @@ class RotaryEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Compute the table, in fp32 as when the published models were trained."""
+        """Compute the table in fp32, as the published models do."""
         frequencies = rotary_frequencies(self.head_dim, self.theta, self.scaling, self.table.device)
         positions = torch.arange(self.table.shape[0], dtype=torch.float32, device=self.table.device)
         angles = torch.outer(positions, frequencies)
@@ -56,13 +56,13 @@ class RotaryEmbedding(nn.Module):
 def _rotated(pairs: Tensor, table: Tensor) -> Tensor:
     """Return the rotated pairs, by one product of complex numbers.
 
-    Without a compiler this needs a seventh of the kernels of `_rotated_by_parts`, and they are vectorized on a CPU.
+    In eager mode this needs a seventh of the kernels of `_rotated_by_parts`, and these are vectorized on a CPU.
     """
     return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(table))
 
 
 def _rotated_by_parts(pairs: Tensor, table: Tensor) -> Tensor:
-    """Return the rotated pairs, by real numbers: inductor fuses these operations, and cannot compile complex ones."""
+    """Return the rotated pairs, by real products. Inductor fuses these, but cannot compile complex numbers."""
     (first, second), (cos, sin) = pairs.unbind(-1), table.unbind(-1)
     return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
@@ -70,10 +70,11 @@ def _rotated_by_parts(pairs: Tensor, table: Tensor) -> Tensor:
 def rotary_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """Return the radians per token of each channel pair, [head_dim / 2]: theta^(-2 i / head_dim), scaled if asked.
+    """Return the angle per token of each channel pair in radians, [head_dim / 2]: theta^(-2 i / head_dim).
 
-    Llama 3.1 divides the frequencies of slow pairs by `factor` and keeps those of fast pairs. Between, it interpolates
-    linearly by the number of turns within the original context (Meta's `apply_scaling` in `llama-models`).
+    With `scaling`, as in Llama 3.1, the frequencies of slow pairs are divided by `factor`, and those of fast pairs are
+    unchanged. In between, the scale is interpolated linearly in the number of turns within the original context
+    (Meta's `apply_scaling` in `llama-models`).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / theta**exponents
@@ -89,7 +90,7 @@ class Attention(nn.Module):
     """Causal self-attention in which groups of query heads share a key and value head (arXiv:2305.13245)."""
 
     def __init__(self, dim: int, n_heads: int, n_kv_heads: int, rope: RotaryEmbedding):
-        """Make the layers. `dim` must be a multiple of `n_heads`, and `n_heads` a multiple of `n_kv_heads`."""
+        """Create the layers. `dim` must be a multiple of `n_heads`, and `n_heads` a multiple of `n_kv_heads`."""
         super().__init__()
         self.head_dim = dim // n_heads
         self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=False)
@@ -108,7 +109,7 @@ class Attention(nn.Module):
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the attention of `q` (batch, heads, tokens, head_dim); `k` and `v` may have fewer heads."""
+    """Return causal attention of `q` (batch, heads, tokens, head_dim), in its shape. `k`, `v` may have fewer heads."""
     num_groups = q.shape[1] // k.shape[1]
     if num_groups > 1 and takes_equal_heads_only(q):
         k, v = (t.repeat_interleave(num_groups, dim=1) for t in (k, v))
@@ -117,35 +118,35 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def takes_equal_heads_only(q: Tensor) -> bool:
-    """Return True if keys and values must be repeated to the number of query heads: for fp32 on CUDA.
+    """Return True for fp32 on CUDA: the fused kernel requires as many heads of keys and values as of queries.
 
-    The fused fp32 kernel on CUDA requires equal numbers of heads. With `enable_gqa`, PyTorch would use the kernel that
-    stores all tokens x tokens scores. https://github.com/pytorch/pytorch/pull/191085 makes this function unnecessary.
+    With `enable_gqa`, PyTorch would use the kernel that stores all tokens x tokens scores. Once a release contains
+    https://github.com/pytorch/pytorch/pull/191085, this function is unnecessary.
     """
     return q.is_cuda and q.dtype == torch.float32
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """BatchNorm of each channel over all tokens of the microbatch; in evaluation, by the running statistics.
+    """BatchNorm of each channel over all tokens of the microbatch. Evaluation uses the running statistics.
 
-    A bf16 input with fp32 parameters and statistics needs no cast: the kernels compute in fp32, and the output has the
-    input's dtype.
+    The input may be bf16 while parameters and statistics are fp32. The kernels then compute in fp32, and the output is
+    bf16.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., dim) to the same shape; training needs at least two tokens."""
         normalized = super().forward(x.reshape(-1, x.shape[-1]))
-        # FSDP2 warns of outputs that are views to autograd, because an in-place operation on them drops FSDP2's hooks.
-        # `_unsafe_view` is no view to autograd, costs nothing, and is what `nn.Linear` uses.
+        # FSDP2 warns if an output is a view for autograd, because an in-place operation on it would drop FSDP2's hooks.
+        # For autograd, the result of `_unsafe_view` is not a view. It copies nothing. `nn.Linear` uses it too.
         return torch.ops.aten._unsafe_view(normalized, x.shape)
 
 
 class RMSNorm(nn.RMSNorm):
     """Division of each token's channels by their root mean square (arXiv:1910.07467).
 
-    On a CPU the norm is several operations, and each contributes to the gradient of the input. `view_as` makes autograd
-    add these contributions before that of the residual connection, as if the norm were an FSDP2 unit. So the gradient
-    has the same bits in both cases.
+    On a CPU the norm consists of several operations, and each contributes to the input's gradient. `view_as` makes
+    autograd add these contributions before the gradient of the residual connection. The order is then the same as for
+    a norm that is its own FSDP2 unit, so the gradient is bitwise equal in both cases.
     """
 
     def forward(self, x: Tensor) -> Tensor:

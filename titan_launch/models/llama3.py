@@ -3,8 +3,8 @@
     tokens -> tok_embeddings -> n_layers x [ x + attention(attention_norm(x)), x + feed_forward(ffn_norm(x)) ]
            -> norm -> output -> logits
 
-Module names are those of TorchTitan and Meta, not of Hugging Face. `titan_launch.config.architectures.llama3` has the
-arguments, and the formulas of parameters and FLOPs.
+Module names are those of TorchTitan and Meta, not of Hugging Face. The arguments, and the formulas of parameters and
+FLOPs, are in `titan_launch.config.architectures.llama3`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each applied to the normalized stream and added to the stream."""
+    """A transformer block: attention and a feed-forward layer, each with a norm before it and a residual connection."""
 
     def __init__(self, args: Llama3Args, rope: RotaryEmbedding):
         super().__init__()
@@ -34,7 +34,7 @@ class TransformerBlock(nn.Module):
 
 
 class Llama3(nn.Module):
-    """A Llama for sequences of up to `max_seq_len` tokens."""
+    """A Llama model for sequences of up to `max_seq_len` tokens."""
 
     def __init__(self, args: Llama3Args, max_seq_len: int):
         super().__init__()
@@ -59,10 +59,10 @@ def _norm(args: Llama3Args) -> nn.Module:
 
 
 def initial_values(args: Llama3Args) -> InitTable:
-    """Return TorchTitan's initial values: logits have a standard deviation near 1, and deeper blocks add less.
+    """Return TorchTitan's initial values: the logits' standard deviation is near 1, and deeper blocks add less.
 
-    A tied embedding is initialised as the output matrix. With the embedding's standard deviation of 1, the logits would
-    have a standard deviation of `sqrt(dim)`.
+    A tied embedding gets the values of the output matrix. With an embedding's usual standard deviation of 1, the
+    logits would have a standard deviation of `sqrt(dim)`.
     """
     output = truncated_normal(args.dim**-0.5)
     linear = truncated_normal(0.02)

@@ -1,7 +1,7 @@
-"""Loss and accuracy as sums over targets. The training step divides them by its global number of valid targets.
+"""Loss and accuracy as sums over targets. The training step divides each sum by the global number of valid targets.
 
-With tensor parallelism, logits may be divided over ranks by class: a DTensor sharded along its last dimension. Then the
-ranks compute one loss together, each on its classes, and no rank has all logits of a target.
+With tensor parallelism, logits may be sharded over ranks by class: a DTensor sharded along its last dimension. Then the
+ranks compute one loss together, and no rank holds all logits of a target.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def cross_entropy_sum(outputs: Tensor, targets: Tensor, chunks: int = 1) -> Tens
     `outputs` are logits (..., classes), `targets` class indices (...). If no target is valid, the sum and the gradients
     are 0, and all ranks still run the same backward.
 
-    `chunks`: number of parts of the targets, computed one after another. The fp32 tensors exist for one part at a time,
-    and backward computes them a second time. The gradient does not depend on `chunks`, bit for bit.
+    `chunks`: number of parts into which the targets are split. Only one part at a time has fp32 tensors. If `chunks` is
+    greater than 1, backward computes these tensors a second time. The gradient is bitwise the same for every `chunks`.
 
-    If logits are divided by class over T ranks, each rank holds and computes 1/T of them. Backward then always computes
-    the fp32 tensors a second time, and the call is collective: forward reduces three numbers for each target.
+    If logits are sharded by class over T ranks, each rank computes with 1/T of the logits. The call is then collective:
+    forward all-reduces three numbers per target. Backward always computes the fp32 tensors a second time.
     """
     if isinstance(outputs, DTensor):
         logits, classes = _own_classes(outputs)
@@ -59,7 +59,7 @@ def _sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The operation `_sum` of logits (n, classes) and targets (n) in chunks. For backward it saves only its inputs."""
+    """`_sum` of logits (n, classes) and targets (n), computed in chunks. For backward it saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, chunks: int) -> Tensor:
@@ -102,7 +102,7 @@ class _Classes:
     """The ranks that together hold all classes."""
 
     def reduced(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        """Reduce `values` over the ranks in place, and return them."""
+        """All-reduce `values` over the ranks in place, and return them."""
         dist.all_reduce(values, op=op, group=self.group)
         return values
 
@@ -118,7 +118,7 @@ class _Classes:
 
 
 def _own_classes(outputs: DTensor) -> tuple[Tensor, _Classes]:
-    """Return this rank's part of divided logits, differentiable, and the classes of the part."""
+    """Return this rank's part of sharded logits, differentiable, and the range of classes of this part."""
     assert outputs.placements == (Shard(outputs.ndim - 1),), outputs.placements
     mesh, logits = outputs.device_mesh, outputs.to_local()
     count = logits.shape[-1]  # the same on all ranks: check_tensor_plan requires this
@@ -126,11 +126,11 @@ def _own_classes(outputs: DTensor) -> tuple[Tensor, _Classes]:
 
 
 class _DividedCrossEntropy(torch.autograd.Function):
-    """The operation `_sum` of logits (n, classes / ranks) and targets (n) in chunks.
+    """`_sum` of sharded logits (n, classes / ranks) and targets (n), computed in chunks.
 
     For backward it saves logits, targets, and two numbers per target: the largest logit of all ranks, and the logarithm
-    of the sum of exp(logit - largest). The softmax of a part of the logits follows from the two numbers. (The sum of
-    the two numbers alone would lose digits of large logits.)
+    of the sum of exp(logit - largest). Backward computes the softmax from them. Saving only their sum, the log-sum-exp,
+    would lose digits of large logits.
     """
 
     @staticmethod
@@ -165,10 +165,11 @@ class _DividedCrossEntropy(torch.autograd.Function):
 
 
 def count_correct(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return how many targets have the largest logit: an int64 scalar on their device.
+    """Return the number of correct predictions, an int64 scalar on the device of `targets`.
 
-    `outputs` are logits (..., classes), `targets` class indices (...). Of equal logits, the first counts as the
-    largest. An ignored target is never correct. Collective if logits are divided by class.
+    A prediction is correct if the target's class has the largest logit; of equal logits, the first counts as the
+    largest. `outputs` are logits (..., classes), `targets` class indices (...). An ignored target is never correct.
+    Collective if logits are sharded by class.
     """
     if isinstance(outputs, DTensor):
         logits, classes = _own_classes(outputs)
@@ -180,5 +181,5 @@ def count_correct(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def count_valid(targets: Tensor) -> Tensor:
-    """Return how many targets are not ignored: an int64 scalar on their device."""
+    """Return the number of targets that are not ignored, an int64 scalar on the device of `targets`."""
     return (targets != IGNORED_TARGET).sum()

@@ -1,4 +1,4 @@
-"""A model's declarations for tensor and context parallelism, and the errors in them."""
+"""Checks of the attributes by which a model declares tensor and context parallelism."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CLASSES: dict[str, type[nn.Module]] = {
 """The class of module that a style requires; other styles allow any module."""
 
 _DIVIDED_AXIS = {"embedding": 0, "colwise": 0, "rowwise": 1, "head": 0}
-"""The dimension of the weight that a style divides."""
+"""The dimension along which a style shards the weight."""
 
 
 _ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")
@@ -43,7 +43,7 @@ _ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")
 
 @contextmanager
 def shapes_explained(model: ModelConfig, degree: int) -> Iterator[None]:
-    """Raise ConfigError if a forward of a user's model fails with an error about shapes under tensor parallelism."""
+    """Replace an error about shapes by a ConfigError, if it comes from a user's model under tensor parallelism."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -52,8 +52,8 @@ def shapes_explained(model: ModelConfig, degree: int) -> Iterator[None]:
         location, text = user_location(error), str(error).partition("\n")[0]
         reason = (
             f"fails{f' at {location}' if location else ''} with 1/{degree} of the heads and features on each rank; "
-            "check that its attribute tensor_parallel divides connected layers alike, that its reshapes take sizes "
-            "from their input (-1, not the number of heads), and that the degree divides the heads. See "
+            "check that its attribute tensor_parallel has matching styles for connected layers, that its reshapes use "
+            "-1 in place of the number of heads, and that the number of heads is a multiple of the degree. See "
             "docs/how_to/parallelism.md "
             f"(PyTorch: {text})"
         )
@@ -61,9 +61,9 @@ def shapes_explained(model: ModelConfig, degree: int) -> Iterator[None]:
 
 
 def style_by_module(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict[str, TensorStyle]:
-    """Return the style of every module that a glob matches, by path; the first glob that matches wins.
+    """Return the style of every module that a glob matches, by path. The first glob that matches decides.
 
-    Of a pipeline stage, only the modules of the stage have a style.
+    Modules of other pipeline stages are omitted.
     """
     found = {}
     for path, module in model.named_modules():
@@ -78,7 +78,7 @@ def style_by_module(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict
 def check_tensor_plan(
     model: nn.Module, styles: Mapping[str, TensorStyle] | None, parallelism: ParallelismConfig
 ) -> None:
-    """Raise ConfigError if a model on the meta device cannot be divided as it declares; list all reasons."""
+    """Raise ConfigError, with all reasons, if a model on the meta device cannot be sharded by its declared `styles`."""
     if parallelism.tensor_parallel_degree == 1:
         return
     problems = list(_problems(model, styles, parallelism))
@@ -92,8 +92,8 @@ def _problems(
     degree = parallelism.tensor_parallel_degree
     if not styles:
         reason = (
-            "the model declares no plan for tensor parallelism (an attribute tensor_parallel of the module: globs of "
-            "its modules with a style for each; see docs/how_to/parallelism.md); declare one, or set 1"
+            "the model does not declare how tensor parallelism divides it (attribute tensor_parallel of the module: a "
+            "dict from globs of modules to styles; see docs/how_to/parallelism.md); declare it, or set 1"
         )
         yield Problem(_TENSOR_DEGREE, reason, degree)
         return
@@ -108,7 +108,7 @@ def _problems(
     yield from _divided_ties(model, found)
     if "head" not in found.values():
         yield Problem(
-            _NAME, 'its plan for tensor parallelism has no module of the style "head", which makes the logits'
+            _NAME, 'its tensor_parallel has no module of the style "head"; give it to the layer that returns the logits'
         )
     if parallelism.sequence_parallel:
         yield from _not_by_sequence(model, found)
@@ -134,14 +134,14 @@ def _misfits(path: str, module: nn.Module, style: TensorStyle, degree: int) -> I
     if wanted is None:
         return
     if not isinstance(module, wanted):
-        reason = f'{path} is a {type(module).__name__}, and its style for tensor parallelism, "{style}", is for an '
+        reason = f'{path} is a {type(module).__name__}, but its style in tensor_parallel, "{style}", requires an '
         yield Problem(_NAME, f"{reason}nn.{wanted.__name__}")
         return
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
     size = weight.shape[_DIVIDED_AXIS[style]]
     if size % degree:
-        reason = f'{path} ("{style}") has {size} {_what_is_divided(style)}, not a multiple of {degree}'
+        reason = f'{path} ("{style}") has {size} {_what_is_divided(style)}, which is not a multiple of {degree}'
         yield Problem(_TENSOR_DEGREE, f"{reason}; set a divisor", degree, also=(("model", "args"),))
 
 
@@ -150,7 +150,7 @@ def _what_is_divided(style: TensorStyle) -> str:
 
 
 def _unassigned(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
-    """Yield a problem if modules with parameters have no style: the reduction of their gradients is then undefined."""
+    """Yield a problem if modules with parameters have no style: their gradients could not be reduced correctly."""
     owners = (
         path for path, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None
     )
@@ -158,8 +158,8 @@ def _unassigned(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[
     if paths:
         more = f", and {len(paths) - 1} others, which have" if len(paths) > 1 else ", which has"
         reason = (
-            f"its plan for tensor parallelism leaves out {paths[0] or 'the model itself'}{more} parameters; "
-            'add it ("sequence" is for modules that work on each token by itself)'
+            f"its tensor_parallel has no style for {paths[0] or 'the model itself'}{more} parameters; "
+            'add one ("sequence" is for modules that process each token separately)'
         )
         yield Problem(_NAME, reason)
 
@@ -173,27 +173,27 @@ def _divided_ties(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterato
                 continue
             other = first.setdefault(id(parameter), path)
             if _DIVIDED_AXIS.get(found[other]) != _DIVIDED_AXIS.get(style):
-                reason = f'{other} ("{found[other]}") and {path} ("{style}") share the parameter {name}, which their '
-                yield Problem(_NAME, f"{reason}styles for tensor parallelism divide in different ways")
+                reason = f'{other} ("{found[other]}") and {path} ("{style}") share the parameter {name}, but their '
+                yield Problem(_NAME, f"{reason}styles shard it differently; shard it along one dimension")
 
 
 def _not_by_sequence(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
-    """Yield the problems with sequence parallelism: no embedding, or a BatchNorm that would see part of the tokens."""
+    """Yield a problem for sequence parallelism without an embedding, or with a BatchNorm, which needs all tokens."""
     if "embedding" not in found.values():
-        reason = 'the plan has no module of the style "embedding", at which the tokens are divided; set false'
+        reason = 'the model has no module of the style "embedding", whose output is divided by token; set false'
         yield Problem(_SEQUENCE, reason, True)
     norms = [path for path, style in found.items() if isinstance(model.get_submodule(path), _BatchNorm)]
     if norms:
-        reason = f"{norms[0]} is a BatchNorm, whose statistics would be those of a part of the tokens; set false"
+        reason = f"{norms[0]} is a BatchNorm, whose statistics would cover only a part of the tokens; set false"
         yield Problem(_SEQUENCE, reason, True, also=(("model", "args"),))
 
 
 Buffer = tuple[nn.Module, str, int]
-"""A module, the name of one of its buffers, and the axis of the tokens."""
+"""A module, the name of one of its buffers, and the buffer's token axis."""
 
 
 def buffers_along_sequence(model: nn.Module, axes: Mapping[str, int]) -> dict[str, Buffer]:
-    """Return the buffers that a glob of `axes` matches, by full name; a shared buffer once."""
+    """Return the buffers that a glob of `axes` matches, by full name. A shared buffer appears once."""
     found = {}
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -215,7 +215,7 @@ def check_context_plan(
     if axes is None:
         reason = (
             "the model does not declare that its sequences can be divided (attribute context_parallel of the module: "
-            "globs of its buffers along the sequence, and the axis of the tokens in each; see "
+            "a dict from globs of buffers with one row per position to the axis of the positions; see "
             "docs/how_to/parallelism.md); declare it, or set 1"
         )
         raise ConfigError([Problem(_CONTEXT_DEGREE, reason, degree)])
@@ -237,9 +237,9 @@ def _wrong_buffers(model: nn.Module, axes: Mapping[str, int], seq_len: int) -> I
         assert isinstance(buffer, Tensor)
         if not -buffer.ndim <= axis < buffer.ndim or buffer.shape[axis] < seq_len:
             reason = f"{name} has the shape {tuple(buffer.shape)}, too small for {seq_len} tokens along axis {axis}"
-            yield Problem(_NAME, f"{reason}, which its context_parallel declares", also=(("training", "seq_len"),))
+            yield Problem(_NAME, f"{reason}; correct its context_parallel", also=(("training", "seq_len"),))
         elif own_name not in module._non_persistent_buffers_set:
-            reason = f"{name} is divided with the sequence, so checkpoints would contain one rank's part of it"
+            reason = f"{name} is divided like the sequence, so checkpoints would contain only one rank's part of it"
             yield Problem(_NAME, f"{reason}; register it with persistent=False")
 
 
@@ -247,7 +247,7 @@ def _local_statistics(model: nn.Module, degree: int, batchnorm: BatchNormConfig)
     norms = [path for path, module in model.named_modules() if isinstance(module, _BatchNorm)]
     if norms and batchnorm.statistics == "local":
         reason = (
-            f"the statistics of the BatchNorm {norms[0]} would be those of a part of every sequence; set "
+            f"the statistics of the BatchNorm {norms[0]} would cover only a part of every sequence; set "
             'batchnorm.statistics = "synchronized", or 1'
         )
         yield Problem(_CONTEXT_DEGREE, reason, degree, also=(("batchnorm", "statistics"),))

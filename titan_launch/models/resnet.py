@@ -2,8 +2,8 @@
 
     images -> stem -> stages of blocks [ relu(shortcut(x) + convolutions(x)) ] -> mean over the pixels -> fc -> logits
 
-Module names and the position of the stride are those of torchvision. `titan_launch.config.architectures.resnet` has the
-arguments, and the formulas of parameters and FLOPs.
+Module names and the position of the stride are those of torchvision. The arguments, and the formulas of parameters and
+FLOPs, are in `titan_launch.config.architectures.resnet`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Residual block of a 3x3 convolution between two 1x1 convolutions, which reduce and restore the channels."""
+    """Residual block of three convolutions: 1x1 reduces the channels, 3x3 follows, 1x1 expands the channels again."""
 
     def __init__(self, args: ResNetArgs, channels: int, width: int, stride: int):
         super().__init__()
@@ -95,7 +95,7 @@ class ResNet(nn.Module):
 
 
 def _stage(args: ResNetArgs, channels: int, width: int, depth: int, stride: int) -> nn.Sequential:
-    """Return the blocks of one width; the first takes `channels` channels and has the stride."""
+    """Return `depth` blocks of one width. The first block takes `channels` channels and has the stride."""
     block, out_channels = _BLOCKS[args.block], width * EXPANSION[args.block]
     others = (block(args, out_channels, width, 1) for _ in range(depth - 1))
     return nn.Sequential(block(args, channels, width, stride), *others)
@@ -110,14 +110,14 @@ def _norm(args: ResNetArgs, channels: int) -> nn.BatchNorm2d:
 
 
 def _shortcut(args: ResNetArgs, channels: int, out_channels: int, stride: int) -> nn.Module:
-    """Return the module that brings a block's input to the shape of the block's output."""
+    """Return a module that maps a block's input to the shape of the block's output."""
     if stride == 1 and channels == out_channels:
         return nn.Identity()
     return nn.Sequential(_conv(channels, out_channels, 1, stride), _norm(args, out_channels))
 
 
 def initial_values(args: ResNetArgs) -> InitTable:
-    """Return initial values: convolutions keep the variance of the gradient (arXiv:1502.01852), logits are near 0."""
+    """Return initial values: convolutions preserve the gradient's variance (arXiv:1502.01852), logits are near 0."""
     last_norm = "layer*.*.bn2.weight" if args.block == "basic" else "layer*.*.bn3.weight"
     return InitTable(
         [

@@ -1,4 +1,4 @@
-"""The facts that the launcher needs about a model of this package."""
+"""`ModelSpec`, which describes a model of this package: construction, initial values, and how it can be divided."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 from titan_launch.models.initializers import Initializer
 
 TensorStyle = Literal["embedding", "sequence", "input", "colwise", "heads", "rowwise", "head"]
-"""The style by which tensor parallelism divides a module over T ranks. The stream is the activations (batch, tokens,
-features) between layers; with sequence parallelism it is divided by token, otherwise every rank has the whole stream.
+"""The style by which tensor parallelism divides a module over T ranks. "Stream" means the activations (batch, tokens,
+features) between layers. With sequence parallelism each rank has a part of the tokens, otherwise the whole stream.
 
     style       part of the module on each rank                     input -> output
     embedding   1/T of the rows of an nn.Embedding                  token ids -> stream
@@ -27,14 +27,16 @@ features) between layers; with sequence parallelism it is divided by token, othe
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """The shape of a model's calls of attention, the same in every block."""
+    """Numbers of heads and features in a model's attention, which are the same in every block."""
 
     queries: int
+    """Number of query heads."""
+
     keys: int
-    """Heads of keys and values."""
+    """Number of heads of keys and of values."""
 
     width: int
-    """Features of one head."""
+    """Number of features of one head."""
 
     queries_from: str
     """Glob of the modules whose output becomes the queries. Attention computes in the dtype of these modules."""
@@ -42,13 +44,13 @@ class AttentionHeads:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model: its construction, initial values, and the ways in which it can be divided.
+    """The construction of a model, its initial values, and how it can be divided.
 
-    `args` below are the model's arguments, of its class in `titan_launch.config.architectures`.
+    `args` below are the arguments of the model, an object of `titan_launch.config.architectures`.
     """
 
     build: Callable[[Any, int], nn.Module]
-    """Function of (args, seq_len) that returns the module on the default device."""
+    """Function of (args, seq_len) that builds the module on the default device."""
 
     blocks: tuple[str, ...]
     """Globs of the modules that become one FSDP2 unit each."""
@@ -60,23 +62,22 @@ class ModelSpec:
     """Function of args that returns the initializer of parameters and buffers."""
 
     embeddings: tuple[str, ...] = ()
-    """Paths of the embeddings that run first. Only their own forward reads their weights, and backward needs only the
-    indices."""
+    """Paths of the embeddings that run first. No other module reads their weights. Their backward needs the token ids,
+    but not the weights."""
 
     tensor_parallel: Mapping[str, TensorStyle] | None = None
     """Styles of tensor parallelism by glob of modules; the first glob that matches wins. Every module with parameters
     needs a style. None: tensor parallelism is not supported."""
 
     pipeline_order: tuple[str, ...] = ()
-    """Globs of the modules between which pipeline parallelism may divide the model, in the order of their forwards.
-    Each module takes the output of the module before it, one tensor. All parameters are in these modules, and the
-    forwards around them do nothing else. Empty: pipeline parallelism is not supported."""
+    """Globs of the modules that pipeline parallelism may put on different stages, in the order of their forwards. Each
+    module takes one tensor, the output of the module before it. All parameters are in these modules, and the model's
+    forward only calls them. Empty: pipeline parallelism is not supported."""
 
     context_parallel: Mapping[str, int] | None = None
-    """The axis of the tokens in each buffer along the sequence (tables of positions), by glob of full names. These
-    buffers are divided like the tokens. The table also declares that tokens interact only in
-    `F.scaled_dot_product_attention` of (batch, heads, tokens, width) with `is_causal=True`. None: context parallelism
-    is not supported."""
+    """The token axis of each buffer with one row per position, by glob of full names. These buffers are divided like
+    the tokens. A model with this table must let tokens interact only in `F.scaled_dot_product_attention`, on tensors
+    (batch, heads, tokens, width) and with `is_causal=True`. None: context parallelism is not supported."""
 
     attention: Callable[[Any], AttentionHeads] | None = None
-    """Function of args that returns the shape of the causal attention without a mask. None: no such attention."""
+    """Function of args that describes the model's causal attention. None: the model has no causal attention."""

@@ -1,6 +1,7 @@
-"""A model divided into pipeline stages. Each stage is the model with pass-through modules for those of other stages.
+"""Division of a model into pipeline stages. Each stage is a copy of the model's module tree. In this copy, pass-through
+modules replace the modules of other stages.
 
-So module paths, names in checkpoints and initial values are those of the whole model, and model files know nothing of
+So module paths, names in checkpoints and initial values are those of the whole model. Model files need no code for
 stages.
 """
 
@@ -14,7 +15,7 @@ from torch import nn
 
 
 class PassThrough(nn.Module):
-    """Replacement of a module that another stage holds."""
+    """Replacement for a module that another stage holds. It returns its first input unchanged."""
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the first input."""
@@ -22,10 +23,11 @@ class PassThrough(nn.Module):
 
 
 def cut(model: nn.Module, stages: Sequence[Collection[str]], others: Collection[str]) -> tuple[nn.Module, ...]:
-    """Replace the modules `others` of a model in place, and return the stages, which share the remaining modules.
+    """Return the stages of this rank. Replace the modules `others`, which are on other ranks, in place.
 
-    `stages`, `others`: paths of modules, together the whole pipeline order. A single stage is the model itself. Modules
-    outside of the pipeline order have no parameters, and are on every stage.
+    The stages share their modules with `model`; a single stage is `model` itself. `stages` and `others` are paths of
+    modules, and together contain the whole pipeline order. Modules outside of the pipeline order have no parameters,
+    and are on every stage.
     """
     pipeline_order = {path for stage in stages for path in stage} | set(others)
     views = [_view(model, set(stage), pipeline_order) for stage in stages] if len(stages) > 1 else [model]
@@ -35,7 +37,10 @@ def cut(model: nn.Module, stages: Sequence[Collection[str]], others: Collection[
 
 
 def _view(module: nn.Module, kept: Collection[str], pipeline_order: Collection[str], path: str = "") -> nn.Module:
-    """Return a copy of a module without the modules that are not `kept`; the module itself if it loses none."""
+    """Return a copy of a module, in which pass-through modules replace modules of the order that are not `kept`.
+
+    If no module is replaced, return `module` itself.
+    """
     if path in pipeline_order:
         return module if path in kept else PassThrough()
     if not any(other.startswith(f"{path}.") or not path for other in pipeline_order):

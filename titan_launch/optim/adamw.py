@@ -15,17 +15,18 @@ from titan_launch.optim.shards import ShardGroup, count_step, in_float32, master
 
 
 def update_adamw(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: Tensor) -> None:
-    """Update all groups in float32. Results that are stored in bfloat16 are rounded once, at the end.
+    """Update all groups in float32. Results in bfloat16 are rounded once, when they are stored.
 
-    `applied`: 1, or 0 for a skipped step, whose gradients must be 0. The host does not wait for the device.
+    `applied`: scalar on the device, 1, or 0 for a skipped step. The gradients of a skipped step must be 0. The host
+    does not wait for the device.
     """
     for group in groups:
         count_step(group.shards, applied)
         step = group.shards[0].state["step"].double().clamp(min=1)  # 0 before the first update, which may be skipped
-        # Scalars in the dtype of the lists, without which PyTorch updates a list tensor by tensor.
+        # The scalars have the dtype of the lists. Otherwise PyTorch would update a list tensor by tensor.
         corrections = _Corrections(
             (1 - config.beta2**step).sqrt().float(),
-            ((1 - config.beta1**step) / applied).float(),  # infinity where the step is skipped: no update
+            ((1 - config.beta1**step) / applied).float(),  # infinity if the step is skipped: no update
         )
         for batch in batches([shard.parameter.numel() for shard in group.shards]):
             _update(group._replace(shards=[group.shards[index] for index in batch]), config, applied, corrections)
@@ -50,13 +51,13 @@ def update_pytorch(group: ShardGroup, config: OptimizerConfig, found_inf: Tensor
 
 
 class _Corrections(NamedTuple):
-    """Bias corrections of the moments: scalars on the device."""
+    """AdamW's bias corrections, as scalars on the device."""
 
     root: Tensor
-    """Bias correction of the square root of the second moment."""
+    """Divisor of the square root of the second moment: sqrt(1 - beta2^step)."""
 
     mean: Tensor
-    """Bias correction of the first moment."""
+    """Divisor of the first moment: 1 - beta1^step, or infinity for a skipped step."""
 
 
 def _update(group: ShardGroup, config: OptimizerConfig, applied: Tensor, corrections: _Corrections) -> None:

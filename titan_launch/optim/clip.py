@@ -1,6 +1,6 @@
-"""The norm of the gradient, and clipping to it: on this rank's shards, with one number exchanged.
+"""Gradient norm and clipping. Each rank computes with its shards, and the ranks exchange one number.
 
-`torch.nn.utils.clip_grad_norm_` gives the same, but dispatches several operations for every DTensor.
+`torch.nn.utils.clip_grad_norm_` gives the same result, but dispatches several operations for every DTensor.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from torch.nn.utils import get_total_norm
 from titan_launch.distributed.dtensor import local_tensor
 
 _SMALLEST = 1e-6
-"""Added to a norm that is divided by, as PyTorch does."""
+"""Number that is added to the norm before a division by it, as in `torch.nn.utils.clip_grad_norm_`."""
 
 
 @torch.no_grad()
 def clip_grad_norm(
     parameters: Iterable[nn.Parameter], max_norm: float, pipeline: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Scale all gradients down together, in place, so that their norm is at most `max_norm`; 0 leaves them alone.
+    """Clip gradients in place to a total norm of at most `max_norm`. If `max_norm` is 0, do not change them.
 
-    Returns the norm before, over all shards: a plain scalar, the same on all ranks that share the shards; collective
-    over them. DTensors are all on one mesh. `pipeline`: the ranks that have other parameters of the same model, whose
-    gradients count too; collective over it. Waits for nothing on the host; a norm that is not finite makes the
-    gradients NaN, and the caller must leave the step out.
+    Return the norm before clipping, over all shards, as a scalar tensor. It is equal on all ranks. DTensors must all be
+    on one mesh. `pipeline`: the ranks of the other pipeline stages, whose gradients are part of the norm.
+
+    Collective over the ranks that share the shards, and over `pipeline`. The host does not wait for the device. If the
+    norm is not finite, the gradients become NaN, and the caller must skip the step.
     """
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -51,10 +52,10 @@ def clip_grad_norm(
 
 
 def _norm_over_shards(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the norm of gradients of which this rank has shards, in float32 or more.
+    """Return the norm of sharded gradients over all ranks, in float32 or float64.
 
-    Pipeline stages, whose gradients may have different dtypes, must agree on the norm. Squares are added in float64,
-    because the squares of large norms overflow float32.
+    The dtype is at least float32, because pipeline stages with gradients of different dtypes must agree on the norm.
+    Squares are added in float64, because the squares of large norms overflow float32.
     """
     if not isinstance(gradients[0], DTensor):
         return get_total_norm(gradients)
@@ -65,7 +66,7 @@ def _norm_over_shards(gradients: Sequence[Tensor]) -> Tensor:
     squares = []
     for where, norm in norms.items():
         copies = math.prod(mesh.size(axis) for axis in axes if not divided[where][axis])
-        squares.append(norm.double().square() / copies)  # every copy is added
+        squares.append(norm.double().square() / copies)  # the all-reduce adds every copy
     square = torch.stack(squares).sum()
     for axis in axes:
         dist.all_reduce(square, group=mesh.get_group(axis))
@@ -73,7 +74,7 @@ def _norm_over_shards(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _by_placements(gradients: Sequence[Tensor]) -> Mapping[tuple[Placement, ...], list[Tensor]]:
-    """Yield this rank's shards of DTensors, grouped by mesh and placements."""
+    """Return this rank's shards of DTensors, grouped by placements."""
     parts: defaultdict[tuple[Placement, ...], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         assert isinstance(gradient, DTensor), "parameters are DTensors, all or none"
@@ -82,7 +83,7 @@ def _by_placements(gradients: Sequence[Tensor]) -> Mapping[tuple[Placement, ...]
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Return the tensors in groups that one kernel can process."""
+    """Return the tensors in lists of one dtype, each of which one `_foreach` kernel can process."""
     alike: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         alike[tensor.dtype].append(tensor)

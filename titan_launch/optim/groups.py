@@ -30,10 +30,10 @@ class Group(NamedTuple):
 
 
 def group_parameters(model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()) -> list[Group]:
-    """Return the trainable parameters of a model, or of a part of one, in groups.
+    """Return the trainable parameters of a model, or of a pipeline stage, in groups of equal settings.
 
-    The first entry of `[[optimizer.param_groups]]` whose glob matches a path of a parameter decides. A shared parameter
-    has several paths, but only one group. `head`: paths of the modules that run last.
+    The first entry of `[[optimizer.param_groups]]` whose glob matches a path of a parameter decides its settings. A
+    shared parameter has several paths, but only one group. `head`: paths of the modules that run last.
     """
     undecayed, inner = _undecayed(model), _inner_matrices(model, head)
     groups: dict[str, Group] = {}
@@ -46,8 +46,11 @@ def group_parameters(model: nn.Module, config: OptimizerConfig, head: Collection
 
 
 def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()) -> None:
-    """Raise ConfigError for problems that only the whole model shows: an entry of `[[optimizer.param_groups]]` that
-    decides nothing, an algorithm for matrices without a matrix to update, or an unknown output layer."""
+    """Raise ConfigError if `[optimizer]` does not fit the whole model.
+
+    Problems: an entry of `[[optimizer.param_groups]]` applies to no parameter, an algorithm for matrices has no matrix
+    or another parameter to update, or the output layer is unknown.
+    """
     paths = _trainable_paths(model)
     decisions = {parameter: first_match(config.param_groups, names) for parameter, names in paths.items()}
     problems = list(_unused(config.param_groups, paths.values(), set(decisions.values())))
@@ -58,8 +61,8 @@ def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collecti
         for_others = None if algorithm is None else ALGORITHMS[algorithm].for_others
         if for_others is not None and parameter.ndim != 2:
             reason = (
-                f"{algorithm} is for matrices, and {paths[parameter][0]} has {parameter.ndim} axes; "
-                f'match matrices alone, or set "{for_others}"'
+                f"{algorithm} is for matrices, but {paths[parameter][0]} has {parameter.ndim} axes; "
+                f'match only matrices, or set "{for_others}"'
             )
             problems.append(Problem(("optimizer", "param_groups", index, "algorithm"), reason, algorithm))
     problems += _without_matrices(model, config, head)
@@ -71,23 +74,23 @@ def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collecti
 
 
 def _without_matrices(model: nn.Module, config: OptimizerConfig, head: Collection[str]) -> Iterator[Problem]:
-    """Yield why an algorithm of matrices cannot update this model."""
+    """Yield a problem if `optimizer.name` is an algorithm for matrices that cannot update this model."""
     for_others = ALGORITHMS[config.name].for_others
     if for_others is None:
         return
     if not head and all(group.algorithm is None for group in config.param_groups):
         reason = (
-            "does not support output layers, and the output layer of your model is unknown; give that layer a group, "
+            "does not support output layers, and the output layer of your model is unknown; add a group for it, "
             f'as in [[optimizer.param_groups]] match = "output.*", algorithm = "{for_others}"'
         )
         yield Problem(("optimizer", "name"), reason, config.name)
     elif all(group.settings.algorithm != config.name for group in group_parameters(model, config, head)):
-        reason = f'the model has no matrix for it (convolutions are left to {for_others}); set "{for_others}"'
+        reason = f'the model has no matrix for it ({for_others} updates convolutions); set "{for_others}"'
         yield Problem(("optimizer", "name"), reason, config.name)
 
 
 def _trainable_paths(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return every trainable parameter with its paths. A shared parameter has several paths."""
+    """Return the paths of every trainable parameter. A shared parameter has several paths."""
     paths: dict[nn.Parameter, list[str]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
@@ -96,8 +99,8 @@ def _trainable_paths(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _undecayed(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters without weight decay by default. A weight shared by an embedding and an output layer is
-    one of them."""
+    """Return the parameters that have no weight decay by default. They include a weight that an embedding and the
+    output layer share."""
     return {
         parameter
         for module in model.modules()
@@ -107,8 +110,8 @@ def _undecayed(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _inner_matrices(model: nn.Module, head: Collection[str]) -> set[nn.Parameter]:
-    """Return the parameters that an algorithm of matrices updates by default: those that are inner matrices of every
-    module that has them."""
+    """Return the parameters that an algorithm for matrices updates by default. A shared parameter must be an inner
+    matrix in each of its modules."""
     found: set[nn.Parameter] = set()
     others: set[nn.Parameter] = set()
     for path, module in model.named_modules(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Gather full matrices from shards, and scatter results. Several matrices are exchanged together: one per rank."""
+"""Exchange of matrices between ranks: each rank gathers one full matrix of a batch, and scatters its result."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True)
 class MatrixGather:
-    """The division of matrices among ranks. Matrices with equal divisions can be exchanged together.
+    """The sharding of matrices over ranks. Matrices with equal sharding can be exchanged together.
 
     A batch is a list of at most `size` matrices, in the same order on all ranks. Along FSDP2's mesh axis, every rank
     sends its shard of the i-th matrix to the i-th rank in one all-to-all. A second all-to-all returns the shards of the
-    results. If tensor parallelism divides the matrices too, its ranks all-gather them between the two all-to-alls, and
-    each of its ranks computes with the full matrix. Replicas do the same work.
+    results. If tensor parallelism shards the matrices too, its ranks all-gather each matrix between the two
+    all-to-alls, and all of them compute with the full matrix. All replicas repeat the same work.
     """
 
     mesh: DeviceMesh | None
-    """None if nothing is divided."""
+    """Mesh of the matrices; None if they are plain tensors."""
 
     placements: tuple[Placement, ...]
 
@@ -40,7 +40,7 @@ class MatrixGather:
         return 1 if self.mesh is None or self._axis is None else self.mesh.size(self._axis)
 
     def gather(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> Tensor | None:
-        """Return the full matrix that this rank computes with, gathered from the shards of all ranks.
+        """Return the full matrix of a batch that this rank computes with, gathered from the shards of all ranks.
 
         `parts`: this rank's shards of a batch, one per matrix. `shapes`: the full shapes. The i-th rank along FSDP2's
         axis gets the i-th matrix, in bfloat16 on the mesh's device. A rank without a matrix gets None.
@@ -77,25 +77,25 @@ class MatrixGather:
 
     @property
     def _axis(self) -> int | None:
-        """FSDP2's axis of the mesh: the first axis that divides the matrices. Tensor parallelism has a later axis."""
+        """FSDP2's axis of the mesh: the first axis that shards the matrices. Tensor parallelism has a later axis."""
         return next((axis for axis, placement in enumerate(self.placements) if placement != Replicate()), None)
 
     @property
     def _tensor_parallel(self) -> list[tuple[int, int]]:
-        """Pairs of an axis of the mesh, after FSDP2's axis, and the axis of the matrix that it divides."""
+        """Pairs for tensor parallelism: an axis of the mesh, and the axis of the matrix that it shards."""
         start = len(self.placements) if self._axis is None else self._axis + 1
         behind = enumerate(self.placements[start:], start)
         return [(axis, placement.dim) for axis, placement in behind if isinstance(placement, Sharded)]
 
     def _index(self, shapes: Sequence[Shape]) -> int | None:
-        """Return the index of the matrix in a batch that this rank gathers; None if the batch has no matrix for it."""
+        """Return the index of the matrix that this rank gathers; None if the batch has no matrix for this rank."""
         assert self.mesh is not None and self._axis is not None
         own = self.mesh.get_local_rank(self._axis)
         return own if own < len(shapes) else None
 
     def _rows(self, shape: Shape) -> tuple[list[int], int]:
-        """Return the division of this rank's tensor-parallel part of a matrix along FSDP2's axis: the number of rows of
-        each rank, and the number of columns."""
+        """Return how FSDP2 shards this rank's tensor-parallel part of a matrix: the number of rows on each rank, and
+        the number of columns."""
         assert self.mesh is not None
         left = list(shape)
         for axis, divided in self._tensor_parallel:
@@ -142,7 +142,7 @@ class MatrixGather:
 
 
 def matrix_gather_of(parameter: Tensor) -> MatrixGather:
-    """Return the division of a parameter among ranks."""
+    """Return the sharding of a parameter."""
     if isinstance(parameter, DTensor):
         return MatrixGather(parameter.device_mesh, tuple(parameter.placements))
     return MatrixGather(None, ())

@@ -1,4 +1,4 @@
-"""Muon (K. Jordan, 2024; arXiv:2502.16982) over sharded matrices: each is put together on one rank, once a step."""
+"""Muon (K. Jordan, 2024; arXiv:2502.16982) for sharded matrices. In each step, one rank gathers each full matrix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EPS = 1e-7
 
 
 class Matrix(NamedTuple):
-    """A parameter to be updated, with the settings of its group."""
+    """A matrix that Muon updates, with the settings of its group."""
 
     shard: LocalShard
     lr: float
@@ -28,9 +28,10 @@ class Matrix(NamedTuple):
 
 
 def update_muon(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: Tensor) -> None:
-    """Update all groups. Collective over the ranks that share the matrices; all ranks have the same ones in one order.
+    """Update all groups. Collective over the ranks that share the matrices, in the same order on all ranks.
 
-    `applied`: 1, or 0 for a skipped step, whose gradients must be 0. The host does not wait for the device.
+    `applied`: scalar on the device, 1, or 0 for a skipped step. The gradients of a skipped step must be 0. The host
+    does not wait for the device.
     """
     matrices = [Matrix(shard, group.lr, group.weight_decay) for group in groups for shard in group.shards]
     for division, batch in _batches(matrices):
@@ -49,10 +50,10 @@ def _update(division: MatrixGather, batch: Sequence[Matrix], config: MuonConfig,
 
 
 def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
-    """Return the matrix with singular values near 1, in bfloat16: `steps` Newton-Schulz iterations of a quintic.
+    """Return the matrix with its singular values moved close to 1, in bfloat16, by `steps` Newton-Schulz iterations.
 
-    The matrix is divided by its Frobenius norm. The iterations run on the smaller of its two products with its
-    transpose. `matrix` is overwritten.
+    First the matrix is divided by its Frobenius norm. Each iteration applies a quintic polynomial, computed from the
+    smaller of the two products of the matrix with its transpose. `matrix` may be overwritten.
     """
     a, b, c = _COEFFICIENTS
     x = matrix.bfloat16()
@@ -61,7 +62,7 @@ def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
     x.div_(x.norm().clamp(min=_EPS))
     result, gram = torch.empty_like(x), x.new_empty(len(x), len(x))
     polynomial = torch.empty_like(gram)
-    for _ in range(steps):  # into the same four buffers
+    for _ in range(steps):  # the results use the same four buffers
         torch.mm(x, x.T, out=gram)
         torch.addmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
         torch.addmm(x, polynomial, x, beta=a, out=result)
@@ -77,9 +78,9 @@ def scale_of_update(config: MuonConfig, rows: int, columns: int) -> float:
 
 
 def _batches(matrices: Sequence[Matrix]) -> Iterator[tuple[MatrixGather, list[Matrix]]]:
-    """Yield batches with at most one matrix for each rank that divides them.
+    """Yield batches of matrices with equal sharding, with at most one matrix per rank.
 
-    Matrices of equal size are in one batch, because the ranks wait for each other.
+    Matrices are sorted by size, because ranks wait for the largest matrix of a batch.
     """
     divided_alike: dict[MatrixGather, list[Matrix]] = {}
     for matrix in sorted(matrices, key=lambda matrix: matrix.shard.full.numel(), reverse=True):
@@ -90,7 +91,7 @@ def _batches(matrices: Sequence[Matrix]) -> Iterator[tuple[MatrixGather, list[Ma
 
 
 def _direction(shard: LocalShard, config: MuonConfig, applied: Tensor) -> Tensor:
-    """Return the momentum after this step's gradient, in bfloat16, and store it in the state."""
+    """Update the momentum in the state with this step's gradient. Return the update's direction, in bfloat16."""
     shard.state["step"].add_(applied)
     gradient, momentum = shard.gradient.float(), shard.state["momentum_buffer"].float()
     momentum.lerp_(gradient, ((1 - config.momentum) * applied).float())

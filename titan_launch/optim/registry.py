@@ -1,4 +1,4 @@
-"""An optimizer over shards for every algorithm of `titan_launch.config.optimizers` and for mixed dtypes."""
+"""Construction of the optimizer: PyTorch's AdamW, or `MixedOptimizer` for other algorithms and for mixed dtypes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from titan_launch.plan.param_groups import is_mixed
 
 
 class MixedOptimizer(Optimizer):
-    """An optimizer whose groups have their own algorithms.
+    """An optimizer in which each group has its own algorithm.
 
-    PyTorch's implementation updates a group if there is one, unless `is_mixed` is True. Then moments, parameters and
-    masters have dtypes of their own.
+    If PyTorch implements the algorithm of a group, that implementation updates the group. If `is_mixed` is True, this
+    package updates all groups: moments, parameters and master weights then have different dtypes.
 
-    The state of a parameter is `step`, the tensors that the algorithm names, and `master` if there is one. All but
-    `step` are DTensors like the parameter. As in PyTorch's fused optimizers, a step is skipped if `found_inf` is not 0.
+    The state of a parameter is `step`, the tensors that the algorithm names, and optionally `master`. All except `step`
+    are DTensors like the parameter. As in PyTorch's fused optimizers, a step is skipped if `found_inf` is not 0.
     """
 
     def __init__(self, groups: Sequence[Group], config: OptimizerConfig, *, is_mixed: bool, seed: int):
@@ -35,13 +35,13 @@ class MixedOptimizer(Optimizer):
         self._seed = seed if config.rounding == "stochastic" else None
         self._names = {p: name for group in groups for name, p in group.parameters.items()}
         self._histories: dict[Tensor, float] = {}
-        """A number for each parameter; parameters of a group with equal numbers have equal step counts."""
+        """A number for each parameter. Parameters of a group with equal numbers have equal step counts."""
 
         super().__init__([as_param_group(group) for group in groups], {"lr": config.lr})
 
     @property
     def reads_found_inf(self) -> bool:
-        """True if the device decides that a step is skipped."""
+        """True if `step` reads `found_inf` on the device and skips the update itself, without the host."""
         is_own = all(self._pytorchs(group["algorithm"]) is None for group in self.param_groups)
         return is_own or self._config.implementation == "fused"
 
@@ -70,7 +70,7 @@ class MixedOptimizer(Optimizer):
                 resolve_name(ALGORITHMS[name].update)(groups, self._config, applied)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state as it is. (PyTorch's casts all of it to the dtypes of the parameters.)"""
+        """Load a state with its own dtypes. (PyTorch's method would cast it to the dtypes of the parameters.)"""
         super().load_state_dict({**state_dict, "state": {}})
         given, own = (
             list(chain.from_iterable(group["params"] for group in groups))
@@ -85,9 +85,9 @@ class MixedOptimizer(Optimizer):
     def _shards_by_step(self, group: Mapping[str, Any]) -> list[list[LocalShard]]:
         """Return the shards of a group in lists with equal step counts.
 
-        There is one list if all parameters have gradients in every step. The step counts are on the device, because a
-        skipped step does not count. A skipped step is skipped for all parameters. So counts are equal if parameters had
-        gradients in the same steps. The host knows these steps and does not read the counts.
+        There is one list if all parameters have gradients in every step. A skipped step does not count, so the step
+        counts are on the device. The host does not read them: two counts are equal if both parameters had gradients in
+        the same steps, because a skipped step is skipped for all parameters.
         """
         numbers: dict[tuple[float | None, bool], int] = {}
         for parameter in group["params"]:
@@ -100,7 +100,7 @@ class MixedOptimizer(Optimizer):
         return list(lists.values())
 
     def _shards(self, group: Mapping[str, Any]) -> Iterator[LocalShard]:
-        """Return the shards of the parameters with a gradient, and create missing state."""
+        """Yield the shards of the parameters with a gradient. Create the state of new parameters."""
         for parameter in group["params"]:
             if parameter.grad is not None:
                 state = self.state[parameter]
@@ -120,7 +120,7 @@ class MixedOptimizer(Optimizer):
         return state
 
     def _pytorchs(self, algorithm: str) -> PyTorchUpdate | None:
-        """Return PyTorch's implementation of an algorithm if it updates the parameters here."""
+        """Return PyTorch's implementation of an algorithm, or None if this package updates the parameters."""
         return None if self._is_mixed else ALGORITHMS[algorithm].pytorch
 
 
@@ -137,10 +137,10 @@ _IMPLEMENTATIONS = {
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, head: Collection[str] = (), seed: int = 0) -> Optimizer:
-    """Build the optimizer of the trainable parameters of a model, or of a part of one, sharded or not, on its device.
+    """Build the optimizer of a model's trainable parameters, or of a pipeline stage's, sharded or not, on its device.
 
-    `head`: paths of the modules that run last, the matrices of which are not for Muon. `seed`: of stochastic rounding.
-    `set_lr` sets the learning rates, before each step. `check_param_groups` finds the errors of a job before.
+    `head`: paths of the modules that run last; Muon does not update their matrices. `seed`: for stochastic rounding.
+    Call `check_param_groups` first, which raises the errors of a job. Call `set_lr` before each step.
     """
     groups = group_parameters(model, config, head)
     in_pytorch = [group for group in groups if ALGORITHMS[group.settings.algorithm].pytorch is not None]
@@ -160,10 +160,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, head: Collection[
 def step_unless(optimizer: Optimizer, nonfinite: Tensor) -> None:
     """Call `optimizer.step()` unless `nonfinite` (a scalar on the device, 0 or 1) is 1.
 
-    A skipped step changes neither parameters nor optimizer state, including its step counts. `MixedOptimizer` and
-    PyTorch's fused implementation decide on the device. They read the attributes that `torch.amp.GradScaler` sets on an
-    optimizer for the same purpose. The attributes exist for this step only. With other implementations the host waits
-    for the device.
+    A skipped step changes neither parameters nor optimizer state, including step counts. `MixedOptimizer` and PyTorch's
+    fused implementation read `nonfinite` on the device. They receive it by the attributes that `torch.amp.GradScaler`
+    sets on an optimizer, which exist for this step only. With other implementations the host waits for the device.
     """
     if _decides_on_device(optimizer):
         flag = (nonfinite != 0).to(torch.float32)  # the kernels compare with exactly 1.0

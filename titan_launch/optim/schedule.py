@@ -12,9 +12,9 @@ from titan_launch.config.sections.training import Constant, Cosine, Linear, Sche
 def lr_factor(config: SchedulerConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of an optimizer step, as a fraction of the peak. Steps count from 1.
 
-    Warm-up is linear from 0, before the first step, to the peak at its last step. Without warm-up, step 1 is at the
-    peak. The decay starts after the last step at the peak. It would reach `min_lr_factor` at step `total_steps + 1`, so
-    that no step has a learning rate of 0. If the phases of the job do not fit into `total_steps`, they are clipped.
+    During warm-up the rate grows linearly: step k of n has k / n of the peak. Without warm-up, step 1 is at the peak.
+    The decay follows the last step at the peak. It would reach `min_lr_factor` at step `total_steps + 1`, so no step
+    has a learning rate of 0. If warm-up and decay do not fit into `total_steps`, they are clipped.
     """
     warmup, decay = _clipped_phases(config, total_steps)
     if step < warmup:
@@ -27,7 +27,7 @@ def lr_factor(config: SchedulerConfig, step: int, total_steps: int) -> float:
 
 
 def describe_clipping(config: SchedulerConfig, total_steps: int) -> str | None:
-    """Describe to how many steps warm-up and decay are clipped; return None if they fit into `total_steps`."""
+    """Return a log line if warm-up or decay is clipped; None if both fit into `total_steps`."""
     phases = zip(("warm-up", "decay"), _phases(config, total_steps), _clipped_phases(config, total_steps), strict=True)
     clipped = [f"{name} is clipped from {wanted} to {fits} steps" for name, wanted, fits in phases if fits < wanted]
     if not clipped:
@@ -42,15 +42,14 @@ def set_lr(optimizer: Optimizer, base_lr: float, factor: float) -> None:
 
 
 def _phases(config: SchedulerConfig, total_steps: int) -> tuple[int, int]:
-    """Return the steps of warm-up and of decay that the job asks for. A decay without a length of its own takes the
-    steps after warm-up."""
+    """Return the numbers of warm-up and decay steps in the job. `cosine` and `linear` decay right after warm-up."""
     if isinstance(config, WarmupStableDecay):
         return config.warmup_steps, round(config.decay_ratio * total_steps)
     return config.warmup_steps, 0 if isinstance(config, Constant) else max(total_steps - config.warmup_steps, 0)
 
 
 def _clipped_phases(config: SchedulerConfig, total_steps: int) -> tuple[int, int]:
-    """Return the steps of warm-up and of decay that fit into `total_steps`. Warm-up comes first."""
+    """Return the numbers of warm-up and decay steps that fit into `total_steps`. Decay is clipped before warm-up."""
     warmup, decay = _phases(config, total_steps)
     warmup = min(warmup, total_steps)
     return warmup, min(decay, total_steps - warmup)
@@ -61,7 +60,7 @@ def _shape(config: WarmupStableDecay | Cosine | Linear) -> str:
 
 
 def _fall(shape: str, done: float) -> float:
-    """Return the remaining share of the decay: 1 at its start (0), 0 at its end (1)."""
+    """Return the remaining share of the decay: 1 if `done` is 0, and 0 if `done` is 1."""
     if shape == "cosine":
         return (1 + math.cos(math.pi * done)) / 2
     if shape == "sqrt":

@@ -14,9 +14,10 @@ from titan_launch.optim.shards import ShardGroup, applied_or_skipped, count_step
 
 
 def update_sgd(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: Tensor) -> None:
-    """Update all groups in float32. Results that are stored in bfloat16 are rounded once, at the end.
+    """Update all groups in float32. Results in bfloat16 are rounded once, when they are stored.
 
-    `applied`: 1, or 0 for a skipped step, whose gradients must be 0. The host does not wait for the device.
+    `applied`: scalar on the device, 1, or 0 for a skipped step. The gradients of a skipped step must be 0. The host
+    does not wait for the device.
     """
     for group in groups:
         count_step(group.shards, applied)
@@ -25,8 +26,8 @@ def update_sgd(groups: Sequence[ShardGroup], config: OptimizerConfig, applied: T
 
 
 def update_pytorch(group: ShardGroup, config: OptimizerConfig, found_inf: Tensor | None) -> None:
-    """Update a group by PyTorch's function. (`torch.optim.SGD` makes its buffers in the first step, and leaves them
-    uninitialized when that step is skipped.)"""
+    """Update a group by PyTorch's function `sgd`. (`torch.optim.SGD` is not used: if it skips the first step, its
+    momentum buffers stay uninitialized.)"""
     shards = group.shards
     count_step(shards, applied_or_skipped(found_inf, shards[0].parameter.device))
     sgd(
@@ -40,7 +41,7 @@ def update_pytorch(group: ShardGroup, config: OptimizerConfig, found_inf: Tensor
 
 
 def _update(group: ShardGroup, config: SGDConfig, applied: Tensor) -> None:
-    # Scalars in the dtype of the lists, without which PyTorch updates a list tensor by tensor.
+    # The scalars have the dtype of the lists. Otherwise PyTorch would update a list tensor by tensor.
     shards = group.shards
     parameters = masters(shards)
     updates = torch._foreach_mul(parameters, (group.weight_decay * applied).float())

@@ -17,7 +17,7 @@ from titan_launch.optim.matrix_gather import matrix_gather_of
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A parameter as this rank has it: plain tensors, the memory of which is that of the DTensors."""
+    """This rank's shard of a parameter, its gradient and its state: plain tensors, in the memory of the DTensors."""
 
     name: str
     full: Tensor
@@ -30,8 +30,10 @@ class LocalShard:
     """Seed of stochastic rounding; None rounds to the nearest."""
 
     def draw(self, what: str) -> Draw | None:
-        """Return the random numbers for the stochastic rounding of `parameter` or of a state tensor; None without
-        it."""
+        """Return the random numbers for stochastic rounding of `what`: `parameter` or the name of a state tensor.
+
+        Return None if values are rounded to the nearest.
+        """
         if self.seed is None:
             return None
         offsets = matrix_gather_of(self.full).offsets(self.full.shape)
@@ -46,7 +48,7 @@ class ShardGroup(NamedTuple):
     weight_decay: float
 
     def pytorch_settings(self, config: OptimizerConfig, found_inf: Tensor | None) -> dict[str, Any]:
-        """Return the arguments that PyTorch's functions have in common."""
+        """Return the arguments that PyTorch's functions for all algorithms share."""
         return {
             "foreach": config.implementation == "foreach",
             "fused": config.implementation == "fused",
@@ -65,9 +67,10 @@ def shard_of(name: str, parameter: Tensor, state: dict[str, Any], seed: int | No
 
 
 def mask_gradients(shards: Sequence[LocalShard], found_inf: Tensor | None) -> None:
-    """Set the gradients to zero, in place, if the step is skipped: if `found_inf`, on the shards' device, is not 0.
+    """Set the gradients to zero, in place, if `found_inf` is not 0: the step is skipped.
 
-    The gradients are multiplied as integers of the same size, because NaN * 0 is NaN.
+    `found_inf` is on the device of the shards. The bits of a gradient are multiplied as an integer, because NaN * 0 is
+    NaN.
     """
     if found_inf is None:
         return
@@ -78,34 +81,38 @@ def mask_gradients(shards: Sequence[LocalShard], found_inf: Tensor | None) -> No
 
 
 def applied_or_skipped(found_inf: Tensor | None, device: torch.device) -> Tensor:
-    """Return 1, or 0 for a skipped step, on a device: float64, which takes the dtype of the tensors it multiplies."""
+    """Return a scalar on `device`: 0 if `found_inf` is not 0, which skips the step, otherwise 1.
+
+    As a float64 scalar tensor, it does not change the dtype of tensors that it multiplies.
+    """
     if found_inf is None:
         return torch.ones((), dtype=torch.float64, device=device)
     return (found_inf.to(device) == 0).double()
 
 
 def count_step(shards: Sequence[LocalShard], applied: Tensor) -> None:
-    """Count a step that is not skipped."""
-    # A list of equal tensors: of one tensor, PyTorch would ask the device for its value.
+    """Add `applied` to the step counts: 1, or 0 for a skipped step."""
+    # This is a list of equal tensors, because PyTorch would copy the value of a single tensor to the host.
     torch._foreach_add_([shard.state["step"] for shard in shards], [applied.float()] * len(shards))
 
 
 def in_float32(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors in float32: a copy of each one in another dtype, and the others themselves."""
+    """Return the tensors in float32. A tensor in float32 is returned itself, and others are copied."""
     results = [t if t.dtype == torch.float32 else torch.empty_like(t, dtype=torch.float32) for t in tensors]
     _copy(results, tensors)
     return results
 
 
 def masters(shards: Sequence[LocalShard]) -> list[Tensor]:
-    """Return the parameters in float32, to be updated: their masters, themselves, or copies."""
+    """Return float32 tensors for the update of the parameters: master weights, float32 parameters, or copies."""
     return in_float32([shard.state.get("master", shard.parameter) for shard in shards])
 
 
 def store(shards: Sequence[LocalShard], name: str, values: Sequence[Tensor]) -> None:
-    """Store float32 values, which are used up, as the `parameter` of each shard, or by a name of its state.
+    """Store float32 values in each shard's `parameter` or state tensor `name`. `values` may be overwritten.
 
-    The value of a parameter with a master is that master, updated in place; the parameter is rounded to the nearest.
+    If a parameter has a master weight, its value is that master, which was updated in place. The parameter is then
+    rounded to the nearest.
     """
     nearest: list[tuple[Tensor, Tensor]] = []
     for shard, value in zip(shards, values, strict=True):
@@ -118,7 +125,7 @@ def store(shards: Sequence[LocalShard], name: str, values: Sequence[Tensor]) -> 
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy the tensors that are not their own targets; those of the same two dtypes in one operation."""
+    """Copy each source to its target, unless both are the same tensor. Tensors of equal dtypes share one operation."""
     alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         if target is not source:
@@ -130,16 +137,16 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 _DROPPED_BITS = 16
-"""Bits of a float32 that a bfloat16 does not have: the last ones of the mantissa."""
+"""Number of bits that a float32 has and a bfloat16 has not: the last bits of the mantissa."""
 
-_GOLDEN = -1640531527  # 2^32 divided by the golden ratio, as an int32: multiples of it are far from each other
+_GOLDEN = -1640531527  # 2^32 divided by the golden ratio, as an int32: its multiples are far apart
 
 
 @dataclass(frozen=True)
 class Draw:
     """The random numbers of a tensor at a step.
 
-    They depend on nothing else. So a resumed run draws the same numbers, and so does every division of the tensor.
+    They depend only on seed, name, step and element. So a resumed run, or another sharding, draws the same numbers.
     """
 
     seed: int
@@ -147,16 +154,16 @@ class Draw:
     """Name of the tensor."""
 
     step: Tensor
-    """The step, a scalar on the tensor's device."""
+    """Step count of the parameter, a scalar on the tensor's device."""
 
     offsets: Sequence[int]
     """Offsets of this rank's shard in the full tensor."""
 
     def bits(self, shape: Sequence[int]) -> Tensor:
-        """Return random integers below 2^16 (int32) for a shard of a shape.
+        """Return random integers below 2^16, an int32 tensor of the given `shape` of this rank's shard.
 
-        They are a hash of seed, name, step and the element's indices. Each index is mixed into a 32-bit word by
-        multiplications and shifts. These discard overflow (the finalizer of MurmurHash3, with C. Wellons' constants).
+        Each integer is a hash of seed, name, step and the element's indices. Each index is mixed into a 32-bit word by
+        multiplications and shifts without overflow checks (MurmurHash3's finalizer, with C. Wellons' constants).
         """
         digest = hashlib.blake2b(f"{self.seed}/{self.name}".encode(), digest_size=4).digest()
         word = self.step.to(torch.int32) * _GOLDEN + int.from_bytes(digest, "little", signed=True)
@@ -168,15 +175,15 @@ class Draw:
 
 
 def round_to(target: Tensor, value: Tensor, draw: Draw | None = None) -> None:
-    """Store float32 values in a tensor of the same shape: to the nearest, or to bfloat16 stochastically with `draw`.
+    """Store float32 values in a tensor of the same shape. Round to the nearest, or stochastically with `draw`.
 
-    Stochastic rounding takes the neighbour above with the probability that makes the mean right. Values that
-    bfloat16 represents are unchanged. `value` is overwritten.
+    Stochastic rounding applies to a bfloat16 `target`. It chooses between the two neighbouring bfloat16 values, such
+    that the expected result equals the value. It overwrites `value`.
     """
     if target is value:
         return
     if draw is not None and target.dtype == torch.bfloat16:
-        bits = value.view(torch.int32)  # magnitude and sign: adding rounds away from zero, for both signs
+        bits = value.view(torch.int32)  # sign and magnitude: for both signs, a larger integer is farther from zero
         bits.add_(draw.bits(value.shape)).bitwise_and_(-(1 << _DROPPED_BITS))
     target.copy_(value)
 
@@ -191,5 +198,5 @@ def _mix(word: Tensor) -> Tensor:
 
 
 def _shifted(word: Tensor, by: int) -> Tensor:
-    """Shift to the right, with zeros from the left."""
+    """Return `word` shifted to the right. The new bits on the left are 0."""
     return (word >> by).bitwise_and_((1 << (32 - by)) - 1)

@@ -1,8 +1,8 @@
 """Gradient accumulation modes: when the gradients of a step's microbatches are communicated.
 
-All modes give the same gradient, because each microbatch's loss is already divided by the step's global number of
-targets, and FSDP2 only sums. The modes differ in communication after each microbatch and in the memory of gradients
-between microbatches. With P parameters, S ranks in a shard group, N microbatches and fp32 reduction, per unit:
+All modes give the same gradient: each microbatch's loss is already divided by the step's global number of targets, and
+FSDP2 only sums. The modes differ in the number of collectives and in the memory for gradients between microbatches. The
+table is for one FSDP2 unit with P parameters, S ranks in a shard group, N microbatches and fp32 reduction:
 
     mode                  reduce-scatters  all-reduces (HSDP)  gradients held between microbatches
     immediate                   N                 N             sharded, 4 P / S bytes
@@ -21,21 +21,21 @@ from titan_launch.config.sections.training import GradientAccumulationConfig
 
 
 class AccumulationStrategy(Protocol):
-    """A gradient accumulation mode. It is called before each microbatch's forward."""
+    """A gradient accumulation mode. The training step calls `begin_microbatch` before each forward."""
 
     def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
-        """Set the communication of the next backward in all FSDP2 units. `is_last`: the step's last microbatch."""
+        """Set which collectives the next backward runs. `is_last`: True for the step's last microbatch."""
 
 
 class Immediate:
-    """The mode with a reduce-scatter, and an all-reduce between replicas, after every microbatch: FSDP2's default."""
+    """FSDP2's default: a reduce-scatter, and an all-reduce between replicas, after every microbatch."""
 
     def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
         """Do nothing."""
 
 
 class Deferred:
-    """The mode without gradient communication before the last microbatch. Unsharded gradients add up on every rank."""
+    """Gradients are communicated only after the last microbatch. Until then every rank sums unsharded gradients."""
 
     def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
         """Enable reduce-scatter and all-reduce for the last microbatch only."""
@@ -43,7 +43,7 @@ class Deferred:
 
 
 class DeferredAllReduce:
-    """The mode with a reduce-scatter after every microbatch, and one all-reduce between replicas after the last."""
+    """A reduce-scatter after every microbatch, but an all-reduce between replicas only after the last one."""
 
     def begin_microbatch(self, model: nn.Module, is_last: bool) -> None:
         """Enable the all-reduce for the last microbatch only."""
@@ -51,9 +51,9 @@ class DeferredAllReduce:
 
 
 class KeepParamsUnsharded:
-    """A wrapper of another mode: parameters stay unsharded until the step's last backward, as in ZeRO-2.
+    """A wrapper around a mode that keeps parameters unsharded until the step's last backward, as in ZeRO-2.
 
-    The units must not reshard after forward either; the plan of the units sets that.
+    The FSDP2 units must not reshard after forward. `ModelPlan` sets this for each unit.
     """
 
     def __init__(self, inner: AccumulationStrategy):
@@ -66,7 +66,7 @@ class KeepParamsUnsharded:
 
 
 def _root(model: nn.Module) -> FSDPModule:
-    assert isinstance(model, FSDPModule), "the model is wrapped by parallel.apply before it is trained"
+    assert isinstance(model, FSDPModule), "parallel.apply must wrap the model before training"
     return model
 
 

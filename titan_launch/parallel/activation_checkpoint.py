@@ -1,8 +1,8 @@
 """Activation checkpointing: modules whose backward computes their forward a second time instead of saving activations.
 
-A module's `forward` is replaced, not the module. Parameters and buffers keep their names, so a checkpoint can be loaded
-in every mode. FSDP2's hooks run outside of the replaced forward. So the second forward finds parameters gathered and
-inputs cast.
+Only a module's `forward` is replaced. Parameters and buffers keep their names, so a checkpoint can be loaded in every
+mode. FSDP2's hooks run outside of the replaced forward, so the second forward uses unsharded parameters and cast
+inputs.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ SAVED_OPS = _MATRIX_PRODUCTS | {
     _communication.all_reduce.default,
     _communication.reduce_scatter_tensor.default,
 }
-"""Operations whose results the option `op` saves: costly ones and collectives. Of matrix products, every
-other one is saved, beginning with the first."""
+"""Operations whose results the option `op` saves: costly operations and collectives. Exception: of the matrix
+products, only every second one is saved, beginning with the first."""
 
 
 def checkpoint_activations(model: nn.Module, modules: Sequence[str], config: ActivationCheckpointConfig) -> None:
-    """Checkpoint the activations of `modules`, in place, before FSDP2 wraps them."""
+    """Replace the forwards of `modules` by checkpointed ones, in place. Call this before FSDP2 wraps the modules."""
     for path in modules:
         _checkpoint(model.get_submodule(path), selection(config) == "op")
 
@@ -69,7 +69,7 @@ def _checkpoint(block: nn.Module, selects_ops: bool) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             return checkpoint(compute, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        # A graph updates buffers once, at its end, even if it computes their new values twice: no copies are needed.
+        # A graph writes buffers once, at its end, even if it computes their new values twice. So no copies are needed.
         options: dict[str, Any] = {"context_fn": _selective_modes} if selects_ops else {}
         return checkpoint(compute, *args, use_reentrant=False, **options, **kwargs)
 
@@ -79,8 +79,8 @@ def _checkpoint(block: nn.Module, selects_ops: bool) -> None:
 class _SecondForward:
     """Context of the second forward, in which the norms of a block update copies of their running statistics.
 
-    So a microbatch counts once. Copies replace the norms' buffers during the second forward. The buffers are not
-    written to and restored, as `RunningStatistics` does, because autograd may have saved them for a norm in eval mode.
+    So each microbatch updates the statistics only once. `RunningStatistics` instead restores the values of the buffers.
+    That is impossible here, because autograd may have saved the buffers of a norm in eval mode.
     """
 
     def __init__(self, norms: Sequence[nn.Module], inner: AbstractContextManager[Any]):
@@ -103,15 +103,15 @@ class _SecondForward:
 
 
 def _selective_modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return the modes of the first and of the second forward of a block that save and reuse costly results."""
+    """Return two dispatch modes: the first forward saves the results of `SAVED_OPS`, and the second reuses them."""
     return create_selective_checkpoint_contexts(_SavePolicy())
 
 
 class _SavableOps(TorchDispatchMode):
-    """Filter that passes only savable operations on to a mode of `_selective_modes`.
+    """Dispatch mode that passes only the operations of `SAVED_OPS` on to a mode of `_selective_modes`.
 
-    The mode requires the same operations in the second forward as in the first. But FSDP2's hooks on units inside a
-    block may all-gather in only one of the two forwards.
+    The inner mode requires that both forwards run the same operations. But if a block contains FSDP2 units, their hooks
+    may all-gather in only one of the two forwards.
     """
 
     def __init__(self, mode: TorchDispatchMode):
@@ -120,7 +120,7 @@ class _SavableOps(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: a compiled graph inside of the block counts as one operation, and runs a second time."""
+        """Return True: a compiled graph inside of the block counts as one operation, which is run a second time."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,7 +130,7 @@ class _SavableOps(TorchDispatchMode):
 
 
 class _SavePolicy:
-    """Decision for each operation of the two forwards, in the order in which they run."""
+    """Decision whether an operation's result is saved. Called for every operation of both forwards, in order."""
 
     def __init__(self) -> None:
         self._num_products: Counter[bool] = Counter()
@@ -143,13 +143,13 @@ class _SavePolicy:
 
 
 def cast_in_second_forward(model: nn.Module, plan: ModelPlan, modules: Sequence[str]) -> None:
-    """Cast the inputs and outputs of the units inside of checkpointed `modules`, after FSDP2 has wrapped the units.
+    """Cast inputs and outputs of the FSDP2 units inside of checkpointed `modules`. Call this after wrapping.
 
     Before torch 2.13, FSDP2 does not cast in the second forward (pytorch issues 148831, 159359, 176650). Tensors that
-    FSDP2 has cast do not change.
+    FSDP2 has already cast do not change.
     """
     units = {path: unit for unit in plan.units for path in unit.modules}
-    inside = {  # a module with several parents may be met first outside of them
+    inside = {  # a shared module has the path of its first parent, which may be outside of `modules`
         info.same_as or info.path
         for info in plan.inventory.modules
         if any(info.path != path and is_within(info.path, path) for path in modules)

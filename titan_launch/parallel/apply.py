@@ -39,16 +39,15 @@ def parallelize(
 ) -> None:
     """Prepare a model on the meta device for distributed training, in place; nothing is allocated.
 
-    1. Storage dtypes first, while parameters are plain tensors without memory. FSDP2 keeps the dtypes it finds.
-    2. Linear layers in float8. Their parameters keep their names and dtypes. Excludes tensor parallelism.
-    3. Tensor parallelism by the model's `styles`. FSDP2 then shards its DTensors further.
-    4. BatchNorm layers, before FSDP2 replaces their class. `statistics_group`: the ranks over which statistics are
-       synchronized; None for local statistics.
-    5. Activation checkpointing, inside of FSDP2's hooks: the second forward of a block starts from inputs that the
-       hooks have cast.
-    6. Compilation around activation checkpointing, so that a graph contains both forwards. With tensor parallelism a
-       graph cannot contain both, and compilation is inside. FSDP2's hooks cannot be in a graph, so they stay outside.
-    7. FSDP2 last, around everything: it shards the parameters that exist then. `offloads`: shards stay on the host.
+    1. Cast to storage dtypes, while parameters are plain tensors without memory. FSDP2 keeps the dtypes that it finds.
+    2. Convert linear layers to float8. Names and dtypes of parameters stay. Not possible with tensor parallelism.
+    3. Apply tensor parallelism by the model's `styles`. FSDP2 then shards the resulting DTensors further.
+    4. Prepare BatchNorm layers, before FSDP2 replaces their class. `statistics_group`: the ranks over which statistics
+       are synchronized; None for local statistics.
+    5. Apply activation checkpointing inside of FSDP2's hooks. The second forward then uses inputs that they have cast.
+    6. Compile around activation checkpointing, so that one graph contains both forwards. With tensor parallelism a
+       graph cannot contain both, so compilation is inside. FSDP2's hooks cannot be in a graph, and stay outside.
+    7. Apply FSDP2 last, because it shards the parameters that exist at its call. `offloads`: shards stay on the host.
     """
     cast_storage(model, plan)
     convert_to_float8(model, plan, float8)

@@ -1,4 +1,4 @@
-"""BatchNorm over data-parallel ranks: local or synchronized statistics, momentum, and the running statistics."""
+"""BatchNorm over data-parallel ranks: local or synchronized statistics, momentum, and pooled running statistics."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from titan_launch.parallel.synchronized_batchnorm import overrides_forward, sync
 _log = logging.getLogger(__name__)
 
 _FEW_VALUES = 32
-"""Number of values per channel below which their variance has a relative standard error above 1/4.
+"""Number of values per channel. With fewer values, the relative standard error of their variance exceeds 1/4.
 
-The error is `sqrt(2 / (n - 1))` for normally distributed values."""
+For n normally distributed values the error is `sqrt(2 / (n - 1))`."""
 
 
 def prepare_batch_norms(
     model: nn.Module, config: BatchNormConfig, num_microbatches: int, group: dist.ProcessGroup | None
 ) -> None:
-    """Apply `[batchnorm]` in place to a model that FSDP2 has not wrapped yet. Nothing is allocated.
+    """Apply the section `[batchnorm]` in place to a model that FSDP2 has not wrapped yet. Nothing is allocated.
 
-    `group`: the data-parallel ranks if statistics are synchronized, else None. `check_batch_norms` must be called
-    first.
+    `group`: the data-parallel ranks if statistics are synchronized, else None. Call `check_batch_norms` first.
     """
     norms = dict(_batch_norms(model))
     if config.momentum_per == "step":
@@ -45,7 +44,7 @@ def prepare_batch_norms(
 
 
 def _momentum_of_microbatch(momentum: float, num_microbatches: int) -> float:
-    """Return the momentum with which `num_microbatches` updates change a statistic as much as one with `momentum`."""
+    """Return the momentum per microbatch: `num_microbatches` updates with it equal one update with `momentum`."""
     return float(1 - (1 - momentum) ** (1 / num_microbatches))
 
 
@@ -54,7 +53,7 @@ def _batch_norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
 
 
 def check_batch_norms(model: nn.Module, config: BatchNormConfig) -> None:
-    """Raise ConfigError if statistics are to be synchronized and a layer does not allow it."""
+    """Raise ConfigError if the statistics of a layer must be synchronized, but its class prevents that."""
     problems = [
         Problem(
             ("batchnorm", "statistics"),
@@ -86,8 +85,7 @@ def _describe_synchronized(num_norms: int, ranks: int) -> str:
 
 
 class _ValuesCheck:
-    """Check of the first training forward: the number of values per channel from which each layer computes its
-    statistics."""
+    """Check, in the first training forward, that each layer computes its statistics from enough values per channel."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self._group = group
@@ -117,7 +115,7 @@ class _ValuesCheck:
         handle = norm.register_forward_pre_hook(count, with_kwargs=True)
 
     def _count(self, local: int, device: torch.device) -> int:
-        """Return `local`; with synchronized statistics, its sum over the ranks (collective; waits for the device)."""
+        """Return `local`, or with synchronized statistics its sum over the ranks (collective; waits for the device)."""
         if self._group is None:
             return local
         count = torch.tensor(local, device=device)
@@ -126,7 +124,7 @@ class _ValuesCheck:
 
     def _check(self, path: str) -> None:
         if self._counts[path] == 1:
-            reason = f"gives the BatchNorm {path} only one value per channel and microbatch, so the variance is 0"
+            reason = f"gives BatchNorm layer {path} only one value per channel and microbatch, so its variance is 0"
             raise config_error(("training", "local_batch_size"), f"{reason}; {self._remedy()}")
 
     def _report(self) -> None:
@@ -134,48 +132,47 @@ class _ValuesCheck:
         if few and not (dist.is_initialized() and dist.get_rank()):
             worst = min(few, key=lambda path: few[path])
             _log.warning(
-                "batchnorm statistics: %d layers compute them from fewer than %d values per channel and microbatch "
-                "(fewest: %s, %d values). Such statistics are mostly noise; %s",
+                "batchnorm statistics: %d layers have fewer than %d values per channel and microbatch "
+                "(fewest: %s, %d values), so their statistics are mostly noise; %s",
                 *(len(few), _FEW_VALUES, worst, few[worst], self._remedy()),
             )
 
     def _remedy(self) -> str:
         larger = "increase training.local_batch_size"
-        return larger if self._group else f'{larger}, or on several ranks set batchnorm.statistics = "synchronized"'
+        return larger if self._group else f'{larger}, or with several ranks set batchnorm.statistics = "synchronized"'
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Largest differences of the running statistics between ranks, over all channels and ranks."""
+    """How far the running statistics of the ranks have drifted apart: the largest value over all channels and ranks."""
 
     mean: float
-    """Distance of a rank's running mean from the pooled mean, in pooled standard deviations."""
+    """Largest distance of a rank's running mean from the pooled mean, in pooled standard deviations."""
 
     variance: float
-    """Distance of a rank's running variance from the pooled variance, as a fraction of the pooled variance."""
+    """Largest distance of a rank's running variance from the pooled variance, as a fraction of the pooled variance."""
 
 
 def largest_divergence(of_stages: Iterable[Divergence | None]) -> Divergence | None:
-    """Return the largest divergence of several pipeline stages; None if no stage has pooled running statistics."""
+    """Return the largest divergence over pipeline stages; None if no stage has pooled running statistics."""
     found = [divergence for divergence in of_stages if divergence is not None]
     return Divergence(max(d.mean for d in found), max(d.variance for d in found)) if found else None
 
 
 class RunningStatistics:
-    """The running statistics of a model's BatchNorm layers, with one copy of them on this rank: save, restore, pool.
+    """The running statistics of a model's BatchNorm layers on this rank, and one copy of them.
 
-    A training step copies the statistics at its beginning. It restores them from the copy if its update is skipped or
-    an error ends the step. Between two steps the copy is free. A checkpoint that an uninterrupted run would not save
-    then uses the copy to pool temporarily: `pool(temporarily=True)` copies this rank's statistics, `state_dict` returns
-    the copied values, and `unpool` restores them.
+    The copy has two uses. A training step saves the statistics at its beginning, and restores them if the step is
+    skipped or fails. Between two steps, a checkpoint that an uninterrupted run would not save pools the statistics
+    temporarily: `pool(temporarily=True)` saves this rank's statistics, `state_dict` returns the saved values, and
+    `unpool` restores them.
 
-    The copy is one flat tensor of bytes for buffers of all dtypes. So the number of kernels does not grow with the
-    depth of the model. Activation checkpointing does not use this class. In the second forward it replaces the buffers
-    instead, because autograd may have saved the buffers of a layer in eval mode.
+    The copy is one flat tensor of bytes for buffers of all dtypes, so the number of kernels does not grow with the
+    depth of the model. Activation checkpointing does not use this class (see `activation_checkpoint._SecondForward`).
     """
 
     def __init__(self, model: nn.Module):
-        """Save the statistics. Later code may write into the buffers of the norms, but must not replace them."""
+        """Save the statistics. From now on the buffers of the norms may be written to, but must not be replaced."""
         norms = dict(_batch_norms(model))
         for norm in norms.values():
             norm._buffers.update({name: b.contiguous() for name, b in norm._buffers.items() if b is not None})
@@ -187,11 +184,11 @@ class RunningStatistics:
         self._sizes = [buffer.numel() for buffer in self._bytes]
         self._is_pooled_temporarily = False
         self.saved = torch.cat(self._bytes) if self._bytes else torch.empty(0, dtype=torch.uint8)
-        """The copy: the bytes of all buffers, one after the other."""
+        """The copy: the concatenated bytes of all buffers."""
 
     @torch.no_grad()
     def save(self) -> None:
-        """Copy the buffers."""
+        """Save the values of the buffers in the copy."""
         if self._bytes:
             torch.cat(self._bytes, out=self.saved)
 
@@ -203,7 +200,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the buffers."""
+        """Restore the buffers from the copy."""
         self._write(self.saved)
 
     def _write(self, values: Tensor) -> None:
@@ -212,11 +209,11 @@ class RunningStatistics:
 
     @torch.no_grad()
     def pool(self, group: dist.ProcessGroup | None = None, temporarily: bool = False) -> Divergence | None:
-        """Replace every rank's running statistics by those of all ranks' data. Return how far the ranks were apart.
+        """Replace every rank's running statistics by pooled statistics. Return how far the ranks were apart.
 
-        With local statistics each rank normalizes over its own microbatches. The moving averages then drift apart,
-        while the parameters stay equal. The pooled mean is the mean of the means. The pooled variance is the mean of
-        the variances plus the variance of the means (law of total variance). On a single rank, and for a model without
+        With local statistics each rank normalizes over its own microbatches. The running statistics then drift apart,
+        while the parameters stay equal. The pooled mean is the mean of the ranks' means. The pooled variance is the
+        mean of their variances plus the variance of their means (law of total variance). On a single rank, or without
         running statistics, nothing is pooled, and None is returned.
 
         `group`: the data-parallel ranks; None stands for all ranks. `temporarily`: `unpool` will undo the pooling.
@@ -233,7 +230,7 @@ class RunningStatistics:
         )
         mean = _average(means, group)
         variance = _average(variances + (means - mean).square(), group)
-        spread = variance.clamp(min=torch.finfo(variance.dtype).tiny)  # 0 only if all ranks agree: then 0 / spread is 0
+        spread = variance.clamp(min=torch.finfo(variance.dtype).tiny)  # not 0, because 0 / 0 is NaN
         apart = torch.stack(
             [((means - mean).abs() / spread.sqrt()).max(), ((variances - variance).abs() / spread).max()]
         )
@@ -249,7 +246,7 @@ class RunningStatistics:
         self._is_pooled_temporarily = False
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's own statistics by full name if they are pooled temporarily; otherwise an empty dict."""
+        """Return this rank's saved statistics by full name while they are pooled temporarily; else an empty dict."""
         if not self._is_pooled_temporarily:
             return {}
         own = zip(self._buffers.items(), self.saved.split(self._sizes), strict=True)
@@ -257,7 +254,7 @@ class RunningStatistics:
         return {name: values.clone().view(buffer.dtype).view(buffer.shape) for (name, buffer), values in own}
 
     def targets(self) -> dict[str, Tensor]:
-        """Return uninitialized tensors like the buffers, by full name, for a checkpoint to be read into."""
+        """Return uninitialized tensors like the buffers, by full name. A checkpoint is loaded into them."""
         return {name: torch.empty_like(buffer) for name, buffer in self._buffers.items()}
 
     @torch.no_grad()

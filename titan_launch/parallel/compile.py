@@ -1,7 +1,7 @@
-"""torch.compile of modules of a model, each into one graph, and of the loss.
+"""Compilation by torch.compile: each selected module, and the loss, becomes one graph.
 
-The `forward` of a module is compiled, not the module. So the hooks of FSDP2 and of tensor parallelism run outside of
-the graph, and names and parameters stay. PyTorch compiles by code: modules of one class and equal shapes share a graph.
+Only the `forward` of a module is compiled. So the hooks of FSDP2 and of tensor parallelism run outside of the graph,
+and the names of parameters stay the same. Modules of one class with equal shapes share a graph.
 
 The compiler is imported at its first use, because the import takes a second.
 """
@@ -33,16 +33,16 @@ from titan_launch.plan.types import ModelPlan, enclosing, parent
 _log = logging.getLogger(__name__)
 
 _GRAPHS_PER_MODULE = 8
-"""Graphs per compiled module: training, evaluation, other batch shapes. PyTorch has the same default, but for one
-function, and all compiled modules of a class share their function."""
+"""Limit on graphs per compiled module: training, evaluation, other batch shapes. It equals PyTorch's default limit per
+function. But all compiled modules of a class share one function, so `_prepare` multiplies the limit."""
 
 
 def compile_pieces(
     model: nn.Module, plan: ModelPlan, config: CompileConfig, activation_checkpoint: ActivationCheckpointConfig
 ) -> None:
-    """Compile the forward of every module of `plan.compiled` at its first call, in place.
+    """Replace the forward of every module of `plan.compiled` by a compiled one. Compilation runs at the first call.
 
-    That call raises ConfigError if the forward cannot be one graph.
+    The first call raises ConfigError if the forward cannot be compiled into one graph.
     """
     if not plan.compiled:
         return
@@ -66,7 +66,7 @@ def eager(config: CompileConfig) -> AbstractContextManager[Any]:
 
 
 def describe_pieces(plan: ModelPlan, config: CompileConfig) -> str:
-    """Return one line for the log: the compiled modules and the backend."""
+    """Return a log line that names the compiled modules and the backend."""
     pieces = ", ".join(f"{count} x {pattern}" for pattern, count in alike(plan.compiled).items())
     inside = [u for u in plan.units if any(enclosing(parent(path), plan.inventory.blocks) for path in u.modules)]
     around = ", ".join(dict.fromkeys(unit.reason for unit in inside))
@@ -75,20 +75,20 @@ def describe_pieces(plan: ModelPlan, config: CompileConfig) -> str:
 
 
 def _prepare(num_pieces: int, activation_checkpoint: ActivationCheckpointConfig) -> None:
-    """Set the compiler's options, which hold for the process."""
+    """Set options of the compiler for the whole process."""
     import torch._dynamo.config
     import torch._functorch.config
 
     torch._dynamo.config.recompile_limit = _GRAPHS_PER_MODULE * num_pieces
     torch._dynamo.config.accumulated_recompile_limit = 2 * _GRAPHS_PER_MODULE * num_pieces
-    # Modules that tensor parallelism does not divide replace their DTensors by local parameters during forward.
+    # Needed for modules that tensor parallelism replicates: their forward replaces DTensors by local parameters.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     budget = activation_checkpoint.memory_budget if activation_checkpoint.mode == "memory_budget" else 1.0
     torch._functorch.config.activation_memory_budget = budget
 
 
 def _compiled(compute: Callable[..., Any], config: CompileConfig, name: str) -> Callable[..., Any]:
-    """Return `compute`, compiled. Shapes are constants of a graph; an input of another shape makes another graph."""
+    """Return `compute`, compiled. A graph is for fixed shapes: an input of another shape is compiled separately."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     graph = torch.compile(compute, fullgraph=True, dynamic=False, backend=config.backend)
@@ -114,9 +114,9 @@ def _compiled(compute: Callable[..., Any], config: CompileConfig, name: str) -> 
 
 
 def _materialized(value: Any) -> Any:
-    """Return arguments in which no tensor is the result of a pending collective.
+    """Return `value` with plain tensors in place of results of pending collectives (`AsyncCollectiveTensor`).
 
-    Tensor parallelism passes such tensors on. As inputs of a graph, they would have another class in backward.
+    Tensor parallelism passes such results to modules. A graph would find tensors of another class in backward.
     """
     from torch.distributed._functional_collectives import AsyncCollectiveTensor  # it has no public name
 
@@ -130,7 +130,7 @@ def _materialized(value: Any) -> Any:
 
 
 def _compile_error(error: Exception, config: CompileConfig, name: str) -> ConfigError:
-    """Return the compiler's error as a ConfigError in one line, with the line of the model's code."""
+    """Return a ConfigError with one line of text, which names the compiler's error and the line of the model's code."""
     from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 
     text = re.sub(r"\Abackend=.* raised:\n", "", str(error))
@@ -161,9 +161,9 @@ _TRITON = "TRITON_CACHE_DIR"
 def cache_folder(config: CompileConfig) -> Iterator[None]:
     """Let the compiler read and write kernels in `compile.cache_folder` until the end of the block.
 
-    Enter the block before the first graph of a run. At its end the environment is restored, and the process forgets its
-    graphs, so that a later run uses its own folder. Ranks and runs may share a folder, because entries are found by a
-    hash of their source. Collective if a folder is set. Raise ConfigError on all ranks if one rank cannot create it.
+    Enter the block before the first graph of a run. At the end of the block the environment is restored, and all graphs
+    are dropped, so that a later run uses its own folder. Ranks and runs may share a folder, because the key of an entry
+    is a hash of its source. Collective if a folder is set. Raise ConfigError on all ranks if a rank cannot create it.
     """
     if not config.enable or config.cache_folder is None:
         yield
@@ -179,13 +179,13 @@ def cache_folder(config: CompileConfig) -> Iterator[None]:
             yield
         finally:
             torch.compiler.reset()  # drops the graphs, which refer to the kernels
-            if triton is None:  # inductor has set it to a folder below its own
+            if triton is None:  # inductor has set the variable to a subfolder of its cache
                 os.environ.pop(_TRITON, None)
 
 
 @contextmanager
 def _one_warning_of_unreadable_entries(name: str) -> Iterator[None]:
-    """Replace inductor's warnings, with a traceback for each unreadable entry, by a single warning."""
+    """Replace inductor's warnings (a traceback for each unreadable cache entry) by a single warning."""
     is_logged = False
 
     def is_shown(record: logging.LogRecord) -> bool:
@@ -195,7 +195,7 @@ def _one_warning_of_unreadable_entries(name: str) -> Iterator[None]:
         if not is_logged:
             error = record.exc_info[1]
             reason = f"{type(error).__name__}: {error}"
-            warn(_log, 'compile.cache_folder = "%s": damaged entries (%s); they are compiled again', name, reason)
+            warn(_log, 'compile.cache_folder = "%s" has damaged entries (%s), which are compiled again', name, reason)
         is_logged = True
         return False
 
@@ -226,11 +226,11 @@ class CompileTime:
         self._graphs_before = _graphs()
 
     def begin(self, _: object = None) -> None:
-        """Note the begin of a compilation."""
+        """Note the start of a compilation. The argument is ignored."""
         self._since = time.perf_counter()
 
     def end(self, _: object = None) -> None:
-        """Note the end of a compilation."""
+        """Add the time since `begin`. The argument is ignored."""
         if self._since is not None:
             self._seconds += time.perf_counter() - self._since
             self._since = None
@@ -249,7 +249,7 @@ class CompileTime:
 
 @contextmanager
 def compile_time() -> Iterator[CompileTime]:
-    """Measure compilation until the end of the block, that of backward graphs in the first backward included."""
+    """Measure all compilation until the end of the block, including that of backward graphs in the first backward."""
     from torch._dynamo.callback import callback_handler
 
     counted = CompileTime()
@@ -263,7 +263,7 @@ def compile_time() -> Iterator[CompileTime]:
 
 
 def _graphs() -> tuple[int, int]:
-    """Return the numbers of graphs whose kernels inductor has compiled and has found in its cache so far."""
+    """Return two counts of this process: graphs that inductor has compiled, and graphs that it found in its cache."""
     from torch._dynamo.utils import counters
 
     return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]

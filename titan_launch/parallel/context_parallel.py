@@ -1,7 +1,7 @@
 """Context parallelism: sequences divided over ranks, with PyTorch's ring attention (arXiv:2310.01889).
 
-Samples, and buffers along the sequence, are divided once. Layers that work on each token need nothing else. Attention
-receives the keys and values of the other ranks.
+Each rank has a part of the tokens of every sample, and the same part of buffers with one row per position. Only
+attention communicates: it receives the keys and values of the other ranks.
 
 PyTorch's implementation is imported only if sequences are divided.
 """
@@ -24,14 +24,14 @@ from titan_launch.models.parallel_plans import buffers_along_sequence
 
 
 def sequence_part(mesh: DeviceMesh | None, parallelism: ParallelismConfig) -> SequencePart | None:
-    """Return this rank's part of every sequence; None without a `mesh`, when each rank has whole sequences."""
+    """Return this rank's part of every sequence. If `mesh` is None, each rank has whole sequences: return None."""
     if mesh is None:
         return None
     return SequencePart(mesh.get_local_rank(), mesh.size(), parallelism.context_parallel_load_balance)
 
 
 def divide_buffers(model: nn.Module, axes: Mapping[str, int], part: SequencePart, seq_len: int) -> None:
-    """Reduce the buffers along the sequence to the rows of this rank's tokens, in place, so that positions are right.
+    """Reduce buffers with one row per position to the rows of this rank's tokens, in place.
 
     `axes`: the model's declaration (`ModelSpec.context_parallel`), checked by `check_context_plan`.
     """
@@ -43,16 +43,16 @@ def divide_buffers(model: nn.Module, axes: Mapping[str, int], part: SequencePart
 
 @contextmanager
 def ring_attention(mesh: DeviceMesh, parallelism: ParallelismConfig, device: torch.device) -> Iterator[None]:
-    """Let causal attention (`F.scaled_dot_product_attention`) include the tokens of all ranks of `mesh` in the block.
+    """Let `F.scaled_dot_product_attention` attend to the tokens of all ranks of `mesh` until the end of the block.
 
-    PyTorch replaces the function and DTensor's dispatcher for forward and backward. Raise ConfigError if PyTorch has no
-    ring attention for the device.
+    The block must contain forward and backward, because PyTorch replaces this function and DTensor's dispatcher. Raise
+    ConfigError if PyTorch has no ring attention for the device.
     """
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     _check_device(device, mesh.size(), _attention.custom_ops)
-    # PyTorch reads its own options and the length of a buffer that it divides; any buffer will do.
+    # PyTorch reads its own options, and the length of a buffer that it divides. The buffer's values do not matter.
     options = _attention._cp_options
     before = options.enable_load_balance, options.rotate_method
     options.enable_load_balance = parallelism.context_parallel_load_balance
@@ -65,12 +65,12 @@ def ring_attention(mesh: DeviceMesh, parallelism: ParallelismConfig, device: tor
         with replaced(F, "scaled_dot_product_attention", _by_device(F.scaled_dot_product_attention, on_meta)):
             yield
     finally:
-        ring.__exit__(None, None, None)  # before torch 2.13 it restores nothing when it is given an exception
+        ring.__exit__(None, None, None)  # before torch 2.13, it would restore nothing if it received an exception
         options.enable_load_balance, options.rotate_method = before
 
 
 def _by_device(attention: Callable[..., Tensor], on_meta: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `attention`, but `on_meta` for tensors on the meta device, of which only the shapes count."""
+    """Return a function that calls `on_meta` for tensors on the meta device, and `attention` for other tensors."""
     return lambda q, *args, **kwargs: (on_meta if q.is_meta else attention)(q, *args, **kwargs)
 
 

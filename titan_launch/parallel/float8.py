@@ -1,4 +1,4 @@
-"""Linear layers in 8-bit floating point by torchao, which is imported only if layers are converted."""
+"""Linear layers in 8-bit floating point, by torchao. torchao is imported only if layers are converted."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 def convert_to_float8(model: nn.Module, plan: ModelPlan, config: Float8Config) -> None:
-    """Convert the linear layers of `plan.float8` in place to layers that multiply in 8 bits. Nothing is allocated.
+    """Convert the linear layers of `plan.float8` to layers that multiply in 8 bits, in place. Nothing is allocated.
 
-    Parameters keep their names. With `float8.all_gather`, weights are wrapped for FSDP2's `fsdp_pre_all_gather`;
-    otherwise the parameters are the same objects as before. Raise ConfigError if torchao is not installed.
+    Parameters keep their names. With `float8.all_gather`, torchao wraps the weights, so that FSDP2 all-gathers them in
+    8 bits; otherwise parameters are the same objects as before. Raise ConfigError if torchao is not installed.
     """
     if not plan.float8:
         return
@@ -44,9 +44,8 @@ def convert_to_float8(model: nn.Module, plan: ModelPlan, config: Float8Config) -
 def scale_update(model: nn.Module, config: Float8Config) -> Callable[[], None] | None:
     """Return a function that computes the scales of all converted weights; None if `float8.all_gather` is off.
 
-    Call the function after the optimizer or a checkpoint has changed the parameters, and before they are all-gathered.
-    It makes one all-reduce over the ranks that shard the parameters, for which the host does not wait. It loops over
-    the layers in Python, because torchao keeps one scale per layer.
+    Call the function after parameters have changed, by the optimizer or a checkpoint, and before they are all-gathered.
+    The function runs one all-reduce over the ranks that shard the parameters. The host does not wait for it.
     """
     if not (config.enable and config.all_gather):
         return None

@@ -1,4 +1,4 @@
-"""FSDP2 on planned units: wrapping, casts, and the reset of a wrapped model after an abandoned step."""
+"""FSDP2: wrapping of the planned units, casts, and the reset of a wrapped model after an abandoned step."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from titan_launch.precision.policy import mixed_precision_policy, torch_dtype
 def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, offloads: bool = False) -> None:
     """Wrap a model in place: one `fully_shard` call per unit, in the planned order (inner first, root last).
 
-    The mesh is always passed, because FSDP2's default mesh is on the accelerator of the host, also with
-    `job.device = "cpu"`. `offloads`: sharded parameters and gradients stay in host memory, which is pinned for a GPU.
+    The mesh is always passed: FSDP2's default mesh would use the host's accelerator even with `job.device = "cpu"`.
+    `offloads`: sharded parameters and gradients stay in host memory, which is pinned if the mesh is on GPUs.
     """
     policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offloads else OffloadPolicy()
     for unit in plan.units:
@@ -42,8 +42,8 @@ def apply_fsdp(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, offloads: bo
         )
         if not unit.unshard_in_backward:
             _fsdp_module(model, unit.modules[0]).set_unshard_in_backward(False)
-        # FSDP2's own cast is wrong for a unit of several modules. If one of them does not run, FSDP2 casts the outputs
-        # of the whole model instead, or those of the unit with which activation checkpointing began a second forward.
+        # FSDP2's own cast of outputs is wrong for a unit of several modules, if one of them does not run. FSDP2 then
+        # casts the outputs of the whole model, or of the unit that activation checkpointing repeats.
         if is_shared and unit.policy.output_dtype is not None:
             for module in modules:
                 _cast_outputs(module, torch_dtype(unit.policy.output_dtype))
@@ -72,7 +72,7 @@ def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return a value with its floating tensors in `dtype`, in the same collections that FSDP2 looks into."""
+    """Return a value with its floating tensors cast to `dtype`, in the collections that FSDP2 traverses."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -87,16 +87,16 @@ def _fsdp_module(model: nn.Module, path: str) -> FSDPModule:
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """Return every module that `fully_shard` has wrapped, the root included."""
+    """Iterate over the modules that `fully_shard` has wrapped, including the root."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def _sum_gradients(model: nn.Module) -> None:
     """Let FSDP2 sum gradients instead of averaging them: the loss is already divided by the step's global target count.
 
-    Plain SUM is forced, because FSDP2 implements factor 1 by PREMUL_SUM, which gloo does not have. Neither setter
-    recurses, so every unit is set; a missed unit would silently average. A single rank has nothing to sum. There, a
-    factor of 1 would only add a division of all gradients, with a copy of them.
+    Plain SUM is forced, because FSDP2 implements factor 1 by PREMUL_SUM, which gloo does not have. The setters do not
+    recurse, so they are called for every unit; a missed unit would silently average. Do not call this function for a
+    single rank: FSDP2 would copy and divide all gradients without need.
     """
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
@@ -107,11 +107,11 @@ def discard_pending(model: nn.Module) -> None:
     """Reset a wrapped model to its state between two steps, after an exception at any point of a step.
 
     Unsharded parameters are freed. All gradients are dropped: sharded gradients, unsharded gradients that wait for the
-    last microbatch, and reduced gradients that wait for the all-reduce between replicas. The next backward
-    communicates again. `zero_grad` does not drop the unsharded gradients of a deferred accumulation, and neither does
-    FSDP2's `reset_iter_state` before torch 2.15. The next step would add these gradients to its own.
+    last microbatch, and reduced gradients that wait for the all-reduce between replicas. Gradient communication is
+    enabled again. `zero_grad`, and FSDP2's `reset_iter_state` before torch 2.15, would not drop unsharded gradients.
+    The next step would add these to its own.
 
-    The function is not collective and does not wait, but every rank must abandon the same step.
+    The function is not collective and does not wait for other ranks, but every rank must abandon the same step.
     """
     reset_iterations(model)
     discard_all_reduces(model)
@@ -119,16 +119,16 @@ def discard_pending(model: nn.Module) -> None:
     for sharded in model.parameters():
         sharded.grad = None
     for root in roots(model):
-        assert isinstance(root, FSDPModule), "the model is wrapped by parallel.apply before it is trained"
+        assert isinstance(root, FSDPModule), "parallel.apply must wrap the model before training"
         root.set_requires_gradient_sync(True)
         root.set_reshard_after_backward(True)
 
 
 def reset_iterations(model: nn.Module) -> None:
-    """Free the unsharded parameters of a wrapped model, and reset FSDP2's record of its forward and backward.
+    """Free the unsharded parameters of a wrapped model, and reset FSDP2's record of forward and backward.
 
-    The function is also needed after forwards without a backward. Their parameters would stay unsharded, and the next
-    backward would prefetch by their order.
+    Call this also after forwards without a backward. Otherwise parameters would stay unsharded, and the next backward
+    would prefetch units in the order of those forwards.
     """
     for root in roots(model):
         reset_iteration(root)

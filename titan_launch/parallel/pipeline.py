@@ -1,8 +1,8 @@
-"""Pipeline stages: a model divided into stages, each wrapped, and the shapes of the tensors between the stages.
+"""Pipeline stages: division of a model into stages, and the shapes of the tensors between stages.
 
-A rank may hold several stages (interleaved and zero-bubble schedules). FSDP2 wraps each stage as a model of its own,
-and a forward runs each by itself. Initial values, the optimizer and checkpoints use the model whose modules the stages
-share. It has all parameters of the rank under their full names.
+A rank may hold several stages (interleaved and zero-bubble schedules). FSDP2 wraps each stage separately, and each
+stage has its own forward. All stages of a rank share their modules with the original model. Initialization, the
+optimizer and checkpoints use this model, which has all parameters of the rank under their full names.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class LocalStage:
 
     stage: Stage
     module: nn.Module
-    """The module that is run: the model, in which pass-through modules replace the modules of other stages."""
+    """A copy of the model's module tree, in which pass-through modules replace the modules of other stages."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages of a model, those of this rank, and the tensors between stages."""
+    """The pipeline stages of this rank, and the shapes of the tensors between all stages."""
 
     plan: ModelPlan
     """The plan of the whole model."""
@@ -60,7 +60,7 @@ class Pipeline:
 def divide(
     model: nn.Module, plan: ModelPlan, mesh: Mesh, token_shards: int, wrap: Callable[[nn.Module, ModelPlan], None]
 ) -> None:
-    """Reduce a model on the meta device to the stages of this rank, in place, and call `wrap` for each stage.
+    """Reduce a model on the meta device to the stages of this rank, in place. Call `wrap(stage, its plan)` for each.
 
     `token_shards`: number of ranks that divide the tokens between layers (sequence parallelism).
     """
@@ -86,20 +86,20 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
 
 
 def parts(model: nn.Module, plan: ModelPlan) -> list[tuple[nn.Module, ModelPlan]]:
-    """Return the modules that this rank runs (its stages, or the model), each with its part of the plan."""
+    """Return the modules that this rank runs, each with its plan: the stages of this rank, or the whole model."""
     pipeline = pipeline_of(model)
     rank = 0 if pipeline is None else pipeline.local[0].stage.rank
     return list(zip(roots(model), parts_on_rank(plan, rank), strict=True))
 
 
 class Boundaries:
-    """Shapes and dtypes of the tensors between stages, found by a forward of a copy of the model on the meta device.
+    """Shapes and dtypes of the tensors between stages, found by a forward on the meta device.
 
-    Every rank finds the same ones, so no communication is needed.
+    Every rank finds the same shapes, so no communication is needed.
     """
 
     def __init__(self, model: nn.Module, plan: ModelPlan, token_shards: int = 1):
-        """Cast the copy `model`, on the meta device and not wrapped, to the dtypes that FSDP2 will compute in."""
+        """Cast `model` to the dtypes in which FSDP2 will compute. `model` is an unwrapped copy on the meta device."""
         _compute_as_planned(model, plan)
         first = plan.units[-1].policy.input_dtype  # of the root unit
         self._first_dtype = None if first is None else torch_dtype(first)
@@ -110,9 +110,9 @@ class Boundaries:
         self._known: dict[tuple[torch.Size, torch.dtype], tuple[Tensor, ...]] = {}
 
     def of(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the input of every stage, and the output of the last stage, as tensors on the meta device.
+        """Return the input of every stage, then the output of the last stage, as tensors on the meta device.
 
-        `inputs`: a microbatch of one rank, of which only shape and dtype count. Raise ConfigError if the model does not
+        `inputs`: a microbatch of one rank; only its shape and dtype are used. Raise ConfigError if the model does not
         run its modules in pipeline order.
         """
         key = (inputs.shape, inputs.dtype)
@@ -156,20 +156,20 @@ class Boundaries:
             )
             raise config_error(("model", "name"), reason) from error
         if not isinstance(y, Tensor):
-            reason = f"{what} must return one tensor to go through a pipeline; it returns a {type(y).__name__}"
+            reason = f"with pipeline parallelism, {what} must return one tensor, but returns a {type(y).__name__}"
             raise config_error(("model", "name"), reason)
         return y
 
     def _on_one_rank(self, tensor: Tensor) -> Tensor:
-        """Return one rank's part of a tensor between stages, (batch, tokens, features) with sequence parallelism."""
+        """Return one rank's part of a tensor between stages. Sequence parallelism divides dimension 1, the tokens."""
         part = tensor if self._token_shards == 1 else tensor.chunk(self._token_shards, dim=1)[0]
-        # PyTorch's stages require the strides of a new tensor. `contiguous` would not change the stride of a dimension
-        # of size 1.
+        # PyTorch's stages require the strides of a new tensor. `contiguous` would keep the strides of dimensions of
+        # size 1.
         return torch.empty(part.shape, dtype=part.dtype, device=part.device)
 
 
 class _OrderCheck:
-    """Check of one forward: the outputs that modules in pipeline order pass on."""
+    """Check, in one forward, that each module of the pipeline order takes the output of the module before it."""
 
     def __init__(self, pipeline_order: Sequence[str], inputs: Tensor):
         self._next = list(pipeline_order)
@@ -178,7 +178,7 @@ class _OrderCheck:
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
-        """Check the forward of a model within the block. The checks run outside of the model's own hooks."""
+        """Check the forward of `model` that runs in the block. The model's own hooks run between the checks."""
         handles = []
         for path in self._next:
             module = model.get_submodule(path)
@@ -191,7 +191,7 @@ class _OrderCheck:
     def _check_input(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         expected = self._next.pop(0) if self._next else "the end"
         if path != expected:
-            raise _no_pipeline_order(f"the model runs {path} when {expected} comes next")
+            raise _no_pipeline_order(f"the model runs {path}, but pipeline_order has {expected} next")
         if not args or args[0] is not self._last_output:
             raise _no_pipeline_order(f"the input of {path} is not {self._last_name}, unchanged")
 
@@ -199,7 +199,7 @@ class _OrderCheck:
         self._last_output, self._last_name = output, f"the output of {path}"
 
     def end(self, output: Tensor) -> None:
-        """Check the output of the forward."""
+        """Raise ConfigError if a module did not run, or if `output` is not the last module's output."""
         if self._next:
             raise _no_pipeline_order(f"the model does not run {self._next[0]}")
         if output is not self._last_output:
@@ -212,7 +212,7 @@ def _no_pipeline_order(reason: str) -> ConfigError:
 
 
 def _compute_as_planned(model: nn.Module, plan: ModelPlan) -> None:
-    """Cast parameters and buffers as FSDP2 will, and add the casts at the boundaries of FSDP2 units."""
+    """Cast parameters and buffers to their compute dtypes, and add hooks that cast at the boundaries of FSDP2 units."""
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -228,10 +228,10 @@ def _compute_as_planned(model: nn.Module, plan: ModelPlan) -> None:
 
 
 def run_forward(pipeline: Pipeline, inputs: Tensor, device: torch.device) -> Tensor | None:
-    """Run one microbatch through all stages, without a backward; collective over the pipeline.
+    """Run the forward of one microbatch through all stages. Collective over the pipeline.
 
-    `inputs`: the input of the model, the same on all ranks of the pipeline. Return the output of the last stage on its
-    rank. Other ranks return None as soon as the next stage has received their output.
+    `inputs`: the input of the model, the same on all ranks of the pipeline. The rank of the last stage returns the
+    model's output. Other ranks return None as soon as the next stage has received their output.
     """
     rank_of = {stage.index: stage.rank for stage in pipeline.plan.stages}
     boundaries = pipeline.boundaries.of(inputs)

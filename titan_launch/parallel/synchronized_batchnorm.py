@@ -1,8 +1,8 @@
-"""BatchNorm that normalizes by the statistics of the batches of all data-parallel ranks.
+"""BatchNorm whose statistics are computed over the batches of all data-parallel ranks.
 
-PyTorch's own SyncBatchNorm refuses tensors on the CPU, and its conversion replaces subclasses by plain layers. Here a
-layer gets a subclass of its own class, with one more base class right before PyTorch's. So all that a user's subclass
-does around `super().forward` stays.
+PyTorch's SyncBatchNorm refuses CPU tensors, and its conversion replaces a user's subclass by a plain layer. Here a
+layer gets a subclass of its own class, with the base class `_Synchronized` inserted just before PyTorch's `_BatchNorm`.
+So code of a user's subclass around `super().forward` still runs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def synchronize(norms: list[_BatchNorm], group: dist.ProcessGroup) -> None:
-    """Let layers normalize in training over the batches of all ranks of `group`, in place. This call has no collective.
+    """Change layers in place: in training they normalize over the batches of all ranks of `group`.
 
-    Every rank must run the same layers in the same order. Batches may have any size, also 0.
+    Every rank must run the same layers in the same order. Batches may have any size, also 0. This call itself is not
+    collective.
     """
     classes: dict[type, type] = {}
     shared = {"ranks": group.size(), "group_name": group.group_name}
@@ -34,7 +35,7 @@ def synchronize(norms: list[_BatchNorm], group: dist.ProcessGroup) -> None:
 
 
 def overrides_forward(module: nn.Module) -> bool:
-    """Return True if a class between the layer's and PyTorch's has a `forward` that does not call `super().forward`."""
+    """Return True if a class in the MRO before `_BatchNorm` has a `forward` that does not call `super().forward`."""
     mro = type(module).__mro__
     between = mro[: mro.index(_BatchNorm)]
     return any("forward" in vars(cls) and not _calls_super(vars(cls)["forward"]) for cls in between)
@@ -62,10 +63,10 @@ class _Synchronized(_BatchNorm):
         return _Normalize.apply(input, self.weight, self.bias, mean, variance, count, self.eps, self.group_name)
 
     def _batch_statistics(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the mean and the biased variance [C] over all ranks, and their number of values [1].
+        """Return the mean and the biased variance over all ranks, both [C], and the number of values per channel, [1].
 
-        Each rank sums squared deviations from its own mean. The deviations of these means combine the sums (Chan,
-        Golub, LeVeque 1979). So there is no difference of large numbers as in E[x^2] - E[x]^2.
+        Each rank sums squared deviations from its own mean. The sums are then combined (Chan, Golub, LeVeque 1979).
+        Unlike E[x^2] - E[x]^2, this does not subtract large numbers.
         """
         gathered = _all_gather(_summary(x), self.ranks, self.group_name)
         counts, means, sums = gathered[:, :1], *gathered[:, 1:].chunk(2, dim=1)
@@ -86,7 +87,7 @@ class _Synchronized(_BatchNorm):
 
 
 def _summary(x: Tensor) -> Tensor:
-    """Return [1, 1 + 2 C]: the number of values, and by channel their mean and their sum of squared deviations."""
+    """Return [1, 1 + 2 C]: the number of values per channel, the C means, and C sums of squared deviations."""
     x = _accurate(x)
     channels = x.shape[1]
     count = x.numel() // channels
@@ -99,7 +100,7 @@ def _summary(x: Tensor) -> Tensor:
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalization by the statistics of all ranks' batches, and its gradient, also through the statistics."""
+    """Normalization by the statistics of all ranks' batches. Its gradient includes the path through them."""
 
     @staticmethod
     def forward(
@@ -133,7 +134,7 @@ class _Normalize(torch.autograd.Function):
             scale = inverse_std if weight is None else inverse_std * weight
             centred = (grad - along_mean.view(shape)).sub_(normalized.mul_(along_std.view(shape)))
             grad_x = centred.mul_(scale.view(shape)).to(x.dtype)
-        # The parameters' gradients are those of this rank's batch; FSDP2 sums over the ranks.
+        # The gradients of the parameters come from this rank's batch only, because FSDP2 sums them over the ranks.
         grad_weight = sums[1].to(weight.dtype) if needs_weight else None
         grad_bias = sums[0].to(weight.dtype) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
@@ -144,12 +145,12 @@ def _accurate(x: Tensor) -> Tensor:
 
 
 def _along_channels(x: Tensor) -> list[int]:
-    """Return the shape in which a vector [C] broadcasts against `x`."""
+    """Return the shape [1, C, 1, ...] in which a vector of C values broadcasts against `x`."""
     return [1, -1, *[1] * (x.ndim - 2)]
 
 
 def _other_axes(x: Tensor) -> list[int]:
-    """Return all dimensions except that of the channels."""
+    """Return the indices of all dimensions of `x` except the channel dimension."""
     return [0, *range(2, x.ndim)]
 
 

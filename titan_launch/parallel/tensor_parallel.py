@@ -1,8 +1,8 @@
-"""Tensor parallelism (arXiv:1909.08053): the matrices of a model divided over ranks, by the model's declaration.
+"""Tensor parallelism (arXiv:1909.08053): sharding of a model's matrices over ranks, by styles that the model declares.
 
-The activations between divided matrices are called the stream: (batch, tokens, features). Every rank holds the whole
-stream or, with sequence parallelism (arXiv:2205.05198), its part of the tokens. All parameters become DTensors on the
-mesh, also replicated ones, because PyTorch cannot clip or update plain tensors and DTensors together.
+The activations between sharded matrices are called the stream: (batch, tokens, features). Every rank holds the whole
+stream or, with sequence parallelism (arXiv:2205.05198), a part of the tokens. All parameters become DTensors on the
+mesh, even replicated ones, because PyTorch cannot clip or update plain tensors and DTensors together.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOKENS, FEATURES = 1, -1
 def apply_tensor_parallel(
     model: nn.Module, styles: Mapping[str, TensorStyle], mesh: DeviceMesh, parallelism: ParallelismConfig
 ) -> None:
-    """Divide a model on the meta device over the ranks of `mesh`, in place; nothing is allocated or communicated.
+    """Shard a model on the meta device over the ranks of `mesh`, in place. Nothing is allocated or communicated.
 
     `styles`: the model's declaration (`ModelSpec.tensor_parallel`), checked by `check_tensor_plan`. Tied parameters
     stay tied. With `loss_parallel` the model returns a DTensor, which `titan_launch.models.loss` accepts.
@@ -42,12 +42,12 @@ def apply_tensor_parallel(
 
 
 def token_shards(parallelism: ParallelismConfig) -> int:
-    """Return the number of ranks that divide the tokens of the stream."""
+    """Return the number of ranks over which the tokens of the stream are divided."""
     return parallelism.tensor_parallel_degree if parallelism.sequence_parallel else 1
 
 
 def _appliers(mesh: DeviceMesh, parallelism: ParallelismConfig) -> dict[TensorStyle, Callable[[nn.Module], object]]:
-    """Return, by style, the function that divides a module in place."""
+    """Return, for each style, a function that shards a module in place."""
     stream: Placement = Shard(TOKENS) if parallelism.sequence_parallel else Replicate()
     replicated, part = Replicate(), Shard(FEATURES)
 
@@ -72,9 +72,9 @@ def _appliers(mesh: DeviceMesh, parallelism: ParallelismConfig) -> dict[TensorSt
 
 
 def _gather_input(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
-    """Gather the stream for the first input of a module, as a DTensor.
+    """All-gather the stream for the first input of a module, as a DTensor.
 
-    So the gradients of the several matrices that read the input are added before one reduction.
+    If several matrices read this input, their gradients are added before a single reduction.
     """
 
     def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -85,9 +85,9 @@ def _gather_input(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> Non
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh, gradient: Placement) -> None:
-    """Replicate a module's own parameters on every rank, and let the module compute with plain tensors.
+    """Replicate a module's own parameters on every rank, and let its forward use plain tensors.
 
-    `gradient`: `Partial` if ranks have different activations, so that gradients are summed; `Replicate` if they have
+    `gradient`: `Partial` if ranks have different activations, so gradients are summed; `Replicate` if all ranks have
     the same activations.
     """
     for name, parameter in module._parameters.items():
@@ -95,9 +95,9 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, gradient: Placement) -> None
             replicated = distribute_tensor(parameter.data, mesh, [Replicate()], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(replicated, parameter.requires_grad))
 
-    def forward(*args: Any, **kwargs: Any) -> Any:  # with `partial` the compiler would make a graph per module
+    def forward(*args: Any, **kwargs: Any) -> Any:  # a `partial` would get a graph per module
         with _local_parameters(module, gradient):
-            return type(module).forward(module, *args, **kwargs)  # looked up late: BatchNorm's class changes
+            return type(module).forward(module, *args, **kwargs)  # at each call, because BatchNorm's class changes
 
     module.forward = forward
 
@@ -121,7 +121,7 @@ _Owner = tuple[nn.Module, str]
 
 
 def _ties(model: nn.Module) -> list[tuple[_Owner, list[_Owner]]]:
-    """Return the first owner of every tied parameter, with its other owners."""
+    """Return (first owner, other owners) of every tied parameter."""
     owners: dict[int, list[_Owner]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

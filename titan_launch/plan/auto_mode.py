@@ -1,7 +1,8 @@
 """The modes that `auto` resolves to, and the modes that a plan recommends. No torch.
 
 `auto` takes only choices with the verdict `fits`: they leave the margin below the memory limit free. If activation
-checkpointing is `auto`, the choice with the shortest predicted step comes first. Then the least link traffic decides.
+checkpointing is `auto`, it takes the choice with the shortest predicted step. If several choices remain, it takes the
+one with the least link traffic.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ class Resolution:
 
 
 def resolve(comparison: Comparison, hardware: Hardware) -> Resolution:
-    """Return the choice of the job, or the best of the choices that `auto` may take. A pure function.
+    """Return the choice of the job, or the best of the choices that `auto` may take.
 
-    Raises ConfigError if there is no choice, no memory limit, or no choice that fits. The error for the last one has
-    the table and remedies.
+    Raises ConfigError if there is no choice, no memory limit, or no choice that fits. If no choice fits, the error
+    contains the table of all choices, and remedies.
     """
     config = comparison.config
     own = [row for row in comparison.rows if row.is_own]
     if not own:
-        raise ConfigError([_problem_of_auto(config, f"has no mode to choose from: {'; '.join(comparison.notes)}")])
+        raise ConfigError([_problem_of_auto(config, f"no mode is possible: {'; '.join(comparison.notes)}")])
     if not is_auto(config):
         return Resolution(with_choice(config, own[0].choice), own[0], SET_BY_JOB)
     if hardware.memory_gib is None:
@@ -72,9 +73,9 @@ def resolve_auto(
     hardware: Hardware,
     engine: Engine,
 ) -> Resolution:
-    """Compare the choices that `auto` may take, and resolve. Raises ConfigError as `compare` and `resolve` do.
+    """Predict the choices that the job sets or `auto` may take, and return the best one.
 
-    If nothing fits, the error has the table of all choices.
+    Raises the ConfigErrors of `compare` and `resolve`. If no choice fits, the error contains the table of all choices.
     """
     comparison = compare(config, layout, inventory, flops, hardware, engine, only_own=True)
     if is_auto(config) and not any(row.verdict == "fits" for row in comparison.rows):
@@ -83,8 +84,11 @@ def resolve_auto(
 
 
 def _best(config: JobConfig, candidates: Sequence[Row], hardware: Hardware, by_time: bool) -> Resolution | None:
-    """Return the best of the rows that fit, if there is one. `by_time`: the shortest step comes before the least link
-    traffic, because activation checkpointing usually costs more time than traffic does."""
+    """Return the best of the rows that fit; None if no row fits.
+
+    `by_time`: compare step times before link traffic, because activation checkpointing usually costs more time than
+    communication does.
+    """
     fitting = [row for row in candidates if row.verdict == "fits"]
     if not fitting:
         return None
@@ -103,20 +107,20 @@ def _best(config: JobConfig, candidates: Sequence[Row], hardware: Hardware, by_t
     seconds = f" (~{interval[0]:.3g} to {interval[1]:.3g} s)" if by_time and interval is not None else ""
     criterion = f"{shortest}{seconds}, then the least link traffic," if by_time else "the least link traffic"
     reason = (
-        f"{row.choice.label}, because it has {criterion} of the {len(fitting)} of {len(candidates)} choices that fit "
-        f"into {hardware.memory_gib:.4g} GiB with the margin"
+        f"{row.choice.label}, because it has {criterion} among the {len(fitting)} of {len(candidates)} choices that "
+        f"fit into {hardware.memory_gib:.4g} GiB with the margin"
     )
     overlapping = sum(other.time.ties_with(row.time) for other in fitting if other is not row)
     if interval is not None and overlapping:
-        reason += f"; the predicted step times of {overlapping} others overlap with it"
+        reason += f"; the predicted step times of {overlapping} other choices overlap with this one"
     return Resolution(with_choice(config, row.choice), row, reason)
 
 
 def _durations(rows: Sequence[Row]) -> tuple[dict[str, float], str]:
-    """Return a measure of the step time by label, and the name of its smallest value.
+    """Return a number for each choice label that orders the choices by step time, and a name for the smallest number.
 
-    The measure is the lower bound of the step time. It is FLOPs if a time is unknown, and the order of the activation
-    checkpointing modes if FLOPs are unknown, too.
+    The number is the lower bound of the step time in seconds. If a time is unknown, the number is the FLOPs of a step.
+    If FLOPs are unknown too, the number is the cost of the activation checkpointing mode in `_COST`.
     """
     intervals = [row.time.interval for row in rows]
     if all(intervals):
@@ -147,7 +151,7 @@ def _why_nothing_fits(comparison: Comparison, own: Sequence[Row], hardware: Hard
 
 
 def remedies(comparison: Comparison, own: Sequence[Row]) -> Iterator[str]:
-    """Yield what a user can do if none of the rows `own` fits."""
+    """Yield remedies for the case that none of the rows `own` fits."""
     others = [row.choice.label for row in comparison.rows if row.verdict == "fits"]
     if others:
         yield f"these choices fit: {'; '.join(others)}"

@@ -4,8 +4,8 @@ FSDP2's collectives follow from the units and are computed here. Collectives of 
 are counted in a trace.
 
 The numbers are exact if every unit runs in every forward, as in the models of this package, and if every trained
-parameter gets a gradient. Only collectives of units count. BatchNorm's statistics, the target count, clipping and
-metrics have small collectives of their own.
+parameter gets a gradient. Only collectives of units are counted here. BatchNorm statistics, target
+counts, gradient clipping and metrics have small collectives that are not counted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Collectives:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Communication along an axis whose ranks work on the same samples, as one rank sees it."""
+    """Communication of one rank along the tensor, context or pipeline axis."""
 
     calls: int = 0
 
@@ -66,7 +66,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Calls of a rank, and the bytes of their buffers on that rank."""
+    """Communication of one rank: calls of FSDP2's collectives with the bytes of their buffers, and other exchanges."""
 
     collectives: Collectives = field(default_factory=Collectives)
 
@@ -114,9 +114,9 @@ def _on_line(a: Any, b: Any, factor: float) -> Any:
 def collectives_of_unit(unit: Unit, layout: Layout) -> Collectives:
     """Return the collectives of an FSDP2 unit in one forward and backward.
 
-    FSDP2 all-gathers the parameters before forward. It all-gathers them again before backward if they were freed after
-    forward and backward reads them. It reduce-scatters the gradients, and all-reduces the shards between replicas
-    (HSDP). A single rank has no collectives.
+    FSDP2 all-gathers the parameters before forward. It all-gathers them again before backward if forward
+    resharded them and backward reads them. It reduce-scatters the gradients, and all-reduces the shards between
+    replicas (HSDP). A single rank has no collectives.
     """
     if not unit.num_parameters:
         return Collectives()
@@ -134,12 +134,16 @@ def collectives_of_microbatch(units: Iterable[Unit], layout: Layout) -> Collecti
 
 
 def collectives_of_step(units: Iterable[Unit], layout: Layout, accumulation: GradientAccumulationConfig) -> Collectives:
-    """Return the collectives of all units in a step of `layout.num_microbatches`, in a gradient accumulation mode."""
+    """Return the collectives of all units in a step of `layout.num_microbatches` microbatches.
+
+    `accumulation`: the mode, which decides how often gradients are reduced and parameters all-gathered.
+    """
     return _times(collectives_of_microbatch(units, layout), layout, accumulation)
 
 
 def traffic_of_step(plan: ModelPlan, layout: Layout, accumulation: GradientAccumulationConfig) -> Traffic:
-    """Return calls and bytes of a step. `plan` must be made for `accumulation`, which decides whether units reshard."""
+    """Return calls and bytes of a step. `plan` must be made with `accumulation`, because it decides which units
+    reshard."""
     return sum(
         (
             _traffic_of_unit(unit, parameters, layout, accumulation)
@@ -185,7 +189,7 @@ def _times(microbatch: Collectives, layout: Layout, accumulation: GradientAccumu
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """Bytes that one rank sends in a step, by kind of link. The rank receives as many."""
+    """Bytes that one rank sends in a step, by kind of link. The rank receives the same number of bytes."""
 
     within: float
     """Bytes to ranks on its own node."""
@@ -203,12 +207,13 @@ def link_traffic_of_step(traffic: Traffic, layout: Layout, gpus_per_node: int) -
     """Return the bytes that one rank sends in a step, if collectives use rings.
 
     In a ring of n ranks, each rank sends B (n-1)/n for an all-gather or a reduce-scatter of a buffer of B bytes, and
-    twice that for an all-reduce. The ring follows the order of ranks (see `titan_launch.plan.layout.Layout`), with
-    `gpus_per_node` neighbours on a node.
+    twice that for an all-reduce. The ring follows the order of ranks (see `titan_launch.plan.layout.Layout`). Each node
+    has `gpus_per_node` consecutive ranks.
 
-    If k of the n hops lead to another node, k/n of the bytes of each rank count as sent to other nodes. NCCL lays one
-    ring per rank of a node, and each ring leaves the node through another link. If groups lie differently on nodes, the
-    group with the most such hops counts. Traffic between pipeline stages is divided in the same way.
+    If k of the n hops lead to another node, k/n of the bytes of each rank count as sent to other nodes. The reason is
+    that NCCL builds one ring per rank of a node, and each ring leaves the node at another rank. If the groups of an
+    axis have different numbers of such hops, the largest number counts. Traffic between pipeline stages is divided
+    likewise.
     """
     shard_stride = layout.tensor
     replica_stride = layout.tensor * layout.parameter_shards
@@ -247,12 +252,14 @@ class _Ring:
 
 
 def _most_crossings(world_size: int, stride: int, size: int, gpus_per_node: int) -> int:
-    """Return the most hops to another node in any group of `size` ranks that are `stride` apart."""
+    """Return the largest number of hops between nodes over all groups. A group is a ring of `size` ranks, `stride`
+    apart."""
     starts = (rank for rank in range(world_size) if rank // stride % size == 0)
     groups = (range(start, start + stride * size, stride) for start in starts)
     return max(_crossings([rank // gpus_per_node for rank in group]) for group in groups)
 
 
 def _crossings(nodes: Sequence[int]) -> int:
-    """Return the number of hops of a ring that lead to another node, with the hop from the last rank to the first."""
+    """Return the number of hops between nodes in a ring, given the node of each rank. The ring closes with a hop from
+    the last rank to the first."""
     return sum(here != there for here, there in zip(nodes, [*nodes[1:], nodes[0]], strict=True))

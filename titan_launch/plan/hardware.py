@@ -32,7 +32,7 @@ _MARGIN, _MARGIN_GIB = 0.05, 0.5
 
 @dataclass(frozen=True)
 class Hardware:
-    """The assumptions of a plan. A plan prints all of them."""
+    """The hardware that a plan assumes. A plan prints all fields."""
 
     kernels: Kernels
     device: str | None
@@ -105,13 +105,13 @@ def planned_device_exists(config: JobConfig) -> Iterator[Problem]:
     """Yield a problem if `planner.device` is not in the device table."""
     name, names = config.planner.device, [device.name for device in DEVICES]
     if name is not None and name not in names:
-        remedy = "for another set memory_gib and the bandwidths instead, and metrics.peak_tflops_per_device"
+        remedy = "for another device, set memory_gib, the bandwidths and metrics.peak_tflops_per_device instead"
         reason = f"unknown device; there are {', '.join(names)}; {remedy}{_variants(name, names)}"
         yield Problem(("planner", "device"), reason, name)
 
 
 def _variants(name: str, names: Sequence[str]) -> str:
-    """Return a hint: all devices that the name is a prefix of (`h100` is three devices), or the nearest name."""
+    """Return a hint: all devices whose names begin with `name` (three for `h100`), or else the nearest name."""
     variants = [f'"{known}"' for known in names if known.startswith(f"{name.lower()}-")]
     if len(variants) < 2:
         return did_you_mean(name, names)
@@ -147,7 +147,7 @@ def machine_memory_gib() -> float:
 
 
 def free_memory_gib() -> float:
-    """Return the memory that processes on this machine, or in this container, can still take, in GiB.
+    """Return the memory that processes on this machine, or in this container, can still allocate, in GiB.
 
     Page cache counts as free. Without /proc/meminfo all memory of the machine counts as free.
     """
@@ -171,7 +171,7 @@ def _container_limits() -> Iterator[tuple[int, Path]]:
 
 
 def _table(file: Path, names: Sequence[str]) -> list[int]:
-    """Return the numbers of some names in a file of lines `name number ...`."""
+    """Return the numbers after the given names in a file whose lines are `name number ...`."""
     rows = (line.split() for line in file.read_text().splitlines())
     return [int(row[1]) for row in rows if len(row) > 1 and row[0] in names]
 
@@ -188,7 +188,7 @@ class Device:
     """Name in `planner.device`."""
 
     match: tuple[str, ...]
-    """Lower-case words of the name that the driver reports, without neutral words."""
+    """Lower-case words of the name that the driver reports, without `_NEUTRAL_WORDS`."""
 
     memory_gib: float
     """Total memory that torch reports, rounded down. It is less than on the data sheet."""
@@ -198,25 +198,28 @@ class Device:
     sheet."""
 
     intra_node_gb_per_s: float
-    """Bandwidth to other devices on its node, in GB/s, one direction: all links together with a switch or a full mesh,
-    the slower links if some pairs are connected better than others."""
+    """Bandwidth to the other devices of the node in GB/s, in one direction. With a switch or a full mesh, it is the sum
+    of all links. If some pairs have faster links than others, it is the slower link."""
 
     inter_node_gb_per_s: float
-    """Bandwidth to other nodes, in GB/s, one direction: its part of the adapters of the usual server."""
+    """Bandwidth to other nodes in GB/s, in one direction: one device's share of the network adapters of a usual
+    server."""
 
 
-# Peaks are from the makers' data sheets; NVIDIA prints most with 2:4 sparsity, which is twice the dense figure.
+# Peaks are from the vendors' data sheets. NVIDIA prints most peaks with 2:4 sparsity, which is twice the dense peak.
 # Devices without bfloat16 matrix units (V100, T4) are omitted on purpose.
 #
 # Links: data sheets print both directions together, which is twice the figure here. NVLink: A100 600 GB/s, H100, H200
 # and GH200 900, B200 1,800; H100 NVL has 600, but in pairs only. PCIe with 16 lanes: generation 4 carries 32 GB/s each
-# way, generation 5 64. Cards that may have an NVLink bridge to one neighbour (H100 PCIe and NVL, RTX 3090) are given
-# PCIe, which a ring over more than two goes through. AMD: MI300X and MI325X have seven Infinity Fabric links of 64 GB/s
-# each way to the seven others; the two halves of an MI250X reach the nearest other module by one link of 50.
+# way, generation 5 64. Cards that may have an NVLink bridge to one neighbour (H100 PCIe and NVL, RTX 3090) have the
+# bandwidth of PCIe here, because a ring of more than two cards uses PCIe. AMD: MI300X and MI325X have seven Infinity
+# Fabric links of 64 GB/s each way to the seven other devices. The halves of an MI250X have one link of 50 GB/s to the
+# nearest other MI250X.
 #
-# Adapters: DGX A100 has one of 200 Gb/s (25 GB/s) for each GPU, DGX H100, H200 and B200 and the usual servers for
-# MI300X and MI325X one of 400 Gb/s; nodes of MI250X, as in Frontier, four of 200 Gb/s for eight halves. For PCIe cards,
-# consumer ones too, which have no usual server, 100 Gb/s for each is assumed: set planner.inter_node_gb_per_s.
+# Network adapters: DGX A100 has one of 200 Gb/s (25 GB/s) per GPU. DGX H100, H200 and B200 and the usual servers for
+# MI300X and MI325X have one of 400 Gb/s per GPU. Nodes of MI250X, as in Frontier, have four of 200 Gb/s for eight
+# halves. PCIe cards, including consumer cards, have no usual server: the table assumes 100 Gb/s per card, and
+# planner.inter_node_gb_per_s overrides it.
 DEVICES = (
     # NVIDIA A100 data sheet: 312, the same for PCIe and SXM. The links are those of SXM.
     Device("a100-40gb", ("a100", "40gb"), 39.3, 312, 300, 25),

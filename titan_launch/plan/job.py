@@ -1,6 +1,4 @@
-"""The FSDP2 units of a job, from the table of its model's modules, and the combinations of modes that a plan compares.
-No torch.
-"""
+"""The plan of a job: its FSDP2 units, and the combinations of modes that a plan compares. No torch."""
 
 from __future__ import annotations
 
@@ -71,7 +69,8 @@ def activation_checkpoint_label(config: ActivationCheckpointConfig) -> str:
 
 
 def configured_choice(config: JobConfig) -> Choice:
-    """Return the modes of a job without `auto`. An unset `keep_params_unsharded` becomes False."""
+    """Return the modes that a job sets. An unset `keep_params_unsharded` becomes False. Raises ValueError for
+    `auto`."""
     accumulation, checkpointing = config.gradient_accumulation, config.activation_checkpoint
     unsharded = bool(accumulation.keep_params_unsharded)
     return Choice(accumulation.model_copy(update={"keep_params_unsharded": unsharded}), checkpointing)
@@ -92,9 +91,9 @@ def with_unsharded_parameters(config: JobConfig, layout: Layout) -> JobConfig:
     """Return the job with `parallelism.fsdp_reshard_after_forward = "never"` if one rank holds all shards and the job
     does not set the key.
 
-    With one shard, FSDP2 all-gathers nothing: parameters that it frees after forward are only copied again for
-    backward. Two kinds of jobs stay unchanged. A job with `auto` puts memory first and has unsharded parameters among
-    its choices. With CPU offload, all parameters would stay on the GPU.
+    With one shard, FSDP2 all-gathers nothing: if it resharded after forward, it would only copy the parameters again
+    for backward. Two kinds of jobs stay unchanged. With `auto`, low memory is more important. With CPU offload, all
+    parameters would stay on the GPU.
     """
     parallelism = config.parallelism
     is_open = parallelism.fsdp_reshard_after_forward == "default" and not is_auto(config)
@@ -105,7 +104,8 @@ def with_unsharded_parameters(config: JobConfig, layout: Layout) -> JobConfig:
 
 
 def plan_units(config: JobConfig, inventory: Inventory, keep_params_unsharded: bool) -> ModelPlan:
-    """Return the units of a job. Of the modes, only `keep_params_unsharded` changes the units.
+    """Return the plan of a job without activation checkpointing. Gradient accumulation changes the units only through
+    `keep_params_unsharded`.
 
     Raises ConfigError for precision rules that the model does not support.
     """
@@ -132,7 +132,9 @@ def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
 
 
 def possible_choices(config: JobConfig, layout: Layout, inventory: Inventory) -> tuple[list[Choice], list[str]]:
-    """Return the combinations of modes that the job allows and that differ in effect, with notes about the others.
+    """Return the combinations of modes to compare, and notes that say why other combinations are not compared.
+
+    Combinations have different effects, and the job allows each of them.
 
     Raises ConfigError if the model does not support the job's activation checkpointing.
     """
@@ -153,7 +155,8 @@ def possible_choices(config: JobConfig, layout: Layout, inventory: Inventory) ->
 
 
 def _is_allowed_by_schedule(config: JobConfig, checkpointing: ActivationCheckpointConfig, notes: list[str]) -> bool:
-    """Return whether the pipeline schedule supports an activation checkpointing mode; else add a note."""
+    """Return True if the pipeline schedule supports an activation checkpointing mode. Otherwise append the reason to
+    `notes`."""
     problem = next(
         split_backward_checkpoints_whole_modules(config.model_copy(update={"activation_checkpoint": checkpointing})),
         None,
@@ -167,8 +170,10 @@ def _is_allowed_by_schedule(config: JobConfig, checkpointing: ActivationCheckpoi
 def _can_be_compiled(
     config: JobConfig, inventory: Inventory, checkpointing: ActivationCheckpointConfig, notes: list[str]
 ) -> bool:
-    """Return whether `[compile]` supports an activation checkpointing mode; else add a note, or raise if the job sets
-    the mode."""
+    """Return True if `[compile]` supports an activation checkpointing mode. Otherwise append the reason to `notes`.
+
+    Raises ConfigError instead if the job sets the mode.
+    """
     if not config.compile.enable:
         return True
     try:
@@ -230,13 +235,13 @@ def _activation_checkpoints(config: JobConfig) -> Iterator[ActivationCheckpointC
 
 
 def _problem_of(config: JobConfig, accumulation: GradientAccumulationConfig) -> Problem | None:
-    """Return the problem of the job file with a gradient accumulation mode, if there is one."""
+    """Return the first problem of the job with another gradient accumulation mode; None if there is none."""
     changed = config.model_copy(update={"gradient_accumulation": accumulation})
     return next((problem for rule in ACCUMULATION_RULES for problem in rule(changed)), None)
 
 
 def is_configured_choice(config: JobConfig, choice: Choice) -> bool:
-    """Return whether the job sets the choice, or `auto` may take it."""
+    """Return True if the job sets the modes of `choice`, or if `auto` may choose them."""
     return _is_configured_accumulation(config, choice.accumulation) and is_configured_activation_checkpoint(
         config, choice.activation_checkpoint
     )
@@ -250,5 +255,5 @@ def _is_configured_accumulation(config: JobConfig, accumulation: GradientAccumul
 
 
 def is_configured_activation_checkpoint(config: JobConfig, checkpointing: ActivationCheckpointConfig) -> bool:
-    """Return whether the job sets the activation checkpointing, or `auto` may take it."""
+    """Return True if the job sets this activation checkpointing, or if `auto` may choose it."""
     return config.activation_checkpoint.mode == "auto" or config.activation_checkpoint == checkpointing

@@ -1,4 +1,4 @@
-"""The division of ranks and batches. Every other part of a run reads it. No torch."""
+"""The layout of a run: the grid of ranks, and the division of the batch over the ranks. No torch."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _DEGREES = (
     "context_parallel_degree",
     "tensor_parallel_degree",
 )
-"""The axes of the grid of ranks, outermost first."""
+"""Keys of `[parallelism]` that set the sizes of the grid of ranks, outermost axis first."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The division of ranks and of the batch.
+    """The grid of ranks, and the division of the batch over the ranks.
 
-    The ranks form a grid (pipeline, replicate, shard, context, tensor). The tensor axis is innermost, because ranks on
-    one node are neighbours and tensor parallelism communicates most. A step has `global_batch_size` samples:
-    `num_microbatches` microbatches of `local_batch_size` samples on every data-parallel rank. Ranks along the other
-    axes work on the same samples together.
+    The axes of the grid are (pipeline, replicate, shard, context, tensor). The tensor axis is innermost: tensor
+    parallelism communicates most, and consecutive ranks share a node. A step has `global_batch_size` samples:
+    `num_microbatches` microbatches of `local_batch_size` samples on every data-parallel rank. Ranks that differ only
+    along the pipeline, context or tensor axis work on the same samples.
     """
 
     replicate: int
-    """Replicas of the model (HSDP when both data-parallel degrees exceed 1)."""
+    """Number of replicas of the model. (The run uses HSDP if both data-parallel degrees exceed 1.)"""
 
     shard: int
-    """Data-parallel ranks that share one replica's parameters."""
+    """Number of data-parallel ranks over which the parameters of one replica are sharded."""
 
     local_batch_size: int
     """Samples in a microbatch of one data-parallel rank."""
@@ -45,13 +45,13 @@ class Layout:
     """Microbatches per optimizer step on every rank."""
 
     context: int = 1
-    """Ranks that share every sequence. They share the parameters too."""
+    """Number of ranks over which every sequence is divided. FSDP2 shards parameters over these ranks too."""
 
     tensor: int = 1
-    """Ranks that share every matrix."""
+    """Number of ranks over which every matrix is divided."""
 
     pipeline: int = 1
-    """Ranks that share the layers."""
+    """Number of ranks over which the layers are divided."""
 
     @property
     def data_parallel(self) -> int:
@@ -60,12 +60,12 @@ class Layout:
 
     @property
     def parameter_shards(self) -> int:
-        """Ranks that FSDP2 shards a parameter over."""
+        """Number of ranks over which FSDP2 shards a parameter."""
         return self.shard * self.context
 
     @property
     def model_parallel(self) -> int:
-        """Ranks that work on the same samples: context, tensor and pipeline together."""
+        """Number of ranks that work on the same samples: the product of the context, tensor and pipeline degrees."""
         return self.context * self.tensor * self.pipeline
 
     @property
@@ -80,7 +80,7 @@ class Layout:
 
     @property
     def ranks_per_stage(self) -> int:
-        """Ranks of one pipeline stage. They are neighbours."""
+        """Number of ranks with the same pipeline index. Their rank numbers are consecutive."""
         return self.world_size // self.pipeline
 
     @property
@@ -94,7 +94,7 @@ class Layout:
         return self.samples_per_rank * self.data_parallel
 
     def data_rank(self, rank: int) -> int:
-        """Return the data-parallel rank whose samples a rank has."""
+        """Return the data-parallel index of a rank. Ranks with the same index read the same samples."""
         return rank // (self.context * self.tensor) % self.data_parallel
 
     def pipeline_rank(self, rank: int) -> int:
@@ -103,7 +103,10 @@ class Layout:
 
 
 def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_size: int) -> Layout:
-    """Divide `world_size` ranks and the global batch. Raises ConfigError if a division has a remainder."""
+    """Return the layout of `world_size` ranks.
+
+    Raises ConfigError if the degrees do not match `world_size`, or if the global batch cannot be divided evenly.
+    """
     shard = _shard_degree(parallelism, world_size)
     ranks = parallelism.data_parallel_replicate_degree * shard
     per_round = training.local_batch_size * ranks
@@ -131,7 +134,7 @@ def plan_layout(parallelism: ParallelismConfig, training: TrainingConfig, world_
 
 
 def _shard_degree(parallelism: ParallelismConfig, world_size: int) -> int:
-    """Return the data-parallel ranks of one replica: the given degree, or for -1 the remaining ranks."""
+    """Return the number of data-parallel ranks of one replica: the configured degree, or for -1 all remaining ranks."""
     others = {name: getattr(parallelism, name) for name in _DEGREES if name != _SHARD}
     product, shard = prod(others.values()), parallelism.data_parallel_shard_degree
     if shard != -1 and shard * product == world_size:
@@ -139,8 +142,8 @@ def _shard_degree(parallelism: ParallelismConfig, world_size: int) -> int:
     if shard != -1:
         raise config_error(
             _key(_SHARD),
-            f"times {_format_degrees(others) or 'no other degree'} makes {shard * product} ranks, but this run has "
-            f"{world_size}; start {shard * product} processes, or set -1 to take the rest",
+            f"with {_format_degrees(others) or 'all other degrees at 1'} makes {shard * product} ranks, but this run "
+            f"has {world_size}; start {shard * product} processes, or set -1 to use all remaining ranks",
             shard,
             also=tuple(map(_key, others)),
         )
@@ -148,7 +151,8 @@ def _shard_degree(parallelism: ParallelismConfig, world_size: int) -> int:
         largest = max(others, key=lambda name: others[name])
         raise config_error(
             _key(largest),
-            f"{_does_not_divide(others)} the number of ranks of this run, {world_size}; set a divisor of it",
+            f"{_does_not_divide(others)} the number of ranks of this run, {world_size}; choose degrees whose "
+            "product divides this number",
             others[largest],
             also=tuple(map(_key, _DEGREES)),
         )
@@ -156,11 +160,11 @@ def _shard_degree(parallelism: ParallelismConfig, world_size: int) -> int:
 
 
 def _does_not_divide(degrees: dict[str, int]) -> str:
-    """Return the reason for degrees whose product does not divide the number of ranks."""
+    """Return the first words of the error for degrees whose product does not divide the number of ranks."""
     above_one = [degree for degree in degrees.values() if degree > 1]
     if len(above_one) == 1:
         return "does not divide"
-    return f"and the other degrees make {' x '.join(map(str, above_one))} = {prod(above_one)}, which does not divide"
+    return f"with the other degrees makes {' x '.join(map(str, above_one))} = {prod(above_one)}, which does not divide"
 
 
 def _format_degrees(degrees: dict[str, int]) -> str:
@@ -172,9 +176,9 @@ def _key(name: str) -> KeyPath:
 
 
 def with_global_batch_size(config: JobConfig, layout: Layout) -> JobConfig:
-    """Return the job with its global batch size, which follows from the number of ranks if the job does not set it.
+    """Return the job with `training.global_batch_size` set to the batch size of `layout`.
 
-    Another number of ranks would give another batch size, and so another experiment.
+    If the key stayed unset, a resume with another number of ranks would change the batch size, and so the experiment.
     """
     training = config.training.model_copy(update={"global_batch_size": layout.global_batch_size})
     return config.model_copy(update={"training": training})

@@ -1,8 +1,8 @@
 """The modules that are activation-checkpointed, compiled, or converted to float8. No torch.
 
 A hook of FSDP2 cannot be part of a compiled graph, because it runs collectives and changes parameters. So the largest
-modules without an FSDP2 unit inside are compiled: the blocks, unless a precision rule makes a unit inside a block. The
-hooks of a unit run around its forward, and only the forward is compiled.
+modules without an FSDP2 unit inside are compiled: the blocks, unless a precision rule makes a unit inside a block. A
+compiled module may be a unit itself: only its forward is compiled, and the unit's hooks run outside of the graph.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _CHECKPOINTED_MODULES: KeyPath = ("activation_checkpoint", "modules")
 
 
 def checkpointed_modules(inventory: Inventory, config: ActivationCheckpointConfig) -> tuple[str, ...]:
-    """Return the paths of the checkpointed modules; of nested modules, only the outer ones.
+    """Return the paths of the modules with activation checkpointing. Of nested modules, only the outer ones are
+    returned.
 
     Raises ConfigError if the mode needs modules and there are none, and for every glob that matches nothing.
     """
@@ -48,7 +49,7 @@ def checkpointed_modules(inventory: Inventory, config: ActivationCheckpointConfi
 
 
 def checkpoints_modules(config: ActivationCheckpointConfig) -> bool:
-    """Return whether modules are checkpointed. (With a memory budget, the compiler chooses operations.)"""
+    """Return True if the mode checkpoints modules. (With a memory budget, the compiler chooses single operations.)"""
     if config.mode == "auto":
         raise ValueError("activation_checkpoint.mode is still `auto`: resolve `auto` first (plan.auto_mode)")
     return config.mode not in ("none", "memory_budget")
@@ -77,7 +78,7 @@ def compiled_modules(
 ) -> tuple[str, ...]:
     """Return the paths of the compiled modules, each once.
 
-    Raises ConfigError if the model has no blocks, or a block without anything to compile.
+    Raises ConfigError if the model has no blocks, or if nothing of a block can be compiled.
     """
     if not config.compile.enable or "model" not in config.compile.components:
         return ()
@@ -97,12 +98,13 @@ def compiled_modules(
 
 
 def alike(paths: Sequence[str]) -> dict[str, int]:
-    """Return the paths with `*` instead of numbers, and how many paths each of them stands for."""
+    """Return the number of paths for each pattern. A pattern is a path with `*` instead of numbers."""
     return Counter(re.sub(r"\b\d+\b", "*", path) for path in paths)
 
 
 def _check_seen_by_selection(compiled: Sequence[str], checkpointed: Collection[str]) -> None:
-    """Raise ConfigError if a checkpoint per operation contains a whole graph, whose operations it cannot see."""
+    """Raise ConfigError if a checkpointed module contains a compiled graph. Selective activation checkpointing per
+    operation cannot see the operations inside a graph."""
     hidden = [path for path in compiled if enclosing(parent(path), checkpointed)]
     if hidden:
         globs = ", ".join(f'"{pattern}"' for pattern in alike(hidden))
@@ -115,23 +117,24 @@ def _check_seen_by_selection(compiled: Sequence[str], checkpointed: Collection[s
 
 
 def checkpoints_compiled(checkpointing: ActivationCheckpointConfig, tensor_degree: int) -> bool:
-    """Return whether activation checkpointing runs whole graphs again, instead of being part of the graphs.
+    """Return True if activation checkpointing runs compiled graphs again, and False if it is compiled into the graphs.
 
-    With tensor parallelism it runs whole graphs again, because a graph with a checkpoint inside would have to save a
-    DeviceMesh. `selective_ac_option = "op"` needs the operations, so it is always part of the graph.
+    With tensor parallelism it runs graphs again, because a graph with a checkpoint inside would have to save a
+    DeviceMesh. `selective_ac_option = "op"` selects operations inside a graph, so it is always compiled into the graph.
     """
     return tensor_degree > 1 and selection(checkpointing) != "op"
 
 
 class _Pieces:
-    """The tree of a model's modules, and the modules that cannot be inside of a graph."""
+    """The search for the parts of a block that can be compiled. A boundary is a module that cannot be inside of a
+    graph: a module with an FSDP2 unit, or one of `outside`."""
 
     def __init__(self, inventory: Inventory, units: Sequence[Unit], outside: Collection[str]):
         self._inventory = inventory
         self._boundaries = {path for unit in units for path in unit.modules if path} | set(outside)
 
     def of_block(self, path: str) -> Iterator[str]:
-        """Yield the block, or the largest modules in it without a boundary inside. Single layers are not compiled."""
+        """Yield the path of the block, or of the largest modules in it that contain no boundary. Skip single layers."""
         if self._has_no_boundary_inside(path):
             yield path
         else:
@@ -167,8 +170,8 @@ class _Pieces:
 def _no_blocks(config: JobConfig) -> str:
     remedy = "name them in model.blocks"
     if "loss" in config.compile.components:
-        remedy += ', or leave "model" out of compile.components'
-    return f"compiles the model's blocks, and they are unknown; {remedy}"
+        remedy += ', or remove "model" from compile.components'
+    return f"compiles the model's blocks, but they are unknown; {remedy}"
 
 
 def _nothing_left(blocks: Sequence[str], units: Sequence[Unit], outside: Collection[str]) -> Problem:
@@ -176,8 +179,8 @@ def _nothing_left(blocks: Sequence[str], units: Sequence[Unit], outside: Collect
     inside = [u for u in units if any(p != blocks[0] and is_within(p, blocks[0]) for p in u.modules)]
     reasons = list(dict.fromkeys(unit.reason for unit in inside))
     keys = [unit.key for unit in inside if unit.key is not None]
-    remedy = 'precision.param_dtype = "float32"' if BATCH_NORM_DEFAULT in reasons else "drop those rules"
-    what = f"the units of {', '.join(reasons)}, whose hooks cannot be part of a graph"
+    remedy = 'set precision.param_dtype = "float32"' if BATCH_NORM_DEFAULT in reasons else "drop those rules"
+    what = f"the FSDP2 units of {', '.join(reasons)}, whose hooks cannot be part of a graph"
     if not inside:
         what, remedy = f"checkpointed modules ({listed(sorted(outside))})", "do not checkpoint them"
         keys = [_CHECKPOINTED_MODULES]
@@ -191,7 +194,7 @@ def _nothing_left(blocks: Sequence[str], units: Sequence[Unit], outside: Collect
 _FLOAT8_MODULES: KeyPath = ("float8", "modules")
 _LINEAR = "torch.nn.modules.linear.Linear"
 _MULTIPLE = 16
-"""The kernels take matrices whose numbers of rows and columns are multiples of this: 16 bytes of 8-bit numbers."""
+"""The 8-bit kernels support only matrices whose numbers of rows and columns are multiples of this (16 bytes)."""
 
 
 def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
@@ -210,13 +213,13 @@ def float8_modules(config: Float8Config, plan: ModelPlan) -> tuple[str, ...]:
     if problems:
         raise ConfigError(problems)
     if not reduced:
-        reason = "matches no linear layer that computes in bfloat16; name others, or set float8.enable = false"
+        reason = "matches no linear layer that computes in bfloat16; name other modules, or set float8.enable = false"
         raise config_error(_FLOAT8_MODULES, reason, list(config.modules))
     return tuple(module.path for module in reduced)
 
 
 def describe_float8(config: Float8Config, plan: ModelPlan) -> str:
-    """Return the recipe and the converted linear layers in one line."""
+    """Return one line with the float8 recipe, its options, and the converted linear layers."""
     layers = ", ".join(f"{count} x {pattern}" for pattern, count in alike(plan.float8).items())
     options: list[str] = [config.recipe]
     options += ["all-gathers in 8 bits"] if config.all_gather else []
@@ -237,14 +240,14 @@ def check_shards(config: Float8Config, plan: ModelPlan, layout: Layout) -> None:
         if rows % shards:
             reason = (
                 f"{path} has {rows} outputs, which {shards} shards (parallelism.data_parallel_shard_degree) do not "
-                "divide; shard over a number of ranks that divides them, name other float8.modules, or set false"
+                "divide; set a shard degree that divides them, name other modules in float8.modules, or set false"
             )
             also = (_FLOAT8_MODULES, ("parallelism", "data_parallel_shard_degree"))
             raise config_error(("float8", "all_gather"), reason, True, also=also)
 
 
 def _is_linear(module: ModuleInfo) -> bool:
-    """Return whether a module is a plain Linear: a subclass may compute something else."""
+    """Return True if the class of a module is exactly `nn.Linear`: a subclass may compute something else."""
     return module.classes[0] == _LINEAR and module.same_as is None
 
 
@@ -255,7 +258,7 @@ def _in_other_dtypes(layers: list[ModuleInfo], plan: ModelPlan, config: Float8Co
             by_unit.setdefault(plan.unit_of[module.path].reason, []).append(module.path)
     for reason, paths in by_unit.items():
         dtype = plan.unit_of[paths[0]].compute_dtype
-        text = f"names {listed(paths)}, which {reason} computes in {dtype}; do not name them, or drop that rule"
+        text = f"names {listed(paths)}, which {reason} computes in {dtype}; name bfloat16 layers only, or drop the rule"
         yield Problem(_FLOAT8_MODULES, text, list(config.modules), also=(("precision",),))
 
 
@@ -265,7 +268,7 @@ def _misshapen(layers: list[ModuleInfo], config: Float8Config) -> Iterator[Probl
         if rows % _MULTIPLE or columns % _MULTIPLE:
             text = (
                 f"{module.path} has {columns} inputs and {rows} outputs, and the kernels support only multiples of "
-                f"{_MULTIPLE}; name the other modules"
+                f"{_MULTIPLE}; name only layers with such sizes"
             )
             yield Problem(_FLOAT8_MODULES, text, list(config.modules))
             return  # one problem is enough

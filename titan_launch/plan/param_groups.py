@@ -1,4 +1,4 @@
-"""Optimizer groups: the parameters that are updated together, their algorithm, and their state. No torch."""
+"""Optimizer groups: the parameters that are updated together, with their algorithm and weight decay. No torch."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def is_inner_matrix(name: str, num_axes: int, classes: Iterable[str], path: str,
 
 
 def settings_of(config: OptimizerConfig, index: int | None, undecayed: bool, inner_matrix: bool) -> GroupSettings:
-    """Return the settings of a parameter whose first match is `index`.
+    """Return the optimizer settings of a parameter.
 
-    `undecayed`: True if `is_undecayed` is True for any module that has the parameter. `inner_matrix`: True if
-    `is_inner_matrix` is True for all of them.
+    `index`: index of the `[[optimizer.param_groups]]` that matches the parameter, or None. `undecayed`: True if
+    `is_undecayed` is True for any module that has the parameter. `inner_matrix`: True if `is_inner_matrix` is True for
+    all of them.
     """
     algorithm = config.name if inner_matrix else ALGORITHMS[config.name].for_others or config.name
     lr_factor, decay = 1.0, None
@@ -62,8 +63,8 @@ def settings_of(config: OptimizerConfig, index: int | None, undecayed: bool, inn
 
 
 def _weight_decay(config: OptimizerConfig, algorithm: str) -> float:
-    """Return the weight decay of an algorithm: the job's if `optimizer.name` decays in the same way, else the
-    default."""
+    """Return the weight decay of an algorithm: `optimizer.weight_decay` if it is set and `optimizer.name` decays
+    weights in the same way, else the algorithm's default."""
     row = ALGORITHMS[algorithm]
     if config.weight_decay is not None and row.decay == ALGORITHMS[config.name].decay:
         return config.weight_decay
@@ -78,10 +79,9 @@ def group_name(index: int | None, settings: GroupSettings) -> str:
 
 
 def is_mixed(config: OptimizerConfig, storage_dtypes: Iterable[str]) -> bool:
-    """Return True if this package updates parameters with these storage dtypes although PyTorch implements their
-    algorithm.
+    """Return True if parameters with these storage dtypes need this package's update instead of PyTorch's optimizer.
 
-    PyTorch's implementations support one dtype, one rounding and no masters.
+    PyTorch's optimizers support only one dtype for parameters and state, one rounding mode, and no master weights.
     """
     dtypes = set(storage_dtypes)
     in_other_dtype = config.state_dtype is not None and dtypes != {config.state_dtype}

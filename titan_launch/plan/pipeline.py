@@ -36,9 +36,11 @@ _PER_RANK: KeyPath = ("parallelism", "pipeline_parallel_stages_per_rank")
 def plan_stages(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[Stage, ...]:
     """Return the stages of a model, in order; none without pipeline parallelism.
 
-    `pipeline_parallel_split_points` gives the first modules of the stages. Without it, the largest stage is as small as
-    whole layers allow. The size is the number of elements of matrices, as an estimate of time. Embeddings do not count.
-    Raises ConfigError for a model that cannot be divided, or cannot be divided at these points.
+    `pipeline_parallel_split_points` lists the first modules of the second and later stages. Without this key, whole
+    layers are divided so that the largest stage is as small as possible. The size of a stage is the number of elements
+    of its matrices, as an estimate of its time. Embeddings do not count.
+
+    Raises ConfigError for a model that cannot be divided at these points, or not at all.
     """
     if parallelism.pipeline_parallel_degree == 1:
         return ()
@@ -61,8 +63,11 @@ def plan_stages(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[S
 
 
 def rank_of_stage(stage: int, parallelism: ParallelismConfig) -> int:
-    """Return the pipeline rank of a stage. Ranks take stages in turn; for ZBV in a V, so that the first rank also has
-    the last stage."""
+    """Return the pipeline rank that runs a stage. Stages are assigned to the ranks in turn.
+
+    ZBVZeroBubble has two stages per rank. The second half of the stages is assigned in reverse order, so the first rank
+    also runs the last stage.
+    """
     degree = parallelism.pipeline_parallel_degree
     if parallelism.pipeline_parallel_schedule == "ZBVZeroBubble":
         return stage if stage < degree else 2 * degree - 1 - stage
@@ -72,7 +77,7 @@ def rank_of_stage(stage: int, parallelism: ParallelismConfig) -> int:
 def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
     if not inventory.pipeline_order:
         reason = (
-            "the order of the model's modules is unknown; declare an attribute pipeline_order of the model (globs, in "
+            "the order of the model's modules is unknown; give the model an attribute pipeline_order (globs, in "
             "order; see docs/how_to/parallelism.md), or set 1"
         )
         raise config_error(_DEGREE, reason, degree)
@@ -89,7 +94,7 @@ def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
 
 
 def _given_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[int, ...]:
-    """Return the indices in the pipeline order at which the second and later stages begin, as the job sets them."""
+    """Return the indices in the pipeline order of the job's split points. Empty: the job sets none."""
     points, pipeline_order = parallelism.pipeline_parallel_split_points, inventory.pipeline_order
     unknown = [
         Problem(
@@ -265,10 +270,10 @@ def parts_on_rank(plan: ModelPlan, rank: int) -> tuple[ModelPlan, ...]:
 
 
 def _without(inventory: Inventory, foreign: Collection[str]) -> tuple[Inventory, dict[str, str]]:
-    """Return the inventory without the modules inside of `foreign`, and the first path of each remaining module in the
-    whole inventory, by each of its remaining paths.
+    """Return the inventory without the `foreign` modules, and a dict of first paths.
 
-    A module with several parents has several paths. If its first path is removed, its next path becomes the first.
+    The dict gives, for each remaining path, the first path of the same module in the whole inventory. A module with
+    several parents has several paths. If its first path is removed, its next path becomes the first.
     """
     modules: list[ModuleInfo] = []
     first: dict[str, str] = {}
@@ -308,8 +313,8 @@ _HOLDS_ALL = ("GPipe", "LoopedBFS")
 def sufficient_microbatches(parallelism: ParallelismConfig, layout: Layout) -> int:
     """Return the number of microbatches after which the peak memory of a pipeline no longer grows; at most all of them.
 
-    In 1F1B the first rank starts one microbatch per rank before its first backward. With several stages per rank, a
-    rank starts at most three times as many.
+    In 1F1B with p pipeline ranks, the first rank runs p forwards before its first backward. With several stages per
+    rank, a rank runs at most 3 p forwards before its first backward.
     """
     schedule = parallelism.pipeline_parallel_schedule
     if schedule in _HOLDS_ALL:
@@ -322,7 +327,7 @@ def sufficient_microbatches(parallelism: ParallelismConfig, layout: Layout) -> i
 def scaled_to_step(seen: Traffic, num_seen: int, layout: Layout, accumulation: GradientAccumulationConfig) -> Traffic:
     """Return the traffic of a step with all microbatches, from the traffic of a step with `num_seen` microbatches.
 
-    Traffic per microbatch is scaled. Traffic per step is not.
+    Traffic that occurs in every microbatch is scaled. Traffic that occurs once per step is not.
     """
     every = Fraction(layout.num_microbatches, num_seen)
     once = Fraction(1)

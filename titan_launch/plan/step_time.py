@@ -18,20 +18,20 @@ from titan_launch.plan.types import Inventory
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, with communication either hidden behind computation completely or not at all."""
+    """Predicted seconds of a step, between full overlap and no overlap of communication and computation."""
 
     compute: float | None
-    """None if FLOPs or peak FLOP/s are unknown."""
+    """Seconds of computation, with the bubble. None if FLOPs or peak FLOP/s are unknown."""
 
     communication: float | None
-    """None if a required bandwidth is unknown."""
+    """Seconds of communication. None if a required bandwidth is unknown."""
 
     bubble: float = 0.0
     """Part of `compute` in which a rank waits for other pipeline stages."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The shortest and the longest time; None where either part is unknown."""
+        """Shortest and longest time of the step in seconds. None if computation or communication is unknown."""
         if self.compute is None or self.communication is None:
             return None
         return max(self.compute, self.communication), self.compute + self.communication
@@ -47,9 +47,10 @@ class StepTime:
 def estimate_step_time(
     flops_per_rank: float | None, link_traffic: LinkTraffic, hardware: Hardware, bubble_share: float = 0.0
 ) -> StepTime:
-    """Return the time of a step: computation at `mfu` of the peak, communication at the full rate of the slower link.
+    """Return the time of a step: computation at `mfu` of the peak, and communication at full bandwidth.
 
-    `bubble_share`: see the function `bubble_share`.
+    Links within and across nodes are used at the same time, so the longer time counts. `bubble_share`: see the function
+    `bubble_share`.
     """
     compute = None
     if flops_per_rank is not None and hardware.peak_tflops is not None:
@@ -70,7 +71,8 @@ def bubble_share(parallelism: ParallelismConfig, layout: Layout) -> float:
     """Return the time that a rank waits while a pipeline fills and empties, as a share of its compute time.
 
     The share is (p - 1) / (v m) for p ranks with v equal stages and m microbatches (arXiv:2104.04473). Zero-bubble
-    schedules put gradients of weights into the gaps. Their share is 0, which is their best case (arXiv:2401.10241).
+    schedules compute weight gradients while a rank would wait. Their share counts as 0, the best case
+    (arXiv:2401.10241).
     """
     if parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES:
         return 0.0
@@ -88,7 +90,8 @@ class ModelFlops:
     """The FLOPs of one sample, and those that activation checkpointing adds."""
 
     per_sample: int | None
-    """Forward and backward of one sample, all pairs of tokens counted in attention; None where unknown."""
+    """FLOPs of forward and backward of one sample; None if unknown. Attention counts all pairs of tokens, also masked
+    pairs."""
 
     blocks: tuple[str, ...]
     """Paths of the model's blocks."""
@@ -100,12 +103,14 @@ class ModelFlops:
 
     @property
     def is_exact(self) -> bool:
-        """True if the FLOPs that activation checkpointing adds are counted exactly. Otherwise checkpointing all
-        blocks counts as one more forward of the model: a third of its FLOPs."""
+        """True if the FLOPs that activation checkpointing adds are counted exactly.
+
+        Otherwise, checkpointing of all blocks counts as one more forward of the model: a third of its FLOPs.
+        """
         return self._block_flops(saves_costly_ops=False) is not None
 
     def checkpointed_per_sample(self, checkpointing: ActivationCheckpointConfig) -> int | None:
-        """Return the FLOPs that `checkpointing` adds for one sample; None where unknown."""
+        """Return the FLOPs that `checkpointing` adds for one sample; None if unknown."""
         if checkpointing.mode == "none":
             return 0
         if checkpointing.modules or not checkpoints_modules(checkpointing):
@@ -126,7 +131,7 @@ class ModelFlops:
         return len(checkpointed_modules(Inventory((), self.blocks), checkpointing))
 
     def total_per_sample(self, checkpointing: ActivationCheckpointConfig) -> int | None:
-        """Return all FLOPs for one sample; None where unknown."""
+        """Return the FLOPs for one sample, including those that `checkpointing` adds; None if unknown."""
         added = self.checkpointed_per_sample(checkpointing)
         return None if added is None or self.per_sample is None else self.per_sample + added
 
@@ -137,7 +142,7 @@ _FULL = ActivationCheckpointConfig(mode="full")
 def flops_of_model(
     model: ModelConfig, seq_len: int, blocks: tuple[str, ...], per_sample: int | None = None
 ) -> ModelFlops:
-    """Return the FLOPs of a job's model. `per_sample`: as a user's own model declares it."""
+    """Return the FLOPs of a job's model. `per_sample`: the FLOPs per sample that a user's own model declares."""
     if model.name not in ARCHITECTURES:
         return ModelFlops(per_sample, blocks)
     args = resolve_args(model.name, model.flavor, model.args)

@@ -24,7 +24,7 @@ class TensorInfo:
     is_floating: bool
     requires_grad: bool = False
     tied_to: str | None = None
-    """Path of the first occurrence of a shared (tied) parameter; None for the first occurrence itself."""
+    """Full name of the first occurrence of a shared (tied) parameter; None for the first occurrence itself."""
 
     @property
     def numel(self) -> int:
@@ -37,7 +37,7 @@ class ModuleInfo:
     """A module of the module tree."""
 
     path: str
-    """Dotted path from the root; the root's is empty."""
+    """Dotted path from the root module; empty for the root itself."""
 
     classes: tuple[str, ...]
     """Full names of its class and base classes, nearest first, without `torch.nn.Module`."""
@@ -53,7 +53,7 @@ class ModuleInfo:
 
     @property
     def class_name(self) -> str:
-        """The class without its module."""
+        """Name of the class without its package and Python module: `Linear`."""
         return self.classes[0].rpartition(".")[2]
 
 
@@ -66,17 +66,17 @@ class Inventory:
     has an entry for each of its paths."""
 
     blocks: tuple[str, ...]
-    """Paths of the repeated blocks, each a unit of its own."""
+    """Paths of the repeated blocks. Each block is an FSDP2 unit."""
 
     head: tuple[str, ...] = ()
-    """Paths of the modules that run last, in order; the last one's output is the model's."""
+    """Paths of the modules that run last, in order. The last module returns the model's output."""
 
     embeddings: tuple[str, ...] = ()
-    """Paths of the modules that run first and whose weights only their own forward reads, not backward."""
+    """Paths of the modules that run first. Only their own forward reads their weights; backward does not."""
 
     pipeline_order: tuple[str, ...] = ()
-    """Paths of the modules that run in sequence, each on the output of the module before it. They have all parameters.
-    Empty: the order is unknown."""
+    """Paths of the modules that run in sequence, each on the output of the module before it. Together they contain
+    all parameters. Empty: the order is unknown."""
 
     @cached_property
     def by_path(self) -> dict[str, ModuleInfo]:
@@ -90,7 +90,7 @@ class Inventory:
 
 
 def is_within(path: str, ancestor: str) -> bool:
-    """Return whether `path` is the module `ancestor` or lies in it."""
+    """Return True if the module `path` is `ancestor` or lies inside `ancestor`."""
     return not ancestor or path == ancestor or path.startswith(ancestor + ".")
 
 
@@ -100,14 +100,14 @@ def parent(path: str) -> str:
 
 
 def enclosing(path: str, modules: Collection[str]) -> str:
-    """Return the innermost of `modules` that a module is or lies in; empty if there is none."""
+    """Return the innermost of `modules` that contains `path` or equals it; empty if there is none."""
     while path and path not in modules:
         path = parent(path)
     return path
 
 
 def outermost(paths: Sequence[str]) -> tuple[str, ...]:
-    """Return the modules that do not lie in another one of them, in order."""
+    """Return those of `paths` that do not lie inside another of `paths`, in order."""
     among = set(paths)
     return tuple(path for path in paths if not enclosing(parent(path), among))
 
@@ -119,12 +119,15 @@ def full_name(path: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class Policy:
-    """The dtypes of one FSDP2 unit: the arguments of `MixedPrecisionPolicy`, by name. None means the same as there."""
+    """The dtypes of one FSDP2 unit. Each field has the name and the meaning of an argument of
+    `MixedPrecisionPolicy`."""
 
     param_dtype: str | None
     """Dtype of all-gathers and computation. None: the storage dtype, and inputs are not cast."""
 
     reduce_dtype: str | None
+    """Dtype of the gradient reduction. None: the compute dtype."""
+
     output_dtype: str | None = None
     """Dtype of the outputs. None: unchanged."""
 
@@ -142,22 +145,23 @@ class Unit:
     together."""
 
     name: str
-    """Name in the unit table: the path of a block, or the reason."""
+    """Name in the unit table, such as `layers.0`, `norm + output`, `precision.rules.0` or `(root)`."""
 
     modules: tuple[str, ...]
     policy: Policy
     reshard_after_forward: bool | None
-    """None leaves the choice to FSDP2, which does not reshard the root, because backward needs it first."""
+    """None leaves the choice to FSDP2, which does not reshard the root: backward needs the root's
+    parameters first."""
 
     storage_dtype: str
     reason: str
-    """Reason for the unit: `precision.rules.0`, `block`, `head`, `embedding`, `root`, or the name of a default."""
+    """Reason for the unit: `precision.rules.0`, `block`, `head`, `embedding`, `root`, or `BatchNorm default`."""
 
     key: KeyPath | None = None
-    """Key of the precision rule that made the unit."""
+    """Key of the precision rule that made the unit; None if no rule of the job made it."""
 
     num_parameters: int = 0
-    """Elements of its parameters, over all ranks."""
+    """Number of elements of its parameters before sharding."""
 
     is_trained: bool = True
     """True if any of its parameters takes a gradient."""
@@ -167,7 +171,7 @@ class Unit:
 
     @property
     def num_gathers(self) -> int:
-        """Number of all-gathers of its parameters in one forward and backward, on several ranks."""
+        """Number of all-gathers of its parameters in one forward and backward, if they are sharded."""
         return 2 if self.reshard_after_forward and self.unshard_in_backward else 1
 
     @property
@@ -189,13 +193,13 @@ class Stage:
     """Index in the order in which stages run."""
 
     rank: int
-    """Pipeline rank that has the stage."""
+    """Pipeline rank that runs the stage."""
 
     modules: tuple[str, ...]
-    """Paths of its modules of the pipeline order, in order."""
+    """Paths of its modules: consecutive entries of the pipeline order."""
 
     num_parameters: int
-    """Elements of their parameters."""
+    """Number of elements of the parameters of its modules."""
 
     @property
     def extent(self) -> str:
@@ -228,13 +232,15 @@ class ModelPlan:
 
     @cached_property
     def unit_of(self) -> dict[str, Unit]:
-        """The unit of the parameters that a module owns, by module path."""
+        """The unit that shards the parameters which a module owns directly, by the path of the module."""
         return {path: self.units[index] for path, index in unit_by_module(self.inventory, self.units).items()}
 
 
 def unit_by_module(inventory: Inventory, units: Sequence[Unit]) -> dict[str, int]:
-    """Return, by module path, the index of the unit of the parameters that the module owns: the unit of the nearest
-    enclosing module."""
+    """Return, by the path of each module, the index of the unit that shards the module's own parameters.
+
+    It is the unit of the module, or else the unit of the nearest enclosing module with a unit.
+    """
     members = {path: index for index, unit in enumerate(units) for path in unit.modules}
     owners: dict[str, int] = {}
     for module in inventory.modules:  # parents come first

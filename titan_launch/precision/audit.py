@@ -34,7 +34,7 @@ class Finding:
 
     what: str
     planned: tuple[str, ...]
-    """All correct dtypes. Empty if nothing is planned: then the observed dtypes are shown and not judged."""
+    """All correct dtypes. If nothing is planned, this is empty, and the observed dtypes are shown but not checked."""
 
     observed: tuple[str, ...]
     """All observed dtypes. Empty if no such tensor was observed."""
@@ -63,7 +63,7 @@ class Audited:
 
     findings: tuple[Finding, ...]
     remark: str
-    """Reason why dtypes are missing: did not run, frozen, no gradient, not communicated. Empty if none is missing."""
+    """Reason for missing dtypes: did not run, frozen, no gradient, not communicated. Empty if no dtype is missing."""
 
     num_forwards: int | None = None
     """Number of forwards of a module, including those of activation checkpointing."""
@@ -126,12 +126,13 @@ def _remark(info: ModuleInfo, seen: Seen) -> str:
 
 
 def _gradient_dtypes(unit: Unit) -> tuple[str, ...]:
-    """Return the dtypes in which autograd hands over the gradients of unsharded parameters.
+    """Return the dtypes that the gradients of unsharded parameters may have when autograd passes them to hooks.
 
-    Before torch 2.15 autograd converts them to the compute dtype. From then on FSDP2 decides (read in 2.15.0,
-    `_set_unsharded_grad_dtypes`). If the reduce dtype is not the larger one, autograd converts to it. Otherwise most
-    gradients keep the dtype that their operations computed them in. Two kinds may be converted to the reduce dtype: the
-    first gradient of a step with deferred reduction, and those of parameters that tensor parallelism replicates.
+    Before torch 2.15, autograd converts gradients to the compute dtype. From torch 2.15 on, FSDP2 decides (read in
+    2.15.0, `_set_unsharded_grad_dtypes`). If the reduce dtype is not larger than the compute dtype, autograd converts
+    gradients to the reduce dtype. Otherwise most gradients keep the dtype of their operation. Two kinds may have the
+    reduce dtype: the first gradient of a step with deferred reduction, and gradients of parameters that tensor
+    parallelism replicates.
     """
     compute, reduce = unit.compute_dtype, unit.reduce_dtype
     if not ACCUMULATES_IN_GRAD:
@@ -140,11 +141,11 @@ def _gradient_dtypes(unit: Unit) -> tuple[str, ...]:
 
 
 def _planned_of_module(plan: ModelPlan, info: ModuleInfo, unit: Unit) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the planned dtypes of a module. FSDP2 casts inputs and outputs only of the modules that `fully_shard` was
-    called on."""
+    """Yield (kind of tensor, planned dtypes) of a module. FSDP2 casts inputs and outputs only of modules on which
+    `fully_shard` was called."""
     policy = unit.policy if info.path in unit.modules else None
     yield INPUTS, _one(policy.input_dtype if policy else None)
-    yield AUTOCAST, ("off",)  # it ignores the dtypes of parameters and inputs
+    yield AUTOCAST, ("off",)  # autocast would ignore the dtypes of parameters and inputs
     if info.parameters:
         yield PARAMETERS, (unit.compute_dtype,)
         yield GRADIENTS, _gradient_dtypes(unit)
@@ -171,7 +172,7 @@ def _audit_unit(plan: ModelPlan, unit: Unit, layout: Layout, seen: Seen) -> Audi
 
 
 def _findings(planned: dict[str, tuple[str, ...]], seen: Seen) -> Iterator[Finding]:
-    """Yield the planned findings, then the observed ones without a plan, such as a buffer that a forward has made."""
+    """Yield planned findings, then findings without a plan, such as a buffer that a forward has created."""
     unplanned = {what for what, dtypes in seen.dtypes.items() if dtypes} - planned.keys()
     for what in (*planned, *sorted(unplanned)):
         yield Finding(what, planned.get(what, ()), tuple(sorted(seen.dtypes.get(what, ()))))

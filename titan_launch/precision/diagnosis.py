@@ -26,10 +26,10 @@ _MODEL, _ACCUMULATION_MODE = ("model", "name"), ("gradient_accumulation", "mode"
 
 @contextmanager
 def dtype_failures_explained(model: nn.Module, plan: ModelPlan, precision: PrecisionConfig) -> Iterator[None]:
-    """Run forwards and backwards of a wrapped model.
+    """Replace dtype errors of forwards and backwards in the block by a ConfigError with a remedy.
 
-    Raises ConfigError in place of an error that dtypes or the boundaries of FSDP2 units explain; its cause is the
-    error. Another error passes unchanged.
+    This also applies to errors from the boundaries of FSDP2 units. PyTorch's error is the cause of the ConfigError.
+    Other errors are raised unchanged.
     """
     try:
         yield
@@ -41,7 +41,7 @@ def dtype_failures_explained(model: nn.Module, plan: ModelPlan, precision: Preci
 
 
 class Failure:
-    """An error of a model's forward or backward, with its traceback."""
+    """An error in a model's forward or backward, with the facts that explain it."""
 
     def __init__(self, error: Exception, model: nn.Module, plan: ModelPlan, precision: PrecisionConfig):
         self.text = re.split(r"\. |\n", str(error))[0].rstrip(".")
@@ -60,11 +60,11 @@ class Failure:
 
     @property
     def line(self) -> str:
-        """The innermost line of the user's code, or else of the launcher's, such as `model.py:42`."""
+        """The innermost line of the user's code, or of the launcher's if there is none, such as `model.py:42`."""
         return Path(user_location(self._error, or_own=True) or "").name
 
     def problem(self, key: KeyPath, reason: str, value: object = UNSET) -> Problem:
-        """Return a problem of a key. Its text ends with PyTorch's own words, which can be searched for."""
+        """Return a problem of a key. Its text ends with PyTorch's message, so that users can search for it."""
         return Problem(key, f"{reason} (PyTorch: {self.text})", value)
 
     def describe(self, path: str) -> str:
@@ -72,7 +72,7 @@ class Failure:
         return f"{path or 'the model'} ({self.plan.inventory.by_path[path].class_name})"
 
     def rule(self, unit: Unit) -> PrecisionRule | None:
-        """Return the precision rule that made a unit."""
+        """Return the precision rule that created a unit; None for a unit without a rule."""
         return None if unit.key is None else self._rules[int(unit.key[-1])]
 
     def buffers_in_another_dtype(self, module: ModuleInfo) -> dict[str, str]:
@@ -83,12 +83,12 @@ class Failure:
         return {name: dtype for name, dtype in dtypes.items() if dtype != self.plan.unit_of[module.path].compute_dtype}
 
     def inside(self, path: str) -> list[ModuleInfo]:
-        """Return a module and the modules in it."""
+        """Return the module at `path` and all modules inside it."""
         return [module for module in self.plan.inventory.modules if is_within(module.path, path)]
 
     def glob(self, path: str) -> str:
-        """Return a pattern for a module and the same module of the other blocks. Return the path if the pattern would
-        match modules of other classes."""
+        """Return a glob that matches a module and the same module in all other blocks. If the glob would match modules
+        of other classes, return the path itself."""
         block = next((block for block in self.plan.inventory.blocks if is_within(path, block)), "")
         around, _, index = block.rpartition(".")
         if not index.isdigit():
@@ -98,7 +98,7 @@ class Failure:
         return pattern if len(classes) == 1 else path
 
     def casting_rule(self, path: str, *dtypes: str) -> tuple[KeyPath, object, str]:
-        """Return the key that makes a module compute in one of `dtypes`, the key's value, and the text to write."""
+        """Return the key to change, its value, and a remedy, so that a module computes in one of `dtypes`."""
         unit, choice = self.plan.unit_of[path], " or ".join(f'"{dtype}"' for dtype in dtypes)
         rule, new = self.rule(unit), f'with match = "{self.glob(path)}" and param_dtype = {choice} (it casts inputs)'
         if rule is None or unit.key is None:
@@ -113,7 +113,7 @@ class Failure:
 
 
 def explain(failure: Failure) -> Problem | None:
-    """Return the problem behind an error. Return None for an unknown error."""
+    """Return the problem that caused an error; None for an unknown error."""
     for pattern, explanation in _EXPLANATIONS.items():
         if re.search(pattern, failure.text):
             return explanation(failure)
@@ -122,7 +122,7 @@ def explain(failure: Failure) -> Problem | None:
 
 
 def clash(failure: Failure) -> Problem | None:
-    """Explain two dtypes in one operation."""
+    """Explain an operation whose inputs have two different dtypes."""
     path = failure.path
     if path is None:
         return None
@@ -130,15 +130,18 @@ def clash(failure: Failure) -> Problem | None:
     is_leaf = len(failure.inside(path)) == 1
     if is_leaf and info.parameters and failure.buffers_in_another_dtype(info):
         return _output_dtype(failure, path) or _beside_buffers(failure, path)
-    # PyTorch's own layers do not cast, so their inputs had the other dtype: a rule for either dtype casts these.
+    # PyTorch's own layers do not cast. So their inputs had the wrong dtype, and a rule with either dtype casts inputs.
     dtypes = ("bfloat16", "float32") if is_leaf and info.classes[0].startswith("torch.nn.") else ("float32",)
     reason = f"two dtypes meet in {failure.describe(path)} ({failure.line}); cast there"
     return _output_dtype(failure, path) or _with_casting_rule(failure, path, reason, dtypes)
 
 
 def _output_dtype(failure: Failure, consumer: str) -> Problem | None:
-    """Name the rule with an `output_dtype` that the consumer does not compute in: of several, the one of the nearest
-    module. The output of the model's last module goes to the loss, not to a consumer."""
+    """Explain a precision rule whose `output_dtype` differs from the compute dtype of the module `consumer`.
+
+    Of several such rules, the rule of the nearest module is named. The model's last module is not considered, because
+    its output goes to the loss.
+    """
     computes_in = failure.plan.unit_of[consumer].compute_dtype
     sources = [
         (path, unit, rule.output_dtype)
@@ -154,12 +157,12 @@ def _output_dtype(failure: Failure, consumer: str) -> Problem | None:
         return commonpath([path.replace(".", "/") for path in (source[0], consumer)])
 
     _, unit, dtype = max(sources, key=lambda source: len(shared_path(source)))
-    reason = f"the consumer of this output, {failure.describe(consumer)}, computes in {computes_in}; drop this key"
+    reason = f"the consumer of this output, {failure.describe(consumer)}, computes in {computes_in}; remove this key"
     return failure.problem((*(unit.key or ()), "output_dtype"), reason, dtype)
 
 
 def _beside_buffers(failure: Failure, path: str) -> Problem:
-    """Explain running statistics in another dtype than the parameters beside them."""
+    """Explain a module whose running statistics have another dtype than its parameters."""
     buffers = failure.buffers_in_another_dtype(failure.plan.inventory.by_path[path])
     dtype = next(iter(buffers.values()))
     has = f"has {failure.plan.unit_of[path].compute_dtype} parameters beside {dtype} buffers ({', '.join(buffers)})"
@@ -168,14 +171,14 @@ def _beside_buffers(failure: Failure, path: str) -> Problem:
 
 
 def batch_norm_clash(failure: Failure) -> Problem | None:
-    """Explain an error of CUDA's BatchNorm kernels. They raise it in backward, where no module is running."""
+    """Explain a dtype error of CUDA's BatchNorm kernels. They raise it in backward, which hides the module."""
     modules = failure.plan.inventory.modules
     found = [m.path for m in modules if "running_mean" in failure.buffers_in_another_dtype(m)]
     return _beside_buffers(failure, found[0]) if found else None
 
 
 def no_kernel(failure: Failure) -> Problem | None:
-    """Explain an operation that does not exist in bfloat16."""
+    """Explain an operation that has no bfloat16 kernel."""
     path = failure.path
     if path is None:
         return None
@@ -184,7 +187,7 @@ def no_kernel(failure: Failure) -> Problem | None:
 
 
 def _with_casting_rule(failure: Failure, path: str, reason: str, dtypes: Sequence[str]) -> Problem:
-    """Add to `reason` the second remedy: a rule for the innermost module around the error that has parameters."""
+    """Add a second remedy to `reason`: a precision rule for the innermost module that ran and contains parameters."""
     while path and not any(module.parameters for module in failure.inside(path)):
         path = parent(path)
     if not path:
@@ -201,7 +204,7 @@ def mixed_storage(failure: Failure) -> Problem | None:
                 dtype = dtype_of(parameter)
                 reason = (
                     f"{full_name(path, name)} was cast to {dtype} after it was sharded, and its unit is stored in "
-                    f"{unit.storage_dtype}; drop that cast, or add [[precision.rules]] with match = "
+                    f"{unit.storage_dtype}; remove that cast, or add [[precision.rules]] with match = "
                     f'"{failure.glob(path)}", storage_dtype = "{dtype}" and param_dtype = "{dtype}"'
                 )
                 return failure.problem(unit.key or ("precision",), reason)
@@ -209,16 +212,16 @@ def mixed_storage(failure: Failure) -> Problem | None:
 
 
 def never_gathered(failure: Failure) -> Problem | None:
-    """Explain a unit that has not run yet. Deferred reduction looks for gradients in every unit."""
+    """Explain a unit that did not run in the first microbatch. Deferred reduction requires that every unit runs."""
     for unit in failure.plan.units:
         if not was_gathered(failure.model.get_submodule(unit.modules[0])):
-            reason = f"no module of unit {unit.name} ran in the first microbatch, which FSDP2 cannot defer"
+            reason = f"no module of unit {unit.name} ran in the first microbatch, so FSDP2 cannot defer its reduction"
             return failure.problem(_ACCUMULATION_MODE, f'{reason}; set "immediate"', "deferred")
     return None
 
 
 def changed_in_place(failure: Failure) -> Problem | None:
-    """Explain a changed input of a unit. It is the output of an autograd function, which must not be changed."""
+    """Explain an in-place change of a unit's input, which is the output of an autograd function of FSDP2."""
     path = failure.path
     if path is None:
         return None
@@ -230,7 +233,7 @@ def changed_in_place(failure: Failure) -> Problem | None:
 
 
 def used_without_a_call(failure: Failure) -> Problem | None:
-    """Explain parameters that are used while they are sharded."""
+    """Explain a module that uses parameters of another module without calling it, so they are still sharded."""
     user = failure.path
     if user is None:
         return None
@@ -254,8 +257,11 @@ def used_without_a_call(failure: Failure) -> Problem | None:
 
 
 def not_gathered(failure: Failure) -> Problem:
-    """Explain a changed view. The change replaces the view's autograd history, and with it the hook by which FSDP2
-    gathers for backward. The units that backward has reached have gradients."""
+    """Explain a unit's output that is a view and is changed in place.
+
+    The change replaces the view's autograd history, including the hook by which FSDP2 all-gathers for backward. The
+    error is in the last unit whose parameters have no gradient yet, or in a later unit.
+    """
     waiting = [
         unit.modules[0]
         for unit in failure.plan.units
@@ -264,7 +270,7 @@ def not_gathered(failure: Failure) -> Problem:
     ]
     whose = f"of {failure.describe(waiting[-1])} or of a unit after it " if waiting else ""
     reason = (
-        f"backward met parameters that are not gathered: most likely the output {whose}is a view (x.view, x[...]) that "
+        f"backward used sharded parameters: most likely the output {whose}is a view (x.view, x[...]) that "
         "is then changed in place; write x = x + y for x += y, drop inplace=True, or return x.clone()"
     )
     return failure.problem(_MODEL, reason)
@@ -286,7 +292,7 @@ _EXPLANATIONS: Mapping[str, Callable[[Failure], Problem | None]] = {
         Failure.problem,
         key=_MODEL,
         reason="the model sets a gradient divide factor, which gloo cannot apply, and the loss is divided already; "
-        "drop set_gradient_divide_factor and set_force_sum_reduction_for_comms from it",
+        "remove set_gradient_divide_factor and set_force_sum_reduction_for_comms from it",
     ),
     "is a view and is being modified inplace": changed_in_place,
     "is a view and its base or another view of its base has been modified inplace": partial(

@@ -1,4 +1,4 @@
-"""Observation, by hooks, of the dtypes that a wrapped model computes, stores and communicates in."""
+"""Observation, by hooks, of the dtypes in which a wrapped model computes, stores and communicates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Seen:
     """The observed floating dtypes of one module or FSDP2 unit."""
 
     dtypes: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Dtypes by the tensors that have them: `inputs`, `all-gather`, ..."""
+    """Observed dtypes by kind of tensor: `inputs`, `all-gather`, ..."""
 
     num_forwards: int = 0
     """Number of forwards of a module, including those of activation checkpointing. 0 for a unit."""
@@ -58,7 +58,7 @@ class Observations:
 
 @contextmanager
 def observe(model: nn.Module, plan: ModelPlan) -> Iterator[Observations]:
-    """Record the dtypes of a wrapped model until the end of the block. No number changes, and all hooks are removed.
+    """Record the dtypes of a wrapped model until the end of the block. The hooks do not change any value.
 
     The hooks are registered after wrapping, so they receive the inputs that FSDP2 has cast. On an untested release of
     PyTorch, the collectives of units are not recorded.
@@ -85,7 +85,7 @@ def look_at_storage(model: nn.Module, observed: Observations) -> None:
 
 
 def _watch_module(module: nn.Module, seen: Seen, hooks: ExitStack) -> None:
-    with_hook: dict[int, Tensor] = {}  # holds the parameters, so that no id is used twice
+    with_hook: dict[int, Tensor] = {}  # keeps the parameters alive, so that no id is reused
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.num_forwards += 1
@@ -93,7 +93,7 @@ def _watch_module(module: nn.Module, seen: Seen, hooks: ExitStack) -> None:
         seen.dtypes[AUTOCAST].update(autocast_dtypes((args, kwargs)))
         seen.note(PARAMETERS, list(module._parameters.values()))
         _note_buffers(module, seen)
-        for parameter in module._parameters.values():  # unsharded ones, to which autograd belongs
+        for parameter in module._parameters.values():  # unsharded parameters, which autograd uses
             if parameter is not None and parameter.requires_grad and id(parameter) not in with_hook:
                 with_hook[id(parameter)] = parameter
                 hooks.callback(parameter.register_hook(partial(seen.note, GRADIENTS)).remove)
@@ -120,7 +120,7 @@ def _watch_unit(module: nn.Module, seen: Seen, hooks: ExitStack) -> None:
 
 
 def autocast_dtypes(value: Any) -> Iterator[str]:
-    """Yield the dtypes of torch.autocast on the devices of a value's floating tensors, if it is enabled there."""
+    """Yield the autocast dtypes that are enabled on the devices of a value's floating tensors."""
     for device_type in {tensor.device.type for tensor in floating_tensors(value)}:
         if torch.is_autocast_enabled(device_type):
             yield str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")

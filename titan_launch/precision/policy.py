@@ -1,4 +1,4 @@
-"""Application of planned dtypes to a model's tensors and to FSDP2's policy."""
+"""Conversion of planned dtypes: to a model's tensors, and to FSDP2's `MixedPrecisionPolicy`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from titan_launch.plan.types import ModelPlan, Policy, full_name
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of a name: `torch.bfloat16` for `"bfloat16"`."""
+    """Return the dtype with a name: `torch.bfloat16` for `"bfloat16"`."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), name
     return dtype
 
 
 def mixed_precision_policy(policy: Policy) -> MixedPrecisionPolicy:
-    """Return FSDP2's form of a planned policy. None stays None: with `param_dtype=None` FSDP2 casts no inputs, which
-    differs from `float32`."""
+    """Return a planned policy as FSDP2's `MixedPrecisionPolicy`. `param_dtype=None` is not the same as float32: with
+    None, FSDP2 casts neither parameters nor inputs."""
     return MixedPrecisionPolicy(
         param_dtype=_optional(policy.param_dtype),
         reduce_dtype=_optional(policy.reduce_dtype),

@@ -1,4 +1,4 @@
-"""Replacements for operations that save other tensors for backward on CUDA than on a CPU.
+"""Replacements for operations that save different tensors for backward on CUDA and on a CPU.
 
 Eager PyTorch saves the same tensors on both devices, except for a few operations. The replacements compute nothing.
 Their outputs have the right shape, dtype and strides, and the tensors that they save have the right size.
@@ -42,7 +42,7 @@ _REDUCED = (torch.float16, torch.bfloat16)
 
 @contextmanager
 def kernels_replaced(kernels: Kernels, backend: str = "auto") -> Iterator[None]:
-    """Let operations save what the kernels of a device family save, until the end of the block.
+    """Until the end of the block, let operations save the same tensors for backward as on a device family.
 
     `backend`: the attention kernel, if the job sets one.
     """
@@ -73,7 +73,7 @@ def copies_from_host() -> Iterator[None]:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Saves the input, the weights, and `num_statistics` fp32 numbers for each row of `row_size`."""
+    """A norm that only saves input, weights, and `num_statistics` fp32 numbers per row of `row_size`."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""A dry run: one rank of many builds its part of a run, without values and without the other ranks."""
+"""A dry run: one process builds the part of one rank in a run, without tensor values and without other ranks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from titan_launch.train.model import AssembledModel
 
 
 def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) -> str:
-    """Build the part of a rank of a job, trace a step, and return a text that describes the rank.
+    """Build what `rank` would build in a run, trace a step, and return a text that describes the rank.
 
-    The mesh, the units, the pipeline stages, the optimizer and its update are those of a run. Forward and backward are
-    traced, and equal blocks are traced once. No data is read, and nothing is written. The job's modes must not be
-    `auto`. Raises ConfigError as a run would, before memory is allocated.
+    The mesh, the FSDP2 units, the pipeline stages, the optimizer and its update are the same as in a run. Forward and
+    backward are traced; equal blocks are traced only once. No data is read, and nothing is written. The job's modes
+    must not be `auto`. Raises ConfigError as a run would, before memory is allocated.
     """
     built = build_model(config.model, config.training.seq_len)
     check_param_groups(built.module, config.optimizer, built.head)
@@ -53,7 +53,7 @@ def dry_run(config: JobConfig, layout: Layout, hardware: Hardware, rank: int) ->
 
 
 def _update(model: AssembledModel, optimizer: Optimizer) -> None:
-    """Clip the gradients of all parameters together, and update. Both fail for parameters that do not go together."""
+    """Clip all gradients and update all parameters. This finds parameters that PyTorch cannot process together."""
     for parameter in model.module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)

@@ -1,5 +1,5 @@
-"""The planner's engine that needs torch: memory and traffic of a step of any model, from traces of two shallower
-models.
+"""The planner's engine for any model. It traces a step with torch to find memory and traffic. If possible, it traces
+two shallower models and extrapolates.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from titan_launch.train.auto_mode import inspect_model
 _log = logging.getLogger(__name__)
 
 _ON_THE_LINE = 1e-4
-"""Largest relative error of the extrapolated peak at a third depth. If memory is affine in depth, the error is 0."""
+"""Largest relative error of extrapolated peak memory at a third depth. The error is 0 if memory is affine in depth."""
 
 
 def trace_rank(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int) -> TracedStep:
@@ -58,8 +58,8 @@ def trace_rank(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kern
 
 
 def _find_shortcut(plan: ModelPlan, pipeline_rank: int) -> Shortcut | None:
-    """Return the shortcut through the blocks of the rank's stage; None for several stages on the rank, because they
-    hold different numbers of microbatches."""
+    """Return which blocks a trace of the rank may omit; None if all blocks are needed. Several stages on one rank need
+    all blocks, because the stages hold different numbers of microbatches."""
     parts = parts_on_rank(plan, pipeline_rank)
     if len(parts) > 1:
         return None
@@ -70,11 +70,11 @@ def _find_shortcut(plan: ModelPlan, pipeline_rank: int) -> Shortcut | None:
 def _trace_short(
     config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kernels, rank: int, shortcut: Shortcut
 ) -> TracedStep | None:
-    """Trace two depths and extrapolate.
+    """Trace the model at two depths and extrapolate.
 
-    Return None if the model does not run without some of its blocks, or if memory is not affine in depth, as a third
-    depth shows (for example, blocks that read the outputs of all blocks before them). The models of this package are
-    not checked, because their memory is affine.
+    Return None if the model does not run without some of its blocks. Also return None if memory at a third depth shows
+    that memory is not affine in depth; for example, if blocks read the outputs of all earlier blocks. The third depth
+    is not traced for models of this package, because their memory is affine.
     """
     try:
         shorter = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_from_shorter)
@@ -84,7 +84,7 @@ def _trace_short(
             if not _are_alike(_extrapolated(shorter, longer, 2), seen):
                 _log.warning("tracing all blocks, which takes longer: the model's memory is not affine in its depth")
                 return None
-    except ConfigError:  # most likely the trace of all blocks raises it too
+    except ConfigError:  # the trace of all blocks most likely raises the same error
         return None
     except (
         Exception
@@ -117,9 +117,9 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def remove_blocks(model: nn.Module, removed: Iterable[str]) -> None:
-    """Take blocks out of the containers they are in, in place. Those that stay keep their names: a container has gaps.
+    """Remove blocks from their containers, in place. The remaining blocks keep their names, such as `0` and `3`.
 
-    Raises ValueError for a block that is not in a container, which a model would miss.
+    Raises ValueError for a block that is not in a container, because the model's forward refers to it by name.
     """
     for path in removed:
         container = model.get_submodule(parent(path))
@@ -137,8 +137,8 @@ _OPERATION_BY_ERROR_TEXT = {".numpy()": "tensor.numpy()", "Cannot access data po
 def failures_explained(config: ModelConfig) -> Iterator[None]:
     """Replace errors of a model that cannot be traced by a ConfigError on `model.name`.
 
-    They are errors of operations that need values, or that fake tensors do not support. For other errors of a user's
-    own model, the ConfigError has the traceback. Other errors are raised unchanged.
+    This applies to operations that need values or that fake tensors do not support, in any model. It also applies to
+    all other errors of a user's own model; the ConfigError then contains the traceback.
     """
     try:
         yield
@@ -151,7 +151,7 @@ def failures_explained(config: ModelConfig) -> Iterator[None]:
             raise config_error(("model", "name"), reason, config.name) from error
         if ":" not in config.name:
             raise
-        reason = "failed while it was traced: run on tensors that have shapes but no values"
+        reason = "failed in a trace, on tensors that have shapes but no values:"
         raise config_error(("model", "name"), f"{reason}\n{user_traceback(error)}", config.name) from error
 
 
@@ -197,10 +197,10 @@ class TraceEngine:
         return self._step(choice).footprint
 
     def traffic(self, choice: Choice) -> Traffic:
-        """Return the traffic of that rank in a step, as counted.
+        """Return the counted traffic of the same rank in a step.
 
-        It includes the collectives of FSDP2's units, and communication with ranks that work on the same samples. Raises
-        as `__call__` does.
+        The traffic includes the collectives of FSDP2 units, and communication along the tensor, context and pipeline
+        axes. Raises ConfigError as `__call__` does.
         """
         return self._step(choice).traffic
 
@@ -225,10 +225,10 @@ class TraceEngine:
 
 
 def representative_ranks(plan: ModelPlan) -> list[int]:
-    """Return the pipeline ranks of which one has the highest peak memory.
+    """Return pipeline ranks, one of which has the highest peak memory.
 
-    The first rank starts the most microbatches before a backward ends. The last rank has the logits. The third one has
-    the most parameters.
+    The first pipeline rank starts the most microbatches before a backward ends. The last pipeline rank has the logits.
+    The third candidate is the rank with the most parameters.
     """
     parameters: dict[int, int] = {}
     for stage in plan.stages:
@@ -241,7 +241,7 @@ def representative_ranks(plan: ModelPlan) -> list[int]:
 def trace_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> TraceEngine:
     """Return an engine for any model that the job can build. The process must have no process group.
 
-    `kernels`: the device family whose memory is predicted. `trace.cuda_kernels` stands in for CUDA's.
+    `kernels`: the device family whose memory is predicted. For CUDA, `trace.cuda_kernels` replaces CPU operations.
     Raises UserError on an untested release of PyTorch.
     """
     if not is_tested_release():

@@ -1,4 +1,4 @@
-"""A process group of any size with one real rank, for traces and dry runs, which log nothing."""
+"""A process group of any size that needs only one process, for traces and dry runs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from titan_launch.core.patches import loggers_silenced, replaced
 
 @contextmanager
 def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Run the block as one rank of `world_size`. Collectives return at once and change nothing.
+    """Run the block as rank `rank` of `world_size`. Collectives return at once and change nothing.
 
-    Rank 0 has the largest shards of all ranks. Raises RuntimeError if the process has a process group already, because
-    FSDP2 and the mesh would use that group.
+    The default is rank 0, which has the largest shards. Raises RuntimeError if this process already has a process
+    group, because FSDP2 and the mesh would use that group.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend `fake`
 
     if dist.is_initialized():
-        raise RuntimeError("a trace makes its own process group: trace in another process, or before the group is made")
+        raise RuntimeError(
+            "a trace creates its own process group: trace in another process, or before init_process_group"
+        )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with ExitStack() as stack:
@@ -33,7 +35,7 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # it holds meshes of this group, and takes an equal mesh for the same one
+        _clear_sharding_prop_cache()  # its entries refer to this group's meshes, and match equal meshes
 
 
 _WITHOUT_VOTE = {
@@ -50,8 +52,8 @@ releases they open their connections (the last one).
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Drop warnings and logs while a model is traced. A run logs them itself, and an error that PyTorch logs is also
-    raised."""
+    """Drop warnings and logs while a model is traced. A run repeats the warnings, and PyTorch also raises the errors
+    that it logs."""
     names = ("torch._subclasses.fake_tensor", "torch.distributed.tensor._redistribute", "titan_launch.parallel")
     with loggers_silenced(*names), warnings.catch_warnings():
         warnings.simplefilter("ignore")

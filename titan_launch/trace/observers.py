@@ -27,10 +27,11 @@ from titan_launch.precision.observation import floating_tensors
 
 
 class StepPoints:
-    """Enters the step points of a ledger.
+    """Hooks that set the current step point of a ledger.
 
     The forward of a module begins before FSDP2 all-gathers its parameters. The backward of a module begins when the
-    gradient of its output exists. The loss lasts until then, so it includes its own backward.
+    gradient of its output exists. The phase "loss" lasts until the first backward begins, so it includes the backward
+    of the loss.
     """
 
     def __init__(self, ledger: Ledger):
@@ -93,8 +94,8 @@ class StepPoints:
 
 
 def modules_in_order(model: nn.Module, inventory: Inventory) -> list[str]:
-    """Return the paths of the modules that a forward runs one after another: the blocks, and the outermost modules
-    beside them that contain no block. Modules on other pipeline stages are omitted."""
+    """Return the paths of the blocks, and of the outermost modules without blocks that are outside of blocks. A forward
+    runs these modules one after another. Modules of other pipeline stages are omitted."""
     blocks = outermost(inventory.blocks)
     found: list[str] = []
     _collect(model, "", set(blocks), {around for block in blocks for around in _ancestors(block)}, found)
@@ -117,9 +118,9 @@ def _ancestors(path: str) -> Iterator[str]:
 
 @contextmanager
 def count_exchanges(mesh: Mesh, count: TrafficCount) -> Iterator[None]:
-    """Add to `count` what this rank exchanges along the tensor, context and pipeline axes, until the end of the block.
+    """Add to `count` the traffic of this rank along the tensor, context and pipeline axes, until the end of the block.
 
-    Bytes are those of ring algorithms (see `plan.communication`). Collectives over other groups do not count.
+    The bytes are those of ring algorithms (see `plan.communication`). Collectives over other groups do not count.
     """
     with _Exchanges(mesh, count):
         yield
@@ -146,13 +147,13 @@ _IN_PLACE = {
     "broadcast_": ("broadcast", 0),
     "send": ("send", 0),
 }
-"""Name of the functional collective, and index of the input argument, by operation of a process group."""
+"""(functional collective, index of the input argument) for each operation of a process group."""
 
 _SENDS_NOTHING = ("recv_", "barrier", "wait_tensor", "_wrap_tensor_autograd")
 
 
 class _Exchanges(TorchDispatchMode):
-    """Counts every collective, functional or of a process group."""
+    """A dispatch mode that counts collectives, both functional ones and those of a process group."""
 
     def __init__(self, mesh: Mesh, count: TrafficCount):
         super().__init__()
@@ -163,7 +164,7 @@ class _Exchanges(TorchDispatchMode):
         self._count = count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:  # it comes back as operations on local tensors
+        if DTensor in types:  # DTensor dispatches again with local tensors
             return NotImplemented
         if func.namespace in ("c10d", "_c10d_functional"):
             self._see(func.overloadpacket.__name__, args)

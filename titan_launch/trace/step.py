@@ -60,7 +60,7 @@ from titan_launch.train.step import forward_backward, loss_of
 
 
 class Batches:
-    """The equal microbatches of a rank: the SampleFormat of a traced model."""
+    """Maker of the microbatches of a rank. All microbatches are equal. Implements `SampleFormat` for traced models."""
 
     def __init__(self, config: JobConfig, layout: Layout, part: SequencePart | None):
         """`part`: the tokens of every sequence that belong to the rank. Raises ConfigError as `sample_format` does."""
@@ -121,9 +121,9 @@ def trace_step(
 ) -> TracedStep:
     """Trace a step on a rank of `layout.world_size`. `built` is on the meta device, and is wrapped in place.
 
-    Traces the number of microbatches after which peak memory stops growing. Traces a pipeline a second time with more
-    microbatches, and extrapolates the growth of each phase's peak. Raises ConfigError for most errors that dtypes
-    explain, as a run does; but a matrix product of fake tensors accepts two dtypes. Other errors of the model's forward
+    The trace has as many microbatches as are needed until peak memory stops growing. A pipeline is traced a second time
+    with more microbatches, and the growth of each phase's peak is extrapolated. Raises ConfigError for most dtype
+    errors, as a run does. (A matrix product of fake tensors accepts two dtypes.) Other errors of the model's forward
     and backward are raised unchanged.
     """
     with ExitStack() as stack:
@@ -153,11 +153,11 @@ def assemble_without_values(
     rank: int,
     stack: ExitStack,
 ) -> tuple[AssembledModel, Batches]:
-    """Assemble a model as a rank of `layout.world_size` does, with fake tensors on the CPU. Return it with its
+    """Assemble a model as `rank` of `layout.world_size` would, with fake tensors on the CPU. Return it and its
     microbatches.
 
-    Until `stack` is closed, this process is that rank, tensors are fake, and operations save for backward what
-    `kernels` save. Layers in float8 are left as they are: the memory that torchao takes is not known.
+    Until `stack` is closed, this process acts as that rank, tensors are fake, and operations save the same tensors for
+    backward as `kernels`. No layer is converted to float8, because the memory that torchao needs is not known.
     """
     stack.enter_context(silence())
     stack.enter_context(fake_process_group(layout.world_size, rank))
@@ -176,7 +176,7 @@ def assemble_without_values(
 def _trace_microbatches(
     config: JobConfig, assembled: AssembledModel, batches: Batches, ledger: Ledger, num_microbatches: int
 ) -> TracedStep:
-    """Trace forward and backward over so many microbatches of a step, and add the optimizer's update in closed form.
+    """Trace forward and backward of `num_microbatches`, and add the memory of the optimizer's update by a formula.
 
     `assembled`: on the CPU, with real tensors or fake ones, without gradients.
     """
@@ -261,7 +261,7 @@ class _Accumulation:
 
 
 def _traffic_of_step(seen: Sequence[Traffic], num_microbatches: int) -> Traffic:
-    """Return the traffic of a step from that of its first microbatches and its last one."""
+    """Return the traffic of a whole step, extrapolated from `seen`: that of the first microbatches and of the last."""
     total = sum(seen, start=Traffic())
     untraced = num_microbatches - len(seen)
     return on_line(total, total + seen[-2], untraced) if untraced else total
@@ -279,9 +279,9 @@ def _shard_size(parameter: nn.Parameter) -> ShardSize:
 
 
 def _update(num_bytes: int, ledger: Ledger) -> None:
-    """Count the optimizer's temporaries, whose size is known in closed form. Clipping scales gradients in place.
+    """Add the optimizer's temporaries of `num_bytes` to the ledger. Clipping needs no memory: it works in place.
 
-    Neither is traced, because operations on so many DTensors would take longer than the rest of the trace.
+    Clipping and update are not traced, because their operations on many DTensors would take longer than the rest.
     """
     ledger.allocate(num_bytes, Category.OPTIMIZER_TEMPORARIES)
     ledger.free(num_bytes, Category.OPTIMIZER_TEMPORARIES)

@@ -36,8 +36,9 @@ def audits(run: Run) -> bool:
 def audit_of_step(run: Run, step: int) -> Iterator[Callable[[], None] | None]:
     """Observe the run's next step if `step` is the first of this process and is audited, else do nothing.
 
-    Yield what the step must call before its update. The call raises UserError on all ranks if the observed dtypes or
-    collectives differ from the plan. An audited step computes the same numbers as any other, without compilation.
+    Yield a function that the step must call before its update; None without an audit. The function raises UserError on
+    all ranks if the observed dtypes or collectives differ from the plan. An audited step computes the same numbers as
+    any other, without compilation.
     """
     if step != run.first_step or not audits(run):
         yield None
@@ -80,8 +81,8 @@ def _compare_with_plan(run: Run, watched: Sequence[_Watched]) -> None:
 
 
 def _log_views(watched: Sequence[_Watched]) -> None:
-    """Log the paths of the modules that return views. FSDP2 warns of them by class only. The model itself is
-    excluded."""
+    """Log the paths of the modules that return views. FSDP2's warning names only their class. The model
+    itself is excluded."""
     paths = [
         path
         for _, plan, observed in watched
@@ -90,12 +91,14 @@ def _log_views(watched: Sequence[_Watched]) -> None:
         if path and observed.modules[path].returns_view
     ]
     if paths:
-        advice = "nothing to do unless the model changes these in place: write x = x + y, not x += y"
+        advice = (
+            "if the model changes these outputs in place, write x = x + y instead of x += y; otherwise nothing to do"
+        )
         _log.info("outputs that are views: %s (%s)", listed(paths), advice)
 
 
 def _merge_differences(differences: list[str]) -> list[str]:
-    """Return the differences of all ranks, so that all ranks stop."""
+    """Return the differences of all ranks without duplicates, so that all ranks stop. Collective."""
     return list(dict.fromkeys(chain.from_iterable(on_all_ranks(lambda: differences))))
 
 
@@ -104,7 +107,7 @@ def _size(audit: Audit) -> str:
 
 
 def _explain(run: Run, differences: list[str]) -> str:
-    """Return the message of the UserError. It is a UserError because a repetition would fail in the same way."""
+    """Return the message of the UserError. The error is a UserError, because a restart would fail in the same way."""
     return "\n  ".join(
         [
             "precision audit: the first step was not as planned, and the run ends before its update "

@@ -1,4 +1,4 @@
-"""`mode = "auto"` in a run: resolved before anything is allocated, the same on all ranks, and unchanged by a resume."""
+"""Resolution of `mode = "auto"` before anything is allocated: equal on all ranks, and unchanged by a resume."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def plan_precision(config: JobConfig, built: BuiltModel) -> ModelPlan:
 _log = logging.getLogger(__name__)
 
 Decision = tuple[Choice, str]
-"""The choice that `auto` stands for, and the choice and its reason in words."""
+"""The modes that replace `auto`, and a text that names them and the reason."""
 
 
 def hardware_of_run(config: JobConfig, ranks: Ranks) -> Hardware:
@@ -93,7 +93,7 @@ def resolve_auto_modes(
     attempt: Attempt,
     ranks: Ranks,
 ) -> tuple[JobConfig, str | None]:
-    """Return the job without `auto`, and the reason for its modes; the same job and None if no mode is `auto`.
+    """Return the job with modes in place of `auto`, and the reason for them; the same job and None without `auto`.
 
     Collective. A resumed run keeps the modes that it began with. Otherwise rank 0 chooses for all ranks. Raises
     ConfigError (UserError for a traced model) on all ranks if nothing fits, before anything is written or allocated.

@@ -1,4 +1,4 @@
-"""The data of a run: its samples, the stream of batches that it trains on, and those it is validated on."""
+"""The data of a run: its samples, its training batches and its validation batches."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ class RunData:
     """The samples to validate on; None without validation."""
 
     sequence_part: SequencePart | None
-    """The tokens of every sequence that this rank has; None if it has whole sequences."""
+    """This rank's part of every sequence; None without context parallelism."""
 
     local_batch_size: int
     """Samples of a microbatch on this rank."""
 
     @property
     def sources(self) -> dict[str, SampleSource]:
-        """The sources by the section of the job that describes them."""
+        """The data sources by section of the job file, `data` and `validation.data`."""
         return {"data": self.train} | ({} if self.validation is None else {"validation.data": self.validation})
 
     @property
     def num_classes(self) -> int:
-        """Number of classes; of tokens, the size of their vocabulary."""
+        """Number of classes; for tokens, the vocabulary size."""
         return max(source.num_classes for source in self.sources.values())
 
     def meta_inputs(self) -> Tensor:

@@ -50,13 +50,13 @@ def build_run(
     log_file: LogFile | None = None,
     watchdog: Watchdog | None = None,
 ) -> Run:
-    """Build everything that training needs; collective. Enter what must be closed into `stack`.
+    """Build everything that training needs. Collective. Closing `stack` closes all parts of the run.
 
-    `locate_key` returns the file and line of a key. `stop` is asked after every step whether a signal has arrived.
-    `log_file` and `watchdog` are given the run's folder.
+    `locate_key` returns the file and line of a key. `stop` is checked for a signal after every step. `log_file` and
+    `watchdog` write to the run folder as soon as it exists.
 
-    Errors that need no memory are found first: division of ranks, model, precision rules, data. Then memory is
-    allocated, and only then are files written.
+    Checks that need no memory run first: division of ranks, model, precision rules, data. Then memory is allocated.
+    Files are written last.
     """
     watchdog = watchdog or Watchdog(config.comm, ranks)
     job = resolve_job(config, ranks, this_attempt())
@@ -121,8 +121,10 @@ def build_run(
 def open_run_folder(
     job: ResolvedJob, ranks: Ranks, log_file: LogFile | None, watchdog: Watchdog, stack: ExitStack
 ) -> OpenRunFolder:
-    """Return the run's folder, held until `stack` is closed, with the logs of this attempt in it; collective. Rank 0
-    makes the folder ready before any rank goes on."""
+    """Prepare the run folder and its logs of this attempt, and return the folder, locked until `stack` is closed.
+
+    Collective. Rank 0 prepares the folder while the other ranks wait.
+    """
     folder = job.requested.job.run_folder
 
     def prepare() -> Path:
@@ -141,7 +143,7 @@ def open_run_folder(
 def load_or_begin(
     job: ResolvedJob, folder: Path, state: TrainingState, progress: Progress, data: RunData, stack: ExitStack
 ) -> None:
-    """Load the checkpoint from which the run starts, if any, and record the run in its folder; collective."""
+    """Load the checkpoint from which the run starts, if any, and record the run in its folder. Collective."""
     load = on_rank_0(lambda: effective_load(folder, job.requested, job.attempt))
     load_run(job.requested, folder, load, state, progress, data.sources)
     on_rank_0(lambda: record_run(folder, job.requested, job.attempt, stack))
@@ -150,7 +152,7 @@ def load_or_begin(
 def build_step(
     config: JobConfig, model: AssembledModel, optimizer: Optimizer, guard: StepGuard, ranks: Ranks, num_classes: int
 ) -> TrainStep:
-    """Return the step that trains on microbatches. `num_classes`: number of classes of the data."""
+    """Return the step that trains on microbatches. `num_classes`: classes, or vocabulary size, of the data."""
     accumulation = build_strategy(config.gradient_accumulation)
     pipeline, pipelined = pipeline_of(model.module), None
     if pipeline is not None:

@@ -44,7 +44,8 @@ def check_signature(model: nn.Module, unit: SampleUnit) -> None:
 
 @contextmanager
 def forward_explained(model: nn.Module, inputs: Tensor) -> Iterator[None]:
-    """Raise ConfigError when `model(inputs)` fails because its forward expects something else than a tensor."""
+    """Raise ConfigError when `model(inputs)` fails because the forward does not accept one tensor, or because an
+    embedding has too few rows."""
     try:
         yield
     except Exception as error:
@@ -55,7 +56,7 @@ def forward_explained(model: nn.Module, inputs: Tensor) -> Iterator[None]:
 
 
 def logits_of(outputs: Any, inputs: Tensor) -> Tensor:
-    """Return the logits in a model's outputs: the outputs, or their `logits` as classes of `transformers` return them.
+    """Return the logits in a model's outputs: `outputs.logits` (as in `transformers`), or else the outputs themselves.
 
     Raises ConfigError when the outputs hold no tensor of logits.
     """
@@ -69,8 +70,8 @@ def checked_loss(loss_sum: Loss, unit: SampleUnit, num_classes: int) -> Loss:
     """Return `loss_sum` with a preceding check of the logits' shape, which does not wait for the device.
 
     `num_classes`: number of classes of the data; for tokens, the size of the vocabulary. The check raises ConfigError
-    if the logits are not (*targets.shape, classes), or have fewer classes than the data. On a GPU the loss of a target
-    beyond the classes would abort the process.
+    if the logits are not (*targets.shape, classes), or have fewer classes than the data. Without the check,
+    a target beyond the classes would abort the process on a GPU.
     """
 
     def checked(logits: Tensor, targets: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ def checked_loss(loss_sum: Loss, unit: SampleUnit, num_classes: int) -> Loss:
 
 
 def check_embeddings(model: nn.Module, vocab_size: int) -> None:
-    """Add a check to the first forward of a model: ConfigError if an `nn.Embedding` of the token ids has fewer than
+    """Make the first forward of a model raise ConfigError if an `nn.Embedding` of the token ids has fewer than
     `vocab_size` rows.
 
     The check does not read the ids, so it does not wait for the device and works on tensors without values.
@@ -182,7 +183,7 @@ def _misses_arguments(error: Exception, frame: FrameType, text: str, model: nn.M
 
 
 def _missing_row(frame: FrameType, model: nn.Module, location: str) -> ConfigError | None:
-    """Return the error of an `nn.Embedding` for an index beyond its rows. `frame`: frame of its forward."""
+    """Return the error of an `nn.Embedding` for an index beyond its rows. `frame`: frame of the embedding's forward."""
     module, indices = frame.f_locals.get("self"), frame.f_locals.get("input")
     if not isinstance(module, nn.Embedding) or not isinstance(indices, Tensor):
         return None

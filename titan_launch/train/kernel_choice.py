@@ -48,14 +48,14 @@ _SAFE_CUDNN = 91501
 def use_kernels(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, device: torch.device, stack: ExitStack
 ) -> None:
-    """Apply `[kernels]` until `stack` is closed, and log it. (The precision of products stays set for the process.)
+    """Apply `[kernels]` until `stack` is closed, and log the choices. Only the precision of products stays set after.
 
     Raise ConfigError if the device, or the shape of the model's attention, does not allow a setting. The devices of all
     ranks are alike, so all ranks raise the same error.
     """
     check_units(config.float8, device)
     if config.float8.enable and not config.float8.emulate and not config.compile.enable:
-        _log.warning("float8 without compile.enable is slower than bfloat16: every scaling is a kernel of its own")
+        _log.warning("float8 without compile.enable is slower than bfloat16: each scaling runs as a separate kernel")
     kernels = config.kernels
     if device.type != "cuda":
         problems = list(missing_on_cpu(kernels))
@@ -79,7 +79,9 @@ def use_kernels(
     if kernels.attention != "auto":
         stack.enter_context(sdpa_kernel(BACKENDS[kernels.attention]))
     else:  # PyTorch follows the order in every call, also for models whose attention is not known
-        tried = order[min(map(order.index, chosen), default=0) :]  # a backend before the first could fail in the run
+        tried = order[
+            min(map(order.index, chosen), default=0) :
+        ]  # a backend before the first chosen one could fail in the run
         stack.enter_context(sdpa_kernel([BACKENDS[name] for name in tried], set_priority=True))
 
 
@@ -87,10 +89,10 @@ def use_kernels(
 def attention_failures_explained(kernels: KernelsConfig) -> Iterator[None]:
     """Raise ConfigError if the backend of `kernels.attention` refuses a call of attention within the block.
 
-    Only a call shows a refusal. PyTorch's warnings, which give the reasons, become part of the error.
+    PyTorch reports a refusal only when attention is called. The error includes the reasons in PyTorch's warnings.
     """
     if kernels.attention == "auto":
-        yield  # the backend math takes every call
+        yield  # the backend math accepts every call
         return
     with _refusals_collected() as reasons:
         try:
@@ -100,7 +102,7 @@ def attention_failures_explained(kernels: KernelsConfig) -> Iterator[None]:
                 raise
             place = user_location(error)
             where = f" at {place}" if place else ""
-            reason = f'cannot be used{where}: {_listed(reasons)}; set "auto", which finds one, or "math"'
+            reason = f'cannot be used{where}: {_listed(reasons)}; set "auto", which finds a usable backend, or "math"'
             raise config_error(("kernels", "attention"), reason, kernels.attention) from error
 
 
@@ -120,7 +122,7 @@ def priority(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def unsafe_cudnn(version: int | None) -> str | None:
-    """Return why this version of cuDNN must not compute attention, or None.
+    """Return the reason why a version of cuDNN must not compute attention; None if the version may be used.
 
     `version`: as `torch.backends.cudnn.version()` returns it; None without cuDNN.
     """
@@ -156,7 +158,7 @@ def attention_dtypes(built: BuiltModel, plan: ModelPlan) -> list[str]:
 
 
 def choose(wanted: str, order: Sequence[str], obstacle: Callable[[str], str | None]) -> list[str]:
-    """Return the backend to use, followed by the reasons against those before it in `order`.
+    """Return the backend to use, followed by the reasons against all backends before it in `order`.
 
     `obstacle` returns why a backend cannot be used, or None. Raise ConfigError if the wanted backend cannot be used.
     """
@@ -164,7 +166,7 @@ def choose(wanted: str, order: Sequence[str], obstacle: Callable[[str], str | No
         reason = obstacle(wanted)
         if reason is not None:
             raise config_error(
-                ("kernels", "attention"), f'cannot be used: {reason}; set "auto", which finds one', wanted
+                ("kernels", "attention"), f'cannot be used: {reason}; set "auto", which finds a usable one', wanted
             )
         return [wanted]
     reasons: list[str] = []
@@ -179,7 +181,8 @@ def choose(wanted: str, order: Sequence[str], obstacle: Callable[[str], str | No
 def _check_on(
     device: torch.device, built: BuiltModel, layout: Layout, dtype: str, seq_len: int
 ) -> Callable[[str], str | None]:
-    """Return a function that makes one call of the model's attention, with the shapes of a rank, on a backend."""
+    """Return a function that takes the name of a backend, and returns why the backend refuses the model's attention, or
+    None. The function makes one call of attention with the shapes of a rank."""
     heads = built.attention
     assert heads is not None
     tokens = seq_len // layout.context
@@ -194,7 +197,9 @@ def _check_on(
         has_groups = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=has_groups)
 
-    return lambda name: None if name == "math" else refusal(BACKENDS[name], call)  # math stores all scores
+    return lambda name: (
+        None if name == "math" else refusal(BACKENDS[name], call)
+    )  # a call of math would allocate all scores
 
 
 def refusal(backend: SDPBackend, call: Callable[[], object]) -> str | None:
@@ -216,7 +221,7 @@ _NO_KERNEL = "No available kernel"
 """Text of PyTorch's error if no enabled backend takes a call. Warnings before the error give the reasons."""
 
 _NO_REASONS = ("because:", "runtime disabled")
-"""Ends of warnings that are headings, or of backends that the call was not to use."""
+"""Ends of warnings that give no reason: headings, and warnings about disabled backends."""
 
 
 @contextmanager
@@ -242,4 +247,4 @@ def _refusals_collected() -> Iterator[list[str]]:
 
 
 def _listed(reasons: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(reasons)) or "PyTorch does not say why"
+    return ", ".join(dict.fromkeys(reasons)) or "PyTorch gives no reason"

@@ -32,7 +32,8 @@ from titan_launch.train.step import StepResult, validate
 
 @contextmanager
 def scheduled_garbage_collection(every_steps: int) -> Iterator[Callable[[int], None]]:
-    """Switch automatic collection off and yield a function of the step that collects on every `every_steps`-th.
+    """Disable automatic garbage collection during the block. Yield a function that takes the number of a step, and
+    collects after every `every_steps` steps.
 
     Automatic collection pauses each rank at a different moment, and every pause delays all ranks at the next
     collective. Objects made during start-up are frozen, so later collections do not visit them.
@@ -60,27 +61,27 @@ class Due:
     """The work that follows a step, the same on all ranks."""
 
     report: bool
-    """Report metrics: the first step of this process, every `metrics.log_freq` steps, the last step, and whenever
-    anything below is due."""
+    """Report metrics. Due after the first step of this process, every `metrics.log_freq` steps, after the last step,
+    and before a validation or a checkpoint."""
 
     validate: bool
-    """Validate: every `validation.freq` steps and the last step, unless a signal ends the run after this step. The time
-    until the scheduler kills the run is short, and the checkpoint needs it."""
+    """Validate. Due every `validation.freq` steps and after the last step. If a signal ends the run earlier, no
+    validation is due: the scheduler soon kills the run, and the checkpoint needs that time."""
 
     save: bool
-    """Save a checkpoint: the last step, the step after which a signal ends the run, and with `checkpoint.enable` every
-    `checkpoint.interval` steps or `interval_minutes`."""
+    """Save a checkpoint. Due after the last step, and after the step at which a signal ends the run. With
+    `checkpoint.enable`, also due every `checkpoint.interval` steps or `interval_minutes`."""
 
     pool: bool
-    """Pool BatchNorm's running statistics over ranks: a validation and a checkpoint are of one model."""
+    """Pool BatchNorm's running statistics over ranks. Due before a validation or a checkpoint: both need one model."""
 
     restore_statistics: bool
-    """Give each rank its own running statistics back after the save. An undisturbed run does not pool at this step, so
-    a checkpoint by the clock or for a signal must not change later steps."""
+    """Restore each rank's own running statistics after the save. Due if only time or a signal caused the checkpoint,
+    because such a checkpoint must not change later steps."""
 
 
 def due_after_step(config: JobConfig, step: int, first_step: int, stop_signal: int, save_is_due: bool) -> Due:
-    """Return the work that follows `step`. `stop_signal` and `save_is_due`: the StepCoordinator's answer.
+    """Return the work that follows `step`. `stop_signal`, `save_is_due`: see StepCoordinator.
 
     `first_step`: the first step of this process.
     """
@@ -90,7 +91,7 @@ def due_after_step(config: JobConfig, step: int, first_step: int, stop_signal: i
     if checkpoint.enable:
         regular_save = is_last or step % checkpoint.interval == 0
         save = regular_save or save_is_due or stop_signal != 0
-    else:  # before a restart nothing is saved: a run without checkpoint.enable would not resume from it
+    else:  # no save before a restart: without checkpoint.enable, the run would not resume from it
         regular_save = checkpoint.save_last and is_last
         save = checkpoint.save_last and (is_last or stop_signal not in (0, RESTART_SIGNAL))
     validate = regular_validation and (is_last or not stop_signal)
@@ -105,7 +106,7 @@ def due_after_step(config: JobConfig, step: int, first_step: int, stop_signal: i
 
 
 def due_now(run: Run) -> Due:
-    """Return the work that follows the run's newest step, once the ranks have agreed."""
+    """Return the work that follows the run's last finished step. Call `StepCoordinator.agree` before."""
     control = run.control
     return due_after_step(run.config, run.progress.step, run.first_step, control.stop_signal, control.save_is_due)
 
@@ -126,7 +127,7 @@ def fit(run: Run) -> None:
             run.control.agree()
             due = due_now(run)
             if looks_for_skipped_steps(run, due) and act_on_skipped_steps(run):
-                continue  # back at the step of a checkpoint
+                continue  # the run has gone back to a checkpoint
             scalars = report(run, result, due) if due.report else {}
             if due.save:
                 save(run, scalars.get("validation/loss"))
@@ -143,14 +144,18 @@ def fit(run: Run) -> None:
 
 
 def looks_for_skipped_steps(run: Run, due: Due) -> bool:
-    """Return True if the host reads which steps were skipped: after every step on a CPU, where reading costs nothing;
-    on CUDA, where reading waits for the device, only before a report."""
+    """Return True if the host reads after this step which steps were skipped.
+
+    On a CPU it reads after every step. On CUDA it reads only before a report, because reading waits for the device.
+    """
     return due.report or run.ranks.device.type == "cpu"
 
 
 def ending(run: Run) -> str:
-    """Describe how the run ended. Raise Stopped if a signal ended the run and its steps are lost, because nothing is
-    saved, or if all ranks are to be started again."""
+    """Return a text that says how the run ended.
+
+    Raises Stopped if a signal ended the run and no checkpoint is saved, or if all ranks will restart for a new host.
+    """
     step, last, number = run.progress.step, run.config.training.steps, run.control.stop_signal
     if step >= last or not number:
         return f"done: {last} steps; {result(run)}"
@@ -166,14 +171,14 @@ def ending(run: Run) -> str:
 
 
 def result(run: Run) -> str:
-    """Describe where the result of a finished run is."""
+    """Return a text that names the checkpoint of a finished run, or the run folder if no checkpoint is saved."""
     if run.checkpoints is None:
         return f"{NOTHING_SAVED}; the reports are in {run.folder}"
     return f"the result is {checkpoint_folder(run.folder) / checkpoint_name(run.progress.step)}"
 
 
 def train_one_step(run: Run) -> StepResult:
-    """Fetch a step's microbatches, train on them, and advance the run."""
+    """Fetch a step's microbatches, train on them, and advance the run's progress."""
     step = run.progress.step + 1
     run.watchdog.enter("loading data", step)
     with run.meter.loading():
@@ -195,15 +200,18 @@ def train_one_step(run: Run) -> StepResult:
 
 
 def last_warm_up_step(run: Run) -> int:
-    """Return the last step that may take much longer than later ones: the first step of this process, or the second if
-    the first is audited and therefore not compiled."""
+    """Return the last step that may take much longer than later steps.
+
+    This is the first step of this process. With `compile.enable` it is the second step if the first is audited, because
+    an audited step is not compiled.
+    """
     return run.first_step + (run.config.compile.enable and audits(run))
 
 
 @contextmanager
 def failures_explained(run: Run) -> Iterator[None]:
-    """Raise ConfigError for an error of forward or backward that dtypes, tensor parallelism or the attention backend
-    explain."""
+    """Replace an error of forward or backward by a ConfigError if dtypes, tensor parallelism or the attention backend
+    caused the error."""
     with ExitStack() as stack:
         stack.enter_context(attention_failures_explained(run.config.kernels))
         stack.enter_context(shapes_explained(run.config.model, run.layout.tensor))
@@ -232,10 +240,10 @@ def clear_progress(run: Run) -> None:
 
 
 def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
-    """Read the metrics of the step and of the window since the last report, and write them to all sinks. Pool and
-    validate before if these are due.
+    """Read the metrics of the step and of the window since the last report, and write them to all sinks. Before
+    the report, pool and validate if they are due.
 
-    Waits for the device. Returns the metrics by tag; a metric of a single rank is this rank's.
+    Waits for the device. Returns the metrics by tag. A metric that is not combined over ranks has this rank's value.
     """
     step = run.progress.step
     scalars = run.meter.report(
@@ -261,7 +269,7 @@ def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
 
 
 def values_of_run(run: Run) -> dict[str, float]:
-    """Return the values of the metrics that follow from the run alone."""
+    """Return the metrics that `TAGS` defines as functions of the run, by tag."""
     return {tag.name: tag.value(run) for tag in TAGS if tag.value is not None}
 
 
@@ -271,8 +279,8 @@ def checkpoint_measurements(run: Run) -> dict[str, float]:
 
 
 def pool_statistics(run: Run, temporarily: bool) -> dict[str, float]:
-    """Pool BatchNorm's running statistics over all ranks. Return how far they differed, by tag; empty without
-    BatchNorm. The time does not count as training time."""
+    """Pool BatchNorm's running statistics over all ranks. Return the divergence of the ranks by tag; empty
+    without BatchNorm. The time does not count as training time."""
     with run.meter.paused():
         divergence = run.step.statistics.pool(run.mesh.data_group, temporarily=temporarily)
         if run.mesh.pipeline_group is not None:
@@ -295,8 +303,10 @@ def validation_scalars(run: Run) -> dict[str, float]:
 
 
 def save(run: Run, validation_loss: float | None = None) -> None:
-    """Begin a checkpoint of a step that was reported: its skipped steps are known, and its running statistics are
-    pooled. The time for which training waits does not count as training time."""
+    """Begin a checkpoint of the last finished step. Call this function after `report`, which pools running statistics.
+
+    The time for which training waits does not count as training time.
+    """
     assert run.checkpoints is not None
     clear_progress(run)
     run.watchdog.enter("saving a checkpoint", run.progress.step, is_slow=True)

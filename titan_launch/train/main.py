@@ -24,7 +24,8 @@ from titan_launch.train.run_folder.resume import how_to_resume
 
 
 def train(config: JobConfig, provenance: Provenance, stop: StopRequest, verbose: bool = False) -> None:
-    """Train as one rank, to the last step or until `stop`. Close all writers at the end, also after an error.
+    """Train on this rank until the last step, or until a signal sets `stop`. Close all writers at the end, even after
+    an error.
 
     `verbose`: print messages of level DEBUG too, such as the table of FSDP2 units. The log files always contain
     them.
@@ -62,7 +63,7 @@ def full_disk_explained(config: JobConfig) -> Iterator[None]:
 
 
 def _ignore_warnings() -> None:
-    """Ignore warnings of PyTorch that every rank would print about something that the launcher logs or intends."""
+    """Ignore PyTorch's warnings on every rank about behavior that the launcher intends, or reports itself."""
     for message in (
         r"FSDP2-wrapped module .* returned a view tensor",  # train.audit names the modules
         r"Mismatch dtype between input and weight",  # the effect of a precision rule for fp32 norm weights

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 PREDICTED, MEASURED = "memory/predicted_active_gib", "memory/max_active_gib"
 TOLERANCE = 0.1
-"""Relative difference from the measurement above which a warning is logged."""
+"""Relative error of the prediction above which a warning is logged."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Prediction:
 
     gib: float
     peak_point: str
-    """Text of the StepPoint of the peak."""
+    """StepPoint of the peak, as text."""
 
 
 class MemoryCheck:
@@ -48,8 +48,9 @@ class MemoryCheck:
     def __init__(self, config: JobConfig, layout: Layout, hardware: Hardware, stack: ExitStack):
         """Predict with the analytic engine, or start a process that traces the model. `stack` ends the process.
 
-        There is no trace of a pipeline, because the trace shows another rank's memory. There is none of tensor or
-        context parallelism on CPUs, because the trace would take longer than the run."""
+        A pipeline is not traced, because the trace may show the memory of another rank. Tensor and context parallelism
+        are not traced on CPUs, because the trace would take longer than the run.
+        """
         self._prediction: Prediction | None = None
         self._trace: TraceProcess | None = None
         self._measured_gib: float | None = None
@@ -77,7 +78,7 @@ class MemoryCheck:
     def scalars(self, measured_gib: float | None) -> dict[str, float]:
         """Return the predicted memory by tag, if it is known by now. This method never waits.
 
-        `measured_gib`: measured peak of a window or a step of training alone, or None."""
+        `measured_gib`: peak of a window or step with training only, in GiB; None if not measured."""
         self._read_trace()
         if self._measured_gib is None:
             self._measured_gib = measured_gib
@@ -112,7 +113,7 @@ def _format_memory(gib: float) -> str:
 
 
 STEADY_STEP = 3
-"""Step of this process whose memory is measured on a CPU. The optimizer's state exists from the second step on."""
+"""Step of this process, counted from 1, whose memory is measured on a CPU. Optimizer state exists since step 2."""
 
 
 def check_profiling(config: CommConfig, device: torch.device) -> None:
@@ -189,7 +190,7 @@ class StepMeasurements:
         return self._only_training and self._window_start > self._first_step
 
     def end_window(self, step: int, only_training: bool) -> None:
-        """Start the next window after the report of `step`. Traffic since the report does not count.
+        """Start the next window after the report of `step`. Traffic since the last `take` is not counted.
 
         `only_training`: True if neither a validation nor a checkpoint follows before the next step."""
         if self._traffic is not None:

@@ -1,4 +1,4 @@
-"""A model, from its factory on the meta device to this rank's shards, for a run, a trace and a dry run."""
+"""Construction of a model for a run, a trace or a dry run: build on the meta device, wrap, allocate the shards."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ _log = logging.getLogger(__name__)
 
 
 def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
-    """Build a job's model on each rank. A factory of the user's own may give it initial values; collective.
+    """Build a job's model on each rank. Collective. A user's factory may also set the initial values.
 
-    Raises ConfigError, on all ranks alike, as `build_model` does, and if a factory gives ranks different values.
+    Raises the errors of `build_model` on all ranks, and ConfigError if a factory sets different values on two ranks.
     """
     if ":" not in config.model.name:
         return build_model(config.model, config.training.seq_len)
-    free_bytes = on_all_ranks(lambda: int(free_memory_gib() * GIB))[ranks.rank]  # before any rank takes its part
+    free_bytes = on_all_ranks(lambda: int(free_memory_gib() * GIB))[
+        ranks.rank
+    ]  # measured before any rank builds its model
     host = HostBuild(config.training.seed, free_bytes, ranks.on_host)
     models: list[BuiltModel] = []
 
@@ -84,22 +86,21 @@ def _different_values(config: JobConfig, digests: list[dict[str, str]]) -> Confi
         return config_error(("model", "name"), reason, config.model.name)
     reason = (
         f"makes other values on rank {rank} than on rank 0, in {listed(differing)}; fill every tensor (torch.empty "
-        "does not), and use no more than the arguments and the generators of torch, random and numpy, which are seeded "
-        "alike"
+        "does not), and draw random numbers only from torch, random and numpy, whose seeds are equal on all ranks"
     )
     return config_error(("model", "name"), reason, config.model.name)
 
 
 class SampleFormat(Protocol):
-    """The facts about the data that the assembly of a model needs."""
+    """Properties of the data that `assemble_model` needs."""
 
     @property
     def sequence_part(self) -> SequencePart | None:
-        """The tokens of every sequence that this rank has; None if it has whole sequences."""
+        """This rank's part of every sequence; None without context parallelism."""
 
     @property
     def num_classes(self) -> int:
-        """Number of classes of the data; of tokens, the size of their vocabulary."""
+        """Number of classes of the data; for tokens, the vocabulary size."""
 
     def meta_inputs(self) -> Tensor:
         """Return the inputs of one microbatch on this rank, on the meta device."""
@@ -107,7 +108,7 @@ class SampleFormat(Protocol):
 
 @dataclass(frozen=True)
 class AssembledModel:
-    """A model as one rank runs it."""
+    """A model that is wrapped for this rank, with its plan and mesh."""
 
     built: BuiltModel
     """The model, whose module was wrapped in place."""
@@ -117,23 +118,23 @@ class AssembledModel:
 
     mesh: Mesh
     sequence_part: SequencePart | None
-    """The tokens of every sequence that this rank has; None if it has whole sequences."""
+    """This rank's part of every sequence; None without context parallelism."""
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped model; of a pipeline, this rank's stages of it."""
+        """The wrapped model; with pipeline parallelism, only this rank's stages."""
         return self.built.module
 
 
 def assemble_model(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mesh, samples: SampleFormat
 ) -> AssembledModel:
-    """Wrap a model on the meta device as planned, in place, and check that it goes with the data; collective.
+    """Wrap a model on the meta device in place, as `plan` says, and check that it fits the data. Collective.
 
     A run, a trace and a dry run all assemble their models here. Nothing is allocated: see `allocate_model`.
 
-    Raises ConfigError for a model whose pipeline stages do not run one after another. Its first forward raises
-    ConfigError if an embedding of token ids has too few rows.
+    Raises ConfigError for a model whose pipeline stages do not run one after another. The first forward of
+    the model raises ConfigError if an embedding of token ids has too few rows.
     """
     module = shard_model(config, built, plan, mesh)
     pipeline = pipeline_of(module)
@@ -145,7 +146,8 @@ def assemble_model(
 
 
 def shard_model(config: JobConfig, built: BuiltModel, plan: ModelPlan, mesh: Mesh) -> nn.Module:
-    """Wrap a model on the meta device as planned, of a pipeline this rank's stages. Collective; allocates nothing."""
+    """Wrap a model on the meta device in place, as `plan` says, and return it. With pipeline parallelism, wrap only
+    this rank's stages. Collective. Allocates nothing."""
     group = None
     if config.batchnorm.statistics == "synchronized":
         group = mesh.statistics_group(config.comm.init_timeout_seconds)
@@ -182,9 +184,9 @@ def allocate_model(
 ) -> None:
     """Allocate this rank's shards on `device`, and fill them unless `initial_values` is False.
 
-    If ranks share sequences, also leave this rank's rows in the buffers along the sequence, and enter ring attention
+    With context parallelism, also reduce the buffers along the sequence to this rank's rows, and enter ring attention
     into `stack`. `attention_device`: the device whose ring attention is used, by default `device`. Raises ConfigError
-    if PyTorch has no ring attention for it.
+    if PyTorch has no ring attention for that device.
     """
     if model.mesh.context is not None:
         stack.enter_context(ring_attention(model.mesh.context, config.parallelism, attention_device or device))

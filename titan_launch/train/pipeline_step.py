@@ -60,7 +60,7 @@ def build_schedule(
 
 
 class ScheduledStage(PipelineStage):
-    """A pipeline stage of PyTorch in which FSDP2 works as without a pipeline."""
+    """PyTorch's pipeline stage, changed so that FSDP2 works in it as it does without a pipeline."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class ScheduledStage(PipelineStage):
             group=pipeline.group,
         )
         self._root = local.module
-        self._fsdp_root = cast(Any, local.module)  # Any, because older releases lack methods
+        self._fsdp_root = cast(Any, local.module)  # Any, because older releases of PyTorch lack methods
         self._accumulation = accumulation
         self._splits_backward = splits_backward
         self._orders: dict[int, ForwardOrder] = {}
@@ -110,7 +110,7 @@ class ScheduledStage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce gradients and reshard, if the schedule has a separate backward of weights.
 
-        `finalize_backward` is public from torch 2.15 on; the other branch can go with torch 2.14.
+        `finalize_backward` is public since torch 2.15. Remove the other branch when torch 2.14 is not supported.
         """
         if not self._splits_backward:
             return
@@ -126,9 +126,9 @@ class ScheduledStage(PipelineStage):
                 self.submod = hidden
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Return the first messages, with which torch before 2.13 connects ranks, without messages to this rank itself.
+        """Return the messages with which torch before 2.13 connects ranks, except messages to this rank itself.
 
-        With ZBV a rank has two consecutive stages, and gloo has no connection of a rank to itself."""
+        With ZBV a rank has two consecutive stages, but gloo cannot connect a rank to itself."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
@@ -157,9 +157,9 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class PipelinedStep:
     """Runs forward and backward of all microbatches of a step through a pipeline.
 
-    The microbatches of the schedule are those of gradient accumulation. Each loss is divided already, so the schedule
-    does not scale. FSDP2's hooks reduce gradients as the accumulation strategy says, independent of the schedule. With
-    a separate backward of weights, gradients are reduced after the last one.
+    The microbatches of the schedule are those of gradient accumulation. Each loss is already divided by the number
+    of valid targets, so the schedule does not scale. FSDP2's hooks reduce gradients as the accumulation strategy says,
+    independent of the schedule. With a separate backward of weights, they reduce after the last of these backwards.
     """
 
     def __init__(
@@ -184,7 +184,9 @@ class PipelinedStep:
         raises RunError.
         """
         if self._is_abandoned:
-            raise RunError("a pipeline cannot continue after an abandoned step: messages may be pending")
+            raise RunError(
+                "a pipeline cannot continue after an abandoned step, since messages may be pending; start the run again"
+            )
         inputs, targets = (
             torch.cat([tensor.to(self._device, non_blocking=True) for tensor in tensors])
             for tensors in zip(*microbatches, strict=True)
@@ -215,7 +217,7 @@ class PipelinedStep:
             raise
 
     def _schedule(self, num_microbatches: int, inputs: Tensor) -> Any:
-        """Return the schedule for a number of microbatches. A new schedule allocates its receive buffers."""
+        """Return the schedule for a number of microbatches. Schedules are reused: each allocates receive buffers."""
         key = (num_microbatches, inputs.shape)
         if key not in self._schedules:
             self._schedules[key] = self._build_schedule(num_microbatches, inputs)

@@ -1,4 +1,4 @@
-"""The decisions of a run, taken before anything is allocated or written."""
+"""Decisions about a run, made before anything is allocated or written."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from titan_launch.train.run_folder.attempt import Attempt
 
 @dataclass(frozen=True)
 class ResolvedJob:
-    """The job with every decision taken, the same on all ranks.
+    """The job after all decisions, equal on all ranks.
 
-    The job is here twice. Build and train with `config`. Use `requested` for what outlives this start of the ranks:
-    the run folder, its checkpoints, and comparisons with them.
+    It has two configurations. Build and train with `config`. Use `requested` for the run folder, its checkpoints and
+    comparisons with them, because a later start may have another number of ranks.
     """
 
     config: JobConfig
-    """The job as resolved: global batch size set, modes in place of `auto`, `parallelism` completed for these ranks."""
+    """The resolved job: the global batch size is set, modes replace `auto`, and `parallelism` is complete."""
 
     requested: JobConfig
-    """The same job with `parallelism` as the user requested it. It resolves differently on another number of ranks."""
+    """The same job with the user's `parallelism`, which resolves differently on another number of ranks."""
 
     reason: str | None
-    """Why the modes were chosen; None if the job has no `auto`."""
+    """Text with the reason for the chosen modes; None if the job has no `auto`."""
 
     layout: Layout
     hardware: Hardware
@@ -46,10 +46,10 @@ class ResolvedJob:
 
 
 def resolve_job(config: JobConfig, ranks: Ranks, attempt: Attempt) -> ResolvedJob:
-    """Divide the ranks, build the model, decide on modes, and plan units and dtypes; collective.
+    """Divide the ranks, build the model, choose the modes, and plan units and dtypes. Collective.
 
-    A run that resumes keeps the modes in its folder. Raises ConfigError, on all ranks alike, if the job does not go
-    with the ranks, the devices or the model.
+    A resumed run keeps the modes that its run folder records. Raises ConfigError on all ranks if the job does not fit
+    the ranks, the devices or the model.
     """
     layout = plan_layout(config.parallelism, config.training, ranks.world_size)
     job = with_global_batch_size(config, layout)

@@ -1,4 +1,4 @@
-"""The finished parts of a run, and the writers of its metrics."""
+"""The parts of a run, and functions that build its meter and sinks and log its start."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from titan_launch.train.step import Microbatch, TrainStep
 
 @dataclass(frozen=True)
 class Run:
-    """The finished parts of a run."""
+    """All parts of a run, as `build_run` returns them."""
 
     config: JobConfig
     folder: Path
@@ -59,7 +59,7 @@ class Run:
 
     control: StepCoordinator
     first_step: int
-    """The first step of this process: 1, or the one after the checkpoint it resumed from."""
+    """The first step of this process: 1, or the step after the checkpoint from which the run resumed."""
 
     epoch_size: int
     """Samples in an epoch."""
@@ -76,7 +76,7 @@ class Run:
 
     sinks: tuple[Sink, ...]
     console: ConsoleSink | None
-    """The terminal, one of the sinks; None on other ranks than rank 0."""
+    """The sink of the terminal, which `sinks` also has. None on all ranks except rank 0."""
 
     watchdog: Watchdog
     """Records the current activity of this rank, for hang detection."""
@@ -89,7 +89,7 @@ _log = logging.getLogger(__name__)
 
 
 def build_meter(job: ResolvedJob, ranks: Ranks) -> Meter:
-    """Return the meter. It knows the FLOPs of a step and, on known hardware, the peak."""
+    """Return the meter of this rank, with the FLOPs of a step and the device's peak FLOP/s. Both may be None."""
     flops = job.built.flops_per_sample
     return Meter(
         device=ranks.device,
@@ -101,7 +101,7 @@ def build_meter(job: ResolvedJob, ranks: Ranks) -> Meter:
 
 
 def peak_flops(config: JobConfig, device: torch.device) -> float | None:
-    """Return the FLOP/s that MFU is relative to: the configured value, else that of a known GPU, else None."""
+    """Return the peak FLOP/s, the reference of MFU: the configured value, else the peak of a known GPU, else None."""
     if config.metrics.peak_tflops_per_device is not None:
         return config.metrics.peak_tflops_per_device * 1e12
     known = find_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -111,7 +111,7 @@ def peak_flops(config: JobConfig, device: torch.device) -> float | None:
 def build_sinks(
     job: ResolvedJob, folder: Path, progress: Progress, console: ConsoleSink | None, stack: ExitStack
 ) -> tuple[Sink, ...]:
-    """Return where reports go; collective. Only rank 0, which has a console, has sinks."""
+    """Return the sinks, which write the reports. Collective. Only rank 0 has sinks; other ranks get an empty tuple."""
     sinks: list[Sink] = [] if console is None else [console]
 
     def open_files() -> None:
@@ -157,7 +157,7 @@ def log_run(
 
 
 def _memory(hardware: Hardware, memory_check: MemoryCheck | None) -> str:
-    """Return the memory of a rank and its predicted peak, as far as they are known."""
+    """Return a text with the memory per rank and the predicted peak memory. Unknown values are omitted."""
     predicted = None if memory_check is None else memory_check.scalars(None).get(PREDICTED)
     peak = "" if predicted is None else f", predicted peak memory {format_gib(predicted * GIB)} GiB"
     limit = "" if hardware.memory_gib is None else f", {hardware.memory_gib:.4g} GiB per rank"

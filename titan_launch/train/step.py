@@ -46,7 +46,7 @@ class StepResult:
 
     valid_local: Tensor
     """Number of valid (not ignored) targets of this rank in `loss_sum`, divided by the number of ranks that share
-    matrices."""
+    matrices (tensor parallelism)."""
 
     valid_global: Tensor
     """Number of valid targets of all ranks: the only denominator of the step's loss."""
@@ -184,7 +184,7 @@ def forward_backward(
     with forward_explained(model, inputs):
         logits = logits_of(model(inputs), inputs)
     loss = loss_of(logits, targets, valid_global(), loss_sum)
-    del logits  # the graph holds what backward needs
+    del logits  # the autograd graph keeps the tensors that backward needs
     loss.backward()
     return loss.detach()
 

@@ -20,7 +20,7 @@ from titan_launch.plan.hardware import Hardware
 from titan_launch.train.forward import FORWARD
 
 _RANK_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE")
-"""Prefixes of torchrun's environment variables of a rank."""
+"""Prefixes of the environment variables that torchrun sets for a rank."""
 
 
 class TraceProcess:
@@ -59,7 +59,7 @@ class TraceProcess:
             self._output.seek(0)
             return _last_json_object(self._output.read())
         self._errors.seek(0)
-        message = self._errors.read().strip() or f"it ended with status {status}"
+        message = self._errors.read().strip() or f"the process ended with status {status}"
         if status == BAD_INPUT:  # the message is complete
             message = message.removeprefix("error: ").replace(f"{self._job}: ", "")  # the user has no such file
             key, _, reason = message.partition(": ")

@@ -131,7 +131,7 @@ def test_a_schedule_that_splits_backward_leaves_out_what_it_does_not_go_with() -
     )
     coarse = make_job(parallelism=split, precision={"reduce_dtype": "bfloat16"}, **auto(memory_gib=10))
     with pytest.raises(
-        ConfigError, match=r"has no mode to choose from: immediate is not compared.*; deferred is not compared"
+        ConfigError, match=r"no mode is possible: immediate is not compared.*; deferred is not compared"
     ):
         resolve(compared(coarse, ranks=4)[0], hardware)
 

@@ -450,7 +450,7 @@ def test_buffers_of_a_shared_module_have_its_first_path() -> None:
     assert plan.buffer_dtypes["table.scale"] == "bfloat16" and not any("layers" in name for name in plan.buffer_dtypes)
     assert [row["buffer_dtypes"] for row in describe_units(plan, ALONE) if row["reason"] == "block"] == [[], []]
     rules = [{"match": "layers.*", "param_dtype": "bfloat16", "buffer_dtype": "bfloat16"}]
-    with pytest.raises(ConfigError, match=r"precision\.rules\.0\.buffer_dtype: no floating buffer follows it"):
+    with pytest.raises(ConfigError, match=r"precision\.rules\.0\.buffer_dtype: applies to no floating buffer"):
         plan_model(inventory, PrecisionConfig.model_validate({"rules": rules}), RESHARDING)
 
 

@@ -189,7 +189,7 @@ def test_another_experiment_that_could_be_resumed_is_refused_with_every_differen
     save_steps(tmp_path, 2)
     aside = set_start(tmp_path, datetime(2026, 11, 22, 15, 4, 5))
     assert refusal(tmp_path, checkpoint=CHECKPOINT, **OTHER).split("\n") == [
-        f"job.name: {tmp_path}/tiny holds a run of another experiment; {tmp_path}/tiny/config.json records",
+        f"job.name: {tmp_path}/tiny holds a run of another experiment; differences from {tmp_path}/tiny/config.json:",
         "    data.noise was 0.1, is 0.0",
         "    optimizer.lr was 0.01, is 0.5",
         "  --checkpoint.accept_changes=true resumes it nevertheless",
@@ -445,7 +445,7 @@ CONTENTS = [
         "is damaged (",
     ),
     *[
-        ("metrics.jsonl", b'{"step": 1}\n' + line + b"\n", "metrics.jsonl:2: the line is no report of a run")
+        ("metrics.jsonl", b'{"step": 1}\n' + line + b"\n", "metrics.jsonl:2: the line is not a report of a run")
         for line in (
             b'{"step": "2"}',
             b'{"step": null}',

@@ -20,7 +20,7 @@ SOURCES: dict[str, Callable[[Any, SourceContext], SampleSource]] = {
     "synthetic": build_synthetic,
     "images": build_images,
 }
-"""(section, context) to the source, by the `kind` of the section: `titan_launch.config.sections.data.DATA_KINDS`."""
+"""Functions of (section, context) that build a source, by the section's `kind`. The keys equal `DATA_KINDS`."""
 
 
 def build_source(
@@ -30,11 +30,11 @@ def build_source(
     key: KeyPath = ("data",),
     images_taken: ImageFormat | None = None,
 ) -> SampleSource:
-    """Build the source that `config` describes. The other arguments are those of `SourceContext`.
+    """Build the source that `config` describes. `SourceContext` explains the other arguments.
 
-    A sample is int64 tokens `[seq_len]` and the tokens that follow `[seq_len]`, or a float32 image `[channels, height,
-    width]` and its class, an int64 scalar.
+    A sample of text is (tokens, next tokens), both int64 `[seq_len]`. A sample of images is a float32 image `[channels,
+    height, width]` and its class, an int64 scalar.
 
-    Raises ConfigError for data that is missing, unreadable, too small, or not for the model.
+    Raises ConfigError if data is missing, unreadable or too small, or if it does not fit the model.
     """
     return SOURCES[config.kind](config, SourceContext(tokenizer, seq_len, images_taken, key))

@@ -1,4 +1,4 @@
-"""The interface of data sources. A source answers for every index alone: order and position belong to the loader."""
+"""The interface of data sources. A source returns samples by index. `data.loader` decides their order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titan_launch.data.tokenizers import Tokenizer
 
 
 class SampleSource(Protocol):
-    """A fixed number of samples; asking for one twice gives the same one.
+    """A fixed number of samples. The same index always returns the same sample.
 
     A sample is a pair (input, target) of tensors whose shapes are the same for all samples. A target of
     `IGNORED_TARGET` does not count.
@@ -28,14 +28,16 @@ class SampleSource(Protocol):
 
     @property
     def num_classes(self) -> int:
-        """Number of classes of the targets; of tokens, the size of their vocabulary."""
+        """Number of classes of the targets. For tokens, this is the size of the vocabulary."""
 
     def describe(self) -> str:
-        """Return how much data the source has, as a part of a log line."""
+        """Return a text for a log line: how much data the source has."""
 
     def fingerprint(self, seed: int) -> Fingerprint | None:
-        """Return the fingerprint of the data that the source read, with the hashed samples drawn by `seed`; None where
-        the source reads no data. The keys of the job that transform samples do not change the fingerprint."""
+        """Return a fingerprint of the data that the source has read; None if the source reads no data.
+
+        `seed` selects the samples that are hashed. Keys that only transform samples do not change the result.
+        """
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,10 @@ class SourceContext:
     """Tokenizer of text."""
 
     seq_len: int
-    """Tokens in a sample."""
+    """Number of tokens in a sample."""
 
     images_taken: ImageFormat | None
-    """Format of the images that the model takes; None where it is not known, and for a model of tokens."""
+    """Format of the images that the model takes; None if it is unknown, or if the model takes tokens."""
 
     key: KeyPath
-    """Path of the section in the job file, which errors name: `("data",)` or `("validation", "data")`."""
+    """Path of the section in the job file, for errors: `("data",)` or `("validation", "data")`."""

@@ -27,8 +27,8 @@ class ImageSource:
     """Images `[N, channels, height, width]` and labels `[N]`; `__getitem__` scales the pixels."""
 
     def __init__(self, images: Pixels, labels: Labels, num_classes: int, mean: Tensor, std: Tensor):
-        """`num_classes` is larger than every label. `mean` and `std`: float32 `[1 or channels, 1, 1]`; for uint8 pixels
-        in units of 255."""
+        """`num_classes` must be larger than every label. `mean` and `std`: float32 `[1 or channels, 1, 1]`. For uint8
+        images they refer to pixels divided by 255."""
         self.num_classes = num_classes
         unit = _UINT8_MAXIMUM if images.dtype == np.uint8 else 1
         self._images, self._labels = images, labels
@@ -99,7 +99,7 @@ def _read_npz(path: str, path_key: KeyPath) -> tuple[Pixels, Labels]:
 
 
 def _load_arrays(path: str, path_key: KeyPath) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays `images` and `labels` of a .npz file, as far as the file has them."""
+    """Return those of the arrays `images` and `labels` that a .npz file contains."""
     try:
         with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
             return {name: np.asarray(file[name]) for name in ("images", "labels") if name in file.files}
@@ -132,7 +132,7 @@ def _problems(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[str]:
 
 
 def _per_channel(value: float | tuple[float, ...], channels: int, key: KeyPath) -> Tensor:
-    """Return one number, or one per channel, as a float32 tensor `[1 or channels, 1, 1]`."""
+    """Return `value`, one number or one per channel, as a float32 tensor `[1 or channels, 1, 1]`."""
     if isinstance(value, tuple) and len(value) != channels:
         reason = f"must be one number, or one number for each of the {channels} channels of the images"
         raise config_error(key, reason, value)

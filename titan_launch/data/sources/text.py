@@ -20,7 +20,7 @@ from titan_launch.data.sources.base import SourceContext
 from titan_launch.data.tokenizers import Tokenizer
 
 Files = list[tuple[str, Path]]
-"""(name, path) pairs. The name decides to which split a document belongs."""
+"""(name, path) pairs. A file is one document, and its name decides to which split it belongs."""
 
 _CHECKED_BYTES = 1 << 20
 """Bytes per chunk in which `is_text` decodes a file."""
@@ -28,7 +28,7 @@ _CHECKED_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Documents:
-    """The text files of a source."""
+    """The tokens of a source's text files, and the names of the files."""
 
     tokens: npt.NDArray[np.uint16]
     """Concatenated tokens of all files."""
@@ -41,7 +41,7 @@ class Documents:
 
     @property
     def note(self) -> str:
-        """Clause for a log line: how many files were skipped. "" if none were."""
+        """Text for a log line: how many files were skipped. Empty if no file was skipped."""
         if not self.skipped:
             return ""
         are = "is" if len(self.skipped) == 1 else "are"
@@ -49,9 +49,10 @@ class Documents:
 
 
 class TokenSource:
-    """Consecutive windows over one array of tokens.
+    """A source whose samples are consecutive windows over one array of tokens.
 
-    The inputs of the samples do not overlap. Each token is an input once per epoch and, except for the first, a target.
+    The inputs of the samples do not overlap. Each token of a sample is an input once per epoch. All tokens except the
+    first are also a target once.
     """
 
     def __init__(self, documents: Documents, seq_len: int, vocab_size: int):

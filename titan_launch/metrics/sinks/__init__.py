@@ -15,5 +15,6 @@ SINKS: list[Callable[[MetricsConfig, Path, int], Sink | None]] = [
     lambda config, folder, step: JsonlSink(folder / METRICS_FILE, step),
     lambda config, folder, step: TensorBoardSink(folder / "tb", step) if config.enable_tensorboard else None,
 ]
-"""(section, run folder, step of the checkpoint that the run resumes from) to a sink; None: the job does not want it.
-Rank 0 opens each one beside the console."""
+"""Functions of (`[metrics]`, run folder, resume step) that open a sink, or return None if the job disables the sink.
+
+Only rank 0 opens sinks. The resume step is that of the checkpoint from which the run resumes, or 0."""

@@ -11,13 +11,13 @@ class Sink(ABC):
 
     @abstractmethod
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Keep `scalars` (tag -> value) of `step`. More than one call per step is fine, any tag may be missing."""
+        """Write the metrics of `step`: `scalars` maps tags to values. A step may have several calls."""
 
     def text(self, tag: str, text: str) -> None:  # noqa: B027
-        """Store a Markdown text that describes the run, if the sink can show texts."""
+        """Store a Markdown text that describes the run. A sink that cannot show text does nothing."""
 
     def rewind(self, step: int) -> None:  # noqa: B027
-        """Replace what was written for steps after `step`: the run went back to that step."""
+        """Remove or set aside the metrics of steps after `step`, because the run rolled back to `step`."""
 
     def close(self) -> None:  # noqa: B027
-        """Close what the sink has opened."""
+        """Close the files that the sink has opened."""

@@ -1,4 +1,4 @@
-"""Metrics for the person who watches."""
+"""Metrics on the console: a line per report, and a progress bar."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _BAR_WIDTH = 24
 
 
 class ConsoleSink(Sink):
-    """Prints one aligned line per report, and on a terminal a bar with the remaining time below it.
+    """A sink that prints one aligned line per report. On a terminal it also shows a bar with the remaining time.
 
-    Escape sequences go to terminals only, so a log file stays plain text. NO_COLOR turns colours off
+    Only terminals get escape sequences, so a log file stays plain text. The variable NO_COLOR disables colours
     (https://no-color.org).
     """
 
     def __init__(self, total_steps: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
-        """`stream`: where to print; standard output if None."""
+        """`stream`: output of all lines and of the bar. None is standard output."""
         self._stream = stream = stream or sys.stdout
         self._total_steps = total_steps
         self._clock = clock
@@ -38,7 +38,7 @@ class ConsoleSink(Sink):
         self._drawn_at = -math.inf
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Print the line of `step`: those of `scalars` that the tags' table gives a field."""
+        """Print the line of `step`, with those `scalars` that have a `console` field in `TAGS`."""
         fields = [self._field(tag, scalars[tag.name]) for tag in TAGS if _is_shown(tag, scalars)]
         if not fields:
             return
@@ -62,7 +62,7 @@ class ConsoleSink(Sink):
             self._stream.flush()
 
     def clear(self) -> None:
-        """Take the bar away, so that something else can be printed; the next progress brings it back."""
+        """Remove the bar, so that other lines can be printed. The next call of `progress` draws it again."""
         if self._drawn_step is not None:
             self._stream.write(_CLEAR_LINE)
             self._stream.flush()
@@ -74,7 +74,7 @@ class ConsoleSink(Sink):
         self._first = None
 
     def close(self) -> None:
-        """Take the bar away. The stream stays open: it belongs to the caller."""
+        """Remove the bar. The stream stays open, because the caller owns it."""
         self.clear()
 
     def _draw(self, step: int) -> None:

@@ -20,13 +20,12 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class JsonlSink(Sink):
-    """Writes one JSON object per report: `{"step": 10, "train/loss": 5.25, ...}`.
+    """A sink that writes one JSON object per report: `{"step": 10, "train/loss": 5.25, ...}`.
 
-    JSON has no NaN and no infinity, so they are written as the strings "nan", "inf" and "-inf". `float(value)` reads
-    them.
+    JSON has no NaN and no infinity, so these are written as the strings "nan", "inf" and "-inf", which `float` accepts.
 
-    A resumed run drops the lines of steps that it will run again, and a last line that was cut short. A run that rolls
-    back moves these lines to the end of `metrics.rolled_back.jsonl`, because the steps had other samples.
+    A resumed run deletes the lines of steps that it will run again, and an incomplete last line. A run that rolls back
+    moves the lines of later steps to the end of `metrics.rolled_back.jsonl`, because those steps used other samples.
     """
 
     def __init__(self, path: Path, resume_step: int = 0):
@@ -38,7 +37,7 @@ class JsonlSink(Sink):
             os.truncate(path, _length_until(path, resume_step))
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._file = path.open("a", buffering=1, encoding="utf-8")  # line by line
+        self._file = path.open("a", buffering=1, encoding="utf-8")  # buffering=1: flush after each line
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write one line to the disk. A run that is killed afterwards does not lose the line."""
@@ -46,7 +45,7 @@ class JsonlSink(Sink):
         self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
 
     def rewind(self, step: int) -> None:
-        """Move the lines of later steps to the file of those that were rolled back."""
+        """Move the lines of steps after `step` to `metrics.rolled_back.jsonl`."""
         kept = _length_until(self._path, step)
         with self._path.open("rb") as file, self._path.with_suffix(".rolled_back.jsonl").open("ab") as rolled_back:
             file.seek(kept)
@@ -59,12 +58,12 @@ class JsonlSink(Sink):
 
 
 def json_number(value: float) -> float | str:
-    """Return a number as JSON: the number itself, or "nan", "inf" or "-inf", which `float` reads."""
+    """Return a finite number itself, and other numbers as "nan", "inf" or "-inf", which `float` accepts."""
     return value if math.isfinite(value) else str(float(value))
 
 
 def _length_until(path: Path, last_step: int) -> int:
-    """Return the number of bytes before the first line that belongs to a later step or is cut short.
+    """Return the number of bytes before the first line that is incomplete or belongs to a step after `last_step`.
 
     Steps never decrease within a file.
     """
@@ -89,5 +88,5 @@ def _step_of(line: bytes, location: str) -> int:
     try:
         return _REPORT.validate_json(line, strict=True).step
     except ValidationError:
-        reason = 'is no report of a run (a JSON object with a whole number as "step")'
+        reason = 'is not a report of a run (a JSON object with an integer "step")'
         raise UserError(f"{location}: the line {reason}; correct the line, or move the file away") from None

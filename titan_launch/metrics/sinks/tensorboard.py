@@ -15,10 +15,10 @@ from titan_launch.metrics.tags import dashboard_layout
 
 
 class TensorBoardSink(Sink):
-    """Scalars, texts and the layout of the "Custom Scalars" dashboard, below one folder.
+    """A sink that writes scalars, texts and the layout of the "Custom Scalars" dashboard to one folder.
 
-    A run that is resumed, begins again, or goes back to a checkpoint continues the folder. TensorBoard drops the steps
-    that are computed again.
+    If a run resumes, restarts from step 0 or rolls back, it continues the folder. TensorBoard drops the earlier values
+    of steps that run again.
     """
 
     def __init__(self, log_dir: Path, resume_step: int = 0):
@@ -27,23 +27,23 @@ class TensorBoardSink(Sink):
         The event file is opened for the first scalars, after the run's first step, because TensorBoard takes long to
         import.
         """
-        log_dir.mkdir(parents=True, exist_ok=True)  # an error comes now, not after the first step
+        log_dir.mkdir(parents=True, exist_ok=True)  # an error is raised here, not after the first step
         self._log_dir = log_dir
         self._resume_step = resume_step
         self._texts: list[tuple[str, str]] = []
-        """Texts that are written when the file is opened."""
+        """Texts that are not written yet, because the file is not open."""
 
         self._opened: _EventFile | None = None
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write an event with all tags. The event is on disk when this returns: a run that is killed loses nothing."""
+        """Write an event with all tags. A run that is killed afterwards does not lose the event."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._file().add(step, summary=Summary(value=values))
 
     def text(self, tag: str, text: str) -> None:
-        """Show a text under "Text". Each start of the run adds its own text."""
+        """Show a text on TensorBoard's tab "Text". Each start of the run adds a text."""
         self._texts.append((tag, text))
         if self._opened is not None:
             self._file()
@@ -55,12 +55,12 @@ class TensorBoardSink(Sink):
         self._opened = _EventFile(self._log_dir, step + 1)
 
     def close(self) -> None:
-        """Close the event file, if it was opened: a run that fails before its first report has nothing to show."""
+        """Close the event file. If the run had no report, the file was never opened."""
         if self._opened is not None:
             self._opened.close()
 
     def _file(self) -> _EventFile:
-        """Return the event file, with all texts in it."""
+        """Open the event file if necessary, write all pending texts to it, and return it."""
         from torch.utils.tensorboard.summary import custom_scalars, text
 
         if self._opened is None:
@@ -78,7 +78,7 @@ _PREFIX = "events.out.tfevents."
 
 
 class _EventFile:
-    """An event file that the calling thread writes.
+    """An event file to which the calling thread writes.
 
     SummaryWriter is not used for two reasons. Its thread prints a traceback if the disk is full. It opens the file
     again for every event, which fails after the run folder is moved.

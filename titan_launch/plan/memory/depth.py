@@ -1,4 +1,4 @@
-"""Shallower models for the prediction of deep ones: the blocks to remove, and the plan without them. No torch.
+"""Shallower models that predict a deep model: the blocks to remove, and the plan without these blocks. No torch.
 
 Blocks are removed from the plan of the whole model. A plan of the shallow model would differ: rules may name the path
 of one block, and some decisions depend on the size of the model.
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from titan_launch.plan.types import ModelPlan, ModuleInfo, Unit, enclosing, is_within, outermost, parent
 
 _DEPTHS = (4, 5, 6)
-"""Numbers of equal blocks that remain: half of them at the front, half at the back, so that prefetched parameters and
-late gradients exist at both ends."""
+"""Numbers of equal blocks in the shallower models. Half of them are at the front and half at the back, so that
+prefetched parameters and late gradients exist at both ends."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,10 @@ class Shortcut:
 
 
 def find_shortcut(signatures: Sequence[Hashable], blocks: Sequence[str], again: Collection[str]) -> Shortcut | None:
-    """Return a shortcut through equal blocks; None if no block repeats often enough.
+    """Return shallower models with fewer equal blocks; None if no block repeats often enough.
 
-    `signatures`: the signature of each of `blocks` (see `block_signatures`). `again`: the checkpointed modules.
+    `signatures`: the signature of each of `blocks` (see `block_signatures`). `again`: paths of the checkpointed
+    modules.
     """
     repeat = longest_repeat([(_inside(block, again), s) for block, s in zip(blocks, signatures, strict=True)])
     if repeat.times <= _DEPTHS[1]:
@@ -48,7 +49,8 @@ def _inside(block: str, paths: Collection[str]) -> tuple[str, ...]:
 
 
 def block_signatures(plan: ModelPlan) -> list[Hashable]:
-    """Return a signature of each outer block: its modules with their tensors and units."""
+    """Return a signature of each outer block: its modules with their tensors and units. Equal blocks have
+    equal signatures."""
     inside: dict[str, list[ModuleInfo]] = {path: [] for path in outermost(plan.inventory.blocks)}
     for module in plan.inventory.modules:
         if block := enclosing(module.path, inside):
@@ -63,7 +65,7 @@ def _signature(plan: ModelPlan, module: ModuleInfo, block: str) -> Hashable:
 
 
 def _relative(module: ModuleInfo, block: str) -> Hashable:
-    """Return the inventory entry with paths relative to the block. Paths of modules shared with others stay."""
+    """Return the inventory entry with paths relative to the block. Paths outside of the block stay unchanged."""
     own, same_as = module.path.removeprefix(block), _within(module.same_as, block)
     ties = tuple(_within(parameter.tied_to, block) for parameter in module.parameters)
     parameters = tuple((p.name, p.shape, p.dtype, p.requires_grad) for p in module.parameters)
@@ -96,7 +98,7 @@ def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
     modules = tuple(module for module in inventory.modules if stays(module.path))
     shared = {m.same_as for m in modules} | {p.tied_to for m in modules for p in m.parameters}
     if not all(stays(path) for path in shared if path is not None):
-        raise ValueError("blocks share modules or parameters")
+        raise ValueError("a removed block shares a module or a parameter with the remaining model")
     units = (replace(unit, modules=tuple(filter(stays, unit.modules))) for unit in plan.units)
     return ModelPlan(
         replace(
@@ -116,7 +118,7 @@ def without_blocks(plan: ModelPlan, removed: Collection[str]) -> ModelPlan:
 
 @dataclass(frozen=True)
 class Repeat:
-    """A part of a sequence in which the same `period` entries repeat."""
+    """A part of a sequence that consists of `times` repetitions of the same `period` entries."""
 
     start: int
     period: int

@@ -15,7 +15,7 @@ from titan_launch.plan.param_groups import is_mixed
 
 
 class Category(IntEnum):
-    """The use of memory."""
+    """A kind of memory. The ledger counts the bytes of each category."""
 
     PARAMETERS = 0
     """Sharded parameters in the storage dtype."""
@@ -24,7 +24,7 @@ class Category(IntEnum):
     """Optimizer state."""
 
     GRADIENTS = 2
-    """Sharded gradients after reduce-scatter, also those before the all-reduce between replicas (HSDP)."""
+    """Sharded gradients after reduce-scatter, including those that wait for the all-reduce between replicas (HSDP)."""
 
     UNSHARDED_GRADIENTS = 3
     """Unsharded gradients: of this microbatch, or accumulated until the last microbatch (deferred)."""
@@ -60,8 +60,7 @@ class Category(IntEnum):
 
 
 MICROBATCHES = 4
-"""Number of microbatches that are replayed at most: memory does not change between the third and the one before the
-last."""
+"""Largest number of microbatches in a replay. From the third to the second-to-last microbatch, memory is the same."""
 
 _STREAMS = {Category.ALL_GATHER: 1, Category.GRADIENTS: 2}
 """Stream of each category that is not in stream 0, the compute stream. CUDA's caching allocator does not share memory
@@ -148,8 +147,8 @@ class Ledger:
         self._streams[_STREAM_OF[category]] -= num_bytes
 
     def move(self, num_bytes: int, old: Category, new: Category) -> None:
-        """Count bytes under another category. (In PyTorch they stay in the memory of their first stream; here the
-        category gives the stream.)"""
+        """Count bytes under another category. (In PyTorch, memory stays with the stream that allocated it. Here the new
+        category sets the stream.)"""
         if new in self.on_host:
             self.free(num_bytes, old)
         elif old in self.on_host:
@@ -161,7 +160,7 @@ class Ledger:
             self.allocate(num_bytes, new)
 
     def enter(self, point: StepPoint) -> None:
-        """Begin a point of the step. Peaks count there from now on."""
+        """Begin a point of the step. From now on, the total memory counts for the peak of this point."""
         self._leave()
         self._point = point
         known = self._peaks.get(point)
@@ -189,7 +188,8 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Active memory of one rank in a step: the peak at every point. Reserved memory is more (see the plan)."""
+    """Active memory of one rank in a step: the peak at every point. `report.comparison.estimate_reserved` gives
+    the larger memory that the allocator reserves."""
 
     peaks: Mapping[StepPoint, Peak]
     pipeline_rank: int | None = None
@@ -217,7 +217,7 @@ class Footprint:
         return round(sum(max(peak.by_stream[stream] for peak in self.peaks.values()) for stream in range(3)))
 
     def by_phase(self) -> dict[str, int]:
-        """Return the peak of each phase: forward, loss, backward, optimizer."""
+        """Return the peak memory in bytes of each phase: forward, loss, backward, optimizer."""
         phases: dict[str, int] = {}
         for point, peak in self.peaks.items():
             phases[point.phase] = max(phases.get(point.phase, 0), round(peak.total))
@@ -227,16 +227,19 @@ class Footprint:
 def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footprint:
     """Return the footprint at another depth: `shorter + factor * (longer - shorter)`.
 
-    At each step point, memory is an affine function of the number of repeated blocks. This requires that blocks have
-    the same names at all depths, counted from the first or from the last block. Points in the middle, which only one of
-    the two footprints has, are skipped. Memory there is between that of the neighbouring points.
+    At each step point, memory is an affine function of the number of repeated blocks. This requires that
+    blocks at the front and blocks at the back have the same names at all depths. Points in the middle, which only one
+    of the two footprints has, are skipped. Memory there is between that of the neighbouring points.
     """
     return Footprint({point: _along(peak, longer.peaks[point], factor) for point, peak in _shared(shorter, longer)})
 
 
 def with_growth(footprint: Footprint, longer: Footprint, factor: float) -> Footprint:
-    """Return the footprint of a longer step at the points of `footprint`: every peak plus `factor` times the growth of
-    the peak of its phase in `longer`."""
+    """Return `footprint` extrapolated to more microbatches. `longer`: the footprint of a step with some of them.
+
+    Every peak of a phase grows by `factor` times the difference between the peaks of that phase in `longer` and in
+    `footprint`. The growth counts as activations.
+    """
     before, after = footprint.by_phase(), longer.by_phase()
     growth = {phase: factor * (after[phase] - peak) for phase, peak in before.items()}
     return Footprint({point: _grown(peak, growth[point.phase]) for point, peak in footprint.peaks.items()})
@@ -276,7 +279,7 @@ def on_host(training: TrainingConfig, kernels: Kernels) -> frozenset[Category]:
 
 
 def state_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes]) -> int:
-    """Return the bytes of state tensors and masters. (Step counts, a number per parameter, do not count.)"""
+    """Return the bytes of optimizer state tensors and fp32 master weights. (Step counts are not counted.)"""
     total = 0
     for settings, shards in groups:
         num_tensors = len(ALGORITHMS[settings.algorithm].state(config))
@@ -287,7 +290,7 @@ def state_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes]) -> int:
 
 
 def temporary_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes], ranks: int) -> int:
-    """Return the most bytes that an update allocates at once. `ranks`: those among which FSDP2 divides a parameter."""
+    """Return the largest number of bytes that an update allocates at once. `ranks`: number of shards of a parameter."""
     by_algorithm: dict[str, list[GroupSizes]] = {}
     for group in groups:
         by_algorithm.setdefault(group.settings.algorithm, []).append(group)

@@ -33,8 +33,8 @@ class Row:
     traffic: Traffic
     link_traffic: LinkTraffic
     flops_per_rank: int | None
-    """FLOPs of a step, including those that activation checkpointing adds: the mean of the ranks that work on the same
-    samples."""
+    """FLOPs of a step, including those that activation checkpointing adds; None if unknown. It is the mean over the
+    ranks that work on the same samples."""
 
     time: StepTime
 
@@ -44,7 +44,7 @@ class Row:
 
     verdict: Verdict | None
     """`does not fit`: active memory and overhead exceed the limit. `fits`: `reserved_bytes` leaves the margin below the
-    limit free. `tight`: neither. None: the device has no limit."""
+    limit free. `tight`: neither. None: the memory limit is unknown."""
 
     is_own: bool
     """True if the job sets these modes, or `auto` may choose them."""
@@ -71,10 +71,11 @@ def compare(
     only_own: bool = False,
     counted: Callable[[Choice], Traffic] | None = None,
 ) -> Comparison:
-    """Predict every combination of modes; with `only_own`, those that the job sets or `auto` may choose.
+    """Return the predictions for all combinations of modes.
 
-    `counted` returns the traffic that a trace has counted, or None. Without counted traffic, every unit is assumed to
-    run once in a forward, and every parameter to have a gradient.
+    `only_own`: only combinations that the job sets or `auto` may choose. `counted` returns the traffic that a trace has
+    counted, or None. Without counted traffic, the prediction assumes that every unit runs once in a forward, and that
+    every parameter has a gradient.
 
     Raises ConfigError if the model does not support the job's precision rules, compilation or activation checkpointing.
     """
@@ -83,7 +84,7 @@ def compare(
     def plan(keep_params_unsharded: bool) -> ModelPlan:
         return plan_units(config, inventory, keep_params_unsharded)
 
-    plan(False)  # raises for wrong precision rules
+    plan(False)  # raises ConfigError for wrong precision rules
     choices, notes = possible_choices(config, layout, inventory)
     bubble = bubble_share(config.parallelism, layout)
     if layout.model_parallel > 1:
@@ -153,14 +154,14 @@ def _predict(
 def estimate_reserved(footprint: Footprint, hardware: Hardware) -> float:
     """Return the memory in bytes that the process takes from the device.
 
-    On a GPU, each CUDA stream has memory of its own, which other streams cannot use.
+    On a GPU, the allocator reserves memory for each CUDA stream separately.
     """
     needed = footprint.stream_bytes if hardware.kernels == "cuda" else footprint.peak_bytes
     return needed * (1 + hardware.fragmentation) + hardware.overhead_gib * GIB
 
 
 def judge(footprint: Footprint, reserved_bytes: float, hardware: Hardware) -> Verdict | None:
-    """Return whether a step fits into the memory of the device; None if the device has no limit."""
+    """Return the verdict for a step (see `Row.verdict`); None if the memory limit is unknown."""
     if hardware.memory_gib is None:
         return None
     if footprint.peak_bytes + hardware.overhead_gib * GIB > hardware.memory_gib * GIB:

@@ -17,7 +17,7 @@ _FAR = 4
 
 
 def check_plot(path: str) -> None:
-    """Raise UserError if the picture cannot be written, before anything is computed."""
+    """Raise UserError if the picture `path` cannot be written. Called before all computation, to fail early."""
     if Path(path).suffix not in FORMATS:
         raise UserError(f"error: --plot {path}: the name must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     if not Path(path).parent.is_dir():
@@ -29,13 +29,13 @@ def check_plot(path: str) -> None:
 
 
 def plot_comparison(comparison: Comparison, hardware: Hardware, title: str, path: str, chosen: Row) -> None:
-    """Write a picture of the memory of all choices by category, with the memory limit if there is one.
+    """Write a picture: a bar of memory by category for each choice, and the memory limit if there is one.
 
     `chosen` is marked with `*`. Raises UserError if the file cannot be written.
     """
     from matplotlib.figure import Figure  # pyplot would look for a display
 
-    rows = comparison.rows[::-1]  # the first at the top
+    rows = comparison.rows[::-1]  # matplotlib draws from bottom to top
     figure = Figure(figsize=(11, 1.8 + 0.42 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     labels = [_label(row) + (" *" if row is chosen else "") for row in rows]
@@ -62,7 +62,7 @@ def plot_comparison(comparison: Comparison, hardware: Hardware, title: str, path
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
-        raise UserError(f"--plot {path}: cannot be written ({error.strerror})") from None
+        raise UserError(f"error: --plot {path}: cannot be written ({error.strerror}); name another file") from None
 
 
 def _label(row: Row) -> str:

@@ -50,7 +50,7 @@ _COLUMNS = (
     _Column(
         "verdict",
         "fits: reserved memory leaves the margin free; does not fit: active memory and overhead exceed the limit; "
-        "tight: neither, so run three steps to see",
+        "tight: neither, so run a few steps to find out",
         lambda row: row.verdict or "",
     ),
     _Column("peak at", "point of the step with the peak memory", lambda row: str(row.footprint.peak_point), True),
@@ -97,12 +97,12 @@ _COLUMNS = (
     ),
     _Column(
         "GiB sent in node",
-        "link traffic: what one rank sends to ranks on its node per step",
+        "link traffic: GiB that one rank sends to ranks on its node per step",
         lambda row: f"~{format_gib(row.link_traffic.within)}" if row.link_traffic.within else "",
     ),
     _Column(
         "GiB sent across nodes",
-        "link traffic: what one rank sends to other nodes per step",
+        "link traffic: GiB that one rank sends to other nodes per step",
         lambda row: f"~{format_gib(row.link_traffic.across)}" if row.link_traffic.across else "",
     ),
     _Column(
@@ -160,7 +160,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def format_gib(num_bytes: float) -> str:
-    """Return bytes in GiB: `68.83`, and below 1 GiB three digits: `0.0621`."""
+    """Return bytes in GiB without the unit: `1234.5`, `68.83`, or below 1 GiB `0.0621`."""
     gib = num_bytes / GIB
     return f"{gib:.1f}" if gib >= 1000 else f"{gib:.2f}" if gib >= 1 else f"{gib:.3g}"
 
@@ -189,7 +189,7 @@ def format_categories(comparison: Comparison) -> str:
 
 
 def format_assumptions(hardware: Hardware, flops: ModelFlops, engine: str, config: JobConfig) -> str:
-    """Return every number that a prediction rests on, and which numbers are exact, predicted or estimated."""
+    """Return the assumptions of all predictions, their accuracy, and the predictions that are missing."""
     needed = "sum of the CUDA streams' peaks" if hardware.kernels == "cuda" else "active memory"
     peak = f"{hardware.peak_tflops:g} TFLOP/s peak x {hardware.mfu:g} (mfu)" if hardware.peak_tflops else "unknown peak"
     lines = [
@@ -222,7 +222,7 @@ def _links(hardware: Hardware) -> str:
 
 
 def _unknowns(hardware: Hardware, flops: ModelFlops) -> list[str]:
-    """Return the predictions that are missing, with the key to set."""
+    """Return the missing predictions, each with its cause or with the key that enables it."""
     found = []
     if hardware.memory_gib is None:
         found.append("no verdicts: set a limit with --device (or planner.device) or --memory-gib (planner.memory_gib)")
@@ -239,7 +239,8 @@ def _unknowns(hardware: Hardware, flops: ModelFlops) -> list[str]:
 
 
 def accuracy(flops: ModelFlops, config: JobConfig) -> list[tuple[str, str]]:
-    """Return which numbers are exact, predicted or estimated, and which features the predictions ignore."""
+    """Return pairs (accuracy, numbers): which numbers are exact, predicted or estimated, and which features are
+    ignored."""
     lines = [
         ("exact", f"collectives and the bytes of their buffers{', FLOPs' if flops.is_exact else ''}"),
         ("predicted", "active memory, a lower bound"),
@@ -248,7 +249,7 @@ def accuracy(flops: ModelFlops, config: JobConfig) -> list[tuple[str, str]]:
     if config.compile.enable:
         lines.append(("ignored", "torch.compile: memory and seconds are those of the job without it"))
         if config.activation_checkpoint.mode == "memory_budget":
-            lines.append(("ignored", "memory_budget: its row has the memory of none, an upper bound, and no FLOPs"))
+            lines.append(("ignored", "memory_budget: its row shows no FLOPs, and the memory of none (an upper bound)"))
     if config.float8.enable:
         gathered = "all-gathers are smaller than shown" if config.float8.all_gather else "traffic is the same"
         lines.append(("ignored", f"float8: memory and seconds are those of bfloat16; {gathered}"))

@@ -30,7 +30,7 @@ KeyLocator = Callable[[KeyPath], str]
 
 
 def describe_units(plan: ModelPlan, layout: Layout, locate_key: KeyLocator = format_key) -> list[dict[str, Any]]:
-    """Return one row per unit in wrapping order, as plain data. `units.json` holds it."""
+    """Return one row per unit in wrapping order, as plain data: the content of `units.json`."""
     return [_describe(unit, plan, layout, locate_key) for unit in plan.units]
 
 
@@ -63,7 +63,7 @@ def _stages_of(unit: Unit, plan: ModelPlan) -> list[int]:
 
 
 def _buffer_dtypes(unit: Unit, plan: ModelPlan) -> list[str]:
-    """Return the dtypes of the floating buffers in the modules whose parameters the unit holds."""
+    """Return the dtypes of the floating buffers of the modules that the unit shards."""
     return sorted(
         {
             plan.buffer_dtypes[full_name(module.path, buffer.name)]
@@ -98,8 +98,8 @@ def _resharding(row: dict[str, Any]) -> str:
 
 
 def format_units(plan: ModelPlan, layout: Layout, locate_key: KeyLocator = format_key) -> str:
-    """Return an aligned table with one line per unit in wrapping order. Units that differ in their path only share a
-    line."""
+    """Return an aligned table with one line per unit in wrapping order. Consecutive units share a line if only their
+    names differ."""
     lines: list[Sequence[str]] = [[title for title, _ in _COLUMNS]]
     rows = describe_units(plan, layout, locate_key)
     for _, group in groupby(rows, key=lambda row: _cells(row)[1:]):
@@ -117,7 +117,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def format_collectives(plan: ModelPlan, layout: Layout, accumulation: GradientAccumulationConfig) -> str:
-    """Return the collectives of FSDP2 in a step."""
+    """Return FSDP2's collectives in words: `4 all-gathers + 2 reduce-scatters per step of 2 microbatches`, or
+    `none`."""
     step = collectives_of_step(plan.units, layout, accumulation)
     if not step.total:
         return "none"
@@ -140,7 +141,7 @@ def format_plan(config: JobConfig, plan: ModelPlan, layout: Layout, locate_key: 
 
 
 def _stage_lines(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[str]:
-    """Return a line per pipeline stage with its modules, ranks and collectives; nothing without stages."""
+    """Return the pipeline schedule, and a line per stage with ranks, modules and collectives; [] without stages."""
     if not plan.stages:
         return []
     schedule, ranks = config.parallelism.pipeline_parallel_schedule, layout.ranks_per_stage
@@ -157,16 +158,16 @@ def _stage_lines(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[str
 
 
 Line = tuple[str, str]
-"""Name and value."""
+"""A line of text: name and value."""
 
 
 def format_lines(lines: Iterable[Line]) -> str:
-    """Return lines `name: value`. The values of several calls are aligned."""
+    """Return lines `name: value`. Names have a fixed width, so the values of several calls are aligned."""
     return "\n".join(f"{f'{name}:':<27}{value}" for name, value in lines)
 
 
 def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[Line]:
-    """Return the model, and how it is divided, computed and trained."""
+    """Return the header of a run: model, layout, precision, modes, kernels, optimizer and steps."""
     optimizer, schedule = config.optimizer, config.lr_scheduler
     compiled = f"{config.compile.backend}, {len(plan.compiled)} modules" if config.compile.enable else ""
     kernels = ", ".join(f"{name} = {toml_value(value)}" for name, value in config.kernels.changed())
@@ -191,7 +192,8 @@ def model_name(config: JobConfig) -> str:
 
 
 def summary_of_batch(layout: Layout) -> list[Line]:
-    """Return how the ranks and the global batch are divided."""
+    """Return the grid of ranks, and the division of the global batch: `8 samples = 4 ranks x 2 samples x 1
+    microbatch`."""
     axes = (
         (layout.pipeline, "pipeline ranks"),
         (layout.replicate, "replicas"),
@@ -219,7 +221,7 @@ def _count(number: int, name: str, plural: str | None = None) -> str:
 
 
 def _precision(config: JobConfig, plan: ModelPlan) -> str:
-    """Return the default dtypes, and how many modules with parameters compute in another dtype, with the rules."""
+    """Return the default dtypes, and the number of modules with parameters in each other compute dtype, by rule."""
     precision = config.precision
     compute = precision.param_dtype
     others: Counter[tuple[str, str]] = Counter()

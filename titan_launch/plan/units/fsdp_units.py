@@ -1,9 +1,9 @@
 """The FSDP2 units of a model, from its precision rules. No torch: the trainer and the planner read the same table.
 
 FSDP2 applies one policy to one `fully_shard` call, and casts inputs and outputs at the boundaries of its modules. So a
-module with a policy of its own needs a unit of its own, wrapped before its parent. All modules under one rule share
-**one** unit, which does not reshard after forward: it adds 2 collectives per microbatch. One unit per module would add
-3 collectives per module.
+module with its own policy needs its own unit, wrapped before its parent. By default all modules of a rule share **one**
+unit, which does not reshard after forward: it adds 2 collectives per microbatch. One unit per module would add 3
+collectives per module.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from titan_launch.plan.units.rule_assignment import (
 from titan_launch.plan.units.rule_problems import check_rules
 
 _SMALL_UNIT = 2**20
-"""Elements that a unit of a rule may always all-gather together: at most 4 MB on every rank."""
+"""Units of rules with at most this number of elements are not divided for their size. They take at most 4 MB per
+rank."""
 
 
 def plan_model(
@@ -52,7 +53,7 @@ def plan_model(
     each module has its own unit.
 
     Raises ConfigError for three kinds of problems: a rule that matches nothing or only modules without tensors,
-    combinations of dtypes that kernels do not support, and tied parameters that the rules would put into two units.
+    combinations of dtypes that kernels do not support, and tied parameters that would be in two units.
     """
     assignments = assign_rules(inventory, precision)
     check_rules(inventory, precision, assignments)
@@ -72,7 +73,7 @@ def _buffer_dtypes(inventory: Inventory, assignments: RuleAssignments) -> dict[s
 
 
 class _UnitPlanner:
-    """Builder of the units of one model. The units are not in wrapping order yet."""
+    """Builder of the units of one model. Its result is not in wrapping order."""
 
     def __init__(
         self, inventory: Inventory, precision: PrecisionConfig, resharding: Resharding, assignments: RuleAssignments
@@ -105,11 +106,11 @@ class _UnitPlanner:
         return Unit(name, tuple(modules), policy, reshard, storage, assignment.reason, assignment.key)
 
     def _rule_units(self, share: bool) -> list[Unit]:
-        """Return the units of the rules, without blocks: modules with the same rule and policy share a unit, divided as
-        `unit_per` says.
+        """Return the units that rules make, except blocks. Modules with the same rule and policy share a unit, which
+        `unit_per` may divide.
 
-        A unit all-gathers its parameters together. So a unit that is larger than the largest block, and larger than a
-        few MB, is divided into one per block.
+        A unit all-gathers all its parameters at once. So a unit that is larger than the largest block, and larger than
+        `_SMALL_UNIT`, is divided into one unit per block.
         """
         groups: dict[tuple[str, Policy], tuple[RuleAssignment, list[str]]] = {}
         for path, assignment in self.assignments.own.items():
@@ -134,12 +135,12 @@ class _UnitPlanner:
         return list(parts.values())
 
     def _block_around(self, path: str) -> str:
-        """Return the block that a module is or lies in; empty for a module outside of all blocks."""
+        """Return the path of the block that contains a module or is the module; empty outside of all blocks."""
         return next((block for block in self.inventory.blocks if is_within(path, block)), "")
 
     @cached_property
     def _numel_within(self) -> Counter[str]:
-        """Elements of the parameters of each module, with those of the modules inside, by path."""
+        """Number of elements of the parameters of each module and all modules inside, by path."""
         numel: Counter[str] = Counter()
         for module in self.inventory.modules:
             own, path = sum(p.numel for p in module.parameters), module.path
@@ -157,9 +158,8 @@ class _UnitPlanner:
     def _embedding_units(self) -> list[Unit]:
         """Return a unit for each embedding.
 
-        Backward does not read its weight. So the unit needs as many collectives as in the root, and holds no unsharded
-        parameters between forward and backward. Tied embeddings and embeddings inside a block have no unit of their
-        own.
+        Backward does not read the weight. So a unit that reshards after forward needs no second all-gather, and holds
+        no unsharded parameters until backward. Tied embeddings and embeddings inside a block get no unit.
         """
         reshard = self.resharding.blocks
         return [
@@ -188,11 +188,10 @@ class _UnitPlanner:
         return units
 
     def _head_unit(self) -> list[Unit]:
-        """Return a unit of the modules that run last: their gradients come first and need not wait for the whole
-        backward.
+        """Return a unit of the modules that run last. Backward reduces their gradients first, early in backward.
 
-        Return no unit if the output layer has a rule of its own, or shares its weight with a module that runs first
-        (tied embeddings): both modules must then be in one unit, the root.
+        Return no unit if a rule covers the output layer, or if it shares its weight with a module that runs first
+        (tied embeddings). Both modules must then be in one unit, the root.
         """
         ruled = [path for path in self.inventory.head if self.assignments.governing(path) is not None]
         free = [path for path in self.inventory.head if path not in (*ruled, *self.inventory.blocks)]
@@ -209,8 +208,8 @@ class _UnitPlanner:
     def _reshard(self, modules: Sequence[str], assignment: RuleAssignment) -> bool:
         """Return whether a unit of a rule reshards after forward.
 
-        If the rule does not say so, a unit with modules of several blocks does not: its parameters stay unsharded
-        through most of forward anyway, and backward needs them first.
+        If the rule does not set it, a unit with modules of several blocks has the setting `late`: its parameters are
+        unsharded during most of forward anyway, and backward needs them first.
         """
         if assignment.rule.reshard_after_forward is not None:
             return assignment.rule.reshard_after_forward
@@ -220,7 +219,8 @@ class _UnitPlanner:
         return self._reshard_near(modules)
 
     def _reshard_near(self, modules: Sequence[str]) -> bool:
-        """Return whether modules of one block reshard. The last block does not: backward follows soon."""
+        """Return True if a unit with modules of one block reshards. The last block has the setting `late`, because its
+        backward follows soon."""
         late = (*self.inventory.head, *outermost(self.inventory.blocks)[-1:])
         is_late = any(is_within(path, last) for path in modules for last in late)
         return self.resharding.late if is_late else self.resharding.blocks
@@ -236,11 +236,11 @@ class _UnitPlanner:
         )
 
     def _consumer_dtype(self, path: str) -> str | None:
-        """Return the compute dtype of the enclosing module, which its children must return.
+        """Return the output dtype of a module: the compute dtype of its parent. None: the output is not cast.
 
         FSDP2 casts inputs only at unit boundaries. Without this cast, an fp32 norm would pass fp32 to a bf16
-        `nn.Linear`, which fails. The output of the model is not cast: the loss takes any dtype, and rounding would
-        undo an fp32 head.
+        `nn.Linear`, which fails. The output of the model is not cast: the loss takes any dtype, and a cast would
+        round the result of an fp32 head.
         """
         if self.inventory.head and path == self.inventory.head[-1]:
             return None
@@ -257,7 +257,7 @@ def check_tied_parameters(inventory: Inventory, units: Sequence[Unit], assignmen
             if parameter.tied_to is None or owners[first] == owners[module.path]:
                 continue
             assignment = assignments.governing(module.path) or assignments.governing(first)
-            reason = f"{module.path} and {first} share a parameter (tied), which FSDP2 wants in one unit"
+            reason = f"{module.path} and {first} share a parameter (tied), which FSDP2 requires in one unit"
             key = ("model", "blocks") if assignment is None else assignment.key or ("precision",)
             problems.append(Problem(key, f"{reason}: {_tied_remedy(module, first, assignments)}"))
     if problems:
@@ -270,5 +270,9 @@ def _tied_remedy(module: ModuleInfo, first: str, assignments: RuleAssignments) -
     if own is None and other is None:
         if module.same_as is None:
             return "set model.blocks so that one block holds both"
-        return f'a rule for it makes a unit of its own: match = "{module.same_as}"'
-    return "set output_dtype" if own is other else f'one rule must match both: match = ["{first}", "{module.path}"]'
+        return f'give the shared module a precision rule: match = "{module.same_as}"'
+    return (
+        "set output_dtype in their rule"
+        if own is other
+        else f'one rule must match both: match = ["{first}", "{module.path}"]'
+    )

@@ -12,7 +12,10 @@ from titan_launch.plan.types import Inventory, ModelPlan, Unit, is_within, paren
 
 
 def in_wrapping_order(units: Sequence[Unit]) -> tuple[Unit, ...]:
-    """Return the units, inner units first. Units that lie inside each other are divided into one per module."""
+    """Return the units, inner units first.
+
+    If each of two units has a module inside a module of the other, both are divided into one unit per module.
+    """
     graph = _inner_units(units)
     try:
         return tuple(units[i] for i in TopologicalSorter(graph).static_order())
@@ -43,13 +46,13 @@ _OWN_PLACE = ("block", "head", "embedding", "root")
 
 
 def plan_backward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
-    """Return, by module, the modules whose units are all-gathered while the backward of that module's unit runs.
+    """Return, by module, the modules whose units FSDP2 prefetches in the backward of that module's unit.
 
     FSDP2 prefetches one unit ahead: when backward enters a unit, it starts the all-gather of the unit whose forward ran
-    just before. Units of precision rules between two blocks are small. Without this order the long all-gather of the
-    next block would start late, with little computation left to hide it. So a block also names the block before it.
+    just before. If that is the small unit of a precision rule, the long all-gather of the next block starts late, in
+    the short backward of the small unit. So each block also prefetches the block before it.
 
-    Empty without precision rules, because FSDP2's own order is right then.
+    The result is empty without precision rules, because FSDP2's default is sufficient then.
     """
     blocks = plan.inventory.blocks
     order: dict[str, tuple[str, ...]] = {}
@@ -65,8 +68,8 @@ def plan_backward_prefetch(plan: ModelPlan) -> dict[str, tuple[str, ...]]:
 
 
 def _put_before(order: dict[str, tuple[str, ...]], module: str, small: list[Unit], block: tuple[str, ...]) -> None:
-    """Let the backward of `module` all-gather the small units that come next, and the block before it; let the small
-    units all-gather that block only."""
+    """Add entries to `order`: `module` prefetches the small units that come next in backward, and then `block`. The
+    small units prefetch `block` only."""
     if not small:
         return
     ahead = tuple(_stands_for(unit) for unit in reversed(small))
@@ -84,7 +87,7 @@ def _is_inside(unit: Unit, block: str) -> bool:
 
 
 def _paths_behind_blocks(inventory: Inventory) -> set[str]:
-    """Return the modules after the last block, or all modules of a model without blocks."""
+    """Return the paths of the modules after the last block, or of all modules if the model has no blocks."""
     blocks, paths = inventory.blocks, [module.path for module in inventory.modules]
     behind = paths[paths.index(blocks[-1] if blocks else "") + 1 :]
     return {path for path in behind if not any(is_within(path, block) for block in blocks)}
@@ -92,10 +95,10 @@ def _paths_behind_blocks(inventory: Inventory) -> set[str]:
 
 @dataclass(frozen=True)
 class Resharding:
-    """The reshard-after-forward setting of each kind of unit."""
+    """The reshard-after-forward setting of each kind of unit. True: the unit reshards."""
 
     blocks: bool
-    """Setting of blocks, and of units inside a block."""
+    """Setting of all blocks but the last, and of units inside them."""
 
     late: bool
     """Setting of units that backward needs first: the last block, the head, and units with modules of several
@@ -103,9 +106,9 @@ class Resharding:
 
 
 def plan_resharding(parallelism: ParallelismConfig, accumulation: GradientAccumulationConfig) -> Resharding:
-    """Return the resharding that `[parallelism]` and `[gradient_accumulation]` ask for."""
+    """Return the settings that follow from `[parallelism]` and `[gradient_accumulation]`."""
     if accumulation.mode == "auto" and accumulation.keep_params_unsharded is None:
-        raise ValueError("keep_params_unsharded is still open: resolve `auto` first (plan.auto_mode)")
+        raise ValueError("keep_params_unsharded is unset: resolve `auto` first (plan.auto_mode)")
     choice = parallelism.fsdp_reshard_after_forward
     if accumulation.keep_params_unsharded or choice == "never":
         return Resharding(blocks=False, late=False)

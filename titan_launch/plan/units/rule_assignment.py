@@ -29,8 +29,8 @@ class RuleAssignment:
 
 
 class RuleAssignments:
-    """The precision rule of each module. A rule covers the modules it matches and all modules inside, except those that
-    another rule covers."""
+    """The precision rule of each module. A rule covers the modules that it matches, and all modules inside them that no
+    rule matches."""
 
     def __init__(self, own: Mapping[str, RuleAssignment], precision: PrecisionConfig):
         self.own = own
@@ -55,12 +55,13 @@ class RuleAssignments:
         )
 
     def storage_dtype(self, assignment: RuleAssignment | None) -> str:
-        """Return the storage dtype of the parameters under an assignment, or under none."""
+        """Return the storage dtype of the parameters with an assignment. None: parameters that no rule covers."""
         own = None if assignment is None else assignment.rule.storage_dtype
         return own or self._precision.storage_dtype
 
     def buffer_dtype(self, module: ModuleInfo) -> str | None:
-        """Return the dtype that `[precision]` sets for a module's floating buffers, if any.
+        """Return the dtype that `[precision]` sets for a module's floating buffers; None if the buffers keep their
+        dtypes.
 
         Running statistics are moving averages: in bf16 an update of 1 % is rounded away. So only a rule that matches
         the BatchNorm itself sets their dtype.
@@ -70,13 +71,14 @@ class RuleAssignments:
         return own or (None if is_batch_norm(module) else self._precision.buffer_dtype)
 
     def of_buffers(self, module: ModuleInfo) -> RuleAssignment | None:
-        """Return the assignment that sets the dtype of a module's floating buffers, if it has any."""
+        """Return the assignment that sets the dtype of a module's floating buffers; None if there is none."""
         if module.same_as is not None or not any(buffer.is_floating for buffer in module.buffers):
             return None
         return self.own.get(module.path) if is_batch_norm(module) else self.governing(module.path)
 
     def around(self, path: str) -> str:
-        """Return the compute dtype around the nearest assigned module: the dtype of that module's inputs."""
+        """Return the dtype of the inputs of the nearest module that a rule matches: the compute dtype of that module's
+        parent."""
         while path and path not in self.own:
             path = parent(path)
         return self.compute_dtype(parent(path))
@@ -113,7 +115,8 @@ def with_batch_norm_default(
 ) -> RuleAssignments:
     """Add a default rule for every BatchNorm that no rule matches directly and that would compute in a reduced dtype.
 
-    The default keeps parameters and running statistics in float32 and does not cast inputs, which the kernels allow.
+    The default keeps parameters and running statistics in float32 and does not cast inputs. BatchNorm kernels allow
+    inputs in another dtype.
     """
     default = RuleAssignment(_batch_norm_rule(precision), BATCH_NORM_DEFAULT, None)
     unruled = [m.path for m in assignable_modules(inventory) if is_batch_norm(m) and m.path not in assignments.own]
@@ -128,7 +131,7 @@ def _batch_norm_rule(precision: PrecisionConfig) -> PrecisionRule:
 
 
 def rule_matches(rule: PrecisionRule, module: ModuleInfo) -> bool:
-    """Return whether a rule matches a module, by class and by path. A part that is unset matches every module."""
+    """Return whether a rule matches a module, by class and by path. An unset `type` or `match` matches every module."""
     if rule.type is not None and not any(_is_class(rule.type, name) for name in module.classes):
         return False
     return rule.match is None or any(matches(pattern, module.path) for pattern in rule_patterns(rule))
@@ -147,10 +150,10 @@ def _is_class(wanted: str, full_name: str) -> bool:
 
 
 def matched_modules(inventory: Inventory, patterns: Sequence[str], key: KeyPath) -> tuple[str, ...]:
-    """Return the paths of the modules with a forward that a glob matches, in order. A module with several parents may
-    match under any of its paths and is returned under the first.
+    """Return the paths of the modules that a glob matches, in order. Modules without a forward do not match.
 
-    Raises ConfigError at `key` and its index for every glob that matches nothing.
+    A module with several parents may match under any of its paths. It is returned under the first path. Raises
+    ConfigError with `key` and the index of the glob for every glob that matches nothing.
     """
     problems = list(_unused(inventory, patterns, key))
     if problems:

@@ -1,4 +1,4 @@
-"""Problems of the precision rules of a job that only the model shows. No torch."""
+"""Checks of the precision rules of a job against the modules of the model. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_rules(inventory: Inventory, precision: PrecisionConfig, assignments: R
     """Raise ConfigError with all problems: rules that match nothing or only modules without tensors, combinations of
     dtypes that kernels do not support, and parameters that are not floating.
 
-    `assignments`: those of the rules, without defaults.
+    `assignments`: the assignments of the job's rules, without the BatchNorm default.
     """
     candidates = assignable_modules(inventory)
     problems = [*_unused_rules(inventory, precision, candidates, assignments)]
@@ -53,23 +53,23 @@ def _unused_rules(
         elif assignment.key not in used:
             others = sorted({assignments.own[path].reason for path in matched})
             reason = f"every module it matches is already under {', '.join(others)}"
-            yield _problem(assignment, f"{reason}; the first rule wins, so put the narrower one first")
+            yield _problem(assignment, f"{reason}; the first matching rule applies, so put the narrower rule first")
         elif not any(_has_something_to_apply_to(inventory, path, assignment.rule) for path in matched):
             tensors = "parameters" if assignment.rule.buffer_dtype is None else "parameters or floating buffers"
-            yield _problem(assignment, f"matches only {listed(matched)}: no {tensors} to apply it to")
+            yield _problem(assignment, f"matches only {listed(matched)}: no {tensors} to apply it to; drop the rule")
 
 
 def _idle_buffer_dtypes(
     inventory: Inventory, precision: PrecisionConfig, assignments: RuleAssignments
 ) -> Iterator[Problem]:
-    """Yield a problem for each `buffer_dtype` without effect: its buffers are under other rules, or of a BatchNorm."""
+    """Yield a problem for each `buffer_dtype` that sets the dtype of no buffer."""
     followed = {
         assignment.key for module in inventory.modules if (assignment := assignments.of_buffers(module)) is not None
     }
     for assignment in candidate_assignments(precision):
         if assignment.rule.buffer_dtype is not None and assignment.key not in followed:
-            reason = "no floating buffer follows it: there is none inside, or it is met first on another path"
-            remedy = "BatchNorm's need a rule for the BatchNorm itself; drop this key"
+            reason = "applies to no floating buffer: the rule's modules have none, or other rules apply to them"
+            remedy = "drop this key (buffers of a BatchNorm follow only a rule that matches the BatchNorm itself)"
             yield Problem(
                 (*(assignment.key or ()), "buffer_dtype"), f"{reason}; {remedy}", assignment.rule.buffer_dtype
             )
@@ -82,7 +82,7 @@ def _has_something_to_apply_to(inventory: Inventory, path: str, rule: PrecisionR
 
 
 def _useless_patterns(assignment: RuleAssignment, candidates: Sequence[ModuleInfo]) -> Iterator[Problem]:
-    """Yield a problem for each pattern of a rule with several patterns that matches nothing."""
+    """Yield a problem for each pattern without a match, if the rule has several patterns."""
     for index, pattern in enumerate([] if isinstance(assignment.rule.match, str) else rule_patterns(assignment.rule)):
         if not any(matches(pattern, module.path) for module in candidates):
             reason = nothing_matched(pattern, [module.path for module in candidates])
@@ -96,7 +96,7 @@ def _nothing_matched(inventory: Inventory, assignment: RuleAssignment, candidate
         reason = f"{others[0].path} is the same module as {others[0].same_as}; match it under that path"
         return _problem(assignment, reason)
     if [m for m in others if not m.path]:
-        return _problem(assignment, "matches only the model itself, whose dtypes are those of [precision]")
+        return _problem(assignment, "matches only the model itself; set its dtypes in [precision]")
     if others:
         reason = f"matches only {listed([m.path for m in others])}, a container without a forward"
         return _problem(assignment, f'{reason}; did you mean "{others[0].path}.*"?')
@@ -111,8 +111,8 @@ def _nothing_matched(inventory: Inventory, assignment: RuleAssignment, candidate
 
 
 def _mixed_batch_norms(candidates: Sequence[ModuleInfo], assignments: RuleAssignments) -> Iterator[Problem]:
-    """Yield a problem for a BatchNorm whose parameters and running statistics differ in dtype: kernels do not support
-    that."""
+    """Yield a problem for the first BatchNorm whose parameters and running statistics have different dtypes. Kernels do
+    not support that."""
     for module in candidates:
         assignment, dtype = assignments.own.get(module.path), assignments.compute_dtype(module.path)
         statistics = [buffer for buffer in module.buffers if buffer.is_floating]
@@ -122,12 +122,12 @@ def _mixed_batch_norms(candidates: Sequence[ModuleInfo], assignments: RuleAssign
         if statistics_dtype != dtype:
             reason = f"{module.path} would have {dtype} parameters beside {statistics_dtype} running statistics"
             remedy = 'set param_dtype = "float32" without a buffer_dtype, or drop the rule'
-            yield _problem(assignment, f"{reason}, which fails; {remedy}")
+            yield _problem(assignment, f"{reason}, which kernels do not support; {remedy}")
             return
 
 
 def _mixed_matmuls(candidates: Sequence[ModuleInfo], assignments: RuleAssignments) -> Iterator[Problem]:
-    """Yield a problem for each rule that gives a matrix product inputs in another dtype than its weights."""
+    """Yield a problem for each rule under which the inputs of a matrix product have another dtype than its weights."""
     failing: dict[str, tuple[RuleAssignment, list[str]]] = {}
     for module in candidates:
         assignment = assignments.governing(module.path)
@@ -140,7 +140,7 @@ def _mixed_matmuls(candidates: Sequence[ModuleInfo], assignments: RuleAssignment
         if assignment.rule.param_dtype is not None:
             cause, remedy = ("has cast_forward_inputs = false", "drop that key")
         dtypes = f"{assignments.around(paths[0])} inputs with {assignments.compute_dtype(paths[0])} weights"
-        yield _problem(assignment, f"{cause}, which would give {listed(paths)} {dtypes}, and fails; {remedy}")
+        yield _problem(assignment, f"{cause}, so {listed(paths)} would have {dtypes}, which fails; {remedy}")
 
 
 def _casts_inputs(rule: PrecisionRule) -> bool:

@@ -19,7 +19,7 @@ _AGENT_POLL_S = 0.5
 
 
 class StopRequest:
-    """The request to stop that a signal makes on this rank."""
+    """A request to end the run, which a signal to this rank makes."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -29,8 +29,8 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle signals until the end of the block. The first signal ends the run after its current step. A second one
-        ends this process at once with exit status 128 + its number.
+        """Handle signals until the end of the block. The first signal ends the run after its current step. A second
+        signal ends this process at once with exit status 128 + its number.
 
         Before `mark_run_built` nothing can be saved, and this rank may wait for ranks that never start. So the process
         also ends at once when its agent ends, and at a SIGTERM after a rank of this host has failed.

@@ -20,7 +20,7 @@ from titan_launch.core.files import read_regular
 from titan_launch.distributed.torch_private import flight_record, flight_record_entries, process_groups
 
 FOLDER = "flight_recorder"
-"""Folder of the records of NCCL; in a CPU run, of gloo."""
+"""Folder of NCCL's records; in a run on CPUs, of gloo's records."""
 
 GLOO_FOLDER = "flight_recorder_gloo"
 """Folder of the records of gloo in a run with NCCL. `torchfrtrace` cannot compare both backends at once."""
@@ -59,14 +59,14 @@ class _Record:
 
 
 def record_path(run_folder: Path, folder: str, rank: int | str) -> Path:
-    """Return the path of a rank's record for `torchfrtrace`. With an empty rank: the prefix to which NCCL appends
-    it."""
+    """Return the path of a rank's record for `torchfrtrace`. If `rank` is empty, return the prefix to which NCCL
+    appends the rank."""
     return run_folder / folder / f"{_PREFIX}{rank}"
 
 
 def unfinished_collectives(run_folder: Path, since: float) -> Iterator[str]:
-    """Describe the first unfinished collective of every rank, without duplicates: ranks that started it, and ranks that
-    did not. `since`: time of this start; older records belong to earlier starts."""
+    """Yield a description of the first unfinished collective of every rank, without duplicates. It names the ranks that
+    started the collective, and the ranks that did not. `since`: start time of the ranks. Older records are ignored."""
     for folder in (FOLDER, GLOO_FOLDER):
         records = dict(sorted(_read_records(run_folder / folder, since)))
         for collective in dict.fromkeys(record.unfinished for record in records.values() if record.unfinished):
@@ -139,7 +139,7 @@ def _load(content: bytes) -> Any:
 
 
 def configure_flight_recorder(run_folder: Path, size: int) -> None:
-    """Record the last `size` collectives, and have NCCL write them to the run folder after a timeout. 0 disables both.
+    """Record the last `size` collectives, and let NCCL write them to the run folder after a timeout. 0 disables both.
 
     PyTorch reads these settings when the first process group is created, so call this function before.
     """
@@ -174,7 +174,7 @@ def collectives_started() -> int:
     Ranks at the same point of a run have equal numbers if all belong to the same kinds of groups.
     """
     last: dict[tuple[str, str], int] = {}
-    for backend in ("gloo", "nccl") if _has_nccl() else ("gloo",):  # a group with both backends counts each
+    for backend in ("gloo", "nccl") if _has_nccl() else ("gloo",):  # in a group with both backends, both count
         for entry in flight_record_entries(backend):
             name, description = entry["process_group"]
             if description not in UNWATCHED_GROUPS:

@@ -54,14 +54,14 @@ class ProgressBoard:
         self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
 
     def publish(self, point: ProgressPoint) -> None:
-        """Publish this rank's progress. Without the store this method does nothing; the run then ends for that
-        reason."""
+        """Publish this rank's progress. If the store is gone, this method does nothing: the loss of the store ends
+        the run."""
         fields = [point.sequence, point.step, point.phase, point.collectives]
         with suppress(RuntimeError):
             self._store.set(self._key(self.rank), json.dumps(fields))
 
     def read(self) -> list[ProgressPoint | None] | None:
-        """Return the last progress of each rank, None for a rank that never published; None if the store is gone."""
+        """Return the last progress of each rank (None if the rank never published), or None if the store is gone."""
         try:
             return [self._read(rank) for rank in range(self._world_size)]
         except RuntimeError:
@@ -106,7 +106,7 @@ def ranks_behind(board: ProgressBoard, now: ProgressPoint) -> str:
     is_are, it_is = ("is", "it is") if len(behind) == 1 else ("are", "they are")
     if least.sequence < most.sequence:
         return f"{ranks_listed(behind)} {is_are} behind: {it_is} {least} while the others are {most}"
-    counts = f"started {least.collectives} collectives there, and others {most.collectives}"
+    counts = f"started {least.collectives} collectives, and other ranks {most.collectives}"
     return f"{ranks_listed(behind)} {is_are} behind: all are {least}, but {ranks_listed(behind)} {counts}"
 
 

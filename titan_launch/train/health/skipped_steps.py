@@ -58,7 +58,7 @@ def _stop_or_go_back(run: Run, skipped: SkippedStep, what: str, recorded: str) -
             f"{what}; the step was skipped on all ranks and the run stops "
             f'(debug.on_nonfinite = "skip" continues instead). {_CAUSES}. {recorded}'
         )
-    what = f"{what}; it is the last of {debug.max_skips} skipped steps in a row (debug.max_skips)"
+    what = f"{what}; {debug.max_skips} steps in a row were skipped, the limit of debug.max_skips"
     if debug.on_repeated_skips == "stop":
         raise RunError(f"{what}, and the run stops. {_CAUSES}. {recorded}")
     if run.progress.rollbacks >= debug.max_rollbacks:
@@ -126,8 +126,8 @@ def _describe(run: Run, skipped: SkippedStep, losses: list[float]) -> str:
     ]
     debug = run.config.debug
     return (
-        f"step {skipped.step} is a spike: {' and '.join(over)}, "
-        f"the mean and {debug.spike_sigma:g} standard deviations of the last {debug.spike_window} steps"
+        f"step {skipped.step} is a spike: {' and '.join(over)} "
+        f"(mean + {debug.spike_sigma:g} standard deviations of the last {debug.spike_window} steps)"
     )
 
 

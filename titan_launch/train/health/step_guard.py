@@ -46,7 +46,7 @@ class SkippedSteps:
 
     steps: tuple[SkippedStep, ...]
     last: SkippedStep | None
-    """The skipped step that exceeded a limit, or None. No update has followed it."""
+    """The skipped step at which the run must stop or go back, or None. No update has followed it."""
 
 
 class StepGuard:
@@ -56,7 +56,7 @@ class StepGuard:
     skipped = guard.pop_skipped_steps(step)        # at reports; waits for the device
 
     All ranks must decide the same, else their parameters would diverge. Under HSDP the gradient norm is reduced within
-    a replica only. So one all-reduce sums loss, norm and flag over all ranks.
+    a replica only. So one all-reduce sums the loss, the norm and a non-finite flag over all ranks.
     """
 
     def __init__(self, config: DebugConfig, device: torch.device):
@@ -74,13 +74,13 @@ class StepGuard:
         """Number of skipped steps in a row."""
 
         self._stopped = torch.zeros((), dtype=torch.bool, device=device)
-        """True after a skipped step that exceeded a limit. All steps are skipped until the host reacts."""
+        """True after a step at which the run must stop or go back. All steps are skipped until the host reacts."""
 
         self._ages = torch.arange(MAX_WINDOW, 0, -1, device=device)
         self._no_limits = torch.full((2,), math.inf, dtype=torch.float64, device=device)
         self._records: list[Tensor] = []
         """Values of every step since the last call of `pop_skipped_steps`: reason, this rank's loss, whether the
-        step exceeded a limit, loss and norm, and their limits."""
+        run must stop or go back, loss and norm over all ranks, and their limits."""
 
     @torch.no_grad()
     def check(self, loss: Tensor, grad_norm: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ NCCL raises errors in the training thread only with TORCH_NCCL_BLOCKING_WAIT=1. 
 the process, and `launch` reports the unfinished collective."""
 
 _GLOO_ADVICE = ". This is typically caused by"
-"""Start of the rest of gloo's messages, which is not reported."""
+"""First words of the advice in gloo's messages. The advice is not reported."""
 
 _SOURCE_LOCATION = re.compile(r"^\[[^]]*\] ")
 

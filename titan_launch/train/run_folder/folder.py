@@ -131,7 +131,7 @@ def supersede_later_checkpoints(folder: Path, step: int) -> None:
     point(checkpoints, LATEST, step)
     if (checkpoints / BEST).is_symlink() and os.readlink(checkpoints / BEST) in map(checkpoint_name, later):
         (checkpoints / BEST).unlink()  # the next save links the best remaining checkpoint
-    for other in later:  # newest first, so that the remaining checkpoints are always the first ones
+    for other in later:  # newest first: after an interruption, no gap is between the remaining steps
         (checkpoints / checkpoint_name(other)).rename(aside / checkpoint_name(other))
     sync_folder(aside)
     sync_folder(checkpoints)
@@ -161,7 +161,9 @@ class OpenRunFolder:
         self._advice = advice
 
     def __enter__(self) -> OpenRunFolder:
-        self._descriptor = os.open(self.path, os.O_RDONLY)  # no other folder gets its number while it is open
+        self._descriptor = os.open(
+            self.path, os.O_RDONLY
+        )  # while the folder is open, no new folder gets its inode number
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -172,7 +174,7 @@ class OpenRunFolder:
             os.close(self._descriptor)
 
     def check(self) -> None:
-        """Raise RunError if the path is not the same folder any more: checkpoints would be lost, or written
+        """Raise RunError if the path now names another folder or none. Checkpoints would be lost, or written
         elsewhere."""
         try:
             if os.path.samestat(os.fstat(self._descriptor), os.stat(self.path)):
@@ -214,7 +216,8 @@ def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack
 def _check_is_a_run(folder: Path, config: JobConfig) -> None:
     """Raise ConfigError if a folder is not a run folder.
 
-    A run folder that was deleted during the run may have neither config.json nor lock, but only names of a run."""
+    If a user deletes a run folder during the run, the run creates a few files again. Such a folder counts as a run
+    folder: it may lack config.json and lock, but all its names are those of a run's files."""
     has_others = any(entry.name.removesuffix(".tmp") not in (*_FOLDERS, *_FILES) for entry in folder.iterdir())
     if has_others and not any((folder / name).exists() for name in (CONFIG_FILE, LOCK_FILE)):
         reason = f"{folder} exists and is not a run folder (it has no {CONFIG_FILE}); choose another name"
@@ -306,7 +309,7 @@ def _other_experiment_error(
     ways.append("--job.name=... uses another folder")
     kind = "model, which cannot be resumed" if _is_other_model(changed) else "experiment"
     lines = [
-        f"{folder} holds a run of another {kind}; {folder / CONFIG_FILE} records",
+        f"{folder} holds a run of another {kind}; differences from {folder / CONFIG_FILE}:",
         *(f"    {describe_difference(difference)}" for difference in changed),
         *(f"  {way}" for way in ways),
     ]
@@ -335,7 +338,9 @@ def _lock(folder: Path, config: JobConfig, stack: ExitStack) -> None:
     descriptor = os.open(folder / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
     stack.callback(os.close, descriptor)
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, data workers do not inherit it
+        fcntl.lockf(
+            descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB
+        )  # data workers do not inherit this lock, unlike a lock of flock
     except (BlockingIOError, PermissionError):
         raise _in_use_error(folder, config) from None
     if not os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK_FILE)):

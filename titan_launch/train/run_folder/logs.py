@@ -69,7 +69,7 @@ class LogFile(logging.Handler):
 
 @contextmanager
 def rank_log() -> Iterator[LogFile]:
-    """Send all messages of this process to a log file until the end of the block, and the error that leaves it.
+    """Send all messages of this process to a log file during the block, and also the error that ends the block.
 
     The error does not go to the console: `titan_launch.core.process` prints it once for all ranks.
     """
@@ -94,7 +94,7 @@ def rank_log() -> Iterator[LogFile]:
 
 @contextmanager
 def console_log(is_rank_0: bool, verbose: bool = False) -> Iterator[None]:
-    """Print messages of rank 0 to standard output (`verbose`: those of level DEBUG too), and all ranks' warnings."""
+    """Print rank 0's messages and all ranks' warnings to standard output. `verbose`: rank 0 also prints level DEBUG."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Lines("%(message)s"))
     handler.setLevel((logging.DEBUG if verbose else logging.INFO) if is_rank_0 else logging.WARNING)

@@ -35,7 +35,7 @@ AUDIT_FILE = "precision_audit.json"
 """Planned and observed dtypes of the first step."""
 
 UNITS_FILE = "units.json"
-"""Unit table."""
+"""Table of the FSDP2 units."""
 
 _SECTIONS = TypeAdapter(dict[str, dict[str, Any]])
 """Form of a recorded configuration in every version of the launcher."""
@@ -85,7 +85,8 @@ def table_of(config: JobConfig) -> dict[str, Any]:
 
 
 def recorded_table(folder: Path, config: JobConfig) -> dict[str, Any] | None:
-    """Return the recorded configuration of the run in a folder, or None. Keys newer than the run have their defaults.
+    """Return the recorded configuration of the run in a folder, or None. Keys that the
+    record lacks have their defaults.
 
     Raises ConfigError if the record is not a configuration."""
     path = folder / CONFIG_FILE

@@ -111,7 +111,7 @@ def training_state(
 
 
 def how_to_resume(config: JobConfig) -> str:
-    """Return the advice how to resume the run from its newest checkpoint."""
+    """Return advice on how to resume the run from its newest checkpoint."""
     options = [] if config.checkpoint.enable else ["--checkpoint.enable=true"]
     options += [] if config.checkpoint.load == "latest" else ["--checkpoint.load=latest"]
     return f"{SAME_COMMAND} with {' '.join(options)}" if options else SAME_COMMAND

@@ -24,7 +24,7 @@ saves the result. The function is called for each costly operation, in the order
 
 
 class _BlockRepeated(Exception):  # noqa: N818 (not an error)
-    """Raised when the last tensor that backward needs has been computed again."""
+    """Raised to end the second forward of a checkpointed block after the last tensor that backward needs."""
 
 
 class _Saved:
@@ -52,7 +52,7 @@ class _Block:
 
 
 class Autograd:
-    """The autograd engine, and the factory of tensors that its ledger counts."""
+    """The autograd engine. It also makes the tensors, whose memory its ledger counts."""
 
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
@@ -64,11 +64,12 @@ class Autograd:
         self._keep: Callable[[str], bool] | None = None
 
     def new(self, numel: int, dtype: str, category: Category = Category.ACTIVATIONS) -> Tensor:
-        """Allocate memory for a number of elements."""
+        """Return a new tensor of `numel` elements, whose memory counts under `category`."""
         return Tensor(Storage(self.ledger, numel * DTYPE_BYTES[dtype], category), numel, dtype)
 
     def record(self, output: Tensor, inputs: Sequence[Tensor], backward: Backward, *saved: Saved) -> Tensor:
-        """Return the output, with a node that leads to the inputs. `saved`: results of `save`."""
+        """Return `output` with a new node, which passes gradients to the nodes of `inputs`. `saved`: results of
+        `save`."""
         self._num_nodes += 1
         node = Node(self._num_nodes, [x.node for x in inputs], backward)
         if saved:
@@ -77,7 +78,10 @@ class Autograd:
         return output
 
     def save(self, *tensors: Tensor) -> Saved:
-        """Save tensors for backward: an operation's inputs before it runs, its results after."""
+        """Save tensors for backward, and return a function that returns them.
+
+        As in PyTorch, an operation saves its inputs before it runs, and its results afterwards.
+        """
         kept = [tensor.detached() for tensor in tensors]
         if self._repeating is not None:
             return self._save_again(self._repeating, kept)
@@ -89,8 +93,10 @@ class Autograd:
         return lambda: self._recall(saved)
 
     def run_costly(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return the result of an operation that selective activation checkpointing may save: tensors outside of the
-        graph."""
+        """Return the result of `compute`, an operation that selective activation checkpointing may save.
+
+        The second forward returns the saved result instead of running the operation again. Its tensors have no node.
+        """
         block = self._repeating or self._recording
         if block is None or self._keep is None or not self._keep(name):
             return compute()
@@ -101,7 +107,8 @@ class Autograd:
         return result
 
     def checkpoint(self, compute: Callable[[Tensor], Tensor], x: Tensor, keeps: Keeps | None = None) -> Tensor:
-        """Run `compute(x)` with activation checkpointing."""
+        """Return `compute(x)`, run with activation checkpointing. `keeps`: the results that selective checkpointing
+        saves."""
         block = _Block(compute, x, keeps)
         self._recording, self._keep = block, keeps and keeps()
         try:
@@ -110,7 +117,7 @@ class Autograd:
             self._recording = self._keep = None
 
     def backward(self, loss: Tensor, gradient: Tensor) -> None:
-        """Run backward from a tensor."""
+        """Run backward from `loss`, whose gradient is `gradient`."""
         root, loss.node = loss.node, None
         assert root is not None
         self.is_backward = True
@@ -131,9 +138,9 @@ class Autograd:
         self.is_backward = False
 
     def _pass_on(self, node: Node, results: list[Tensor | None], index: int, gradients: dict[Node, Tensor]) -> None:
-        """Add a gradient to those that a node already has, and release it."""
+        """Add result `index` to the gradient that a node already has, and drop the reference in `results`."""
         result, results[index] = results[index], None
-        assert result is not None, "what leads to a parameter has a gradient"
+        assert result is not None, "a node between the loss and a parameter has a gradient"
         before = gradients.get(node)
         if before is not None:
             result = self.new(before.numel, before.dtype, Category.BACKWARD)
@@ -151,7 +158,7 @@ class Autograd:
         return results
 
     def _converted(self, following: Node | None, gradient: Tensor | None) -> Tensor | None:
-        """Return a gradient in the dtype that a parameter takes. The unconverted gradient is freed afterwards."""
+        """Return a gradient in the dtype that the parameter accumulates. Gradients of other nodes stay unchanged."""
         if not isinstance(following, Leaf) or gradient is None:
             return gradient
         dtype = following.grad_dtype(gradient.dtype)
@@ -184,7 +191,7 @@ class Autograd:
 
 
 def _count_edges(root: Node) -> dict[Node, int]:
-    """Return the number of gradients that each node waits for."""
+    """Return, for each node that `root` leads to, the number of gradients it waits for."""
     edges: dict[Node, int] = {}
     unseen, seen = [root], {root}
     while unseen:

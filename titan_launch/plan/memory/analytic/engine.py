@@ -25,7 +25,7 @@ ANALYTIC_MODELS: dict[str, AnalyticModel] = {"llama3": llama3.ANALYTIC}
 def unknown_part(config: JobConfig) -> str | None:
     """Return the part of a job that this engine does not support, in words; None if it supports the whole job.
 
-    `model.blocks` is not supported, because other blocks make other units, which only a trace finds.
+    `model.blocks` is not supported, because other blocks change the units. Only a trace supports them.
     """
     model = ANALYTIC_MODELS.get(config.model.name)
     if model is None:
@@ -45,7 +45,7 @@ def unknown_part(config: JobConfig) -> str | None:
 
 
 def model_inventory(config: JobConfig) -> Inventory:
-    """Return the table of a known model's modules."""
+    """Return the module table of a model in `ANALYTIC_MODELS`."""
     return ANALYTIC_MODELS[config.model.name].inventory(_args(config), config.training.seq_len)
 
 
@@ -53,8 +53,8 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
     """Return a function that computes the footprint of a job under other modes of gradient accumulation and activation
     checkpointing.
 
-    `kernels`: the device family whose memory is predicted. If many blocks are equal, two shallower
-    models are replayed, and their footprints extrapolated: memory is an affine function of depth.
+    `kernels`: the device family whose memory is predicted. If many blocks are equal, the function replays two shallower
+    models and extrapolates their footprints, because memory is an affine function of depth.
     """
     inventory, args, model = model_inventory(config), _args(config), ANALYTIC_MODELS[config.model.name]
 

@@ -2,7 +2,7 @@
 
 A transcription of `torch.distributed.fsdp._fully_shard` (torch 2.13 and 2.15: `_fsdp_state`, `_fsdp_param_group`,
 `_fsdp_collectives`), with sizes instead of tensors. Names are FSDP2's, so that both can be read side by side. Lifetimes
-are FSDP2's too; comments mark tensors that a local variable in FSDP2 keeps alive longer. The schedule is that of the
+are also FSDP2's. Comments mark tensors that a local variable in FSDP2 keeps alive longer. The schedule is that of the
 installed release, or of the newest tested release if torch is not installed.
 """
 
@@ -33,23 +33,23 @@ class State(Enum):
 
 
 class Context:
-    """State that all units share: `FSDPCommContext` and `FSDPStateContext`."""
+    """State that all units share: FSDP2's `FSDPCommContext` and `FSDPStateContext`."""
 
     def __init__(self, autograd: Autograd, layout: Layout):
         self.autograd = autograd
         self.layout = layout
         self.offloads = Category.GRADIENTS in autograd.ledger.on_host
-        """True if shards of parameters and gradients are in host memory."""
+        """True with CPU offload: shards of parameters and gradients are in host memory."""
         self.units: list[ShardedUnit] = []
         """Units in the order of the model's modules, parents before children."""
         self.all_gather: Tensor | None = None
-        """Buffer of the last all-gather in forward. It lives until the next all-gather is copied out."""
+        """Buffer of the last all-gather in forward. It lives until the copy-out of the next all-gather."""
         self.reduce_scatter_inputs: list[Tensor] = []
         self.post_forward_order: list[ShardedUnit] = []
         self.iter_forward_root: ShardedUnit | None = None
 
     def finish_backward(self) -> None:
-        """Finish backward: `_root_post_backward_final_callback`."""
+        """Finish backward, as FSDP2's `_root_post_backward_final_callback` does."""
         for unit in self.units:
             unit.modules_to_run.clear()
             if unit.parameters:
@@ -93,7 +93,7 @@ class ShardedUnit:
         self.modules_to_run: set[str] = set()
         self._post_forward_indices: list[int] = []
         self._pending: Tensor | None = None
-        """Buffer of an all-gather that has not been waited for; with one shard, a marker."""
+        """Buffer of a started all-gather, until `wait_for_unshard`. With one shard, an empty tensor marks the start."""
         self._unsharded_bytes = 0
         self._gradients: dict[int, Tensor] = {}
         self._accumulated: dict[int, Tensor] = {}
@@ -118,7 +118,7 @@ class ShardedUnit:
         del shards
 
     def _shards_to_send(self) -> list[Tensor]:
-        """Return the inputs of an all-gather beside the shards: casts of the shards, or copies from the host."""
+        """Return the temporary inputs of an all-gather: casts of the shards, or copies of shards in host memory."""
         world, stored, sent = self.context.layout.shard, self.unit.storage_dtype, self.unit.compute_dtype
         if not self.context.offloads:
             is_cast = sent != stored
@@ -136,7 +136,7 @@ class ShardedUnit:
         if self._pending is None:
             return
         is_forward, world = self.group_state is State.FORWARD, self.context.layout.shard
-        # Outlives the copy before torch 2.15: a local variable in FSDP2 too.
+        # Before torch 2.15, a local variable in FSDP2 keeps this buffer alive during the copy.
         before = self.context.all_gather if is_forward and not FREES_EARLIER else None
         if is_forward:
             self.context.all_gather = None
@@ -150,7 +150,7 @@ class ShardedUnit:
         del before
 
     def _cast_one_by_one(self) -> None:
-        """Copy every parameter from its cast. With one shard there is no all-gather."""
+        """Copy every parameter from its cast, one after the other. With one shard there is no all-gather."""
         copy = None
         for parameter in self.parameters:
             if self.context.offloads:
@@ -180,7 +180,7 @@ class ShardedUnit:
     # Forward
 
     def pre_forward(self, x: Tensor) -> Tensor:
-        """Unshard the parameters before a module of the unit runs, and return its input, cast."""
+        """Unshard the parameters before a module of the unit runs. Return the input, cast to the unit's input dtype."""
         if not self.modules_to_run:
             self.modules_to_run.update(self.unit.modules)
         if self.state is State.PRE_BACKWARD:  # the second forward of a checkpointed block
@@ -200,7 +200,7 @@ class ShardedUnit:
         return self._with_post_backward(x) if is_entering and x.node is not None else x
 
     def post_forward(self, path: str, output: Tensor) -> Tensor:
-        """Reshard after a module of the unit has run, and return its output, cast."""
+        """Reshard after the unit's last module has run. Return the module's output, cast to the unit's output dtype."""
         self.modules_to_run.discard(path)
         if self.modules_to_run or self.state is State.PRE_BACKWARD:
             return self._cast_output(output)
@@ -227,7 +227,7 @@ class ShardedUnit:
         return output if wanted is None else cast(self.autograd, output, wanted)
 
     def _with_post_backward(self, x: Tensor) -> Tensor:
-        """Return the input with a node that ends the unit's backward: `RegisterPostBackwardFunction`."""
+        """Return the input with a node that ends the unit's backward, like FSDP2's `RegisterPostBackwardFunction`."""
 
         def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
             self.post_backward()
@@ -238,7 +238,7 @@ class ShardedUnit:
     # Backward
 
     def pre_backward(self) -> None:
-        """Begin the unit's backward: the gradient of its output exists."""
+        """Begin the unit's backward when the gradient of its output exists. Start the all-gather of the next units."""
         self.state = State.PRE_BACKWARD
         if self.parameters and self.group_state is not State.PRE_BACKWARD:
             self.group_state = State.PRE_BACKWARD
@@ -273,7 +273,8 @@ class ShardedUnit:
         self._gradients[index] = gradient
 
     def grad_dtype(self, index: int, computed: str) -> str:
-        """Return the dtype of a gradient from autograd: `_set_unsharded_grad_dtypes`."""
+        """Return the dtype in which autograd accumulates a gradient, as FSDP2's `_set_unsharded_grad_dtypes` sets
+        it."""
         if not ACCUMULATES_IN_GRAD:
             return computed
         is_wider = DTYPE_BYTES[self.unit.reduce_dtype] > DTYPE_BYTES[computed]
@@ -314,23 +315,23 @@ class ShardedUnit:
             del self._gradients[index]
 
     def _reduce(self, gradients: list[Tensor], parameters: Sequence[Parameter]) -> None:
-        """Replay `foreach_reduce`."""
+        """Replay FSDP2's `foreach_reduce`: reduce-scatter, all-reduce, and cast to the storage dtype."""
         world, is_hsdp = self.context.layout.shard, self.context.layout.replicate > 1
         new, dtype = self.autograd.new, self.unit.reduce_dtype
         padded = sum(parameter.padded for parameter in parameters)
         reduce_input = new(padded, dtype, Category.REDUCE_SCATTER)
-        # Before torch 2.15 a loop variable in FSDP2 holds the last gradient until the function ends.
+        # Before torch 2.15, a loop variable in FSDP2 keeps the last gradient alive until the function ends.
         last = gradients[-1] if world > 1 and not FREES_EARLIER else None
         gradients.clear()
         output = new(padded // world, dtype, Category.REDUCE_SCATTER)
-        if world == 1 and is_hsdp and not SKIPS_DIVISION_BY_ONE:  # by the factor 1 that is set among several ranks
+        if world == 1 and is_hsdp and not SKIPS_DIVISION_BY_ONE:  # FSDP2 divides by 1
             divided = new(padded, dtype, Category.REDUCE_SCATTER)
             del divided
         self.context.reduce_scatter_inputs.append(reduce_input)
         if is_hsdp and not self.all_reduce_grads:
             if self._partial_reduce_output is None:
                 assert output.storage is not None
-                if not self.context.offloads:  # else it waits for the all-reduce on the device
+                if not self.context.offloads:  # with offload, `output` stays on the device until the all-reduce
                     output.storage.relabel(Category.GRADIENTS)
                 self._partial_reduce_output = output
             return
@@ -346,7 +347,7 @@ class ShardedUnit:
         del last
 
     def finalize_backward(self) -> None:
-        """End backward: drop the buffers of pending collectives."""
+        """Drop the buffers of pending collectives at the end of backward."""
         self._all_reduce_input = None
         self._pending = None
         self._post_forward_indices.clear()

@@ -1,7 +1,7 @@
-"""Llama 3 without numbers: its modules as a table, and the memory that its forward allocates. No torch.
+"""Llama 3 without values: the table of its modules, and the memory that its forward allocates. No torch.
 
-This module copies `titan_launch.models.llama3`, module by module and local variable by local variable, because both
-decide about memory. Tests compare the table with the built model, and the memory with a traced model.
+This module copies the modules and the local variables of `titan_launch.models.llama3`, because both determine which
+tensors stay alive. Tests compare the table with the built model, and the memory with a traced model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
 
 
 class AnalyticLlama3:
-    """The model on one rank: `forward` with the sizes of a microbatch."""
+    """The model on one rank. `forward` allocates the memory of one microbatch."""
 
     def __init__(self, args: Llama3Args, context: ReplayContext):
         self.args = args
@@ -30,7 +30,7 @@ class AnalyticLlama3:
         self.statistics_ranks = context.statistics_ranks
 
     def forward(self, tokens: Tensor, blocks: Iterable[str]) -> Tensor:
-        """Compute the logits of tokens through some of the blocks."""
+        """Return the logits of `tokens`, computed through `blocks` only."""
         x = self.call("tok_embeddings", self._embed, tokens)
         for path in blocks:
             x = self.call(path, self._block(path), x)
@@ -98,7 +98,7 @@ class AnalyticLlama3:
 
 
 def llama3_inventory(args: Llama3Args, seq_len: int) -> Inventory:
-    """Return the same inventory as `models.inventory.take_inventory` for a Llama with these arguments."""
+    """Return the same inventory as `models.build.take_inventory` for a Llama with these arguments."""
     blocks = tuple(f"layers.{index}" for index in range(args.n_layers))
     modules = tuple(_modules(args, seq_len))
     return Inventory(modules, blocks, head=("norm", "output"), embeddings=("tok_embeddings",))
@@ -162,7 +162,7 @@ def _norm(args: Llama3Args, path: str) -> ModuleInfo:
 
 
 def _rope(args: Llama3Args, seq_len: int, path: str) -> ModuleInfo:
-    """Return the rotary table: one module that all attention modules share."""
+    """Return the entry of the rotary embedding at `path`. All attention modules share this module."""
     first, name = "rope", "table"
     is_first = path == first
     tied_to = None if is_first else full_name(first, name)
@@ -172,8 +172,10 @@ def _rope(args: Llama3Args, seq_len: int, path: str) -> ModuleInfo:
 
 
 def unknown_part(config: JobConfig) -> str | None:
-    """Return the part of a job that the replay does not cover: checkpointing of the one rotary embedding of all
-    layers."""
+    """Return the part of a job that the replay does not support; None if it supports the whole job.
+
+    Activation checkpointing of the rotary embedding is not supported, because all layers share this module.
+    """
     paths = ("rope", "layers.0.attention.rope")
     if any(matches(glob, path) for glob in config.activation_checkpoint.modules for path in paths):
         return "activation_checkpoint.modules with the rotary embedding, which all layers share"

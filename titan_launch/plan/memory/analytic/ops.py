@@ -1,7 +1,8 @@
-"""Operations without numbers: tensors that each operation allocates, saves for backward, and frees. No torch.
+"""Operations without values: the tensors that each operation allocates, saves for backward, and frees. No torch.
 
-Sizes and order are those of PyTorch's kernels and derivative formulas, as a dispatch mode shows them. For CUDA's own
-kernels (fused RMSNorm, flash attention) they follow the derivative formulas. Workspaces inside a kernel do not count.
+Sizes and order are those of PyTorch's kernels and derivative formulas, as a `TorchDispatchMode` shows them.
+For CUDA's own kernels (fused RMSNorm, flash attention), sizes follow the derivative formulas. Workspaces inside a
+kernel do not count.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _BACKWARD, _GRADIENT = Category.BACKWARD, Category.UNSHARDED_GRADIENTS
 
 
 def cast(autograd: Autograd, x: Tensor, dtype: str) -> Tensor:
-    """Compute `x.to(dtype)`: the tensor itself if it has that dtype."""
+    """Return `x.to(dtype)`, which is `x` itself if it has that dtype."""
     if x.dtype == dtype:
         return x
     numel, before = x.numel, x.dtype
@@ -29,12 +30,12 @@ def cast(autograd: Autograd, x: Tensor, dtype: str) -> Tensor:
 
 
 def view(autograd: Autograd, x: Tensor) -> Tensor:
-    """View the same memory in another shape. The view has its own node in the graph."""
+    """Return a view of `x` in another shape. The view shares the memory and has its own node."""
     return autograd.record(Tensor(x.storage, x.numel, x.dtype), (x,), lambda gradient, saved: (gradient.pop(),))
 
 
 def embedding(autograd: Autograd, weight: Tensor, num_tokens: int, width: int) -> Tensor:
-    """Look up rows of a table. Only the tokens are saved, and they exist anyway."""
+    """Look up rows of a table. Backward needs only the tokens, whose memory is already counted."""
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return (autograd.new(weight.numel, weight.dtype, _GRADIENT),)
@@ -88,9 +89,9 @@ def silu(autograd: Autograd, x: Tensor) -> Tensor:
 
 
 def rotate(autograd: Autograd, x: Tensor) -> Tensor:
-    """Apply rotary embedding in fp32, a product of complex numbers: `models.layers.rope`.
+    """Apply the rotary embedding (`models.layers.rope`): a product of complex numbers in fp32.
 
-    Its table is a buffer. Nothing is saved.
+    Nothing is saved, because backward needs only the table, which is a buffer.
     """
     numel, dtype, new = x.numel, x.dtype, autograd.new
     wide = x if dtype == "float32" else new(numel, "float32")
@@ -114,8 +115,8 @@ def attention(
     """Compute causal flash attention. Keys and values may have fewer heads than queries.
 
     It saves its inputs, its output, and an fp32 logarithm for each of `num_rows` = tokens x query heads. In fp32, CUDA
-    runs memory-efficient attention instead. It takes equal numbers of heads, and pads the logarithms to multiples of
-    32.
+    runs memory-efficient attention instead. That kernel requires as many key and value heads as query heads, and pads
+    the logarithms of each sequence to a multiple of 32.
     """
     if kernels == "cuda" and q.dtype == "float32":
         num_rows = num_rows // seq_len * (-(-seq_len // 32) * 32)
@@ -136,7 +137,7 @@ def attention(
 
 
 def _repeat(autograd: Autograd, x: Tensor, numel: int) -> Tensor:
-    """Repeat heads of keys or values for kernels that require as many of them as query heads."""
+    """Repeat the heads of keys or values until there are as many as query heads."""
     before, dtype = x.numel, x.dtype
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -153,31 +154,31 @@ def rms_norm(autograd: Autograd, x: Tensor, weight: Tensor, kernels: Kernels) ->
 
 
 def layer_norm(autograd: Autograd, x: Tensor, weight: Tensor, bias: Tensor, kernels: Kernels) -> Tensor:
-    """Normalize in one kernel, which saves mean and deviation of each row.
+    """Normalize in one kernel, which saves mean and inverse standard deviation of each row.
 
-    They are fp32 on CUDA. On a CPU they have the input's dtype if the weight has it too, else fp32.
+    On CUDA these statistics are fp32. On a CPU they have the input's dtype if the weight has it too, else fp32.
     """
     dtype = x.dtype if kernels == "cpu" and x.dtype == weight.dtype else "float32"
     return _norm(autograd, x, (weight, bias), 2 * (x.numel // weight.numel), dtype)
 
 
 def batch_norm(autograd: Autograd, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Normalize in one kernel, which saves the batch's mean and deviation of each channel."""
+    """Normalize in one kernel, which saves the batch's mean and inverse standard deviation of each channel."""
     return _norm(autograd, x, (weight, bias), 2 * weight.numel)
 
 
 def synchronized_batch_norm(autograd: Autograd, x: Tensor, weight: Tensor, bias: Tensor, ranks: int) -> Tensor:
-    """Run `parallel.synchronized_batchnorm` over a number of ranks: several fp32 operations. They save the input and
-    two numbers for each channel."""
+    """Normalize as `parallel.synchronized_batchnorm` does over `ranks` ranks: with several fp32 operations. They save
+    the input and two numbers for each channel."""
     numel, dtype, new = x.numel, x.dtype, autograd.new
     is_wide, needs_weight, needs_bias = dtype == "float32", weight.node is not None, bias.node is not None
     wide = None if is_wide else new(numel, "float32")
     deviations = new(numel, "float32")
     del wide, deviations
     gathered = autograd.run_costly("all_gather", lambda: new(ranks * (1 + 2 * weight.numel), "float32"))
-    combined = new(2 * ranks * weight.numel, "float32")  # of every rank, two of the steps from its numbers to the sums
+    combined = new(2 * ranks * weight.numel, "float32")  # two temporaries [ranks, channels]
     del gathered, combined
-    saved = autograd.save(x, new(2 * weight.numel, "float32"))  # with mean and deviation of each channel
+    saved = autograd.save(x, new(2 * weight.numel, "float32"))  # mean and inverse std
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         wide = None if is_wide else new(numel, "float32", _BACKWARD)
@@ -185,7 +186,7 @@ def synchronized_batch_norm(autograd: Autograd, x: Tensor, weight: Tensor, bias:
         del wide
         normalized = new(numel, "float32", _BACKWARD)
         del deviations
-        wide = None if is_wide else new(numel, "float32", _BACKWARD)  # of the gradient
+        wide = None if is_wide else new(numel, "float32", _BACKWARD)  # the gradient in fp32
         products = new(numel, "float32", _BACKWARD)
         del products
         centred = new(numel, "float32", _BACKWARD)
@@ -214,7 +215,7 @@ def _norm(
 
 
 def _composite_rms_norm(autograd: Autograd, x: Tensor, weight: Tensor) -> Tensor:
-    """Run several fp32 operations, of which autograd saves the input and the normalized input."""
+    """Normalize by several fp32 operations. Autograd saves the input and the normalized input."""
     wide = cast(autograd, x, "float32")
     mean_square = _mean_square(autograd, wide, wide.numel // weight.numel)
     normalized = _scale_rows(autograd, wide, mean_square)
@@ -225,7 +226,7 @@ def _composite_rms_norm(autograd: Autograd, x: Tensor, weight: Tensor) -> Tensor
 
 
 def _mean_square(autograd: Autograd, x: Tensor, num_rows: int) -> Tensor:
-    """Compute rsqrt(mean(x ** 2) + eps)."""
+    """Return rsqrt(mean(x ** 2) + eps) for each of `num_rows` rows."""
     saved, numel = autograd.save(x), x.numel
     squares = autograd.new(numel, "float32")
     result = autograd.new(num_rows, "float32")
@@ -272,7 +273,7 @@ def _scale_columns(autograd: Autograd, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def cross_entropy(autograd: Autograd, logits: Tensor, num_classes: int, num_chunks: int) -> Tensor:
-    """Compute `loss.cross_entropy_sum`, at once or in chunks: a scalar."""
+    """Return the scalar `models.loss.cross_entropy_sum` of logits, computed at once or in chunks."""
     if num_chunks == 1:
         wide = cast(autograd, logits, "float32")
         return _negative_log_likelihood(autograd, _log_softmax(autograd, wide))
@@ -325,7 +326,7 @@ def _negative_log_likelihood(autograd: Autograd, logarithms: Tensor) -> Tensor:
 
 
 def _record(autograd: Autograd, output: Tensor, inputs: Sequence[Tensor], backward: Backward, *saved: Saved) -> Tensor:
-    """Record an operation, unless none of its inputs takes a gradient."""
+    """Record an operation if any of its inputs takes a gradient. Return the output."""
     if all(x.node is None for x in inputs):
         return output
     return autograd.record(output, inputs, backward, *saved)

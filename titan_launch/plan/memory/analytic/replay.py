@@ -60,14 +60,14 @@ class ReplayContext:
     """Runs the module at a path as `nn.Module.__call__` does, with FSDP2's hooks."""
 
     statistics_ranks: int
-    """Ranks over which the statistics of BatchNorm are synchronized; 0 if they are local."""
+    """Number of ranks over which the statistics of BatchNorm are synchronized; 0 if statistics are local."""
 
 
 class Forward(Protocol):
-    """The forward of a model with the sizes of a microbatch."""
+    """The replayed forward of a model for one microbatch."""
 
     def __call__(self, inputs: Tensor, blocks: Iterable[str], /) -> Tensor:
-        """Return the logits, computed through these blocks alone."""
+        """Return the logits. Only the given blocks run: a shallower model has fewer blocks than its arguments say."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,11 @@ class AnalyticModel:
     """A language model that the analytic engine supports. `args` are the model's arguments."""
 
     inventory: Callable[[Any, int], Inventory]
-    """(args, seq_len) to the table of the model's modules, as `models.inventory.take_inventory` finds it."""
+    """Returns the table of the model's modules for (args, seq_len), equal to the result of
+    `models.build.take_inventory`."""
 
     build: Callable[[Any, ReplayContext], Forward]
-    """(args, context) to the forward."""
+    """Returns the forward for (args, context)."""
 
     unknown_part: Callable[[JobConfig], str | None] = lambda config: None
     """Returns the part of a job that the engine does not support for this model, in words; None if there is none."""
@@ -144,7 +145,7 @@ class Replay:
         self._microbatch = 0
 
     def step(self) -> Footprint:
-        """Run the step and return its footprint; once only."""
+        """Run the step and return its footprint. May be called only once."""
         self._ledger.enter(StepPoint(0, "forward", ""))
         self._allocate_state()
         count = min(self._layout.num_microbatches, MICROBATCHES)
@@ -157,7 +158,7 @@ class Replay:
         return self._ledger.footprint()
 
     def _make_units(self) -> dict[str, ShardedUnit]:
-        """Return the FSDP2 units by the paths of their modules. Give them to the context in the order of the model's
+        """Return the FSDP2 units by the paths of their modules. Set the context's units in the order of the model's
         modules."""
         parameters = parameters_by_unit(self._plan.inventory, self._plan.units)
         units = [ShardedUnit(self._context, *pair) for pair in zip(self._plan.units, parameters, strict=True)]
@@ -217,20 +218,21 @@ class Replay:
         return self._model(tokens, self._plan.inventory.blocks)
 
     def _loss(self, logits: Tensor) -> Tensor:
-        """Compute the loss. Its step point lasts until the gradient of the logits exists."""
+        """Return the loss. The step point of the loss lasts until the gradient of the logits exists."""
         self._ledger.enter(StepPoint(self._microbatch, "loss", ""))
         num_classes = logits.numel // self._num_tokens
         return ops.cross_entropy(self._autograd, logits, num_classes, self._config.training.loss_chunks)
 
     def _call(self, path: str, compute: Compute, x: Tensor) -> Tensor:
-        """Run a module as `nn.Module.__call__` does: FSDP2's hooks around activation checkpointing around `forward`."""
+        """Run a module as `nn.Module.__call__` does: FSDP2's hooks surround activation checkpointing, which surrounds
+        `forward`."""
         is_forward = not self._autograd.is_backward
         if is_forward and path in self._entered_modules:
             self._ledger.enter(StepPoint(self._microbatch, "forward", path))
         if is_forward and path in self._again:
             compute = self._checkpointed(compute)
         unit = self._unit_of_module.get(path)
-        given = x if unit is None else unit.pre_forward(x)  # like nn.Module, this frame holds `x` too until it returns
+        given = x if unit is None else unit.pre_forward(x)  # as in nn.Module, `x` lives until this function returns
         output = compute(given)
         if is_forward and path in self._entered_modules:
             self._mark_backward(output, path)
@@ -240,7 +242,7 @@ class Replay:
         return lambda x: self._autograd.checkpoint(compute, x, self._keeps)
 
     def _mark_backward(self, output: Tensor, path: str) -> None:
-        """Begin the backward of a module when the gradient of its output exists."""
+        """Enter the step point of a module's backward as soon as the gradient of its output exists."""
         assert output.node is not None
         point = StepPoint(self._microbatch, "backward", path)
         output.node.hooks.append(lambda: self._ledger.enter(point))

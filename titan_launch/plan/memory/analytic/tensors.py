@@ -1,4 +1,4 @@
-"""Tensors without numbers: their memory, and the graph that autograd would record of them. No torch.
+"""Tensors without values: their memory, and the graph that autograd would record. No torch.
 
 A storage reports its allocation and its free to the ledger. Like a storage of PyTorch, it is freed with the last
 reference to it: local variables and the graph of autograd keep tensors alive here as in PyTorch. (This relies on
@@ -34,13 +34,14 @@ class Storage:
 
 
 class Tensor:
-    """A storage, or a view of one, and the node of the graph that made it (None: it takes no gradient)."""
+    """A tensor without values. Views share a storage. `node` is the autograd node that made the tensor; None: the
+    tensor takes no gradient."""
 
     __slots__ = ("dtype", "node", "numel", "storage")
 
     def __init__(self, storage: Storage | None, numel: int, dtype: str, node: Node | None = None):
         self.storage = storage
-        """None if the memory is counted elsewhere (unsharded parameters), or is too small to count."""
+        """None if the memory is counted elsewhere, as for unsharded parameters, or is too small to count."""
         self.numel = numel
         self.dtype = dtype
         self.node = node
@@ -51,8 +52,8 @@ class Tensor:
 
 
 Backward = Callable[[list[Tensor], Sequence[Tensor]], Sequence["Tensor | None"]]
-"""Computes the gradients of a node's inputs from the gradient of its output and its saved tensors. The gradient
-comes in a list, so that a node of several operations can remove it and free it early."""
+"""Computes the gradients of a node's inputs from the gradient of its output and its saved tensors. The output's
+gradient is in a list: a node of several operations removes it from the list to free it early."""
 
 
 Saved = Callable[[], Sequence[Tensor]]
@@ -60,7 +61,8 @@ Saved = Callable[[], Sequence[Tensor]]
 
 
 class Node:
-    """An operation of backward. A node runs when all its gradients have arrived. The newest node runs first."""
+    """An operation of backward. A node runs when all its gradients have arrived. Of these nodes, the newest runs
+    first."""
 
     __slots__ = ("backward", "hooks", "inputs", "saved", "sequence")
 
