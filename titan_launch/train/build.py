@@ -16,6 +16,7 @@ from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.process_group import Ranks, set_timeouts
 from titan_launch.metrics.sinks import ConsoleSink
 from titan_launch.models.loss import loss_in_chunks
+from titan_launch.optim.ema import WeightEMA
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.compile import cache_folder, compile_loss
@@ -74,11 +75,12 @@ def build_run(
     set_timeouts(config.comm.init_timeout_seconds)
     allocate_model(model, config, ranks.device, stack)
     optimizer = build_optimizer(model.module, config.optimizer, job.built.head, config.training.seed)
+    ema = None if config.ema.decay is None else WeightEMA(model.module, optimizer, config.ema)
 
     folder = open_run_folder(job, ranks, log_file, watchdog, stack)
     progress, guard = Progress(), StepGuard(config.debug, ranks.device)
     step = build_step(config, model, optimizer, guard, ranks, data.num_classes)
-    state = training_state(config, model.module, optimizer, progress, guard, step.statistics, mesh, ranks)
+    state = training_state(config, model.module, optimizer, progress, guard, ema, step.statistics, mesh, ranks)
     checkpoints = open_checkpoints(job.requested, folder.path, state, progress, data.sources, ranks, stack)
     load_or_begin(job, folder.path, state, progress, data, stack)
     on_rank_0(lambda: record_units(folder.path, describe_units(job.plan, job.layout, locate_key)))
@@ -96,6 +98,7 @@ def build_run(
         plan=job.plan,
         model=model.module,
         optimizer=optimizer,
+        ema=ema,
         step=step,
         guard=guard,
         progress=progress,
@@ -108,7 +111,7 @@ def build_run(
         checkpoints=checkpoints,
         meter=build_meter(job, ranks),
         measurements=StepMeasurements(
-            config.comm, model.module, optimizer, step, ranks.device, first_step, config.compile.enable, stack
+            config.comm, model.module, optimizer, ema, step, ranks.device, first_step, config.compile.enable, stack
         ),
         memory_check=memory_check,
         sinks=build_sinks(job, folder.path, progress, console, stack),
