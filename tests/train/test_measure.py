@@ -53,6 +53,7 @@ def test_a_run_communicates_and_holds_what_is_planned(
         activation_checkpoint=checkpointing,
         comm={"count_traffic": True},
         debug={"audit_precision": True},
+        ema={"decay": 0.9},
         validation=VALIDATION,
     )
     run_ranks(run_job, ranks, job)
@@ -139,6 +140,7 @@ def test_windows_without_validation_or_checkpoint_are_steady_after_the_first() -
             CommConfig(),
             model,
             optimizer,
+            None,
             None,  # type: ignore[arg-type]  # what only a CPU's memory is measured with
             torch.device("cuda"),
             first_step=5,
