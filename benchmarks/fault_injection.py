@@ -1,6 +1,6 @@
-"""Fault injection: runs that are killed or tampered with must end with the numbers of an undisturbed run.
+"""Fault injection: runs that are killed or tampered with must end with the numbers of an uninterrupted run.
 
-    python benchmarks/fault_injection.py --runs 480 --strikes 260 --write docs/verification/reliability.md
+    python benchmarks/fault_injection.py --runs 480 --disturbances 260 --write docs/verification/reliability.md
 
 A tiny job has 2 ranks on gloo, 6 steps, dropout and shuffled data. It writes a checkpoint every step or every other
 step, and keeps the last 2. The job is trained once without disturbance, then many times with up to three deaths a run.
@@ -8,7 +8,7 @@ A process dies by SIGKILL: at a random instant, in a forward pass, halfway throu
 before the n-th time that it creates, renames, links or deletes something in the run's folder. The process is one of
 the two ranks or a writer process. These conditions must hold after every death, before the ranks are started again:
 
-- Every folder with the final name of a checkpoint passes its checksums, and has the data of the undisturbed run.
+- Every folder with the final name of a checkpoint passes its checksums, and has the data of the uninterrupted run.
 - `latest` points to one of these checkpoints. The newest checkpoint that the log calls saved still exists.
 - The ranks that start next resume from the newest checkpoint.
 
@@ -18,7 +18,7 @@ must resume from the newest undamaged checkpoint, or end with one error and stat
 restored, and the run must resume. No start may print a traceback, hang, or leave temporary files after a clean end.
 
 A fault counts as lost if one of these conditions does not hold after it. A run counts as mismatched if a loss, a
-gradient norm or the last checkpoint differs in any bit from that of the undisturbed run. A process that still exists
+gradient norm or the last checkpoint differs in any bit from that of the uninterrupted run. A process that still exists
 5 seconds after its `launch` was killed is an orphan. The exit status is 1 unless all three counts are 0.
 """
 
@@ -74,7 +74,7 @@ SECONDS_ALONE, SECONDS_AFTER_SIGTERM = 3, 5
 torchrun."""
 
 LAUNCH_KILLED, FOLDER_GONE = "launch killed in its first 4 seconds", "the run's folder deleted or moved while it runs"
-STRIKES = (LAUNCH_KILLED, FOLDER_GONE, *(tampering.name for tampering in TAMPERINGS))
+DISTURBANCES = (LAUNCH_KILLED, FOLDER_GONE, *(tampering.name for tampering in TAMPERINGS))
 """Names of the disturbances other than deaths, used in turn."""
 
 JOB = f"""
@@ -250,14 +250,14 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Reference:
-    """The results of the undisturbed run."""
+    """The results of the uninterrupted run."""
 
     reports: list[tuple[float, ...]]
     checkpoints: Path
     """Folder with the checkpoints of all steps."""
 
 
-def undisturbed(bench: Bench) -> Life:
+def uninterrupted(bench: Bench) -> Life:
     """Run the job without a fault. Raise RuntimeError if it fails."""
     start = bench.start(1, None)
     life = live(start)
@@ -275,13 +275,13 @@ def read_reports(run: Path) -> list[tuple[float, ...]]:
     ]
 
 
-def draw(numbers: random.Random, undisturbed: Life) -> Fault:
-    """Return a random fault. Every point of the undisturbed run can be drawn."""
+def draw(numbers: random.Random, uninterrupted: Life) -> Fault:
+    """Return a random fault. Every point of the uninterrupted run can be drawn."""
     point = numbers.choice(list(KILL_POINTS))
     if point == INSTANT:
-        return Fault(point, numbers.randrange(RANKS), seconds=numbers.uniform(0.0, undisturbed.seconds))
-    rank, in_writer = numbers.choice([process for process, seen in undisturbed.seen.items() if seen[point]])
-    number = numbers.randint(1, undisturbed.seen[rank, in_writer][point])
+        return Fault(point, numbers.randrange(RANKS), seconds=numbers.uniform(0.0, uninterrupted.seconds))
+    rank, in_writer = numbers.choice([process for process, seen in uninterrupted.seen.items() if seen[point]])
+    number = numbers.randint(1, uninterrupted.seen[rank, in_writer][point])
     return Fault(point, rank, number, in_writer=in_writer, spares_rank=in_writer and numbers.random() < 0.5)
 
 
@@ -297,11 +297,11 @@ class Death:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The deaths of a run, and the result of its comparison with the undisturbed run."""
+    """The deaths of a run, and the result of its comparison with the uninterrupted run."""
 
     deaths: tuple[Death, ...]
     mismatch: str | None
-    """The difference from the undisturbed run; None if the results are equal."""
+    """The difference from the uninterrupted run; None if the results are equal."""
 
 
 def disturbed(seed: str, bench: Bench, pattern: Life, reference: Reference) -> Outcome:
@@ -335,7 +335,7 @@ def damage(bench: Bench, reference: Reference) -> str | None:
         except DamagedCheckpointError as error:
             return f"{checkpoint.name}: {error}"
         if data_of(checkpoint) != data_of(reference.checkpoints / checkpoint.name):
-            return f"the data of {checkpoint.name} differ from those of the undisturbed run"
+            return f"the data of {checkpoint.name} differ from those of the uninterrupted run"
     latest = bench.checkpoints / "latest"
     if latest.is_symlink() and not latest.exists():
         return f"latest points to {os.readlink(latest)}, which does not exist"
@@ -378,7 +378,7 @@ def resumed_steps(logs_of_life: Sequence[str]) -> list[int]:
 
 
 def mismatch(bench: Bench, reference: Reference) -> str | None:
-    """Return the difference between a finished run and the undisturbed run, or None."""
+    """Return the difference between a finished run and the uninterrupted run, or None."""
     if newest(bench.checkpoints) != STEPS:
         return f"its last checkpoint is of step {newest(bench.checkpoints)}"
     wrong = [own for own, other in zip(read_reports(bench.run), reference.reports, strict=True) if own != other]
@@ -386,7 +386,7 @@ def mismatch(bench: Bench, reference: Reference) -> str | None:
 
 
 @dataclass(frozen=True)
-class Strike:
+class Disturbance:
     """A disturbance other than a death, and the result of the checks after it."""
 
     name: str
@@ -397,7 +397,7 @@ class Strike:
     """Number of processes that still existed 5 seconds after their `launch` was killed."""
 
 
-def strike_run(seed: str, name: str, bench: Bench, pattern: Life, reference: Reference) -> Strike:
+def run_with_disturbance(seed: str, name: str, bench: Bench, pattern: Life, reference: Reference) -> Disturbance:
     """Run a job with one disturbance other than a death, to its end."""
     numbers = random.Random(seed)
     if name == LAUNCH_KILLED:
@@ -406,13 +406,13 @@ def strike_run(seed: str, name: str, bench: Bench, pattern: Life, reference: Ref
         paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
         arguments = ["--config", str(bench.folder / "job.toml"), *bench.overrides]
         left = kill_launch(arguments, numbers, seed.replace("/", "-"), {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
-        return Strike(name, restarted(bench, 3, reference), len(left))
+        return Disturbance(name, restarted(bench, 3, reference), len(left))
     if name == FOLDER_GONE:
         vanishing = threading.Thread(target=vanish, args=(bench.folder, numbers, pattern.seconds))
         vanishing.start()
         lived = live(bench.start(1, None))
         vanishing.join()
-        return Strike(name, lived.problem or traceback_of(bench, 1) or restarted(bench, 2, reference))
+        return Disturbance(name, lived.problem or traceback_of(bench, 1) or restarted(bench, 2, reference))
     tampering = next(tampering for tampering in TAMPERINGS if tampering.name == name)
     per_step = pattern.seen[0, False]["step"] // STEPS
     death = Fault("step", numbers.randrange(RANKS), number=per_step * 4 + numbers.randint(1, per_step * 2))
@@ -432,7 +432,7 @@ def strike_run(seed: str, name: str, bench: Bench, pattern: Life, reference: Ref
         lost = (
             mismatch(bench, reference) if is_right else f"ended with {lived.statuses}, resumed from {found} of {steps}"
         )
-    return Strike(name, lost)
+    return Disturbance(name, lost)
 
 
 def restarted(bench: Bench, life: int, reference: Reference) -> str | None:
@@ -488,7 +488,9 @@ def main() -> int:
     """Run the campaign. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=30, help="number of runs with deaths (default: 30)")
-    parser.add_argument("--strikes", type=int, default=0, help="number of runs with other disturbances (default: 0)")
+    parser.add_argument(
+        "--disturbances", type=int, default=0, help="number of runs with other disturbances (default: 0)"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="number of runs at the same time (default: 2)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default: 0)")
     parser.add_argument(
@@ -498,68 +500,68 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="Markdown file; the tables replace the text between its markers")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        outcomes, strikes = campaign(options.keep or Path(temporary), options)
+        outcomes, others = campaign(options.keep or Path(temporary), options)
     lost = sum(death.lost is not None for outcome in outcomes for death in outcome.deaths)
-    lost += sum(strike.lost is not None for strike in strikes)
+    lost += sum(other.lost is not None for other in others)
     mismatched = sum(outcome.mismatch is not None for outcome in outcomes)
-    orphans = sum(strike.orphans for strike in strikes)
+    orphans = sum(other.orphans for other in others)
     deaths = sum(len(outcome.deaths) for outcome in outcomes)
     summary = (
-        f"{deaths + len(strikes):,} faults in {len(outcomes) + len(strikes)} runs, {deaths} of them kills of ranks, on "
+        f"{deaths + len(others):,} faults in {len(outcomes) + len(others)} runs, {deaths} of them kills of ranks, on "
         f"{os.cpu_count()} cores (torch {torch.__version__}, Python {platform.python_version()}, seed {options.seed}): "
         f"**{lost} lost, {mismatched} mismatched, {orphans} orphans**."
     )
-    text = "\n\n".join([summary, table(outcomes), *([table_of_strikes(strikes)] if strikes else [])])
+    text = "\n\n".join([summary, table(outcomes), *([table_of_disturbances(others)] if others else [])])
     publish(text, "fault_injection", options.write)
     return 1 if lost or mismatched or orphans else 0
 
 
-def campaign(folder: Path, options: argparse.Namespace) -> tuple[list[Outcome], list[Strike]]:
-    """Run the undisturbed jobs, then the disturbed ones. Modes and intervals are used in turn."""
+def campaign(folder: Path, options: argparse.Namespace) -> tuple[list[Outcome], list[Disturbance]]:
+    """Run the uninterrupted jobs, then the disturbed ones. Modes and intervals are used in turn."""
     import_rank_modules()
     gc.freeze()  # the garbage collectors of the forked ranks skip the objects of this process
     kept = Bench(folder / "reference", "disabled", interval=1, keep_latest=0)
-    undisturbed(kept)
+    uninterrupted(kept)
     reference = Reference(read_reports(kept.run), kept.checkpoints)
     modes = options.modes
     benches = [
         Bench(folder / f"run-{index}", modes[index % len(modes)], 1 + index // len(modes) % 2)
         for index in range(options.runs)
     ]
-    ways = {(bench.mode, bench.interval) for bench in benches} | ({("disabled", 1)} if options.strikes else set())
-    patterns = {(mode, i): undisturbed(Bench(folder / f"{mode}-{i}", mode, i)) for mode, i in sorted(ways)}
+    ways = {(bench.mode, bench.interval) for bench in benches} | ({("disabled", 1)} if options.disturbances else set())
+    patterns = {(mode, i): uninterrupted(Bench(folder / f"{mode}-{i}", mode, i)) for mode, i in sorted(ways)}
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("fork")) as executor:
         kills_in_flight = [
             executor.submit(disturbed, f"{options.seed}/{n}", bench, patterns[bench.mode, bench.interval], reference)
             for n, bench in enumerate(benches)
         ]
-        strikes_in_flight = [
+        disturbances_in_flight = [
             executor.submit(
-                strike_run,
+                run_with_disturbance,
                 f"{options.seed}/strike/{n}",
-                STRIKES[n % len(STRIKES)],
-                Bench(folder / f"strike-{n}", "disabled", interval=1, keep_latest=3),
+                DISTURBANCES[n % len(DISTURBANCES)],
+                Bench(folder / f"disturbance-{n}", "disabled", interval=1, keep_latest=3),
                 patterns["disabled", 1],
                 reference,
             )
-            for n in range(options.strikes)
+            for n in range(options.disturbances)
         ]
         for future, bench in zip(kills_in_flight, benches, strict=True):
             for text in problems(future.result()):
                 print(f"{bench}: {text}", flush=True)
-        for n, strike in enumerate(strikes_in_flight):
-            if strike.result().lost or strike.result().orphans:
-                print(f"strike {n}: {strike.result()}", flush=True)
-    return [future.result() for future in kills_in_flight], [strike.result() for strike in strikes_in_flight]
+        for n, other in enumerate(disturbances_in_flight):
+            if other.result().lost or other.result().orphans:
+                print(f"disturbance {n}: {other.result()}", flush=True)
+    return [future.result() for future in kills_in_flight], [other.result() for other in disturbances_in_flight]
 
 
-def table_of_strikes(strikes: Sequence[Strike]) -> str:
+def table_of_disturbances(others: Sequence[Disturbance]) -> str:
     """Return a Markdown table with one row for each disturbance other than a death."""
     rows = [["other disturbance", "faults", "as expected", "lost", "orphans"], ["---"] + ["---:"] * 4]
-    for name in STRIKES:
-        found = [strike for strike in strikes if strike.name == name]
-        lost = sum(strike.lost is not None for strike in found)
-        orphans = sum(strike.orphans for strike in found)
+    for name in DISTURBANCES:
+        found = [other for other in others if other.name == name]
+        lost = sum(other.lost is not None for other in found)
+        orphans = sum(other.orphans for other in found)
         rows.append([name, *map(str, (len(found), len(found) - lost, lost, orphans))])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

@@ -43,7 +43,7 @@ _EVENTS = {
     "os.rmdir": "delete",
     "shutil.rmtree": "delete",
 }
-"""Places by audit event of Python. Python raises the event before the operation."""
+"""Kill points by audit event of Python. Python raises the event before the operation."""
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def table(models: Sequence[str], ranks: Sequence[int], names: Sequence[str] | No
     checkpointed = ", ".join(f"{mode} for {model}" for model, mode in _CHECKPOINTING.items() if model in models)
     tokens = SAMPLES * 8192 // 2**20
     notes = (
-        f"{SAMPLES} sequences of 8,192 tokens a step ({tokens} Mi tokens), one per microbatch; fp32 parameters and "
+        f"{SAMPLES} sequences of 8,192 tokens per step ({tokens} Mi tokens), one per microbatch; fp32 parameters and "
         f"AdamW, bf16 compute, fp32 reduction; activation checkpointing: {checkpointed}; 8 loss chunks; pipelines by "
         "1F1B. Memory is that of the rank that needs most. Bold: the layout that fits with the lowest lower bound of "
         "the step time; of equal ones, that with the lowest upper bound."

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Simulates two hosts on one: trains over a network between two network namespaces. One host dies during training, the
-# other continues alone, and the first joins again. The losses must equal those of an undisturbed run.
+# other continues alone, and the first joins again. The losses must equal those of an uninterrupted run.
 #
 #   sudo scripts/two_hosts.sh [FOLDER]
 #
@@ -115,15 +115,15 @@ shown='^(error|starting|resumed|ranks:|global batch:|saved .*step-(10|20|80) |a 
 grep -E "$shown" "$folder/host0.log" | sed "s|$folder|FOLDER|; s/^/  /"
 [[ "${status[*]}" == "0 0" ]]
 
-say "the same job on one host, undisturbed"
-"$PYTHON" -m titan_launch launch --nproc-per-node 1 "${job[@]}" --job.dump_folder="$folder/undisturbed" >"$folder/undisturbed.log" 2>&1
+say "the same job on one host, uninterrupted"
+"$PYTHON" -m titan_launch launch --nproc-per-node 1 "${job[@]}" --job.dump_folder="$folder/uninterrupted" >"$folder/uninterrupted.log" 2>&1
 "$PYTHON" - "$folder" <<'PYTHON'
 import json, pathlib, sys
 
 folder = pathlib.Path(sys.argv[1])
 two, one = (
     {r["step"]: r["train/loss"] for r in map(json.loads, (path / "two_hosts/metrics.jsonl").read_text().splitlines())}
-    for path in (folder, folder / "undisturbed")
+    for path in (folder, folder / "uninterrupted")
 )
 steps = sorted(one)
 difference = max(abs(two[step] - one[step]) for step in steps)

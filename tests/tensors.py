@@ -32,11 +32,11 @@ def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, gathered from their shards."""
+    """Return parameters and buffers, gathered from their shards."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: full_tensor(tensor) for name, tensor in tensors.items()}
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A tensor gathered from its shards."""
+    """Return a tensor gathered from its shards."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

@@ -211,7 +211,7 @@ def test_plan_writes_a_picture_beside_text_or_json(job: Path, tmp_path: Path) ->
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
-def test_plan_traces_what_it_does_not_know_and_says_so(job: Path) -> None:
+def test_plan_traces_models_that_the_analytic_engine_does_not_know(job: Path) -> None:
     text = job.read_text()
     start, end = text.index("[model.args]"), text.index("[data]")
     job.write_text(f'{text[:start]}[model]\nname = "my_model:build"\n\n{text[end:]}')
@@ -257,7 +257,7 @@ def test_a_bad_option_of_plan_is_one_line_and_status_2(job: Path, args: tuple[st
     assert words in result.stderr and len(result.stderr.splitlines()) == 1
 
 
-def test_check_knows_the_devices(job: Path) -> None:
+def test_check_refuses_an_unknown_planner_device(job: Path) -> None:
     result = run_without_torch("check", "--config", job, "--planner.device=h300")
     assert result.returncode == 2 and "planner.device" in result.stderr
 
@@ -338,7 +338,7 @@ def test_help_of_a_command_names_its_options_and_a_working_example(
     load_job(arguments.config, arguments.overrides, aliases=arguments.key_options)
 
 
-def test_overrides_and_options_are_distinguished() -> None:
+def test_command_line_options_and_overrides_of_keys_are_told_apart() -> None:
     words = (
         "--config a.toml --training.steps 20 --debug.x --world_size 2 --lr_scheduler={} --memory_gib=3 --job.name -n"
     )
@@ -356,7 +356,7 @@ def test_launch_answers_a_bad_job_with_one_line(job: Path) -> None:
     assert "training.global_batch_size = 8" in result.stderr and "3 data-parallel ranks" in result.stderr
 
 
-def test_another_experiment_is_refused_before_torch_is_imported(job: Path) -> None:
+def test_a_run_folder_of_another_experiment_is_refused_before_torch_is_imported(job: Path) -> None:
     job.write_text(job.read_text().replace("save_last = false", "enable = true"))
     checkpoint = job.parent / "tiny/checkpoints/step-3"
     checkpoint.mkdir(parents=True)
@@ -505,7 +505,7 @@ def test_the_resolved_config_runs_the_same_again(job: Path) -> None:
     assert len(first) == 2
 
 
-def test_some_runs_end_cleanly(job: Path) -> None:
+def test_launched_runs_end_with_status_0_and_print_no_error(job: Path) -> None:
     """If the exit were not handled, one in four of these runs would die of SIGABRT after its work. The many other runs
     of the tests check the same."""
     for _ in range(3):
@@ -513,7 +513,7 @@ def test_some_runs_end_cleanly(job: Path) -> None:
         assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_a_trace_says_that_it_needs_torch() -> None:
+def test_plan_without_torch_installed_says_that_a_trace_needs_it() -> None:
     result = run_without_torch("plan", "--config", "configs/resnet_bn.toml", "--world-size", "2")
     assert result.returncode == 2 and "resnet must be traced, which needs torch: pip install torch" in result.stderr
     assert "Traceback" not in result.stderr

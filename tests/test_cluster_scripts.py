@@ -69,7 +69,7 @@ def test_a_finished_or_failed_run_is_not_requeued(
     assert ended == ends_with and len(lines) == 1 and "--nnodes" not in lines[0]
 
 
-def test_the_options_are_known_to_launch(tmp_path: Path) -> None:
+def test_the_batch_script_uses_options_that_launch_has(tmp_path: Path) -> None:
     words = submit(tmp_path, status="0", nodes="2")[1][0].split()
     options = words[words.index("job.toml") + 1 : words.index("--checkpoint.enable=true")]
     processes = plan_processes(

@@ -66,7 +66,9 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "block"), list(blocks("toml")))
-def test_toml_blocks_pass_the_check(name: str, block: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_toml_block_of_the_docs_passes_the_check(
+    name: str, block: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(REPO / "configs", tmp_path, dirs_exist_ok=True)  # what a block may extend
     job = tmp_path / "job.toml"
     job.write_text(block)
@@ -103,11 +105,13 @@ def train_main_job(folder: Path) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_docs_load_the_result_in_plain_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_in_the_docs_loads_the_result_in_plain_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens, targets, trained = run_ranks(train_main_job, 2, tmp_path)[0]
     monkeypatch.chdir(tmp_path)
     ((_, lines),) = [block for block in blocks("python") if "checkpoints/latest" in block[1]]
-    assert len(lines.split("\n")) == 5 + 2, "five lines, and empty ones after the imports and at the end"
+    assert len(lines.split("\n")) == 5 + 2, "the docs promise five lines of code; there are also two empty lines"
     names: dict[str, Any] = {}
     exec(lines, names)
     with torch.no_grad():
@@ -118,7 +122,7 @@ def test_the_docs_load_the_result_in_plain_pytorch(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("command", commands())
-def test_commands_are_right(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command)
     words = words[next(i for i, word in enumerate(words) if "=" not in word) :]  # commands may follow VARIABLE=value
     match words:
@@ -225,7 +229,7 @@ def test_links_and_anchors_resolve(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
-def test_paths_exist(page: Path) -> None:
+def test_paths_in_the_docs_exist(page: Path) -> None:
     """Paths in backticks are relative to the repository. On the page about the code they may be relative to the
     package."""
     roots = [REPO, REPO / "titan_launch"] if page.name == "architecture.md" else [REPO]
@@ -243,7 +247,7 @@ def test_the_index_names_every_page() -> None:
     assert [page for page in pages if page != "README.md" and f"({page})" not in index] == []
 
 
-def test_the_layers_are_those_of_the_code() -> None:
+def test_the_table_of_layers_in_the_docs_is_that_of_the_layering_test() -> None:
     page = (REPO / "docs" / "explanation" / "architecture.md").read_text()
     rows = re.findall(r"^\| (\d+) \| ([^|]*) \|", page, flags=re.MULTILINE)
     assert {package: int(rank) for rank, packages in rows for package in re.findall(r"`(\w+)`", packages)} == RANKS

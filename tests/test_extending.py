@@ -59,7 +59,7 @@ def apply(heading: str) -> None:
 
 
 @pytest.mark.parametrize("heading", RECIPES)
-def test_the_lines_around_a_change_are_in_the_package(heading: str) -> None:
+def test_the_context_lines_of_the_diffs_are_in_the_package(heading: str) -> None:
     for path, changes in files_of(heading):
         if (REPO / path).exists():
             text = (REPO / path).read_text().splitlines()

@@ -30,10 +30,10 @@ from titan_launch.train.main import full_disk_explained
 REPO = Path(__file__).parent.parent
 
 
-def test_a_part_of_the_fault_campaign_loses_nothing() -> None:
+def test_a_short_fault_injection_campaign_loses_no_data() -> None:
     """Run three jobs with kills, and one of each other disturbance. docs/verification/reliability.md has the full
     campaign."""
-    command = [sys.executable, "benchmarks/fault_injection.py", "--runs", "3", "--strikes", "10", "--seed", "5"]
+    command = [sys.executable, "benchmarks/fault_injection.py", "--runs", "3", "--disturbances", "10", "--seed", "5"]
     command += ["--modes", "disabled", "thread"]
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     result = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)

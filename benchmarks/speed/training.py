@@ -49,7 +49,7 @@ def tables(runs: Sequence[Run]) -> str:
     for group, (job, names) in _GROUPS.items():
         of_group = [run for run in runs if run.group == group]
         if of_group:
-            lines = [f"{heading(group)}, {job.tokens:,} tokens a step:", "", _table(of_group, names)]
+            lines = [f"{heading(group)}, {job.tokens:,} tokens per step:", "", _table(of_group, names)]
             absent = [CONTESTANTS[name].label for name in names if name not in {run.contestant for run in of_group}]
             if absent:
                 lines += ["", f"Not installed, or not selected: {', '.join(absent)}."]

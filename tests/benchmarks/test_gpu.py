@@ -60,7 +60,7 @@ def row(case: Case) -> str:
     return f"| {case.shape.name} | {case.shape.seq_len} x {case.shape.batch} | {case.label} |"
 
 
-def test_a_case_that_fails_costs_its_row_and_the_exit_status(
+def test_a_failed_case_is_named_in_its_row_and_sets_exit_status_1(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_smoke(monkeypatch, tmp_path, "OutOfMemoryError: 2 GiB") == 1
@@ -180,7 +180,7 @@ def test_the_jobs_of_all_cases_and_branches_are_valid_and_planned() -> None:
             load_job(command[4], command[5:])
 
 
-def test_the_anchor_is_the_published_run() -> None:
+def test_the_anchor_case_has_the_settings_of_the_published_run() -> None:
     bf16, _ = anchor_cases()
     job = load_job("benchmarks/gpu/base.toml", overrides(job_of(bf16, "cuda", "outputs"))).config
     assert bf16.tokens_per_step == 32_768 and job.compile.enable and job.activation_checkpoint.mode == "full"
@@ -202,7 +202,7 @@ def _waits(job: dict[str, Any]) -> str:
     return report(waits)
 
 
-def test_waits_are_counted_by_phase_and_line(tmp_path: Path) -> None:
+def test_host_waits_are_counted_by_phase_and_line(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, debug={"audit_precision": False})
     in_step, outside, totals = run_ranks(_waits, 1, job)[0].splitlines()
     assert totals == "waits within steps: 4; all waits: 5"

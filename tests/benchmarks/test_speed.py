@@ -47,7 +47,7 @@ def test_ratios_compare_runs_of_the_same_round() -> None:
     assert paired(runs, [], lambda run: run.step_s) is None
 
 
-def test_a_line_through_points_on_a_line_has_no_residual() -> None:
+def test_the_linear_fit_of_points_on_a_line_has_no_residual() -> None:
     line = fit([(1, 5.0), (2, 7.0), (4, 11.0)])
     assert (line.intercept, line.slope, line.residual) == pytest.approx((3, 2, 0))
     assert fit([(1, 5.0), (2, 8.0), (4, 11.0)]).residual > 0.05
@@ -61,7 +61,7 @@ def test_tables_name_what_failed_and_what_is_absent() -> None:
     assert "failed: status 1: gone" in table and "not selected: Hugging Face Trainer, litgpt, TorchTitan" in table
 
 
-def test_all_other_parts_make_their_tables_and_plots(tmp_path: Path) -> None:
+def test_scaling_variants_compilation_and_latency_make_their_tables_and_plots(tmp_path: Path) -> None:
     assert "| depth | blocks |" in scaling.tables(all_runs(scaling.groups()))
     assert "| `deferred` |" in variants.accumulation_tables(all_runs(variants.accumulation_groups()))
     assert "| 2 | norms in fp32, one unit |" in variants.precision_tables(all_runs(variants.precision_groups()))
@@ -72,7 +72,7 @@ def test_all_other_parts_make_their_tables_and_plots(tmp_path: Path) -> None:
     assert all((tmp_path / name).stat().st_size > 1000 for name in ("scaling.svg", "worlds.svg"))
 
 
-def test_the_launchers_jobs_are_valid(tmp_path: Path) -> None:
+def test_the_job_files_of_the_launcher_are_valid(tmp_path: Path) -> None:
     groups = [*training.groups(None, []), *scaling.groups()]
     groups += [*variants.accumulation_groups(), *variants.precision_groups(), *compilation.groups()]
     for entry in (entry for group in groups for entry in group if entry.contestant.module == "titan_launch"):

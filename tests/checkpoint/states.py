@@ -42,7 +42,7 @@ class Trained:
         self.progress.samples_seen += 4
 
     def everything(self) -> dict[str, Tensor]:
-        """Parameters, buffers and optimizer state, gathered."""
+        """Return parameters, buffers and optimizer state, gathered from their shards."""
         found = full_state(self.model)
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():

@@ -264,7 +264,7 @@ def test_an_impossible_random_state_is_refused(name: str) -> None:
     state.load_state_dict(state.state_dict())
 
 
-def test_impossible_progress_is_refused() -> None:
+def test_a_checkpoint_with_an_impossible_number_of_samples_is_refused() -> None:
     for number in (-5, 2**62):
         with pytest.raises(ValueError, match=f"the run's progress is invalid: samples_seen = {number}"):
             Progress().load_state_dict({"samples_seen": torch.tensor(number)})

@@ -63,13 +63,13 @@ def flip(path: Path, position: int) -> None:
         ),
     ],
 )
-def test_damage_is_found(checkpoint: Path, damage: Callable[[Path], None], reason: str) -> None:
+def test_every_kind_of_damage_is_found(checkpoint: Path, damage: Callable[[Path], None], reason: str) -> None:
     damage(checkpoint)
     with pytest.raises(DamagedCheckpointError, match=reason):
         check(checkpoint)
 
 
-def test_every_bit_of_a_manifest_counts(checkpoint: Path) -> None:
+def test_a_change_of_any_bit_of_a_manifest_is_found(checkpoint: Path) -> None:
     path = checkpoint / MANIFEST_FILE
     whole, manifest = path.read_bytes(), read_manifest(checkpoint)
     for position in range(0, len(whole), 7):

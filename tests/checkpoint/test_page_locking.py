@@ -36,7 +36,7 @@ class Runtime:
         return Code.success
 
     def cudaGetErrorString(self, error: Code) -> str:  # noqa: N802
-        """Return the words of CUDA."""
+        """Return the error text of CUDA."""
         return "out of memory"
 
 

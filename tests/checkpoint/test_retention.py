@@ -109,7 +109,7 @@ def test_links_that_a_copy_turned_into_folders_do_not_stop_deletion(tmp_path: Pa
 
 
 def test_a_failed_link_or_rename_does_not_stop_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file system has no links, and one folder cannot be renamed."""
+    """The file system does not support links, and one folder cannot be renamed."""
     fill(tmp_path, dict.fromkeys((1, 2, 3)))
     rename = Path.rename
 

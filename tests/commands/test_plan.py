@@ -59,7 +59,9 @@ def test_the_text_shows_layout_and_microbatches(tmp_path: Path, capsys: pytest.C
     assert re.search(r"^collectives: \d+ all-gathers .* all-reduces per step of 4 microbatches$", text, flags=re.M)
 
 
-def test_each_unusual_kernel_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_and_float8_that_differ_from_the_default_have_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = tiny_job(tmp_path, precision={"param_dtype": "bfloat16"}, job={"device": "auto"})
     print_plan(JobConfig.model_validate(job), 1, str, TEXT)
     assert not any(line.startswith(("kernels:", "float8:")) for line in capsys.readouterr().out.splitlines())
@@ -125,7 +127,8 @@ def test_traffic_of_a_traced_model_is_that_counted_by_the_trace(
         table = json.loads(capsys.readouterr().out)
         calls[twice] = table["collectives_per_step"]
         assert any("counted" in note for note in table["notes"]) == twice
-    # The first layer is gathered again in forward and in backward; the last, unsharded after forward, only in backward.
+    # The second run of the layers all-gathers the first layer in forward and in backward. The last layer is unsharded
+    # after forward, so the second run all-gathers it only in backward.
     assert calls[True]["all_gathers"] == calls[False]["all_gathers"] + 2 + 1
 
 
@@ -147,7 +150,9 @@ def test_plan_traces_models_that_the_analytic_engine_does_not_support(
     assert re.search(r"memory engine: +trace,", shown.out)
 
 
-def test_auto_is_resolved_for_a_rank_of_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_is_resolved_for_the_pipeline_rank_with_the_highest_peak_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The last rank decides, because it has the logits. Four ranks share the FLOPs, however they divide the work."""
     sections: dict[str, Any] = {
         "parallelism": {"pipeline_parallel_degree": 2},

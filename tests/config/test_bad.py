@@ -20,7 +20,7 @@ BAD = sorted(path.relative_to(ROOT) for path in (ROOT / "tests/config/bad").glob
 
 
 @pytest.mark.parametrize("path", BAD, ids=lambda path: path.stem)
-def test_message(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_job_file_has_the_expected_message(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert message(path) == path.with_suffix(".expected").read_text(encoding="utf-8").rstrip("\n")
 

@@ -57,7 +57,7 @@ def test_shipped_configs_fit_the_schema(path: Path, validator: jsonschema.Draft2
         "[metrics]\npeak_tflops_per_device = 100",
     ],
 )
-def test_schema_accepts(text: str, validator: jsonschema.Draft202012Validator) -> None:
+def test_the_schema_accepts_valid_jobs(text: str, validator: jsonschema.Draft202012Validator) -> None:
     validator.validate(tomli.loads(text))
 
 
@@ -77,12 +77,12 @@ def test_schema_accepts(text: str, validator: jsonschema.Draft202012Validator) -
         "[[optimizer.param_groups]]\nlr_factor = 1",
     ],
 )
-def test_schema_refuses(text: str, validator: jsonschema.Draft202012Validator) -> None:
+def test_the_schema_refuses_invalid_jobs(text: str, validator: jsonschema.Draft202012Validator) -> None:
     with pytest.raises(jsonschema.ValidationError):
         validator.validate(tomli.loads(text))
 
 
-def test_default_kinds_are_those_of_the_job() -> None:
+def test_the_reference_names_the_default_kinds_of_the_job() -> None:
     config = JobConfig()
     assert TAGGED["data",].default == config.data.kind
     assert TAGGED["lr_scheduler",].default == config.lr_scheduler.kind

@@ -9,7 +9,7 @@ from titan_launch.config.loading.schema_walk import alternatives
 from titan_launch.config.resume_compatibility import ROLES, Role, differences, role_of
 
 
-def test_every_key_has_a_role() -> None:
+def test_every_key_belongs_to_the_model_the_experiment_or_the_operation() -> None:
     assert list(ROLES) == list(JobConfig.model_fields)
     for section, field in JobConfig.model_fields.items():
         role = ROLES[section]

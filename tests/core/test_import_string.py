@@ -29,14 +29,14 @@ def _error(name: str) -> str:
     return problem.reason
 
 
-def test_a_factory_in_the_working_directory(folder: Path) -> None:
+def test_a_factory_in_the_working_directory_is_imported(folder: Path) -> None:
     Path("reg_pkg").mkdir()
     Path("reg_pkg/nets.py").write_text("class Net:\n    @staticmethod\n    def small():\n        return 'small'\n")
     assert import_factory("reg_pkg.nets:Net.small")() == "small"
 
 
 @pytest.mark.parametrize("name", ["json", "json:", ":loads", "json.loads"])
-def test_not_an_import_string(name: str) -> None:
+def test_a_name_that_is_not_an_import_string_is_an_error(name: str) -> None:
     assert _error(name) == 'must have the form "package.module:attribute"'
 
 

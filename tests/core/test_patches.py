@@ -34,7 +34,7 @@ def test_an_inherited_attribute_is_inherited_again() -> None:
     assert Derived.name == "base" and "name" not in vars(Derived)
 
 
-def test_replacements_nest() -> None:
+def test_nested_replacements_are_undone_in_order() -> None:
     with replaced(Base, "name", "outer"):
         with replaced(Base, "name", "inner"):
             assert Derived.name == "inner"

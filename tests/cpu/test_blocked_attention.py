@@ -131,7 +131,7 @@ def attend(tokens: int = 32, dtype: torch.dtype = torch.float32, batch: int = 2,
     return [result, *torch.autograd.grad(result, inputs, grad)]
 
 
-def test_the_blocked_kernel_replaces_pytorchs_only_within_the_block(calls: list[str]) -> None:
+def test_the_blocked_kernel_replaces_pytorchs_only_within_its_context(calls: list[str]) -> None:
     before = attend()
     with blocked_attention():
         during = attend()
@@ -177,7 +177,7 @@ def test_the_precision_of_other_matrix_products_is_restored() -> None:
     assert products.fp32_precision == before
 
 
-def test_overlapping_switches_end_with_the_last_one(calls: list[str]) -> None:
+def test_blocked_attention_stays_on_until_the_last_of_its_contexts_closes(calls: list[str]) -> None:
     first, second = ExitStack(), ExitStack()
     first.enter_context(blocked_attention())
     second.enter_context(blocked_attention())

@@ -135,12 +135,12 @@ def fail_in_backward() -> None:
     handle = model.get_submodule("layers.0").register_forward_hook(fail_after)
     with counted() as begun, pytest.raises(FailedError):
         gradients(config, model)
-    assert begun, "some units were on their way"
+    assert begun, "all-reduces of some units were pending"
     handle.remove()
     discard_pending(model)
     with counted() as begun:
         again = gradients(config, model)
-    assert begun == list(range(1, len(begun) + 1)), "of the failed backward nothing is left"
+    assert begun == list(range(1, len(begun) + 1)), "an all-reduce of the failed backward is still pending"
     assert_equal(again, right)
 
 

@@ -61,7 +61,7 @@ def expected(steps: int, start: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("dp", "local"), [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (4, 1)])
-def test_global_batches_do_not_depend_on_the_split(dp: int, local: int) -> None:
+def test_global_batches_do_not_depend_on_ranks_and_local_batch_size(dp: int, local: int) -> None:
     # 7 steps of 8 cross the ends of two epochs of 23
     assert as_sets(global_batches(layout(dp, local), steps=7)) == expected(7)
 

@@ -4,13 +4,13 @@ from titan_launch.config.sections.data import TokenizerConfig
 from titan_launch.data.tokenizers import build_tokenizer
 
 
-def test_bytes_become_tokens_and_an_end() -> None:
+def test_a_document_becomes_its_bytes_and_an_end_token() -> None:
     tokens = build_tokenizer(TokenizerConfig()).encode_document("aé\n".encode())
     assert tokens.dtype == np.uint16
     assert tokens.tolist() == [97, 195, 169, 10, 256]
 
 
-def test_an_empty_document_is_its_end() -> None:
+def test_an_empty_document_becomes_an_end_token() -> None:
     assert build_tokenizer(TokenizerConfig()).encode_document(b"").tolist() == [256]
 
 

@@ -32,7 +32,7 @@ def gather_all_dtypes() -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_result_is_that_of_pytorchs_operator(ranks: int) -> None:
+def test_the_all_gather_returns_the_result_of_pytorchs_operator(ranks: int) -> None:
     for results in run_ranks(gather_all_dtypes, ranks):
         for gathered, expected in results:
             assert gathered.dtype == expected.dtype

@@ -58,6 +58,6 @@ def numbered(shape: torch.Size) -> Tensor:
 
 
 @pytest.mark.parametrize(("length", "ranks"), [(12, 3), (10, 4), (2, 4), (0, 2)])
-def test_chunks_are_those_of_pytorch(length: int, ranks: int) -> None:
+def test_chunk_sizes_are_those_of_pytorchs_chunk(length: int, ranks: int) -> None:
     chunks = [len(chunk) for chunk in torch.arange(length).chunk(ranks)]
     assert chunk_sizes(length, ranks) == [*chunks, *[0] * (ranks - len(chunks))]

@@ -50,11 +50,11 @@ def test_the_tensor_axis_is_innermost_and_the_pipeline_outermost() -> None:
 def axes_of_data_parallel_ranks() -> tuple[Any, Any, list[int] | None, list[int] | None]:
     join_fake_group(4)
     sharded, replicated = build_mesh(layout(shard=4), "cpu"), build_mesh(layout(replicate=4), "cpu")
-    assert sharded.data_group is None and replicated.data_group is None, "all ranks: the default group"
+    assert sharded.data_group is None and replicated.data_group is None, "None means the default group"
     return sharded.fsdp.mesh_dim_names, replicated.fsdp.mesh.shape, ranks_of(sharded.tensor), ranks_of(sharded.pipeline)
 
 
-def test_without_other_axes_every_rank_has_its_own_data() -> None:
+def test_without_model_parallelism_the_mesh_has_only_data_parallel_axes() -> None:
     assert run_ranks(axes_of_data_parallel_ranks, 1) == [(("dp_shard",), (4, 1), None, None)]
 
 
@@ -67,5 +67,5 @@ def sum_over_data_group() -> int:
     return int(value)
 
 
-def test_the_data_group_has_all_ranks_with_other_tokens() -> None:
+def test_the_data_group_has_all_ranks_with_different_tokens() -> None:
     assert run_ranks(sum_over_data_group, 4) == [101, 1010, 101, 1010]

@@ -221,7 +221,7 @@ def left_of_killed_parent(parent: tuple[str, ...], job: Path, seconds: float, si
     ids=["some", "since start", "since the first rank"],
 )
 def test_a_killed_parent_leaves_no_process(tmp_path: Path, instants: Sequence[float], since_first_rank: bool) -> None:
-    """Every second parent is torchrun."""
+    """The killed parents are `launch` and torchrun in turn."""
     path = tmp_path / "job.json"
     path.write_text(json.dumps(tiny_job(tmp_path, training={"steps": 10_000}, metrics={"log_freq": 1000})))
     with ThreadPoolExecutor(2) as executor:
@@ -235,7 +235,7 @@ def test_a_killed_parent_leaves_no_process(tmp_path: Path, instants: Sequence[fl
 @pytest.mark.multi_node
 @pytest.mark.timeout(900)
 def test_a_run_continues_after_the_loss_and_the_return_of_a_host(tmp_path: Path) -> None:
-    """Every step has the loss of an undisturbed run on one host. The script describes the steps of the test."""
+    """Every step has the loss of an uninterrupted run on one host. The script describes the steps of the test."""
     script = [str(REPO / "scripts" / "two_hosts.sh"), str(tmp_path)]
     result = subprocess.run(script, capture_output=True, text=True)
     if result.returncode == CANNOT_MAKE_NAMESPACES:

@@ -28,7 +28,7 @@ def a_ledger() -> Ledger:
     return ledger
 
 
-def test_a_storage_counts_once_and_until_its_last_reference() -> None:
+def test_a_storage_is_counted_once_until_its_last_reference_is_dropped() -> None:
     ledger = a_ledger()
     with track(torch.nn.Linear(2, 2, bias=False), ledger):
         assert ledger.total == 16

@@ -51,7 +51,7 @@ def report(meter: Meter, *, loss: float = 2.5, valid: int = 1000, valid_global: 
     )
 
 
-def test_the_metrics_of_a_window() -> None:
+def test_a_window_reports_means_and_throughput_of_its_steps() -> None:
     clock = Clock()
     meter = build(clock, flops_per_step_per_device=4e12, peak_flops=10e12)
     train(meter, clock, steps=3)
@@ -83,7 +83,7 @@ def test_every_window_counts_its_own_steps_tokens_and_time() -> None:
     assert scalars["time/data_s"] == 0.5
 
 
-def test_pauses_do_not_count() -> None:
+def test_paused_time_is_not_part_of_the_step_time() -> None:
     clock = Clock()
     meter = build(clock, flops_per_step_per_device=4e12)
     train(meter, clock, steps=1)
@@ -96,7 +96,7 @@ def test_pauses_do_not_count() -> None:
     assert scalars["throughput/tflops_per_device"] == 2
 
 
-def test_unknown_values_are_not_reported() -> None:
+def test_throughput_without_known_flops_is_not_reported() -> None:
     clock = Clock()
     no_flops, no_peak = build(clock, peak_flops=1e12), build(clock, flops_per_step_per_device=1e12)
     for meter in (no_flops, no_peak):
@@ -121,7 +121,7 @@ def test_token_counts_above_2_to_24_are_exact() -> None:
     assert report(meter)["throughput/tokens_per_second"] == (2**24 + 1) / 2
 
 
-def test_metrics_need_no_gradients() -> None:
+def test_a_report_accepts_tensors_that_require_gradients() -> None:
     clock = Clock()
     meter = build(clock)
     train(meter, clock, steps=1)
@@ -148,7 +148,7 @@ def test_a_report_copies_its_numbers_once_in_each_direction(monkeypatch: pytest.
     assert len(reads) == 2
 
 
-def test_a_report_needs_a_step() -> None:
+def test_a_report_without_a_step_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="without a step"):
         report(build(Clock()))
 

@@ -90,7 +90,7 @@ def test_exposed_time_is_the_time_in_which_only_nccl_runs(kernels: list[tuple[st
     assert exposed_seconds(Kernel(*kernel) for kernel in reversed(kernels)) == pytest.approx(expected / 1e9)
 
 
-def test_random_kernels_agree_with_a_count_by_nanosecond() -> None:
+def test_exposed_time_of_random_kernels_equals_a_count_of_nanoseconds() -> None:
     generator = random.Random(0)
     for _ in range(50):
         names = generator.choices([GATHER, SCATTER, "gemm"], k=30)

@@ -58,7 +58,7 @@ def _problem(**config: Any) -> Problem:
     return caught.value.problems[0]
 
 
-def test_a_model_of_this_package() -> None:
+def test_a_model_of_the_package_is_built() -> None:
     built = build_model(ModelConfig(name="llama3", flavor="debug", args={"n_layers": 2, "norm": "layernorm"}), 64)
     assert isinstance(built.module, Llama3) and built.module.rope.table.shape[0] == 64
     assert all(tensor.is_meta for tensor in [*built.module.parameters(), *built.module.buffers()])
@@ -67,7 +67,7 @@ def test_a_model_of_this_package() -> None:
     assert built.flops_per_sample is not None and built.flops_per_sample > 0
 
 
-def test_a_model_of_the_users() -> None:
+def test_a_users_model_is_built() -> None:
     built = build_model(ModelConfig(name=f"{THIS}:Net", args={"width": 6}), 8)
     assert isinstance(built.module, Net) and built.module.stem[0].weight.shape == (6, 6)
     assert all(parameter.is_meta for parameter in built.module.parameters())
@@ -114,7 +114,7 @@ def test_a_failing_factory_shows_the_users_traceback() -> None:
     assert "in fails" in problem.reason and "models/factory.py" not in problem.reason
 
 
-def test_models_that_cannot_be_trained_are_refused() -> None:
+def test_factories_without_a_trainable_model_are_refused() -> None:
     assert _problem(name=f"{THIS}:not_a_module").reason == "must return a torch.nn.Module, but returns a dict"
     assert _problem(name=f"{THIS}:Scalar").reason.startswith("the parameter scale is a scalar")
 

@@ -87,7 +87,7 @@ def _built(name: str, free_bytes: int = 2**40, ranks: int = 1, **args: Any) -> B
 
 
 @pytest.mark.parametrize("factory", [Own, pretrained])
-def test_the_values_are_those_of_the_factory(factory: Callable[[], nn.Module]) -> None:
+def test_initial_values_are_those_of_the_factory(factory: Callable[[], nn.Module]) -> None:
     expected = _expected(factory)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     built = _built(factory.__name__)

@@ -93,7 +93,7 @@ def _both_from_meta(mesh_shape: tuple[int, ...]) -> dict[str, dict[str, torch.Te
 
 
 @pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)])
-def test_every_sharding_starts_with_the_same_bits(mesh_shape: tuple[int, ...]) -> None:
+def test_every_sharding_has_bitwise_equal_initial_values(mesh_shape: tuple[int, ...]) -> None:
     """Three ranks shard unevenly, and some have no part of a tensor. 2 x 2 is HSDP."""
     expected = {kind: _initialized(kind) for kind in ("llama", "users")}
     for values in run_ranks(_both_from_meta, torch.Size(mesh_shape).numel(), mesh_shape):
@@ -120,7 +120,7 @@ def test_buffers_are_computed_and_shared_weights_filled_once() -> None:
     assert torch.equal(model[2].out_proj.bias, torch.zeros(6))
 
 
-def test_lower_storage_is_rounded_once() -> None:
+def test_initial_values_in_a_lower_storage_dtype_are_rounded_once() -> None:
     exact = nn.Linear(64, 64)
     rounded = copy.deepcopy(exact).bfloat16()
     for model in (exact, rounded):
@@ -140,7 +140,7 @@ class Orphan(nn.Module):
         self.register_buffer("mask", torch.ones(2).bool())
 
 
-def test_owners_without_reset_parameters_are_named_once() -> None:
+def test_modules_with_parameters_but_without_reset_parameters_are_named_once() -> None:
     with pytest.raises(ConfigError) as caught:
         check_reset_parameters(nn.Sequential(nn.Linear(2, 2), Orphan(), Orphan()))
     (problem,) = caught.value.problems
@@ -183,7 +183,7 @@ def test_a_failing_reset_parameters_shows_the_users_traceback() -> None:
     assert "nn.init.zeros_(self.child.weight)" in message and "initializers.py" not in message
 
 
-def test_children_come_first_and_parents_keep_their_own() -> None:
+def test_reset_parameters_is_called_for_children_before_parents() -> None:
     order: list[str] = []
 
     def note(module: nn.Module, path: str) -> None:

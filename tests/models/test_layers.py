@@ -27,7 +27,7 @@ from titan_launch.models.layers import (
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_rope_turns_pairs_by_the_angles_of_their_positions(is_compiled: bool) -> None:
+def test_rope_rotates_pairs_by_the_angles_of_their_positions(is_compiled: bool) -> None:
     rope = RotaryEmbedding(head_dim=8, max_seq_len=20, theta=100.0)
     x = torch.randn(2, 20, 3, 8)
     angles = torch.outer(torch.arange(20.0), 100.0 ** -(torch.arange(0, 8, 2) / 8))
@@ -39,7 +39,7 @@ def test_rope_turns_pairs_by_the_angles_of_their_positions(is_compiled: bool) ->
     torch.testing.assert_close(turn(x[:, :7]), turned[:, :7])
 
 
-def test_rope_turns_in_float32_and_keeps_the_dtype() -> None:
+def test_rope_rotates_in_float32_and_keeps_the_dtype() -> None:
     rope = RotaryEmbedding(head_dim=8, max_seq_len=9000, theta=500_000.0)
     x = torch.randn(1, 9000, 1, 8).bfloat16()
     assert torch.equal(rope(x), rope(x.float()).bfloat16())
@@ -98,7 +98,7 @@ def test_causal_attention_has_a_fused_kernel_on_cuda(dtype: torch.dtype) -> None
     torch.testing.assert_close(attended.float().cpu(), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_attention_projects_turns_attends_and_projects() -> None:
+def test_attention_projects_applies_rope_attends_and_projects() -> None:
     rope = RotaryEmbedding(head_dim=4, max_seq_len=7, theta=100.0)
     attention = Attention(dim=8, n_heads=2, n_kv_heads=1, rope=rope)
     x = torch.randn(3, 7, 8)
@@ -120,7 +120,7 @@ def test_feed_forward_is_swiglu() -> None:
 # --- norms
 
 
-def test_build_norm() -> None:
+def test_build_norm_returns_the_layer_of_each_name() -> None:
     x = torch.randn(2, 3, 5) * 3 + 1
     norms = {kind: build_norm(kind, 5, eps=1e-5, momentum=0.25) for kind in ("rmsnorm", "layernorm", "batchnorm")}
     torch.testing.assert_close(norms["rmsnorm"](x), x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt())

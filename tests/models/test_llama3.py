@@ -53,7 +53,7 @@ def test_module_names_are_torchtitans() -> None:
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_num_parameters_is_what_the_model_has(flavor: str) -> None:
+def test_num_parameters_equals_the_number_of_the_models_parameters(flavor: str) -> None:
     args = Llama3Args.model_validate(FLAVORS[flavor])
     with torch.device("meta"):
         model = SPEC.build(args, 8)
@@ -79,7 +79,7 @@ def test_flops_of_8b_are_those_of_torchtitans_published_mfu() -> None:
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_flops_are_what_torch_counts(tie_embeddings: bool) -> None:
+def test_flops_equal_those_that_torch_counts(tie_embeddings: bool) -> None:
     seq_len, args = 16, tiny_args(tie_embeddings=tie_embeddings)
     with torch.device("meta"):
         model, tokens = Llama3(args, seq_len), torch.zeros(2, seq_len, dtype=torch.int64)
@@ -122,7 +122,9 @@ def test_initial_values() -> None:
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_trains_from_the_meta_device_under_fsdp(norm: str, tie_embeddings: bool, single_process_group: None) -> None:
+def test_a_llama_trains_from_the_meta_device_under_fsdp(
+    norm: str, tie_embeddings: bool, single_process_group: None
+) -> None:
     """Build in fp32 on the meta device, shard, allocate and initialise. Loss and gradients are those of the plain
     model, and nothing warns about views."""
     args = tiny_args(norm=norm, tie_embeddings=tie_embeddings)

@@ -16,7 +16,7 @@ from titan_launch.config.sections.data import IGNORED_TARGET
 from titan_launch.models.loss import count_correct, count_valid, cross_entropy_sum
 
 
-def test_sums_over_valid_targets_of_any_shape() -> None:
+def test_the_loss_is_a_sum_over_valid_targets_of_any_shape() -> None:
     logits = torch.randn(2, 3, 5, dtype=torch.float64)
     targets = torch.tensor([[0, 4, IGNORED_TARGET], [2, IGNORED_TARGET, 1]])
     expected = sum(
@@ -34,7 +34,7 @@ def test_sums_over_valid_targets_of_any_shape() -> None:
     assert count_valid(targets).item() == 4
 
 
-def test_computes_bfloat16_outputs_in_float32() -> None:
+def test_the_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
     logits = torch.randn(64, 11).bfloat16()
     targets = torch.randint(0, 11, (64,))
     assert torch.equal(cross_entropy_sum(logits, targets), cross_entropy_sum(logits.float(), targets))
@@ -50,7 +50,7 @@ def test_without_valid_targets_the_loss_is_zero_and_backward_works() -> None:
     assert count_valid(targets).item() == 0
 
 
-def test_counts_the_targets_with_the_largest_logit() -> None:
+def test_correct_predictions_are_the_targets_with_the_largest_logit() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 1.0, 1.0], [9.0, 0.0, 0.0]])
     targets = torch.tensor([1, 2, 1, 2, IGNORED_TARGET])
     assert count_correct(logits, targets).item() == 2  # of equal logits, the first is the largest
@@ -80,7 +80,7 @@ def test_chunks_change_no_bit_of_the_gradient(dtype: torch.dtype, chunks: int) -
     assert torch.count_nonzero(gradient) > 0
 
 
-def test_chunks_of_an_empty_batch() -> None:
+def test_the_chunked_loss_of_an_empty_batch_is_zero() -> None:
     for shape in ((0, 5), (3, 5)):
         targets = torch.full(shape[:1], IGNORED_TARGET)
         loss, gradient = loss_and_gradient(torch.randn(shape), targets, 4)
@@ -141,6 +141,6 @@ def divided_by_class() -> list[int]:
     return sizes[3:5]
 
 
-def test_logits_divided_by_class_give_the_same_loss() -> None:
+def test_logits_sharded_by_class_give_the_same_loss() -> None:
     own = 16 * 24 // 2
     assert run_ranks(divided_by_class, 2) == [[own, own // 4]] * 2

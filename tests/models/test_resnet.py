@@ -54,7 +54,7 @@ def on_meta(args: ResNetArgs) -> nn.Module:
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_num_parameters_is_what_the_model_has(flavor: str) -> None:
+def test_num_parameters_equals_the_number_of_the_models_parameters(flavor: str) -> None:
     args = ResNetArgs.model_validate(FLAVORS[flavor])
     assert sum(p.numel() for p in on_meta(args).parameters()) == num_parameters(args)
 
@@ -68,7 +68,7 @@ def test_published_sizes() -> None:
 @pytest.mark.parametrize("image_size", [8, 9])
 @pytest.mark.parametrize("stem", STEMS)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_flops_and_parameters_are_what_torch_counts(block: str, stem: str, image_size: int) -> None:
+def test_flops_and_parameters_equal_those_that_torch_counts(block: str, stem: str, image_size: int) -> None:
     args = tiny_args(block=block, stem=stem, image_size=image_size)
     model = on_meta(args)
     images = torch.zeros(3, 2, image_size, image_size, device="meta")
@@ -142,7 +142,7 @@ def test_logits_are_those_of_the_formula() -> None:
     torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_bottleneck_is_the_formula() -> None:
+def test_a_bottleneck_block_computes_the_formula() -> None:
     block = tiny_model(block="bottleneck", zero_init_residual=False).get_submodule("layer2.0")
     x = torch.randn(3, 16, 9, 9)
     y = normalized(F.conv2d(x, block.conv1.weight), block.bn1).relu()
@@ -176,13 +176,13 @@ def test_a_block_starts_as_the_identity() -> None:
 
 
 @pytest.mark.parametrize(("depths", "widths", "culprit"), [([], [], "depths"), ([1, 2], [4], "widths")])
-def test_stages_must_agree(depths: list[int], widths: list[int], culprit: str) -> None:
+def test_depths_and_widths_that_do_not_agree_are_an_error(depths: list[int], widths: list[int], culprit: str) -> None:
     ((fields, _),) = tiny_args(depths=depths, widths=widths).problems()
     assert fields[0] == culprit
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_trains_from_the_meta_device_under_fsdp(block: str, single_process_group: None) -> None:
+def test_a_resnet_trains_from_the_meta_device_under_fsdp(block: str, single_process_group: None) -> None:
     """Build in fp32 on the meta device, shard, allocate and initialise. Loss and gradients are those of the plain
     model, and nothing warns."""
     args, plain = tiny_args(block=block), tiny_model(block=block)

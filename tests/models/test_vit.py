@@ -18,9 +18,11 @@ from tests.tensors import assert_equal
 from tests.train.jobs import read_metrics, run_job, tiny_job
 from titan_launch.config.architectures.vit import FLAVORS, ViTArgs, flops_per_image, num_parameters
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
+from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.models.build import SPECS
 from titan_launch.models.init import initialize
 from titan_launch.models.vit import ViT, initial_values
+from titan_launch.optim.groups import group_parameters
 from titan_launch.parallel.activation_checkpoint import checkpoint_activations
 
 TINY: dict[str, Any] = {
@@ -104,7 +106,7 @@ def test_flops_of_activation_checkpointing_are_what_torch_counts(mode: Any, devi
 
 NAMES = {
     "embeddings.class_token": "vit.embeddings.cls_token",
-    "embeddings.positions": "vit.embeddings.position_embeddings",
+    "embeddings.positions.weight": "vit.embeddings.position_embeddings",
     "embeddings.projection": "vit.embeddings.patch_embeddings.projection",
     "layers": "vit.layers",
     "attention_norm": "layernorm_before",
@@ -143,8 +145,12 @@ def test_logits_and_gradients_are_those_of_transformers() -> None:
         layer_norm_eps=args.norm_eps,
     )
     ours, theirs = random_model(args), transformers.ViTForImageClassification(config).eval()
-    renamed = {name_in_transformers(name): tensor for name, tensor in ours.state_dict().items()}
-    theirs.load_state_dict(renamed)
+    theirs.load_state_dict(
+        {
+            (other := name_in_transformers(name)): tensor.view_as(theirs.get_parameter(other))
+            for name, tensor in ours.state_dict().items()
+        }
+    )
     images, targets = torch.randn(5, 1, 6, 6), torch.randint(0, 4, (5,))
     logits, expected = ours(images), theirs(images).logits
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
@@ -152,7 +158,7 @@ def test_logits_and_gradients_are_those_of_transformers() -> None:
         F.cross_entropy(output, targets).backward()
     gradients = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
-        other = gradients[name_in_transformers(name)].grad
+        other = gradients[name_in_transformers(name)].grad.view_as(parameter)
         torch.testing.assert_close(parameter.grad, other, rtol=1e-4, atol=1e-5, msg=name)
 
 
@@ -176,11 +182,15 @@ def test_initial_values() -> None:
         elif "norm" in name:
             expected = torch.ones_like(tensor)
         else:
-            std = {"positions": 0.02, "projection.weight": 12**-0.5}.get(name.partition(".")[2])
+            std = {"positions.weight": 0.02, "projection.weight": 12**-0.5}.get(name.partition(".")[2])
             std = std or (2 / sum(tensor.shape)) ** 0.5
             assert tensor.std().item() == pytest.approx(std, rel=0.1), name
             continue
         assert torch.equal(tensor, expected), name
+    groups = group_parameters(model, OptimizerConfig())
+    decayed = {name for group in groups if group.settings.weight_decay for name in group.parameters}
+    weights = {name for name in state if name.endswith("weight")}
+    assert decayed == {name for name in weights if not name.endswith(("norm.weight", "positions.weight"))}
     # Each token of noise has about the variance of its pixels.
     assert model.embeddings(torch.randn(64, 3, 6, 6))[:, 1:].std().item() == pytest.approx(1.0, rel=0.1)
 

@@ -89,7 +89,7 @@ def set_gradients(model: nn.Module, step: int, factor: float = 1.0) -> None:
 
 
 def divided_like(parameter: DTensor, full: Tensor) -> DTensor:
-    """A rank's part of a tensor, where it has a parameter's."""
+    """Shard a full tensor as a parameter is sharded."""
     (chunk,) = parameter.__create_chunk_list__()
     part = full[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))].clone()
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -127,7 +127,7 @@ def trained_alone(case: str) -> Values:
 
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_is_pytorchs(adjust_lr_fn: str, nesterov: bool) -> None:
+def test_muon_equals_pytorchs_muon(adjust_lr_fn: str, nesterov: bool) -> None:
     muon = {"adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov, "momentum": 0.9, "ns_steps": 4}
     ours, theirs = (nn.ModuleList([nn.Linear(9, 30, bias=False), nn.Linear(9, 5, bias=False)]) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
@@ -147,7 +147,7 @@ def test_muon_is_pytorchs(adjust_lr_fn: str, nesterov: bool) -> None:
 @pytest.mark.parametrize(
     ("momentum", "nesterov", "weight_decay"), [(0.9, False, 1e-2), (0.9, True, 0.0), (0.0, False, 0.1)]
 )
-def test_sgd_is_pytorchs(implementation: str, momentum: float, nesterov: bool, weight_decay: float) -> None:
+def test_sgd_equals_pytorchs_sgd(implementation: str, momentum: float, nesterov: bool, weight_decay: float) -> None:
     """PyTorch's own implementations agree bit for bit. The one of this package rounds differently."""
     ours, theirs = (nn.ModuleList([nn.Linear(9, 30, bias=False), nn.Linear(9, 5, bias=False)]) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
@@ -178,7 +178,7 @@ def test_muon_updates_have_singular_values_near_one() -> None:
     assert values.min() > 0.6 and values.max() < 1.3
 
 
-def test_adamw_without_low_precision_is_pytorchs() -> None:
+def test_adamw_in_float32_equals_pytorchs_adamw() -> None:
     """In float32 the update for low precision rounds nothing, so it equals PyTorch's."""
     ours, theirs = small_model(), small_model()
     config = OptimizerConfig(lr=0.02)
@@ -234,7 +234,7 @@ def test_a_deep_model_is_updated_in_as_few_operations_as_a_shallow_one() -> None
     assert counts[0]["pow.Scalar"] == 2 * len(optimizer.param_groups)
 
 
-class _NobodyWaits(TorchDispatchMode):
+class _NoHostReads(TorchDispatchMode):
     """A dispatch mode that fails when the host reads a number from the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -243,11 +243,11 @@ class _NobodyWaits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_skipped_step_leaves_no_trace(case: str) -> None:
-    """The first one too, and nobody waits for the device."""
+def test_a_skipped_step_changes_no_parameter_and_no_optimizer_state(case: str) -> None:
+    """The first step of a run can be skipped, too. The host does not wait for the device."""
     model, never = small_model(CASES[case][1]), small_model(CASES[case][1])
     optimizer, other = optimizer_of(model, case), optimizer_of(never, case)
-    with _NobodyWaits():
+    with _NoHostReads():
         train(model, optimizer, range(4), skipped=(0, 2))
     for step in (1, 3):
         train(never, other, range(step, step + 1))
@@ -314,7 +314,7 @@ def _train_divided() -> list[tuple[str, Values]]:
 
 
 @pytest.mark.parametrize("world_size", DIVISIONS)
-def test_every_division_gives_the_same_parameters(world_size: int) -> None:
+def test_every_sharding_gives_the_same_parameters(world_size: int) -> None:
     """The parameters are bitwise equal, except for PyTorch's fused AdamW (beside Muon) and SGD: they round differently
     at the end of a shard."""
     alone = {case: trained_alone(case) for case in CASES}

@@ -1,4 +1,4 @@
-"""The norm of the gradient, and clipping."""
+"""Gradient norm and gradient clipping."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _clip_sharded(mesh_shape: tuple[int, ...]) -> tuple[torch.Tensor, list[torch
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 1)])
-def test_the_norm_is_over_all_shards(mesh_shape: tuple[int, ...]) -> None:
+def test_the_gradient_norm_covers_all_shards(mesh_shape: tuple[int, ...]) -> None:
     plain = _model()
     expected = clip_grad_norm(plain.parameters(), 0.5)
     for norm, gradients in run_ranks(_clip_sharded, 2, mesh_shape):

@@ -98,7 +98,7 @@ def test_muon_updates_only_hidden_matrices() -> None:
 
 
 def test_weight_decay_is_not_inherited_by_another_algorithm() -> None:
-    """AdamW's weight decay is not added to the gradients of SGD, and the reverse."""
+    """SGD does not use the weight decay of AdamW, and AdamW does not use that of SGD."""
     model = nn.ModuleDict({"one": nn.Linear(2, 2, bias=False), "other": nn.Linear(2, 2, bias=False)})
     assert list(_named(model, name="SGD")) == ["default, SGD, weight decay 0"]
     assert list(_named(model, name="SGD", weight_decay=1e-4)) == ["default, SGD, weight decay 0.0001"]

@@ -116,7 +116,7 @@ def _check_skipping(implementation: str, shard: bool, name: str = "AdamW") -> di
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_skipped_step_leaves_no_trace(implementation: str, name: str) -> None:
+def test_a_skipped_step_changes_no_parameter_and_no_optimizer_state(implementation: str, name: str) -> None:
     _check_skipping(implementation, shard=False, name=name)
 
 
@@ -126,7 +126,7 @@ def _check_all_sharded() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_skipped_step_leaves_no_trace_on_shards(world_size: int) -> None:
+def test_a_skipped_step_changes_no_sharded_parameter_and_no_optimizer_state(world_size: int) -> None:
     plain = {"fused": _check_skipping("fused", shard=False), "SGD": _check_skipping("fused", shard=False, name="SGD")}
     for states in run_ranks(_check_all_sharded, world_size):
         for case, expected in plain.items():

@@ -37,7 +37,7 @@ def test_warm_up_plateau_and_decay() -> None:
         ("cosine", lambda t: (1 + math.cos(math.pi * t)) / 2),
     ],
 )
-def test_shapes_of_the_decay(decay_type: str, fall: Any) -> None:
+def test_decay_types_have_their_formulas(decay_type: str, fall: Any) -> None:
     curve = _curve(8, decay_ratio=0.5, decay_type=decay_type, min_lr_factor=0.1)
     assert curve[:4] == [1, 1, 1, 1]
     assert curve[4:] == pytest.approx([0.1 + 0.9 * fall(step / 5) for step in (1, 2, 3, 4, 5)])
@@ -78,5 +78,5 @@ def test_phases_are_clipped_to_the_run() -> None:
 
 
 @pytest.mark.parametrize("kind", ["warmup_stable_decay", "cosine", "linear", "constant"])
-def test_a_run_of_one_step_takes_it_at_the_peak(kind: str) -> None:
+def test_a_run_of_one_step_uses_the_peak_learning_rate(kind: str) -> None:
     assert _curve(1, kind=kind)[0] == 1

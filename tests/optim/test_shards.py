@@ -14,7 +14,7 @@ def rounded(values: Tensor, name: str = "w", step: int = 1, seed: int = 0, offse
     return target.float()
 
 
-def test_the_mean_is_right_and_values_are_the_neighbours() -> None:
+def test_stochastic_rounding_is_unbiased_between_the_two_nearest_bfloat16_values() -> None:
     """The values are 1, -3 and a small number, each plus a fraction of the distance to the next bfloat16."""
     for base, unit in ((1.0, 2**-7), (-3.0, -(2**-6)), (2.0**-60, 2.0**-67)):
         for fraction in (0.1, 0.5, 0.97):
@@ -24,14 +24,14 @@ def test_the_mean_is_right_and_values_are_the_neighbours() -> None:
             assert abs(share - fraction) < 0.006  # 4 standard deviations of 120,000 draws
 
 
-def test_bfloat16_values_are_not_changed() -> None:
+def test_stochastic_rounding_does_not_change_bfloat16_values() -> None:
     values = torch.tensor([[0.0, -0.0, 1.0, -2.5, torch.inf, -torch.inf, 3.0e38]]).bfloat16().float()
     for step in range(20):
         assert torch.equal(rounded(values, step=step), values)
     assert rounded(torch.tensor([[torch.nan]])).isnan().all()
 
 
-def test_every_name_step_seed_and_element_has_its_own_numbers() -> None:
+def test_every_name_step_seed_and_element_has_its_own_random_number() -> None:
     shape = (64, 64)
     draws = [
         Draw(seed, name, torch.tensor(step), (0, 0)).bits(shape).flatten()
@@ -71,7 +71,7 @@ def test_every_bit_of_step_and_index_changes_every_bit() -> None:
     assert (bits[:, 1:, :-1] ^ bits[:, :-1, 1:]).double().mean() > 0.49  # the next step does not shift the index
 
 
-def test_a_shard_draws_the_numbers_of_the_full_tensor() -> None:
+def test_a_shard_draws_the_same_random_numbers_as_the_full_tensor() -> None:
     values = torch.linspace(1, 2, 7 * 5 * 3).view(7, 5, 3)
     whole = rounded(values, offsets=(0, 0, 0))
     part = rounded(values[2:6, 1:3], offsets=(2, 1, 0))

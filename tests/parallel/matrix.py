@@ -1,7 +1,8 @@
-"""Every way to divide a model over ranks, compared with one process, for `test_matrix.py` and
-docs/verification/numerics.md.
+"""Comparison of every combination of parallelisms with one process.
 
-python -m tests.parallel.matrix --write docs/verification/numerics.md      # the whole product, some minutes
+`test_matrix.py` uses a part of the combinations, and docs/verification/numerics.md has the results of all.
+
+python -m tests.parallel.matrix --write docs/verification/numerics.md      # all combinations; takes some minutes
 """
 
 from __future__ import annotations
@@ -108,12 +109,12 @@ class Case:
 
     @property
     def local(self) -> int:
-        """Samples in a microbatch, so that a step has at most 4."""
+        """Number of samples in a microbatch. A step has at most 4 samples."""
         shared = [value for name, value in self.division.parallelism.items() if name in (*TP, *CP, *PP)]
         return 2 if prod(shared) == self.division.ranks else 1
 
     def job(self, folder: Path) -> dict[str, Any]:
-        """As a job file would have it; fp32 throughout, so that what differs is only the order of sums."""
+        """Return the job as plain data. It computes in fp32, so that results differ only by the order of sums."""
         return tiny_job(
             folder,
             model={"args": {**TINY_ARGS, "n_layers": 4, "vocab_size": 64}},
@@ -145,8 +146,11 @@ def cases(divisions: Iterable[Division] = DIVISIONS) -> list[Case]:
 
 
 def sample(divisions: Iterable[Division] = DIVISIONS) -> list[Case]:
-    """A part of the product in which every division meets every mode, and is trained with and without recomputation.
-    Which kind that is, and whether with precision rules, changes from one division to the next."""
+    """Return a part of all cases: every division with every accumulation mode.
+
+    Each division trains with and without activation checkpointing. The activation checkpointing mode and the precision
+    rules change from one division to the next.
+    """
     picked = []
     for offset, division in enumerate(divisions):
         modes, (none, *others) = _modes(division), _checkpointings(division)
@@ -190,8 +194,10 @@ def _train(case: Case, folder: Path, num_steps: int) -> Measured:
 
 
 def differences(cases: Sequence[Case], folder: Path, num_steps: int = STEPS) -> dict[Case, tuple[float, float]]:
-    """For cases on equally many ranks: the largest relative difference from one process of the loss, and of the
-    gradient norm, over steps and ranks."""
+    """Return the largest relative differences of the loss and of the gradient norm from one process.
+
+    The maximum is over steps and ranks. All cases must have the same number of ranks.
+    """
     (ranks,) = {case.division.ranks for case in cases}
     ((alone,),) = run_ranks(train, 1, [ALONE], folder / "alone", num_steps)
     by_rank = run_ranks(train, ranks, cases, folder / f"{ranks}_ranks", num_steps, timeout=20 + 20 * len(cases))

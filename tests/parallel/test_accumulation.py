@@ -104,7 +104,9 @@ GATHERS = N * (2 * (LAYERS - 1) + 3)
         ("deferred", True, Collectives(UNITS, UNITS, UNITS)),
     ],
 )
-def test_collectives_of_a_step_on_hsdp(mode: str, unsharded: bool, expected: Collectives) -> None:
+def test_counted_collectives_of_a_step_on_hsdp_are_the_planned_ones(
+    mode: str, unsharded: bool, expected: Collectives
+) -> None:
     job = make_job(
         mode,
         gradient_accumulation={"keep_params_unsharded": unsharded},
@@ -114,7 +116,7 @@ def test_collectives_of_a_step_on_hsdp(mode: str, unsharded: bool, expected: Col
         assert counted == planned and planned.collectives == expected
 
 
-def test_bytes_are_those_of_padded_parameters_in_the_dtypes_of_units() -> None:
+def test_communicated_bytes_are_those_of_padded_parameters_in_the_dtypes_of_units() -> None:
     """61 rows of 32 on 2 ranks are padded to 62. bf16 is gathered and fp32 reduced."""
     ((counted, planned), _) = run_ranks(count, 2, make_job("deferred"), 1)
     assert counted == planned
@@ -140,7 +142,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("mode", "ranks", "replicate", "sections"), LAYOUTS)
-def test_counts_and_bytes_are_the_planned_ones(
+def test_counted_collectives_and_their_bytes_are_the_planned_ones(
     mode: str, ranks: int, replicate: int, sections: dict[str, dict[str, Any]]
 ) -> None:
     parallelism = {**sections.get("parallelism", {}), "data_parallel_replicate_degree": replicate}

@@ -32,7 +32,7 @@ CONV_PARTS = {"mode": "full", "modules": ["blocks.*.bn", "blocks.1"]}
 
 
 def make_job(norm: str, checkpointing: dict[str, Any], **sections: dict[str, Any]) -> JobConfig:
-    """A Llama with one of its norms, or the convolutional network; fp32 unless `sections` say otherwise."""
+    """Return a job with a Llama that has this norm, or with the convolutional network. `sections` override fp32."""
     llama = {"args": {**TINY_ARGS, "norm": norm}}
     job: dict[str, Any] = {
         "model": {"name": "tests.parallel.conv_model:ConvNet"} if norm == "conv" else llama,
@@ -58,12 +58,12 @@ def train(model: torch.nn.Module, num_microbatches: int = 2) -> dict[str, Tensor
 
 def assert_counted(state: dict[str, Tensor], num_forwards: int) -> None:
     counts = {int(tensor) for name, tensor in state.items() if "num_batches_tracked" in name}
-    assert counts <= {num_forwards}, "a recomputation has moved the running statistics"
+    assert counts <= {num_forwards}, "the second forward of a checkpointed block has updated the running statistics"
 
 
 def precisions(norm: str) -> list[dict[str, Any]]:
-    """Return sections for fp32, and for bf16 with fp32 norms, in one unit and in units that are gathered again in every
-    block's backward."""
+    """Return sections for fp32, and for bf16 with fp32 norms: in one unit, and in units that every block's backward
+    all-gathers."""
     rule = {"type": NORM_CLASSES[norm], "param_dtype": "float32"}
     return [
         {},
@@ -76,8 +76,11 @@ def precisions(norm: str) -> list[dict[str, Any]]:
 
 
 def checkpointed_and_not(norm: str, statistics: str) -> int:
-    """The number of comparisons made: in all precisions with running statistics, which are what recomputation could
-    spoil, and otherwise in the one that gathers again what it recomputes with."""
+    """Compare each activation checkpointing mode with none. Return the number of comparisons.
+
+    With running statistics, which a second forward could change, all precisions are compared. Otherwise only the last
+    one is compared, in which backward all-gathers the parameters of the second forward.
+    """
     compared = 0
     for sections in precisions(norm) if (norm, statistics) == ("batchnorm", "local") else precisions(norm)[-1:]:
         sections = {**sections, "batchnorm": {"statistics": statistics}}
@@ -114,7 +117,7 @@ def interrupted_and_not(folder: Path) -> None:
     assert_equal(full_state(run.model), run_job(tiny_job(folder, **sections, job={"name": "plain"})))
 
 
-def test_a_checkpoint_fits_a_run_in_another_mode(tmp_path: Path) -> None:
+def test_a_checkpoint_loads_with_another_activation_checkpointing_mode(tmp_path: Path) -> None:
     run_ranks(interrupted_and_not, 2, tmp_path)
 
 
@@ -146,7 +149,9 @@ def backward_operations(norm: str) -> list[Counter[str]]:
         ("conv", 3, {"convolution": (1, 0)}),
     ],
 )
-def test_operations_that_backward_repeats(norm: str, blocks: int, per_block: dict[str, tuple[int, int]]) -> None:
+def test_backward_repeats_the_operations_of_checkpointed_modules(
+    norm: str, blocks: int, per_block: dict[str, tuple[int, int]]
+) -> None:
     none, full, every_second, op = run_ranks(backward_operations, 1, norm)[0]
     for operation, (in_full, in_op) in per_block.items():
         assert full[operation] - none[operation] == in_full * blocks

@@ -172,7 +172,7 @@ def train(model: nn.Module, batches: list[Tensor], num_targets: int) -> dict[str
 
 
 def model_on_one_rank(config: JobConfig) -> nn.Module:
-    """The same model, plain, as one process has it."""
+    """Return the model without FSDP2, with the same initial values."""
     built = build_model(config.model, 16)
     built.module.to_empty(device=CPU)
     initialize(built.module, built.initializer, 0, CPU)
@@ -180,7 +180,7 @@ def model_on_one_rank(config: JobConfig) -> nn.Module:
 
 
 def errors_against_one_process(replicate: int) -> dict[str, float]:
-    """The largest error of any tensor, by model and recomputation."""
+    """Return the largest error of any tensor, by model and activation checkpointing mode."""
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(0, 61, (8, 16), generator=generator) for _ in range(3)]
     parts = [batch.chunk(dist.get_world_size())[dist.get_rank()] for batch in batches]

@@ -85,8 +85,10 @@ class Wider(nn.Linear):
 
 
 def train(sections: dict[str, Any]) -> tuple[dict[str, Tensor], tuple[int, int]]:
-    """Losses, gradients of this rank's shards and buffers of two microbatches; the bytes that the first kept for
-    backward, and the number of graphs."""
+    """Train two microbatches. Return losses, gradients of this rank's shards and buffers, and a pair of numbers.
+
+    The pair has the bytes that the first microbatch saved for backward, and the number of graphs.
+    """
     job: dict[str, Any] = {"training": {"seq_len": 16}, "precision": {"param_dtype": "float32"}, **sections}
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

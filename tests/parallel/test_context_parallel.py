@@ -19,8 +19,8 @@ from tests.train.jobs import this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.precision import BatchNormConfig
 from titan_launch.core.errors import ConfigError
-from titan_launch.data.context_shard import SequencePart
 from titan_launch.models.parallel_plans import check_context_plan
+from titan_launch.parallel.context_parallel import SequencePart
 from titan_launch.train.build import build_run
 
 TWO = {"context_parallel_degree": 2}
@@ -42,7 +42,7 @@ def train(jobs: list[dict[str, Any]], folder: Path) -> list[dict[str, Tensor]]:
     return [{name: t for name, t in result.items() if name not in TABLES} for result in results]
 
 
-def test_trains_like_one_process(tmp_path: Path) -> None:
+def test_context_parallelism_trains_like_one_process(tmp_path: Path) -> None:
     cases = [("BatchNorm", TWO), ("own", TWO), ("own", IN_ORDER)]
     alone = dict(zip(JOBS, run_ranks(train, 1, list(JOBS.values()), tmp_path / "1")[0], strict=True))
     by_rank = run_ranks(train, 2, [{**JOBS[name], "parallelism": p} for name, p in cases], tmp_path / "2")
@@ -89,6 +89,6 @@ def build_on_cpu(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_the_cpu_is_refused(tmp_path: Path) -> None:
+def test_context_parallelism_on_a_cpu_is_refused(tmp_path: Path) -> None:
     for printed in run_ranks(build_on_cpu, 2, tmp_path):
         assert "PyTorch's ring attention has no kernels for the CPU" in printed

@@ -37,8 +37,11 @@ CHECKPOINTING: list[dict[str, Any]] = [
 
 
 def jobs(replicate: int) -> Iterator[JobConfig]:
-    """Every mode, parameters kept or not, with an fp32 unit of norms and with BatchNorm, of which HSDP has one in turn;
-    recomputation in turn."""
+    """Yield jobs for every accumulation mode, with sharded and with unsharded parameters.
+
+    FSDP has jobs with an fp32 unit of norms and jobs with BatchNorm; HSDP alternates between the two. Activation
+    checkpointing modes alternate.
+    """
     checkpointing, norms = cycle(CHECKPOINTING), [("rmsnorm", "RMSNorm"), ("batchnorm", "BatchNorm")]
     for mode in ("immediate", "deferred", *(["deferred_all_reduce"] if replicate > 1 else [])):
         for unsharded in (False, True):
@@ -105,7 +108,7 @@ class Abandoned(BaseException):
 
 @contextmanager
 def failing(model: nn.Module, microbatch: int, where: str) -> Iterator[None]:
-    """Raise `Abandoned` in the last block, while that microbatch runs forward, backward or a recomputation."""
+    """Raise `Abandoned` in the last block, while this microbatch runs forward, backward or its second forward."""
     block, forwards, in_block = model.get_submodule("layers.1"), [0], [0]
 
     def count(*_: Any) -> None:
@@ -207,7 +210,7 @@ def raise_abandoned() -> None:
     raise Abandoned
 
 
-def test_an_all_gather_that_is_interrupted_half_way_is_freed() -> None:
+def test_an_interrupted_all_gather_is_freed() -> None:
     run_ranks(abandon_in_an_all_gather, 1)
     run_ranks(abandon_in_an_all_gather, 2)
 
@@ -244,7 +247,9 @@ def zero_grad_and_reset(model: Any) -> None:
 
 
 @pytest.mark.parametrize(("reset", "since"), [(discard_pending, (2, 11)), (zero_grad_and_reset, (2, 15))])
-def test_functions_that_clear_a_deferred_accumulation(reset: Any, since: tuple[int, int]) -> None:
+def test_pytorchs_reset_functions_clear_a_deferred_accumulation_from_a_release_on(
+    reset: Any, since: tuple[int, int]
+) -> None:
     """`since` is the first release on which `reset` does."""
     if not hasattr(FSDPModule, "reset_iter_state") and reset is zero_grad_and_reset:
         pytest.skip("this release of PyTorch cannot reset an iteration")

@@ -98,9 +98,9 @@ def check_weights_gathered_in_8_bits(folder: Path) -> None:
     assert losses("muon_True") == pytest.approx(losses("muon_False"), rel=1e-3)
 
 
-def test_weights_gathered_in_8_bits_train_alike_and_are_saved_in_their_own_dtype(tmp_path: Path) -> None:
-    """After a step, and a validation of the moving average, each weight has the scale of the full weight. Runs with and without 8-bit all-gathers resume from
-    each other's checkpoints. The same run resumes bit for bit."""
+def test_float8_all_gather_trains_like_bf16_all_gather_and_saves_the_storage_dtype(tmp_path: Path) -> None:
+    """After a step, and a validation of the moving average, each weight has the scale of the full weight. Runs with and
+    without 8-bit all-gathers resume from each other's checkpoints. The same run resumes bit for bit."""
     pytest.importorskip("torchao")
     run_ranks(check_weights_gathered_in_8_bits, 2, tmp_path)
 

@@ -33,8 +33,11 @@ PADDED = (TINY_ARGS["vocab_size"] + 1) * TINY_ARGS["dim"]
 """Elements of the embedding, whose rows are padded for two ranks."""
 
 
-def gathers_and_held(parallelism: dict[str, Any], checkpointing: str) -> tuple[list[int], list[int], bool]:
-    """Elements of the embedding's size that forward gathers, and backward; whether it is held in between."""
+def gathers_and_is_unsharded(parallelism: dict[str, Any], checkpointing: str) -> tuple[list[int], list[int], bool]:
+    """Return the sizes of the embedding's all-gathers in forward and in backward.
+
+    The third value is True if the embedding is unsharded between forward and backward.
+    """
     config = JobConfig.model_validate(
         {
             "model": {"args": TINY_ARGS},
@@ -62,12 +65,12 @@ def is_held(module: torch.nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_an_embedding_is_gathered_once_and_not_held(checkpointing: str) -> None:
+def test_an_embedding_is_all_gathered_once_per_step_and_resharded(checkpointing: str) -> None:
     for choice in ("default", "always"):
-        result = run_ranks(gathers_and_held, 2, {"fsdp_reshard_after_forward": choice}, checkpointing)[0]
+        result = run_ranks(gathers_and_is_unsharded, 2, {"fsdp_reshard_after_forward": choice}, checkpointing)[0]
         assert result == ([PADDED], [], False), choice
 
 
 def test_an_embedding_stays_unsharded_if_every_unit_does() -> None:
-    result = run_ranks(gathers_and_held, 2, {"fsdp_reshard_after_forward": "never"}, "none")[0]
+    result = run_ranks(gathers_and_is_unsharded, 2, {"fsdp_reshard_after_forward": "never"}, "none")[0]
     assert result == ([PADDED], [], True)

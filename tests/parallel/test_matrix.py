@@ -13,7 +13,7 @@ NUM_STEPS = 2
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_division_equals_one_process(ranks: int, tmp_path: Path) -> None:
+def test_every_combination_of_parallelisms_equals_one_process(ranks: int, tmp_path: Path) -> None:
     cases = sample(division for division in DIVISIONS if division.ranks == ranks)
     found = differences(cases, tmp_path, NUM_STEPS)
     assert {case: difference for case, difference in found.items() if max(difference) > TOLERANCE} == {}

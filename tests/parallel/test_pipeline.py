@@ -33,8 +33,10 @@ Trained = tuple[list[dict[str, float]], dict[str, Tensor]]
 def job(
     folder: Path, norm: str = "rmsnorm", mode: str = "immediate", unsharded: bool = False, **parallelism: Any
 ) -> Any:
-    """Five layers and unequal validation batches; audited, so that dtypes and units are as planned too. With BatchNorm
-    in bfloat16. Eight samples a step: four microbatches on each of the ranks below."""
+    """Return a job with five layers, unequal validation batches and an audit of dtypes and units.
+
+    With BatchNorm it computes in bfloat16. A step has eight samples: four microbatches on each rank of these tests.
+    """
     local = 2 if norm == "batchnorm" else 1
     held_out = {"kind": "synthetic", "vocab_size": 61, "num_samples": 8}
     return tiny_job(
@@ -72,7 +74,7 @@ def _check_traffic(run: Run, scalars: dict[str, float]) -> None:
 
 
 def compare(jobs: dict[str, Any], ranks: int, alone: Any) -> None:
-    """The jobs give what one process gives: losses and norms to 1e-5, and every parameter and buffer, on some rank."""
+    """Assert that the jobs equal one process: losses and norms to 1e-5, and every parameter and buffer on its rank."""
     ((expected, expected_state),) = run_ranks(train, 1, [alone])[0]
     by_rank = run_ranks(train, ranks, list(jobs.values()), timeout=60 + 10 * len(jobs))
     for index, name in enumerate(jobs):
@@ -95,7 +97,7 @@ def compare(jobs: dict[str, Any], ranks: int, alone: Any) -> None:
         assert not apart, name
 
 
-def test_every_schedule_equals_one_process(tmp_path: Path) -> None:
+def test_every_pipeline_schedule_trains_like_one_process(tmp_path: Path) -> None:
     """The statistics of BatchNorm show whether anything runs twice. Sums of bfloat16 gradients show whether they are
     widened."""
     modes = {
@@ -119,7 +121,7 @@ def test_every_schedule_equals_one_process(tmp_path: Path) -> None:
     compare(jobs, 2, job(tmp_path / "alone", "batchnorm"))
 
 
-def test_fsdp_within_stages_equals_one_process(tmp_path: Path) -> None:
+def test_fsdp_within_pipeline_stages_trains_like_one_process(tmp_path: Path) -> None:
     def divided(name: str, schedule: str, mode: str, unsharded: bool = False, replicas: int = 1) -> Any:
         return job(
             tmp_path / name,
@@ -168,7 +170,7 @@ def test_an_exception_of_a_stage_is_raised_unchanged(tmp_path: Path) -> None:
 
 
 def resume_elsewhere(folder: Path) -> list[dict[str, Tensor]]:
-    """Begin with one division of ranks and end with another one."""
+    """Train with one layout of ranks, and resume with another one."""
     divisions: dict[str, dict[str, Any]] = {
         "stages": {"pipeline_parallel_degree": 2},
         "turns": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"},
@@ -190,7 +192,7 @@ def resume_elsewhere(folder: Path) -> list[dict[str, Tensor]]:
     return states
 
 
-def test_a_checkpoint_is_resumed_with_another_division_of_ranks(tmp_path: Path) -> None:
+def test_a_checkpoint_is_resumed_with_another_layout_of_ranks(tmp_path: Path) -> None:
     (never, *first), (_, *second) = run_ranks(resume_elsewhere, 2, tmp_path)
     for ours, theirs in zip(first, second, strict=True):
         state = ours | theirs
@@ -260,8 +262,8 @@ def pipeline_order() -> Pooled:
     return Pooled("chain")
 
 
-def test_stages_of_a_rank_share_its_tensors() -> None:
-    """Beside the cut model, which has everything under its own name, each stage runs its own part."""
+def test_pipeline_stages_share_the_tensors_of_the_model() -> None:
+    """The cut model has all modules of the rank, under their names. Each stage runs its own part of them."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     expected = [model[0].weight, model[2].weight]
     x = torch.randn(2, 4)

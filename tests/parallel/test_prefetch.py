@@ -69,7 +69,7 @@ def begins_backward(events: list[str], path: str) -> Any:
 
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("unit_per", ["model", "block", "module"])
-def test_the_next_block_is_gathered_before_the_current_one_computes(unit_per: str, keeps: bool) -> None:
+def test_backward_all_gathers_the_next_block_before_it_computes_the_current_one(unit_per: str, keeps: bool) -> None:
     rule = {"type": "RMSNorm", "param_dtype": "float32", "unit_per": unit_per}
     plain = run_ranks(backward_events, 1, [], keeps)[0]
     assert plain[-7:] == ["gather", "layers.3", "gather", "layers.2", "gather", "layers.1", "layers.0"]

@@ -76,7 +76,7 @@ def train_one(job: dict[str, Any], folder: Path) -> Trained:
         return {**seen, **full_state(run.model)}
 
 
-def test_trains_like_one_process(tmp_path: Path) -> None:
+def test_tensor_parallelism_trains_like_one_process(tmp_path: Path) -> None:
     cases = [
         ("tied, chunks", TWO),
         ("tied, chunks", {**TWO, "loss_parallel": False}),
@@ -104,7 +104,7 @@ def assert_close(case: str, trained: Trained, expected: Trained, tolerance: floa
 
 
 def drop(folder: Path) -> list[Trained]:
-    """A model with dropout and deterministic kernels, without and with recomputation of what has been dropped."""
+    """Train a model with dropout and deterministic kernels, without and with activation checkpointing."""
     job: dict[str, Any] = {"model": {"name": OWN, "args": {"dropout": 0.3}}, "parallelism": TWO}
     results = []
     for checkpointing in ({"mode": "none"}, {"mode": "full", "modules": ["attention"]}):
@@ -126,7 +126,7 @@ def fail_for_shapes(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_shapes_that_do_not_go_with_the_plan_are_explained(tmp_path: Path) -> None:
+def test_shapes_that_do_not_fit_the_tensor_parallel_plan_are_explained(tmp_path: Path) -> None:
     for printed in run_ranks(fail_for_shapes, 2, tmp_path):
         assert printed.startswith("model.name: fails ") and "divided_model.py" in printed and "unflatten" in printed
         assert "with 1/2 of the heads and features on each rank; check that its attribute" in printed
@@ -148,7 +148,7 @@ def test_other_errors_are_raised_unchanged(name: str, degree: int, error: Except
 
 
 def everything(run: Run) -> dict[str, Tensor]:
-    """Parameters, buffers and optimizer state, gathered."""
+    """Return parameters, buffers and optimizer state, gathered from their shards."""
     found = full_state(run.model)
     for name, parameter in run.model.named_parameters():
         for key, value in run.optimizer.state.get(parameter, {}).items():
@@ -171,7 +171,7 @@ def go_on(*jobs: dict[str, Any]) -> list[Ends]:
     return ends
 
 
-def test_checkpoints_move_between_layouts(tmp_path: Path) -> None:
+def test_checkpoints_load_with_another_tensor_parallel_degree(tmp_path: Path) -> None:
     def job(name: str, steps: int, parallelism: dict[str, Any]) -> dict[str, Any]:
         return tiny_job(
             tmp_path,
@@ -204,7 +204,7 @@ def refusal(plan: dict[str, Any] | None, norm: str = "LayerNorm", degree: int = 
     return str(caught.value)
 
 
-def test_plans_that_do_not_fit_the_model_are_refused() -> None:
+def test_tensor_parallel_plans_that_do_not_fit_the_model_are_refused() -> None:
     check_tensor_plan(Model(), PLAN, ParallelismConfig(tensor_parallel_degree=2))
     without = {key: {k: v for k, v in PLAN.items() if k != key} for key in PLAN}
     for plan, expected in (
@@ -229,6 +229,6 @@ def test_plans_that_do_not_fit_the_model_are_refused() -> None:
     )
 
 
-def test_ranks_that_share_matrices_draw_the_same_random_numbers() -> None:
+def test_tensor_parallel_ranks_draw_the_same_random_numbers() -> None:
     parallelism = ParallelismConfig(tensor_parallel_degree=2, context_parallel_degree=2)
     assert [random_stream(rank, parallelism) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -38,7 +38,7 @@ def test_auto_takes_the_least_traffic_of_the_choices_that_fit(memory: float, exp
     assert f"fit into {memory:g} GiB with the margin" in resolution.reason
 
 
-def test_auto_keeps_to_what_the_job_says() -> None:
+def test_auto_chooses_only_among_modes_that_the_job_allows() -> None:
     resharded = {"mode": "auto", "keep_params_unsharded": False}
     sections = {**auto(memory_gib=12), "gradient_accumulation": resharded, "activation_checkpoint": {"mode": "full"}}
     assert configured_choice(resolved(make_job(**sections)).config).label == choice_label("deferred", "full")
@@ -138,7 +138,7 @@ def test_an_unresolved_auto_mode_cannot_be_planned() -> None:
         checkpointed_modules(Inventory((), ("layers.0",)), config.activation_checkpoint)
 
 
-def test_traffic_between_nodes_counts() -> None:
+def test_auto_weighs_traffic_between_nodes() -> None:
     resolution = resolved(make_job(**auto(memory_gib=12, gpus_per_node=1)))
     assert (
         resolution.row.link_traffic.within == 0 and resolution.row.choice.accumulation_label == f"deferred{UNSHARDED}"

@@ -45,7 +45,7 @@ def test_traffic_of_a_ring_is_split_by_the_nodes_of_its_ranks(
     assert (traffic_by_link.within, traffic_by_link.across) == pytest.approx((expected.within, expected.across))
 
 
-def test_reduce_scatters_cost_as_much_as_all_gathers_and_add_up() -> None:
+def test_a_reduce_scatter_has_the_link_traffic_of_an_all_gather() -> None:
     scattered = Traffic(Collectives(reduce_scatters=1), reduce_scatter_bytes=1024)
     assert link_traffic_of_step(scattered, layout(1, 4), 8) == link_traffic_of_step(GATHERED, layout(1, 4), 8)
     both = link_traffic_of_step(GATHERED + scattered, layout(1, 4), 8)
@@ -70,5 +70,5 @@ def test_traffic_of_each_mesh_axis_is_split_by_nodes() -> None:
 @pytest.mark.parametrize(
     ("shape", "shard", "expected"), [((61, 32), 2, 62 * 32), ((3,), 8, 8), ((64, 3, 3, 3), 7, 70 * 27), ((8, 0), 3, 0)]
 )
-def test_the_first_axis_is_padded(shape: tuple[int, ...], shard: int, expected: int) -> None:
+def test_padded_numel_pads_the_first_dimension(shape: tuple[int, ...], shard: int, expected: int) -> None:
     assert padded_numel(TensorInfo("weight", shape, "float32", True, True), shard) == expected

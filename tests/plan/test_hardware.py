@@ -53,7 +53,7 @@ def test_a_job_for_a_cpu_can_be_planned_for_a_gpu() -> None:
     assert (planned.kernels, planned.memory_gib, planned.overhead_gib) == ("cuda", 21.9, 2)
 
 
-def test_a_run_knows_its_device() -> None:
+def test_a_run_uses_its_detected_device_unless_the_job_names_one() -> None:
     found = hardware_of(JobConfig(), 1, "cuda", "NVIDIA H200", 139.8)
     assert (found.device, found.memory_gib, found.peak_tflops) == ("h200", 139.8, 989)
     unknown = hardware_of(JobConfig(), 1, "cuda", "NVIDIA H300", 200.0)
@@ -91,7 +91,7 @@ def test_a_container_may_have_less_memory_than_its_machine(monkeypatch: pytest.M
         ("AMD Instinct MI325X", "mi325x"),
     ],
 )
-def test_reported_names_are_found(reported: str, name: str) -> None:
+def test_reported_device_names_are_found(reported: str, name: str) -> None:
     device = find_device(reported)
     assert device is not None
     assert device.name == name
@@ -120,7 +120,7 @@ def test_reported_names_are_found(reported: str, name: str) -> None:
         "AMD Instinct MI300A",
     ],
 )
-def test_anything_else_is_unknown(reported: str) -> None:
+def test_other_reported_device_names_are_unknown(reported: str) -> None:
     assert find_device(reported) is None
 
 

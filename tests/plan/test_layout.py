@@ -40,7 +40,7 @@ def test_ranks_that_share_samples_do_not_count_for_the_batch() -> None:
     assert (shared.parameter_shards, shared.model_parallel) == (8, 8)
 
 
-def test_a_rank_knows_whose_samples_it_has_and_its_place_in_the_pipeline() -> None:
+def test_a_rank_has_a_data_parallel_index_and_a_pipeline_index() -> None:
     shared = layout(16, batch=16, replicate=2, tensor=2, pipeline=2)
     assert [shared.data_rank(rank) for rank in range(16)] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
     assert [shared.pipeline_rank(rank) for rank in range(16)] == [0] * 8 + [1] * 8

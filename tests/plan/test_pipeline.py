@@ -1,4 +1,4 @@
-"""The cut of a model into pipeline stages, and the part of its plan on each stage."""
+"""The division of a model into pipeline stages, and the part of its plan on each stage."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def cuts(inventory: Inventory, **parallelism: Any) -> list[tuple[str, ...]]:
     return [stage.modules for stage in plan_stages(inventory, ParallelismConfig.model_validate(parallelism))]
 
 
-def test_the_largest_part_is_minimal() -> None:
+def test_balance_minimizes_the_cost_of_the_largest_stage() -> None:
     assert balance([1, 1, 1, 1], 2) == (2,)
     assert balance([1, 1, 1, 4], 2) == (3,)
     assert balance([5, 1, 1, 1, 1], 3) == (1, 3)
@@ -62,7 +62,7 @@ def test_the_largest_part_is_minimal() -> None:
 
 
 def test_stages_are_as_equal_as_whole_layers_allow() -> None:
-    """The output matrix counts and the embedding does not. Norms belong to the layer before them."""
+    """The cost of a stage includes the output matrix and not the embedding. A norm follows the layer before it."""
     first, last = cuts(llama(5), pipeline_parallel_degree=2)
     assert first == ("tok_embeddings", "layers.0", "layers.1", "layers.2")
     assert last == ("layers.3", "layers.4", "norm", "output")
@@ -71,7 +71,7 @@ def test_stages_are_as_equal_as_whole_layers_allow() -> None:
     assert [len(part) for part in large_output] == [3, 3, 3]
 
 
-def test_a_stage_begins_where_the_job_says() -> None:
+def test_stages_begin_at_the_split_points_of_the_job() -> None:
     parts = cuts(
         llama(3),
         pipeline_parallel_degree=2,
@@ -141,7 +141,7 @@ def test_a_model_that_cannot_be_divided_is_an_error(
     assert problem in str(caught.value)
 
 
-def test_a_chain_names_modules_that_run() -> None:
+def test_a_pipeline_order_may_only_name_modules_that_run_once() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Linear(2, 2)])
     assert find_pipeline_order(model, ("layers.*",)) == ("layers.0",)
@@ -154,7 +154,7 @@ def test_a_chain_names_modules_that_run() -> None:
             find_pipeline_order(model, pipeline_order)
 
 
-def test_the_parts_of_a_plan_cover_the_model() -> None:
+def test_the_pipeline_stages_of_a_plan_cover_the_model() -> None:
     """Each module and parameter is on one stage. A unit over several stages has a part on each, with its own dtype."""
     rules = ({"type": "RMSNorm", "param_dtype": "float32"},)
     whole = plan(job(rules=rules, pipeline_parallel_schedule="Interleaved1F1B"))
@@ -199,7 +199,7 @@ def layout(config: JobConfig) -> Any:
     return plan_layout(config.parallelism, TrainingConfig(local_batch_size=1, global_batch_size=8), 4)
 
 
-def test_the_plan_describes_the_stages() -> None:
+def test_the_text_of_a_plan_describes_the_pipeline_stages() -> None:
     text = format_plan(job(), plan(job()), layout(job()), str)
     assert "pipeline: schedule 1F1B, 2 stages on 2 x 2 ranks" in text
     assert "pipeline stage 1 (ranks 2 to 3): layers.3 .. output, " in text

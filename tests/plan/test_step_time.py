@@ -28,7 +28,7 @@ MODES = [{"mode": "none"}, FULL, {"mode": "selective"}, {"mode": "selective", "s
 
 
 def counted_matmuls(checkpointing: ActivationCheckpointConfig) -> int:
-    """FLOPs of a forward and backward without attention's, which torch counts on a CPU from 2.15 on only."""
+    """Return the FLOPs of a forward and backward without attention, which torch counts on a CPU only from 2.15 on."""
     built = build_model(ModelConfig(args={**TINY_ARGS, "n_layers": LAYERS}), SEQ_LEN)
     model = built.module.to_empty(device="cpu")
     checkpoint_activations(model, checkpointed_modules(Inventory((), built.blocks), checkpointing), checkpointing)
@@ -53,7 +53,7 @@ def test_llamas_matrix_products_are_those_that_torch_counts(mode: dict[str, Any]
     assert total - attention * (3 * LAYERS + num_checkpointed) == counted_matmuls(checkpointing)
 
 
-def test_of_other_models_only_whole_checkpointed_blocks_are_estimated() -> None:
+def test_flops_of_a_users_model_are_estimated_only_if_whole_blocks_are_checkpointed() -> None:
     flops = flops_of_model(ModelConfig(name="a.b:c"), 1, ("a", "b", "c", "d"), 300)
     assert not flops.is_exact
     estimates = [flops.total_per_sample(ActivationCheckpointConfig.model_validate(mode)) for mode in MODES]
@@ -65,7 +65,7 @@ def test_a_model_without_a_flop_count_has_no_estimate() -> None:
     assert flops.total_per_sample(ActivationCheckpointConfig()) is None
 
 
-def test_a_step_takes_between_the_longer_part_and_the_sum() -> None:
+def test_a_step_takes_between_the_longer_of_computation_and_communication_and_their_sum() -> None:
     fast = hardware_of(JobConfig.model_validate({"planner": {"device": "h100-80gb", "mfu": 0.5}}), 8)
     time = estimate_step_time(6 * 989 * 10**12, LinkTraffic(within=450e9, across=100e9), fast)
     assert time == StepTime(compute=12, communication=2)  # at half the peak; the slower link counts

@@ -318,7 +318,7 @@ def test_the_table_has_one_row_for_equal_modules() -> None:
 
 
 class UsesAutocast(nn.Module):
-    """A model that computes its last layer in the dtype of autocast, whatever the rules say."""
+    """A model that computes its last layer in the dtype of autocast, not in that of its precision rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,6 +337,6 @@ def differences_under_autocast() -> list[str]:
     return audit_of(JobConfig.model_validate({"model": model, "precision": {"rules": rules}})).differences()
 
 
-def test_autocast_differs_from_the_plan() -> None:
+def test_autocast_is_reported_as_a_difference_from_the_plan() -> None:
     (differences,) = run_ranks(differences_under_autocast, 1)
     assert differences == ["output (Linear), autocast: planned off, observed bfloat16 (unit: precision.rules.0)"]

@@ -460,7 +460,7 @@ def every_failure() -> None:
         check(case)
 
 
-def test_every_failure_is_explained_and_its_remedy_works() -> None:
+def test_every_dtype_failure_is_explained_and_its_remedy_works() -> None:
     run_ranks(every_failure, 2)
 
 
@@ -508,7 +508,7 @@ def what_no_job_can_provoke() -> None:
     )
 
 
-def test_failures_that_no_job_on_a_cpu_provokes_are_explained() -> None:
+def test_dtype_failures_that_no_job_on_a_cpu_can_provoke_are_explained() -> None:
     run_ranks(what_no_job_can_provoke, 2)
 
 
@@ -522,7 +522,7 @@ def other_errors_pass() -> None:
         assert "middle" in [entry.name for entry in raised.traceback]
 
 
-def test_other_errors_pass_unchanged_with_their_traceback() -> None:
+def test_errors_other_than_dtype_failures_are_raised_unchanged() -> None:
     run_ranks(other_errors_pass, 1)
 
 
@@ -539,5 +539,5 @@ def in_a_run(folder: Path) -> None:
             assert run.progress.step == steps_done
 
 
-def test_steps_and_validations_of_a_run_are_explained(tmp_path: Path) -> None:
+def test_dtype_failures_in_training_and_validation_steps_are_explained(tmp_path: Path) -> None:
     run_ranks(in_a_run, 1, tmp_path)

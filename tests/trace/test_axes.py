@@ -28,7 +28,7 @@ def trace(ranks: int, rank: int = 0, n_layers: int = 2, **sections: Any) -> Trac
     return trace_step(config, built, plan_precision(config, built), layout, "cuda", rank)
 
 
-def test_a_block_gathers_and_scatters_its_stream_twice_in_forward_and_twice_in_backward() -> None:
+def test_tensor_parallelism_all_gathers_and_reduce_scatters_the_activations_of_a_block_four_times() -> None:
     """The gradients of the block's two norm weights are also all-reduced, from torch 2.15 on in the dtype of the
     reduction."""
     sections: dict[str, Any] = {

@@ -18,7 +18,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def kept_bytes(make: Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]) -> int:
-    """Bytes of the storages that backward is given, on tensors without values; its gradients have the right shapes."""
+    """Return the bytes saved for backward, on tensors without values. Check the shapes of the gradients."""
     storages: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def test_fp32_attention_repeats_keys_and_values() -> None:
     assert attention(causal_attention, FP32, K) == pytest.approx(tokens * 4 * H + 4 * B * H * T, abs=64)
 
 
-def test_attention_that_no_fused_kernel_takes_stores_all_scores() -> None:
+def test_attention_without_a_fused_kernel_stores_all_scores() -> None:
     def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
@@ -103,7 +103,7 @@ def test_kernels_of_a_cpu_job_are_not_replaced() -> None:
     assert (F.rms_norm, torch.rms_norm, F.layer_norm, F.scaled_dot_product_attention) == before
 
 
-def test_modules_meet_the_stand_ins() -> None:
+def test_modules_call_the_stand_ins_of_the_kernels() -> None:
     with FakeTensorMode(), kernels_replaced("cuda"):
         x = torch.empty(B, T, D, requires_grad=True)
         assert (

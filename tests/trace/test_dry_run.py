@@ -32,7 +32,7 @@ def dry_run_output(ranks: int, rank: int = 0, **sections: Any) -> str:
 
 
 def test_a_dry_run_prints_the_coordinate_and_units_of_its_rank() -> None:
-    """The last of 16: of the second stage, of a replica's second shard, half of each matrix."""
+    """Rank 15 of 16 has the second pipeline stage, the second shard of its replica, and half of each matrix."""
     printed = dry_run_output(16, rank=15, parallelism=ALL_AXES, training={"global_batch_size": 24})
     assert "ranks: 16 = 2 pipeline ranks x 2 replicas x 2 shards x 2 tensor-parallel ranks" in printed
     assert "rank 15: pp 1 of 2, dp_replicate 1 of 2, dp_shard 1 of 2, tp 1 of 2" in printed
@@ -56,13 +56,13 @@ def test_a_dry_run_prints_the_coordinate_and_units_of_its_rank() -> None:
         (2, {"optimizer": {"param_groups": [{"match": "head.*", "lr_factor": 2.0}]}}, "matches no trainable"),
     ],
 )
-def test_a_job_that_a_run_refuses_is_refused(ranks: int, sections: dict[str, Any], reason: str) -> None:
+def test_a_dry_run_refuses_a_job_that_a_run_refuses(ranks: int, sections: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         dry_run_output(ranks, **sections)
 
 
 def test_a_plan_that_divides_connected_layers_differently_is_reported_in_one_line() -> None:
-    """As in training: with the user's own line, and without PyTorch's frames."""
+    """The error names the line of the user's code and has no frames of PyTorch, as in training."""
     swapped = {**PLAN, "attention.qkv.*": "rowwise", "attention.out": "colwise"}
     model = {"name": "tests.parallel.divided_model:Model", "flavor": "debug", "args": {}}
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as raised:
@@ -74,7 +74,9 @@ def test_a_plan_that_divides_connected_layers_differently_is_reported_in_one_lin
 
 
 @pytest.mark.parametrize("command", ["plan", "check"])
-def test_other_commands_have_an_option_of_another_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_commands_name_the_commands_that_have_fake_world_size(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([command, "--config", "configs/llama_debug.toml", "--fake-world-size=8"]) == 2
     assert "unknown option --fake-world-size; it is an option of train and launch" in capsys.readouterr().err
 
@@ -88,12 +90,14 @@ def test_other_commands_have_an_option_of_another_name(command: str, capsys: pyt
         (["--fake-world-size=16385"], "must be at most 16384 ranks, not 16385"),
     ],
 )
-def test_ranks_that_are_none(options: list[str], printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_outside_of_the_fake_world_is_an_error(
+    options: list[str], printed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--config", "configs/llama_debug.toml", *options]) == 2
     assert printed in capsys.readouterr().err
 
 
-def test_processes_of_another_number_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fake_world_size_other_than_the_launched_processes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     launch = ["launch", "--config", "configs/llama_debug.toml", "--nnodes=2", "--nproc-per-node=8"]
     assert main([*launch, "--fake-world-size=8"]) == 2
     assert "16" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Traces at two depths in place of the full model, and traced traffic compared with the plan."""
+"""The trace engine: traces of two depths instead of the full model, traffic, and models that cannot be traced."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.trace.traces import FP32_NORMS, a_job
+from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model
 from titan_launch.plan.communication import Traffic, traffic_of_step
 from titan_launch.plan.job import Choice
@@ -88,7 +89,7 @@ def test_a_model_that_counts_its_blocks_is_traced_with_all_blocks(traced_blocks:
 
 
 def test_a_model_that_grows_unevenly_is_traced_with_all_blocks(traced_blocks: list[int]) -> None:
-    """Every layer keeps what it makes of all that came before it: memory grows with the square of the depth."""
+    """The input of every layer has the outputs of all earlier layers, so memory grows with the square of the depth."""
     dense = {"name": "tests.trace.models:Chain", "args": {"n_layers": 12, "dense": True}}
     ask({"model": dense, "training": {"seq_len": 512}})
     assert traced_blocks == [5, 6, 7, 12]
@@ -124,3 +125,38 @@ def test_a_choice_overrides_the_modes_of_the_job(traced_blocks: list[int]) -> No
 def test_a_trace_of_1024_ranks_costs_no_more() -> None:
     footprint, traffic = ask({"training": {"global_batch_size": 1024}}, ranks=1024)
     assert footprint.peak_bytes > 0 and traffic.collectives.all_gathers == 5
+
+
+def reason(does: str) -> str:
+    """Return the reason why a model whose forward does this (see `tests.trace.models`) cannot be traced."""
+    config, layout, choice = a_job(2, model={"name": "tests.trace.models:Chain", "args": {"n_layers": 1, "does": does}})
+    with pytest.raises(ConfigError) as caught:
+        trace_engine(config, layout, "cuda")(choice)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.value) == (("model", "name"), "tests.trace.models:Chain")
+    return problem.reason
+
+
+@pytest.mark.parametrize(
+    ("does", "operation", "line"),
+    [
+        ("item", "aten._local_scalar_dense (tensor.item(), a tensor as a number or condition)", '"item": '),
+        ("numpy", "tensor.numpy()", '"numpy": '),
+        ("condition", "aten._local_scalar_dense", '"condition": '),
+        ("nonzero", "aten.nonzero", '"nonzero": '),
+        ("mask", "aten.nonzero (torch.nonzero, or a mask as an index)", '"mask": '),
+    ],
+)
+def test_an_operation_that_needs_values_is_named_with_its_line(does: str, operation: str, line: str) -> None:
+    printed = reason(does)
+    assert printed.startswith(f"cannot be traced: {operation}")
+    location = printed.split(" at ")[1].split(" needs ")[0]
+    file, number = location.rsplit(":", 1)
+    with open(file) as stream:
+        assert line in stream.readlines()[int(number) - 1]
+
+
+def test_another_error_in_a_trace_is_shown_with_its_traceback() -> None:
+    printed = reason("shape")
+    assert printed.startswith("failed in a trace, on tensors")
+    assert "tests/trace/models.py" in printed and "must have same reduction dim" in printed

@@ -88,7 +88,7 @@ LAST_STAGE = 3
 
 
 @pytest.mark.parametrize(("name", "rank"), [*((name, 0) for name in JOBS), ("1F1B", LAST_STAGE)])
-def test_a_trace_agrees_with_the_allocator(name: str, rank: int) -> None:
+def test_a_traced_step_has_the_memory_that_the_allocator_reports(name: str, rank: int) -> None:
     footprint = trace(4, JOBS[name], rank=rank)
     phases = footprint.by_phase()
     of_update = phases.pop("optimizer")
@@ -132,7 +132,7 @@ def test_a_trace_restores_the_state_of_the_process() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_process_group_of_ones_own_is_refused() -> None:
+def test_a_trace_within_another_process_group_is_refused() -> None:
     with fake_process_group(2), pytest.raises(RuntimeError, match="creates its own process group"):
         trace(4, {})
     assert not dist.is_initialized()

@@ -67,7 +67,7 @@ def run_and_log(job: dict[str, Any], until: int | None = None) -> tuple[dict[str
     return state, [message for message in messages if message.startswith("auto:")]
 
 
-def test_auto_defers_if_memory_allows_with_equal_results(tmp_path: Path) -> None:
+def test_auto_chooses_deferred_accumulation_if_memory_allows_and_results_are_equal(tmp_path: Path) -> None:
     limit = between_modes(tmp_path)
     plenty = run_ranks(run_and_log, 2, job(tmp_path / "plenty", 10 * limit))
     scarce = run_ranks(run_and_log, 2, job(tmp_path / "scarce", limit))
@@ -92,7 +92,7 @@ def test_a_resumed_run_keeps_the_mode_it_began_with(tmp_path: Path) -> None:
     assert [report["step"] for report in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_a_mode_that_the_job_no_longer_allows_is_chosen_again(tmp_path: Path) -> None:
+def test_auto_chooses_again_if_the_job_no_longer_allows_the_recorded_mode(tmp_path: Path) -> None:
     limit = between_modes(tmp_path)
     run_ranks(run_and_log, 2, job(tmp_path, limit), 2)
     kept = job(tmp_path, 10 * limit, accumulation={"keep_params_unsharded": True})
@@ -104,7 +104,7 @@ def test_a_mode_that_the_job_no_longer_allows_is_chosen_again(tmp_path: Path) ->
     )
 
 
-def test_activation_checkpointing_is_chosen_too(tmp_path: Path) -> None:
+def test_auto_chooses_activation_checkpointing_too(tmp_path: Path) -> None:
     wanted = job(tmp_path, 1.0, accumulation={}, activation_checkpoint={"mode": "auto"}, checkpoint={"enable": False})
     run_ranks(run_job, 2, wanted)
     assert recorded(tmp_path) == ("deferred", True, "none")
@@ -118,7 +118,7 @@ def fail_to_run(job: dict[str, Any]) -> str:
     return "it ran"
 
 
-def test_if_nothing_fits_all_ranks_fail_and_nothing_is_written(tmp_path: Path) -> None:
+def test_if_no_mode_fits_all_ranks_fail_and_no_file_is_written(tmp_path: Path) -> None:
     messages = run_ranks(fail_to_run, 2, job(tmp_path, needs(tmp_path, "immediate") / 2))
     assert messages[0] == messages[1]
     assert messages[0].startswith("gradient_accumulation.mode: none of 2 choices fits into")
@@ -126,7 +126,7 @@ def test_if_nothing_fits_all_ranks_fail_and_nothing_is_written(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("memory_gib", "expected"), [(1.0, "deferred"), (1e-6, "none of")])
-def test_a_users_model_is_traced(tmp_path: Path, memory_gib: float, expected: str) -> None:
+def test_auto_traces_a_users_model(tmp_path: Path, memory_gib: float, expected: str) -> None:
     wanted = job(tmp_path, memory_gib, checkpoint={"enable": False})
     wanted["model"] = {"name": "tests.parallel.conv_model:ConvNet"}
     messages = run_ranks(fail_to_run, 2, wanted)

@@ -35,8 +35,10 @@ def test_the_main_job_trains_on_cuda(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("mode", ["immediate", "deferred"])
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_predicted_memory_is_the_measured(tmp_path: Path, checkpointing: str, mode: str, microbatches: int) -> None:
-    """Two blocks as wide as those of the 8B model: 12 runs. Measured is a little more: workspaces inside of kernels."""
+def test_predicted_memory_equals_measured_memory(
+    tmp_path: Path, checkpointing: str, mode: str, microbatches: int
+) -> None:
+    """The model has two blocks of the 8B model. Measured memory is slightly larger, because kernels use workspaces."""
     overrides = ["--model.flavor=8B", "--model.args.n_layers=2", "--training.steps=6", "--training.seq_len=4096"]
     overrides += ["--checkpoint.enable=false", "--checkpoint.save_last=false", "--metrics.log_freq=2"]
     overrides += [f"--training.global_batch_size={microbatches}"]

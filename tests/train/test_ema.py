@@ -156,6 +156,10 @@ def test_an_average_can_begin_and_end_at_a_resume(tmp_path: Path) -> None:
     for key, tensor in states[0].items():
         moved = (average[key] - tensor).norm() / (states[1][key] - tensor).norm()
         assert 0 < moved < 0.3, key  # three updates with a weight of 0.1
+    source = {"enable": True, "load": str(tmp_path / "tiny"), "exclude_from_loading": ["ema"]}
+    anew = ema_job(tmp_path, job={"name": "anew"}, checkpoint=source, training={"steps": 7})
+    not_loaded = "moving average of the weights: it is not loaded; it begins with the loaded parameters"
+    assert run_ranks(logged, 1, anew, "moving average") == [[not_loaded]]
     without["training"]["steps"] = 7
     dropped = "the moving average of the weights in the checkpoint is dropped, because ema.decay is not set"
     assert run_ranks(logged, 1, without, "the moving average") == [[dropped]]

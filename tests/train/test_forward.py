@@ -77,7 +77,7 @@ path = "held_out.txt"
 """
 
 PLACE = "my_model.py:30"
-"""Place of the body of the forward; the line before it has the signature."""
+"""Location of the body of the forward. The line before the body has the signature."""
 
 IS_GIVEN = (
     "; forward(inputs) gets one tensor, token ids (batch, seq_len), and must return the logits, a tensor "
@@ -93,7 +93,7 @@ def write(folder: Path, signature: str, body: str, args: str = "") -> None:
 
 
 def printed(folder: Path, *command: str) -> str:
-    """The one line that a bad forward ends a command with, behind the key."""
+    """Return the error of a command without its beginning, which names the key. Check that the error is one line."""
     status, _, reported = run_command([*command, "--config", "job.toml"], folder)
     start, line = "error: job.toml:8: model.name: its forward ", reported.splitlines()[-1]
     assert (status, line[: len(start)]) == (2, start), reported
@@ -163,7 +163,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_forward_is_one_sentence(tmp_path: Path, kind: str) -> None:
+def test_a_wrong_forward_is_reported_in_one_sentence(tmp_path: Path, kind: str) -> None:
     model, expected = WRONG[kind]
     write(tmp_path, *model)
     assert printed(tmp_path, "train") == expected.format("Tensor")
@@ -171,7 +171,7 @@ def test_a_wrong_forward_is_one_sentence(tmp_path: Path, kind: str) -> None:
         assert printed(tmp_path, "plan") == expected.format("FakeTensor")
 
 
-def test_classes_of_images_are_compared_too() -> None:
+def test_logits_with_fewer_classes_than_the_images_are_an_error() -> None:
     loss = checked_loss(cross_entropy_sum, "images", num_classes=10)
     with pytest.raises(ConfigError) as caught:
         loss(torch.zeros(4, 9), torch.zeros(4, dtype=torch.int64))
@@ -184,7 +184,7 @@ def test_a_model_without_a_forward_is_refused() -> None:
         check_signature(nn.ModuleList(), "tokens")
 
 
-def test_auto_and_several_ranks_print_the_error_once(tmp_path: Path) -> None:
+def test_the_error_of_a_wrong_forward_is_printed_once_with_auto_and_on_several_ranks(tmp_path: Path) -> None:
     model, expected = WRONG["few classes"]
     write(tmp_path, *model)
     assert printed(tmp_path, "train", "--gradient_accumulation.mode=auto") == expected
@@ -193,7 +193,7 @@ def test_auto_and_several_ranks_print_the_error_once(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (2, f"error: job.toml:8: model.name: its forward {expected}\n")
 
 
-def test_an_index_beyond_another_embedding_is_named_with_its_place(tmp_path: Path) -> None:
+def test_an_index_outside_of_another_embedding_is_named_with_its_line(tmp_path: Path) -> None:
     write(tmp_path, "self, tokens", "return self.logits(tokens)", "positions = 8")
     assert printed(tmp_path, "train") == (
         "looks up the index 15 in positions (Embedding), which has 8 rows (at my_model.py:21); add rows, or lower "
@@ -201,7 +201,7 @@ def test_an_index_beyond_another_embedding_is_named_with_its_place(tmp_path: Pat
     )
 
 
-def test_a_negative_index_is_named(tmp_path: Path) -> None:
+def test_a_negative_index_into_an_embedding_is_named(tmp_path: Path) -> None:
     write(tmp_path, "self, tokens", "return self.logits(tokens) + self.positions(tokens[0] * 0 - 2).sum()")
     assert printed(tmp_path, "train") == (
         f"looks up the index -2 in positions (Embedding), which has 16 rows (at {PLACE}); indices count from 0"

@@ -80,7 +80,9 @@ def evaluate(job: dict[str, Any], state: dict[str, Tensor]) -> tuple[float, floa
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", ["images", "text"])
-def test_validation_equals_one_process(tmp_path: Path, images: str, kind: str, world_size: int) -> None:
+def test_validation_on_several_ranks_equals_one_process(
+    tmp_path: Path, images: str, kind: str, world_size: int
+) -> None:
     job = image_job(tmp_path, images) if kind == "images" else text_job(tmp_path)
     state = run_ranks(run_job, world_size, job)[0]
     loss, accuracy = evaluate(job, state)

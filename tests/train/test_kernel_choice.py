@@ -38,7 +38,7 @@ def obstacle(name: str) -> str | None:
     return {"cudnn": "head_dim should be no more than 256", "flash": "fp32 is not supported"}.get(name)
 
 
-def test_the_first_backend_that_can_be_used_is_taken_and_the_others_are_explained() -> None:
+def test_the_first_usable_attention_backend_is_chosen_and_the_others_are_explained() -> None:
     taken = ["efficient", "not cudnn: head_dim should be no more than 256", "not flash: fp32 is not supported"]
     assert choose("auto", priority((9, 0)), obstacle) == taken
     assert choose("auto", priority((8, 0)), lambda _: None) == ["flash"]
@@ -59,7 +59,7 @@ def test_the_reason_of_a_refused_backend_comes_from_a_call_with_that_backend_onl
     assert failed is not None and failed.startswith("inconsistent tensor size") and "\n" not in failed
 
 
-def test_a_cudnn_that_accesses_memory_wrongly_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_version_of_cudnn_with_a_memory_error_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     assert unsafe_cudnn(None) is unsafe_cudnn(91501) is unsafe_cudnn(92000) is None
     unsafe = unsafe_cudnn(91002)
     assert unsafe is not None
@@ -96,14 +96,14 @@ def test_a_backend_that_fails_at_the_start_is_not_tried_again() -> None:
     assert old == broken == {**safe, "cudnn_sdp_enabled": False}
 
 
-def test_attention_has_the_dtype_of_the_rules_around_it() -> None:
+def test_attention_has_the_compute_dtype_of_its_precision_rule() -> None:
     rules = [{"match": "layers.1.attention", "param_dtype": "float32"}]
     config = JobConfig.model_validate({"model": {"args": {"n_layers": 2}}, "precision": {"rules": rules}})
     built = build_model(config.model, 16)
     assert attention_dtypes(built, plan_precision(config, built)) == ["bfloat16", "float32"]
 
 
-def test_a_cpu_has_two_backends() -> None:
+def test_a_cpu_has_two_attention_backends() -> None:
     query = torch.randn(1, 2, 8, 16)
     exact = F.scaled_dot_product_attention(query, query, query, is_causal=True)
     for name in BACKENDS:
@@ -160,7 +160,7 @@ def test_a_backend_that_does_not_support_the_models_attention_is_explained(tmp_p
     assert others == ["no error"]
 
 
-def test_exact_products_are_the_default_on_gpus() -> None:
+def test_float32_precision_sets_tf32_for_matrix_products_and_convolutions() -> None:
     was = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
         for name, matmul, convolution in (("ieee", "highest", False), ("tf32", "high", True)):

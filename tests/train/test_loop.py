@@ -63,7 +63,7 @@ SIGNAL = int(signal.SIGTERM)
         (SAVES_LAST, 12, 0, False, "report save pool"),
         (SAVES_LAST, 2, SIGNAL, False, "report save pool restore_statistics"),
         (SAVES_LAST, 2, RESTART_SIGNAL, False, ""),
-        (SAVES | VALIDATES, 3, SIGNAL, False, "report save pool"),  # pooled, because an undisturbed run validates here
+        (SAVES | VALIDATES, 3, SIGNAL, False, "report save pool"),  # an uninterrupted run validates here too
         (SAVES | VALIDATES, 12, 0, False, "report validate save pool"),
     ],
 )
@@ -98,7 +98,7 @@ def callers_of_forward(folder: Path) -> list[list[str]]:
         return run.model.callers
 
 
-def test_few_calls_lead_from_the_loop_to_the_model(tmp_path: Path) -> None:
+def test_the_loop_calls_the_model_through_four_functions(tmp_path: Path) -> None:
     """The first step, which is audited, has the same calls as the others."""
     (callers,) = run_ranks(callers_of_forward, 1, tmp_path)
     assert callers == [["fit", "train_one_step", "__call__", "forward_backward"]] * 8

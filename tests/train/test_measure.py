@@ -41,7 +41,7 @@ MODES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("ranks", "replicate", "accumulation", "checkpointing"), MODES)
-def test_a_run_communicates_and_holds_what_is_planned(
+def test_measured_traffic_and_memory_of_a_run_are_the_planned_ones(
     tmp_path: Path, ranks: int, replicate: int, accumulation: dict[str, Any], checkpointing: dict[str, Any]
 ) -> None:
     job = tiny_job(
@@ -114,7 +114,9 @@ class Log(logging.Handler):
 
 
 @pytest.mark.parametrize(("factor", "warns"), [(1.0, False), (1.05, False), (0.95, False), (1.2, True), (0.8, True)])
-def test_a_difference_of_more_than_a_tenth_is_logged_once(tmp_path: Path, factor: float, warns: bool) -> None:
+def test_a_peak_memory_that_differs_from_the_plan_by_more_than_10_percent_is_logged_once(
+    tmp_path: Path, factor: float, warns: bool
+) -> None:
     warnings = checked(tiny_job(tmp_path), factor)
     assert len(warnings) == warns
     for warning in warnings:
@@ -141,7 +143,7 @@ def test_windows_without_validation_or_checkpoint_are_steady_after_the_first() -
             model,
             optimizer,
             None,
-            None,  # type: ignore[arg-type]  # what only a CPU's memory is measured with
+            None,  # type: ignore[arg-type]  # used only to measure the memory of a CPU
             torch.device("cuda"),
             first_step=5,
             is_compiled=False,

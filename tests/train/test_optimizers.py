@@ -43,5 +43,5 @@ def _train(folder: Path) -> None:
         run_job(_job(folder, "alone", "masters", training={"steps": 5}))
 
 
-def test_runs_resume_with_the_same_bits(tmp_path: Path) -> None:
+def test_runs_with_every_optimizer_resume_bitwise(tmp_path: Path) -> None:
     run_ranks(_train, 2, tmp_path)

@@ -85,7 +85,7 @@ def train_sharded(config: JobConfig, steps: list[Step] | None = None) -> tuple[d
 
 
 def train_plainly(steps: list[tuple[Tensor, Tensor]] | None = None) -> tuple[dict[str, Tensor], list[float]]:
-    """Train in plain PyTorch: one process, one batch a step, no FSDP. Return full parameters and gradient norms."""
+    """Train in plain PyTorch: one process, one batch per step, no FSDP. Return full parameters and gradient norms."""
     config = job("immediate", False, 1, GLOBAL_BATCH)
     built = build_model(config.model, SEQ_LEN)
     model = built.module
@@ -121,7 +121,7 @@ MESHES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)]
 
 
 @pytest.mark.parametrize(("world_size", "replicate"), MESHES)
-def test_every_mode_equals_one_big_batch(
+def test_every_accumulation_mode_equals_one_big_batch(
     world_size: int, replicate: int, reference: tuple[dict[str, Tensor], list[float]]
 ) -> None:
     for (mode, unsharded), states in run_ranks(train_in_all_modes, world_size, replicate)[0].items():
@@ -146,7 +146,7 @@ UNEVEN = (3, 1, 2)
 
 
 @pytest.mark.parametrize(("world_size", "replicate"), [(2, 1), (4, 2)])
-def test_steps_of_unequal_numbers_of_microbatches(world_size: int, replicate: int) -> None:
+def test_steps_with_different_numbers_of_microbatches_equal_plain_training(world_size: int, replicate: int) -> None:
     """One mesh uses full activation checkpointing, the other one selective."""
     expected, norms = train_plainly(uneven_batches(world_size))
     for case, (parameters, own_norms) in run_ranks(train_unevenly, world_size, replicate)[0].items():

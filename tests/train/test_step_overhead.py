@@ -55,6 +55,6 @@ def test_a_step_has_few_operations_outside_forward_and_backward(tmp_path: Path) 
     shallow, deep = (run_ranks(quiet_step, 2, job(layers))[0] for layers in (1, 4))
     assert shallow == deep  # norms, clipping and update handle all parameters together
     collectives = {name: count for name, count in deep.items() if name.startswith(("c10d", "_c10d"))}
-    # The count of targets, the gradient's norm, the guard, and what ranks agree on:
+    # The count of targets, the gradient norm, the step guard, and the common decisions of ranks:
     assert collectives == {"c10d.allreduce_": 4}
     assert "_local_scalar_dense" not in deep  # the host reads nothing from the device

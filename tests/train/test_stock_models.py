@@ -151,7 +151,7 @@ def plain_first_losses(folder: Path, images: str) -> dict[str, float]:
     return losses
 
 
-def test_one_rank_equals_two_and_plain_pytorch(tmp_path: Path, images: str) -> None:
+def test_stock_models_train_alike_on_one_rank_two_ranks_and_in_plain_pytorch(tmp_path: Path, images: str) -> None:
     for world_size in (1, 2):
         run_ranks(train_all, world_size, tmp_path / str(world_size), "float32", images, world_size)
     plain = run_ranks(plain_first_losses, 1, tmp_path / "plain", images)[0]
@@ -165,7 +165,7 @@ def test_one_rank_equals_two_and_plain_pytorch(tmp_path: Path, images: str) -> N
             assert of_one and of_one == pytest.approx(of_two, rel=1e-5), (name, tag)
 
 
-def test_bf16_with_fp32_norms_is_as_planned(tmp_path: Path, images: str) -> None:
+def test_stock_models_in_bf16_with_fp32_norms_have_the_planned_dtypes(tmp_path: Path, images: str) -> None:
     run_ranks(train_all, 2, tmp_path, "bfloat16", images, 2)
     for name in (*NORM, *IMAGES):
         audit = json.loads((tmp_path / name / "tiny" / AUDIT_FILE).read_text())

@@ -23,7 +23,7 @@ from titan_launch.plan.communication import Traffic
 from titan_launch.plan.hardware import GIB, Hardware, hardware_of
 from titan_launch.plan.job import Choice, is_auto, plan_job, with_unsharded_parameters
 from titan_launch.plan.layout import Layout, plan_layout
-from titan_launch.plan.report.comparison import Comparison, Engine, compare
+from titan_launch.plan.report.comparison import Comparison, Engine, Row, compare
 from titan_launch.plan.report.plot import check_plot, plot_comparison
 from titan_launch.plan.report.table import (
     accuracy,
@@ -153,8 +153,7 @@ def print_plan(config: JobConfig, world_size: int, locate_key: KeyLocator, optio
     planned = _plan(config, world_size, options)
     if options.plot is not None:
         title = f"{config.job.name}: {model_name(config)} on {world_size} ranks"
-        chosen = planned.resolution.row
-        plot_comparison(planned.comparison, planned.hardware, title, options.plot, chosen)
+        plot_comparison(planned.comparison, planned.hardware, title, options.plot, *_best(planned))
         print(f"picture: {options.plot}", file=sys.stderr)
     if options.as_json:
         print(json.dumps(_describe(planned, locate_key), indent=2))
@@ -228,11 +227,11 @@ def _traced(config: JobConfig, layout: Layout, hardware: Hardware) -> _Subject:
 
 
 def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:
-    config, comparison, best = planned.resolution.config, planned.comparison, planned.recommendation
-    meaning = None if best is None else "chosen by `auto`" if is_auto(comparison.config) else "recommended"
+    config, comparison = planned.resolution.config, planned.comparison
+    best, meaning = _best(planned)
     parts = [
         _answer(planned),
-        format_comparison(comparison, verbose, None if best is None else best.row),
+        format_comparison(comparison, verbose, best),
         format_legend(comparison, verbose, meaning),
         format_lines(summary_of_job(config, planned.plan, planned.layout)),
         format_assumptions(planned.hardware, planned.subject.flops, planned.subject.engine_name, config),
@@ -240,6 +239,13 @@ def _format(planned: _Planned, locate_key: KeyLocator, verbose: bool) -> str:
     if verbose:
         parts += [format_plan(config, planned.plan, planned.layout, locate_key), format_categories(comparison)]
     return "\n\n".join(parts)
+
+
+def _best(planned: _Planned) -> tuple[Row | None, str | None]:
+    """Return the row that the mark `*` stands at, and the meaning of the mark; None if no choice is recommended."""
+    if planned.recommendation is None:
+        return None, None
+    return planned.recommendation.row, "chosen by `auto`" if is_auto(planned.comparison.config) else "recommended"
 
 
 def _answer(planned: _Planned) -> str:

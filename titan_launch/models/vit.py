@@ -27,16 +27,16 @@ class PatchEmbedding(nn.Module):
         super().__init__()
         size = args.patch_size
         self.projection = nn.Conv2d(args.in_channels, args.dim, kernel_size=size, stride=size)
-        token = nn.Parameter(torch.zeros(1, 1, args.dim)) if args.pool == "class_token" else None
+        token = nn.Parameter(torch.zeros(args.dim)) if args.pool == "class_token" else None
         self.register_parameter("class_token", token)
-        self.positions = nn.Parameter(torch.zeros(1, args.num_tokens, args.dim))
+        self.positions = nn.Embedding(args.num_tokens, args.dim)  # as an embedding, it has no weight decay
 
     def forward(self, images: Tensor) -> Tensor:
         """Map (batch, in_channels, image_size, image_size) to (batch, tokens, dim). The class token is first."""
         x = self.projection(images).flatten(2).transpose(1, 2)
         if self.class_token is not None:
-            x = torch.cat((self.class_token.expand(len(x), -1, -1), x), dim=1)
-        return x + self.positions
+            x = torch.cat((self.class_token.expand(len(x), 1, -1), x), dim=1)
+        return x + self.positions(torch.arange(x.shape[1], device=x.device))
 
 
 class Attention(nn.Module):
@@ -127,7 +127,7 @@ def initial_values(args: ViTArgs) -> InitTable:
         [
             ("embeddings.projection.weight", truncated_normal(pixels**-0.5)),
             ("embeddings.class_token", constant(0.0)),
-            ("embeddings.positions", truncated_normal(0.02)),
+            ("embeddings.positions.weight", truncated_normal(0.02)),
             ("output.weight", constant(0.0)),
             ("**.bias", constant(0.0)),
             ("**.*norm.weight", constant(1.0)),
@@ -142,7 +142,7 @@ def _xavier_uniform(tensor: Tensor, module: nn.Module) -> None:
 
 TENSOR_PARALLEL: dict[str, TensorStyle] = {
     "embeddings": "sequence",
-    "embeddings.projection": "sequence",
+    "embeddings.*": "sequence",
     "layers.*.*_norm": "sequence",
     "layers.*.attention": "input",
     "layers.*.attention.w[qkv]": "colwise",

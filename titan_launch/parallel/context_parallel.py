@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,32 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.core.errors import config_error
+from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.core.patches import replaced
-from titan_launch.data.context_shard import SequencePart
+from titan_launch.data.sources import SampleSource
 from titan_launch.models.parallel_plans import buffers_along_sequence
+
+
+@dataclass(frozen=True)
+class SequencePart:
+    """The tokens of every sequence that belong to one rank of a context-parallel group."""
+
+    index: int
+    """Index of the rank in the group, from 0 to `count` - 1."""
+
+    count: int
+
+    is_balanced: bool
+    """True: a sequence has `2 * count` chunks, and rank i has chunk i from the front, then chunk i from the back. This
+    balances the work of causal attention, and PyTorch's ring attention expects this order. False: a sequence has
+    `count` chunks, and rank i has chunk i."""
+
+    def of(self, full: Tensor, axis: int = 0) -> Tensor:
+        """Return the rank's part of a tensor along the token axis, whose size is a multiple of the number of chunks."""
+        if not self.is_balanced:
+            return full.chunk(self.count, axis)[self.index]
+        chunks = full.chunk(2 * self.count, axis)
+        return torch.cat((chunks[self.index], chunks[-1 - self.index]), axis)
 
 
 def sequence_part(mesh: DeviceMesh | None, parallelism: ParallelismConfig) -> SequencePart | None:
@@ -28,6 +52,35 @@ def sequence_part(mesh: DeviceMesh | None, parallelism: ParallelismConfig) -> Se
     if mesh is None:
         return None
     return SequencePart(mesh.get_local_rank(), mesh.size(), parallelism.context_parallel_load_balance)
+
+
+def part_of(source: SampleSource, part: SequencePart | None) -> SampleSource:
+    """Return a source whose samples contain only a rank's tokens and targets. If `part` is None, return
+    `source`."""
+    return source if part is None else _SequencePartSource(source, part)
+
+
+@dataclass(frozen=True)
+class _SequencePartSource:
+    source: SampleSource
+    part: SequencePart
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.source[index]
+        return self.part.of(inputs), self.part.of(targets)
+
+    @property
+    def num_classes(self) -> int:
+        return self.source.num_classes
+
+    def describe(self) -> str:
+        return self.source.describe()
+
+    def fingerprint(self, seed: int) -> Fingerprint | None:
+        return self.source.fingerprint(seed)
 
 
 def divide_buffers(model: nn.Module, axes: Mapping[str, int], part: SequencePart, seq_len: int) -> None:

@@ -54,7 +54,7 @@ def scale_update(model: nn.Module, config: Float8Config) -> Callable[[], None] |
     return partial(precompute_float8_dynamic_scale_for_fsdp, model)
 
 
-def check_units(config: Float8Config, device: torch.device) -> None:
+def check_tensor_cores(config: Float8Config, device: torch.device) -> None:
     """Raise ConfigError if float8 is enabled without emulation, and the device has no FP8 tensor cores."""
     if not config.enable or config.emulate:
         return

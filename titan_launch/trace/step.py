@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSizes, ShardSize
-from titan_launch.data.context_shard import SequencePart
 from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.distributed.dtensor import local_tensor
@@ -30,7 +29,7 @@ from titan_launch.models.loss import Loss, loss_in_chunks
 from titan_launch.optim.groups import group_parameters
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.batchnorm import RunningStatistics
-from titan_launch.parallel.context_parallel import sequence_part
+from titan_launch.parallel.context_parallel import SequencePart, sequence_part
 from titan_launch.parallel.fsdp import discard_pending
 from titan_launch.parallel.pipeline import Pipeline, parts, pipeline_of
 from titan_launch.plan.communication import Traffic, on_line

@@ -12,13 +12,12 @@ from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import DataSource
 from titan_launch.core.errors import KeyPath
-from titan_launch.data.context_shard import SequencePart, part_of
 from titan_launch.data.loader import Loader, SampleOrder, build_train_loader, build_validation_loader
 from titan_launch.data.sources import SampleSource, build_source
 from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
-from titan_launch.parallel.context_parallel import sequence_part
+from titan_launch.parallel.context_parallel import SequencePart, part_of, sequence_part
 from titan_launch.plan.layout import Layout
 from titan_launch.train.step import Microbatch
 

@@ -24,7 +24,7 @@ from titan_launch.core.globs import matches
 from titan_launch.core.import_string import user_location
 from titan_launch.models.build import BuiltModel
 from titan_launch.models.layers import takes_equal_heads_only
-from titan_launch.parallel.float8 import check_units
+from titan_launch.parallel.float8 import check_tensor_cores
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.types import ModelPlan
 from titan_launch.precision.policy import torch_dtype
@@ -53,7 +53,7 @@ def use_kernels(
     Raise ConfigError if the device, or the shape of the model's attention, does not allow a setting. The devices of all
     ranks are alike, so all ranks raise the same error.
     """
-    check_units(config.float8, device)
+    check_tensor_cores(config.float8, device)
     if config.float8.enable and not config.float8.emulate and not config.compile.enable:
         _log.warning("float8 without compile.enable is slower than bfloat16: each scaling runs as a separate kernel")
     kernels = config.kernels

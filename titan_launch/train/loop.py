@@ -115,7 +115,8 @@ def fit(run: Run) -> None:
     """Train until `training.steps` are done, reporting, validating and saving on the way."""
     last = run.config.training.steps
     if run.progress.step >= last:
-        _log.info("nothing to do: the run is at step %d of %d; raise training.steps to go on", run.progress.step, last)
+        message = "nothing to do: the run is at step %d of %d; increase training.steps to go on"
+        _log.info(message, run.progress.step, last)
         return
     if clipping := describe_clipping(run.config.lr_scheduler, last):
         _log.info("%s", clipping)

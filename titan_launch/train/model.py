@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError, config_error, listed
-from titan_launch.data.context_shard import SequencePart
 from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
@@ -23,7 +22,7 @@ from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.models.factory import HostBuild, HostValues
 from titan_launch.models.init import allocate, initialize
 from titan_launch.parallel.apply import parallelize
-from titan_launch.parallel.context_parallel import divide_buffers, ring_attention
+from titan_launch.parallel.context_parallel import SequencePart, divide_buffers, ring_attention
 from titan_launch.parallel.pipeline import divide, pipeline_of
 from titan_launch.parallel.tensor_parallel import token_shards
 from titan_launch.plan.hardware import GIB, free_memory_gib

@@ -81,7 +81,7 @@ def test_problems_name_the_file_that_won() -> None:
     assert places == ["base.toml:3: training.seed", "job.toml:6: training.steps"]
 
 
-def test_a_new_kind_drops_the_keys_of_the_old_one_only() -> None:
+def test_a_changed_kind_drops_only_the_keys_of_the_earlier_kind() -> None:
     base = "[data]\npath = 'nowhere'\nshuffle = false\n[lr_scheduler]\nwarmup_steps = 5\ndecay_ratio = 0.1\n"
     base += "min_lr_factor = 0.3\n"
     text = "extends = 'base.toml'\n[data]\nkind = 'synthetic'\nvocab_size = 9\n"
@@ -92,17 +92,17 @@ def test_a_new_kind_drops_the_keys_of_the_old_one_only() -> None:
     assert config.lr_scheduler == Constant(kind="constant", warmup_steps=5)
 
 
-def test_a_new_kind_drops_no_misspelt_key() -> None:
+def test_a_changed_kind_does_not_hide_a_misspelt_key() -> None:
     assert "data.shufle" in complaint("[data]\nshufle = false", "--data.kind=synthetic")
 
 
-def test_the_same_kind_again_merges() -> None:
+def test_sections_of_the_same_kind_are_merged() -> None:
     base = "[validation.data]\nkind = 'synthetic'\nseed = 1\n"
     text = "extends = 'base.toml'\n[validation.data]\nkind = 'synthetic'\nnoise = 0.5\n"
     assert load(text, base=base).config.validation.data == SyntheticData(kind="synthetic", seed=1, noise=0.5)
 
 
-def test_kinds_have_defaults() -> None:
+def test_a_section_without_kind_has_the_default_kind() -> None:
     text = "[data]\nshuffle = false\n[lr_scheduler]\nwarmup_steps = 1\n[validation.data]\nsplit = 'train'\n"
     config = load(text).config
     assert config.data == TextData(shuffle=False)
@@ -111,13 +111,15 @@ def test_kinds_have_defaults() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.toml")), ids=lambda path: path.stem)
-def test_round_trip_of_shipped_configs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_round_trip_through_json_of_the_shipped_configs(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(CONFIGS.parent)
     config = load_job(str(path)).config
     assert reload(config, tmp_path) == config
 
 
-def test_round_trip_of_everything(tmp_path: Path) -> None:
+def test_round_trip_through_json_of_a_job_with_every_type_of_value(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     config = load(
         "[model.args]\nn_layers = 2\nrope_scaling = {factor = 2}\n[model]\nblocks = ['layers.*']\n"
@@ -129,7 +131,7 @@ def test_round_trip_of_everything(tmp_path: Path) -> None:
     assert reload(config) == config
 
 
-def test_round_trip_of_a_factory() -> None:
+def test_round_trip_through_json_of_the_arguments_of_a_factory() -> None:
     args = "args = {a = 1, b = [1.5, 'x', {c = true}], d = {e = []}}"
     config = load(f"[model]\nname = 'pkg.mod:build'\n{args}\n").config
     assert reload(config) == config
@@ -142,7 +144,7 @@ def reload(config: JobConfig, folder: Path = Path()) -> JobConfig:
     return load_job(str(path)).config
 
 
-def test_json_without_lines() -> None:
+def test_a_problem_in_a_json_file_has_no_line_number() -> None:
     Path("config.json").write_text('{"training": {"steps": "1"}}')
     with pytest.raises(UserError) as caught:
         load_job("config.json")
@@ -211,7 +213,7 @@ def test_invalid_values_of_a_section_are_reported_as_errors(junk: str) -> None:
             assert name in complaint(f"{name} = {junk}")
 
 
-def test_a_check_imports_nothing_slow() -> None:
+def test_loading_a_job_file_imports_no_slow_module() -> None:
     Path("job.toml").write_text("[data]\nkind = 'synthetic'\n")
     script = (
         "import sys; from titan_launch.config.loading.load import load_job; load_job('job.toml');"

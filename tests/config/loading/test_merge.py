@@ -36,13 +36,13 @@ from titan_launch.core.errors import UserError
         (['--model.args."a.b"=1'], "model.args.a.b", 1),
     ],
 )
-def test_forms(arguments: list[str], key: str, value: Any) -> None:
+def test_forms_of_an_override(arguments: list[str], key: str, value: Any) -> None:
     (override,) = parse_overrides(arguments)
     assert (".".join(override.key), override.value) == (key, value)
     assert override.text == " ".join(arguments)
 
 
-def test_flag_before_another_override() -> None:
+def test_a_flag_without_a_value_does_not_take_the_next_override() -> None:
     flag, other = parse_overrides(["--debug.deterministic", "--training.steps=1"])
     assert (flag.value, other.value) == (True, 1)
 
@@ -58,7 +58,7 @@ def test_invalid_overrides_are_refused(argument: str) -> None:
         parse_overrides([argument])
 
 
-def test_items_of_arrays(tmp_path: Path) -> None:
+def test_overrides_of_array_items(tmp_path: Path) -> None:
     config = _load(
         tmp_path,
         "[[precision.rules]]\ntype = 'BatchNorm'\nparam_dtype = 'bfloat16'\n",
@@ -94,11 +94,11 @@ def test_tables_merge_and_arrays_replace(tmp_path: Path) -> None:
     assert config.data.path == (f"{tmp_path}/c",)
 
 
-def test_later_override_wins(tmp_path: Path) -> None:
+def test_the_last_override_of_a_key_wins(tmp_path: Path) -> None:
     assert _load(tmp_path, "", "--training.steps=1", "--training.steps=2").training.steps == 2
 
 
-def test_kind_may_come_after_its_keys(tmp_path: Path) -> None:
+def test_an_override_of_kind_may_follow_overrides_of_its_keys(tmp_path: Path) -> None:
     config = _load(tmp_path, "[data]\npath = 'x'", "--data.vocab_size=99", "--data.kind=synthetic")
     assert config.data == SyntheticData(kind="synthetic", vocab_size=99)
 

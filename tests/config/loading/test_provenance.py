@@ -51,7 +51,7 @@ def test_problems_are_listed_in_the_order_of_the_job(provenance: Provenance) -> 
     ]
 
 
-def test_report_of_one() -> None:
+def test_a_report_of_one_problem_is_one_line() -> None:
     assert report(["this is wrong"], "job.toml") == "error: this is wrong"
 
 

@@ -9,7 +9,7 @@ from titan_launch.config.loading.toml_positions import key_lines, repeated_key
 from titan_launch.core.errors import KeyPath
 
 
-def test_sections_and_keys() -> None:
+def test_lines_of_sections_and_keys() -> None:
     text = "# a comment\n[training]  # another\nsteps = 1\n\n[ lr_scheduler ]\n  warmup_steps=2 # steps = 3\n"
     assert key_lines(text) == {
         ("training",): 2,
@@ -23,7 +23,7 @@ def test_dotted_keys_name_the_tables_they_make() -> None:
     assert key_lines("a.b.c = 1\na . d = 2\n") == {("a",): 1, ("a", "b"): 1, ("a", "b", "c"): 1, ("a", "d"): 2}
 
 
-def test_header_below_its_own_subtable() -> None:
+def test_lines_of_a_header_below_its_own_subtable() -> None:
     assert key_lines("[a.b]\nc = 1\n[a]\nd = 2\n")["a",] == 3
 
 
@@ -39,7 +39,7 @@ def test_header_below_its_own_subtable() -> None:
         ("'' = 1", ("",)),
     ],
 )
-def test_quoted_keys(text: str, key: KeyPath) -> None:
+def test_lines_of_quoted_keys(text: str, key: KeyPath) -> None:
     assert key_lines(f"\n\n{text}\n")[key] == 3
 
 
@@ -64,7 +64,7 @@ def test_keys_inside_strings_are_ignored(string: str) -> None:
     assert key_lines(text) == {("a",): 1, ("z",): text.count("\n")}
 
 
-def test_arrays_over_several_lines() -> None:
+def test_lines_of_keys_around_arrays_over_several_lines() -> None:
     text = 'a = [ # b = 1\n  "x, ]", # ]\n  [1,\n   2],\n]\nz = [[], [ ]]\n'
     assert key_lines(text) == {
         ("a",): 1,
@@ -78,7 +78,7 @@ def test_arrays_over_several_lines() -> None:
     }
 
 
-def test_inline_tables_in_arrays() -> None:
+def test_lines_of_inline_tables_in_arrays() -> None:
     text = "rules = [\n  {type = 'A', x.y = {z = 1}},\n  {},\n  {type = 'B'},\n]\n"
     lines = key_lines(text)
     assert lines["rules", 0, "x", "y", "z"] == 2
@@ -96,11 +96,11 @@ def test_arrays_of_tables_count_and_nest() -> None:
     assert lines["a", 1, "c", 0, "d"] == 10
 
 
-def test_windows_line_ends() -> None:
+def test_lines_of_a_file_with_windows_line_ends() -> None:
     assert key_lines("[a]\r\nb = '''\r\nc\r\n'''\r\nd = 1\r\n")["a", "d"] == 5
 
 
-def test_values_without_quotes() -> None:
+def test_lines_of_keys_with_unquoted_values() -> None:
     text = "a = 1979-05-27 07:32:00\nb = -inf#c = 1\nd = 0xff\ne = [1979-05-27,2]\nf = true"
     assert key_lines(text) == {("a",): 1, ("b",): 2, ("d",): 3, ("e",): 4, ("e", 0): 4, ("e", 1): 4, ("f",): 5}
 
@@ -127,7 +127,7 @@ def _paths(value: object, key: KeyPath = ()) -> list[KeyPath]:
         ("a = [1, \n", None),
     ],
 )
-def test_repeated_key(text: str, expected: tuple[KeyPath, int] | None) -> None:
+def test_a_repeated_key_is_found_with_its_line(text: str, expected: tuple[KeyPath, int] | None) -> None:
     with pytest.raises(tomli.TOMLDecodeError):
         tomli.loads(text)
     assert repeated_key(text) == expected

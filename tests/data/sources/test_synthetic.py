@@ -32,7 +32,7 @@ def test_a_sample_is_a_pure_function_of_seed_and_index() -> None:
         one[50]
 
 
-def test_the_stream_is_fixed() -> None:
+def test_the_samples_of_a_seed_do_not_change_between_releases() -> None:
     assert build(seq_len=8, seed=-1)[2][0].tolist() == [3, 11, 9, 14, 10, 8, 2, 1]
 
 
@@ -49,7 +49,7 @@ def test_without_noise_every_token_follows_from_the_one_before_by_the_same_rule_
     assert successors(build(noise=0.0, seed=5)) == rule
 
 
-def test_noise_breaks_the_rule_in_its_share_of_the_cases() -> None:
+def test_noise_breaks_the_rule_at_the_configured_rate() -> None:
     rule = successors(build(noise=0.0))
     source = build(seq_len=1000, noise=0.4)
     broken = sum(

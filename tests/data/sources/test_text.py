@@ -7,10 +7,10 @@ import torch
 from tests.distributed import run_command
 from titan_launch.config.sections.data import TextData
 from titan_launch.core.errors import ConfigError
-from titan_launch.data.context_shard import SequencePart, part_of
 from titan_launch.data.sources import build_source
 from titan_launch.data.sources.text import TokenSource, is_text, is_validation_document
 from titan_launch.data.tokenizers import ByteTokenizer
+from titan_launch.parallel.context_parallel import SequencePart, part_of
 
 
 def build(config: TextData, seq_len: int = 4, key: tuple[str, ...] = ("data",)) -> TokenSource:

@@ -48,14 +48,14 @@ def printed(*reports: dict[str, float], total_steps: int = 1000) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def test_the_fields_of_a_line() -> None:
+def test_a_line_shows_the_fields_of_a_report() -> None:
     assert printed(REPORT) == [
         "step    1/1000  loss   5.4321  grad norm    1.500  lr 3.000e-04       12,346 tok/s  MFU  41.2 %     0.123"
         " s/step  reserved memory  60.50 GiB"
     ]
 
 
-def test_a_line_of_a_model_of_images() -> None:
+def test_the_line_of_an_image_model_counts_images() -> None:
     images = {"throughput/images_per_second": 12345.6, "validation/loss": 0.25, "validation/accuracy": 0.98765}
     assert printed(images) == ["step    1/1000       12,346 img/s  validation loss   0.2500  accuracy  98.77%"]
 
@@ -132,7 +132,7 @@ def test_a_dumb_terminal_is_treated_like_a_file(monkeypatch: pytest.MonkeyPatch)
     assert "\x1b" not in terminal.getvalue()
 
 
-def test_values_that_are_not_finite_are_red() -> None:
+def test_non_finite_values_are_red() -> None:
     terminal = Terminal()
     ConsoleSink(100, stream=terminal).write(1, {"train/loss": math.nan})
     assert "\x1b[31mloss      nan\x1b[0m" in terminal.getvalue()

@@ -19,7 +19,7 @@ from titan_launch.plan.memory.depth import Repeat, longest_repeat, shorten
         ("abcabcabcd", Repeat(0, 3, 3)),
     ],
 )
-def test_longest_repeat(sequence: str, expected: Repeat) -> None:
+def test_the_longest_repeat_of_a_sequence_is_found(sequence: str, expected: Repeat) -> None:
     assert longest_repeat(sequence) == expected
 
 
@@ -29,9 +29,9 @@ def test_shortened_sequences_keep_their_ends() -> None:
     assert shorten(82, repeat, 5) == [0, 1, 2, 78, 79, 80, 81]
 
 
-def test_whole_periods_are_removed() -> None:
+def test_shortening_removes_whole_periods() -> None:
     assert shorten(20, Repeat(start=0, period=2, times=10), 3) == [0, 1, 16, 17, 18, 19]
 
 
-def test_a_short_sequence_is_kept_whole() -> None:
+def test_a_short_sequence_is_not_shortened() -> None:
     assert shorten(5, Repeat(start=0, period=1, times=5), 5) == [0, 1, 2, 3, 4]

@@ -26,7 +26,7 @@ def test_peak_its_step_point_and_bytes_by_category() -> None:
     assert footprint.by_phase() == {"forward": 130, "backward": 160}
 
 
-def test_streams_do_not_share_memory() -> None:
+def test_cuda_streams_have_separate_memory_pools() -> None:
     """The 40 bytes of the all-gather are free again when compute needs 15 more, but in another pool."""
     assert two_points().footprint().stream_bytes == 100 + 20 + 15 + 40
 

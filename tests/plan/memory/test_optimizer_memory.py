@@ -82,6 +82,6 @@ def measure_all() -> dict[str, Any]:
 
 
 def test_planned_bytes_are_the_measured_ones() -> None:
-    """The rank has the larger shards of two, or all of one."""
+    """The rank has the larger of two shards, or the only one."""
     for name, (measured, planned) in run_ranks(measure_all, 2)[0].items():
         assert measured == pytest.approx(planned, rel=0.01, abs=64), name  # a few scalars

@@ -85,7 +85,7 @@ def test_every_accumulation_mode_is_compared_under_every_activation_checkpointin
     assert [row.choice.label for row in comparison.rows if row.is_own] == [choice_label("immediate", "none")]
 
 
-def test_replicas_add_deferred_all_reduce() -> None:
+def test_replicas_add_rows_for_deferred_all_reduce() -> None:
     comparison, _ = compared(make_job(parallelism={"data_parallel_replicate_degree": 2}), 4)
     assert "deferred_all_reduce" in labels(comparison) and f"deferred_all_reduce{UNSHARDED}" in labels(comparison)
 
@@ -118,7 +118,7 @@ def test_modes_that_a_job_file_could_not_set_are_not_compared_and_the_reason_is_
     assert labels(compared(make_job(precision=freed))[0]) == ["immediate", "deferred"]
 
 
-def test_a_schedule_that_splits_backward_leaves_out_what_it_does_not_go_with() -> None:
+def test_modes_that_a_schedule_with_split_backward_does_not_support_are_not_compared() -> None:
     split = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble"}
     job = make_job(parallelism=split, **auto(memory_gib=10))
     comparison, hardware = compared(job, ranks=4)
@@ -139,7 +139,7 @@ def test_a_schedule_that_splits_backward_leaves_out_what_it_does_not_go_with() -
 @pytest.mark.parametrize(
     ("planner", "last_that_fits"), [({}, 7.0), ({"margin_gib": 0}, 7.4), ({"margin_gib": 1.2}, 6.4)]
 )
-def test_three_verdicts(planner: dict[str, float], last_that_fits: float) -> None:
+def test_verdicts_are_fits_tight_and_does_not_fit(planner: dict[str, float], last_that_fits: float) -> None:
     """Reserved memory of 9.4 GiB (7 active) with the default margin of a GPU (0.5 GiB here) fits in 10 GiB."""
     assumed = {"memory_gib": 10, "overhead_gib": 1, "fragmentation": 0.2, **planner}
     hardware = hardware_of(make_job(planner=assumed, job={"device": "cuda"}), 8)
@@ -170,7 +170,7 @@ def test_the_table_marks_the_rows_of_the_job_and_the_choice() -> None:
     assert "11.00 activations" in format_categories(comparison)
 
 
-def test_rows_as_data_hold_everything() -> None:
+def test_json_rows_hold_modes_memory_traffic_and_times() -> None:
     comparison, _ = compared(make_job(**PEAK))
     row: Mapping[str, Any] = describe_comparison(comparison, None)[1]
     assert row["gradient_accumulation"] == {"mode": "deferred", "keep_params_unsharded": False}
@@ -181,7 +181,7 @@ def test_rows_as_data_hold_everything() -> None:
     assert sum(row["link_traffic_bytes_per_rank"].values()) > 0 and row["flops_per_rank"] > 0
 
 
-def test_streams_of_a_gpu_do_not_share_memory() -> None:
+def test_cuda_streams_do_not_share_reserved_memory() -> None:
     """1 GiB of activations is freed when 3 GiB are all-gathered, but the allocator reserves it for the compute
     stream."""
     ledger = Ledger()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import html
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,19 +18,21 @@ pytest.importorskip("matplotlib")
 def test_a_picture_has_a_bar_for_every_choice(tmp_path: Path, suffix: str) -> None:
     comparison, hardware = compared(make_job())
     path = tmp_path / f"plan{suffix}"
-    plot_comparison(comparison, hardware, "tiny", str(path), comparison.rows[0])
+    plot_comparison(comparison, hardware, "tiny", str(path), comparison.rows[1], "recommended")
     assert path.stat().st_size > 10_000
     if suffix == ".svg":
         text = path.read_text()
         labels = [f"{r.choice.accumulation_label} / {r.choice.activation_checkpoint_label}" for r in comparison.rows]
         assert all(f"<!-- {label}" in text for label in labels)
+        marks = dict(re.findall(r"<!-- (.* / .*?) +([>*]+) -->", html.unescape(text)))
+        assert marks == {labels[0]: ">", labels[1]: "*"}  # as in the table
         assert "limit 10 GiB" in text and "activations" in text and "far to the right" not in text
 
 
-def test_a_limit_outside_of_the_picture_is_only_named(tmp_path: Path) -> None:
+def test_a_limit_far_above_every_bar_is_named_in_the_title_and_not_drawn(tmp_path: Path) -> None:
     comparison, hardware = compared(make_job())
     path = tmp_path / "plan.svg"
-    plot_comparison(comparison, replace(hardware, memory_gib=1000.0), "tiny", str(path), comparison.rows[0])
+    plot_comparison(comparison, replace(hardware, memory_gib=1000.0), "tiny", str(path), None, None)
     assert "limit 1000 GiB, far to the right" in path.read_text()
 
 
@@ -39,7 +43,7 @@ def test_a_path_that_cannot_be_written_is_an_error_before_planning(tmp_path: Pat
             check_plot(str(tmp_path / name))
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_matplotlib_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_launch.plan.report.plot.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install matplotlib"):
         check_plot("plan.png")

@@ -86,7 +86,7 @@ def test_all_modules_of_a_rule_share_one_unit_wrapped_before_their_parents() -> 
     assert by_reason(units, "head").modules == ("output",)
 
 
-def test_where_units_cannot_be_shared_every_module_has_its_own() -> None:
+def test_without_shared_units_every_module_of_a_rule_has_its_own_unit() -> None:
     rules = (PrecisionRule(type="LayerNorm", param_dtype="float32"),)
     units = plan_model(inventory_of(), PrecisionConfig(rules=rules), RESHARDING, share_units=False).units
     assert [unit.name for unit in units if unit.reason == "precision.rules.0"][:2] == [
@@ -130,7 +130,7 @@ def test_a_block_under_a_rule_stays_a_unit_of_its_own() -> None:
     assert {unit.policy.output_dtype for unit in units[:3]} == {"bfloat16"}
 
 
-def test_the_models_own_output_is_not_rounded() -> None:
+def test_the_output_of_the_model_is_not_cast() -> None:
     units = units_of({"match": "output", "param_dtype": "float32"})
     assert by_reason(units, "precision.rules.0").policy.output_dtype is None
     assert all(unit.reason != "head" for unit in units)
@@ -165,7 +165,7 @@ class Right(Holder):
     pass
 
 
-def test_units_that_lie_inside_each_other_are_divided_and_inner_ones_come_first() -> None:
+def test_units_nested_in_each_other_are_split_by_module_and_inner_units_come_first() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -233,7 +233,7 @@ def test_a_declared_embedding_is_a_unit_that_backward_does_not_gather() -> None:
     assert (units[-1].num_parameters, units[-1].is_trained) == (0, False)
 
 
-def test_a_declared_embedding_is_held_where_everything_is() -> None:
+def test_a_declared_embedding_is_unsharded_if_all_parameters_are() -> None:
     unsharded = plan_model(declare_embedding(), PrecisionConfig(), Resharding(blocks=False, late=False)).units[0]
     assert (unsharded.reshard_after_forward, unsharded.unshard_in_backward, unsharded.num_gathers) == (False, True, 1)
 
@@ -373,7 +373,7 @@ def test_unit_per_sets_the_number_of_units_of_a_rule(unit_per: str, sizes: list[
         assert unit.reshard_after_forward is in_earlier_blocks
 
 
-def test_a_unit_over_several_blocks_keeps_its_parameters_for_backward_unless_told_otherwise() -> None:
+def test_a_unit_over_several_blocks_is_not_resharded_after_forward_by_default() -> None:
     rule = {"type": "LayerNorm", "param_dtype": "float32"}
     assert units_of(rule)[0].reshard_after_forward is False
     assert units_of({**rule, "reshard_after_forward": True})[0].reshard_after_forward is True
@@ -443,7 +443,7 @@ class SharesTable(nn.Module):
             layer.append(self.table)
 
 
-def test_buffers_of_a_shared_module_have_its_first_path() -> None:
+def test_buffers_of_a_shared_module_are_listed_under_its_first_path() -> None:
     inventory = take_inventory(SharesTable(), ("layers.0", "layers.1"))
     rules = [{"match": "table", "buffer_dtype": "bfloat16"}]
     plan = plan_model(inventory, PrecisionConfig.model_validate({"rules": rules}), RESHARDING)
@@ -454,14 +454,14 @@ def test_buffers_of_a_shared_module_have_its_first_path() -> None:
         plan_model(inventory, PrecisionConfig.model_validate({"rules": rules}), RESHARDING)
 
 
-def test_norms_of_a_model_without_blocks_keep_their_parameters_too() -> None:
+def test_the_norms_unit_of_a_model_without_blocks_is_not_resharded_after_forward() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.LayerNorm(4))
     config = PrecisionConfig.model_validate({"rules": [{"type": "LayerNorm", "param_dtype": "float32"}]})
     units = list(plan_model(take_inventory(model, ()), config, RESHARDING).units)
     assert by_reason(units, "precision.rules.0").reshard_after_forward is False
 
 
-def test_parameters_stay_where_every_rank_has_them_whole() -> None:
+def test_parameters_are_not_resharded_if_they_are_not_sharded() -> None:
     def resharding(choice: str, *degrees: int, **sections: Any) -> str:
         config = JobConfig.model_validate({"parallelism": {"fsdp_reshard_after_forward": choice}} | sections)
         layout = Layout(*degrees, local_batch_size=1, num_microbatches=1)

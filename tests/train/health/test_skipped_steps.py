@@ -110,7 +110,7 @@ def test_a_run_returns_to_its_checkpoint_and_skips_the_bad_data(tmp_path: Path) 
             assert len(given) == len(named) == 2 and all(map(torch.equal, given, named))
 
 
-def test_weights_gathered_in_8_bits_return_to_the_scales_of_the_checkpoint(tmp_path: Path) -> None:
+def test_a_return_to_a_checkpoint_recomputes_the_scales_of_float8_all_gather(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     jobs = [job_with(tmp_path / name, 8, on_repeated_skips="rollback") for name in ("run", "other")]
     for job in jobs:

@@ -52,7 +52,7 @@ def test_a_bad_step_of_one_rank_is_skipped_on_all_ranks(bad: tuple[float, float]
         assert math.isfinite(skipped_step.own_loss) == (rank == 0 or math.isfinite(bad[0]))
 
 
-def test_stop_leaves_out_all_that_follow() -> None:
+def test_after_a_stop_all_steps_are_skipped() -> None:
     for decisions, skipped in run_ranks(decide, 2, DebugConfig(), 0, [GOOD, (math.nan, 1.0), GOOD]):
         assert decisions == [0, 1, 1]
         assert skipped.last is not None and skipped.steps == (skipped.last,)

@@ -128,7 +128,7 @@ def test_a_timeout_ends_the_run_with_the_rank_that_was_behind(tmp_path: Path) ->
 
 
 def test_a_rank_that_native_code_aborts_at_a_hang_is_reported_with_its_collective(tmp_path: Path) -> None:
-    """NCCL's watchdog thread does so. Rank 0 waits for rank 1, and is aborted after the hang is reported."""
+    """NCCL's watchdog thread aborts a rank like this: rank 0 waits for rank 1, and is aborted after the report."""
     abort = 'if self.calls == 3 and os.environ["RANK"] == "0": threading.Timer(3, os.abort).start()'
     model = MODEL_THAT_HANGS.replace("self.calls += 1", f"self.calls += 1\n        {abort}")
     model = model.replace("import os, time", "import os, threading, time").replace(
@@ -188,7 +188,7 @@ def test_every_group_has_the_timeout_of_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("hang_seconds", "limits"), [(None, (90, 30, 90)), (20, (60, 20, 60))])
-def test_the_limit_of_a_phase(hang_seconds: int | None, limits: tuple[int, int, int]) -> None:
+def test_time_limits_of_the_phases_of_a_run(hang_seconds: int | None, limits: tuple[int, int, int]) -> None:
     comm = CommConfig(timeout_seconds=60, init_timeout_seconds=180, hang_seconds=hang_seconds)
     assert run_ranks(limits_of_phases, 1, comm) == [limits]
 

@@ -116,7 +116,7 @@ def test_a_folder_that_is_not_a_run_folder_is_not_changed(tmp_path: Path) -> Non
     assert "exists and is not a run folder" in refusal(tmp_path)
 
 
-def test_the_rest_of_a_deleted_run_folder_is_still_a_run_folder(tmp_path: Path) -> None:
+def test_a_partly_deleted_run_folder_is_still_a_run_folder(tmp_path: Path) -> None:
     """The folder was deleted while a checkpoint was being written."""
     (tmp_path / "tiny/checkpoints/step-2.tmp").mkdir(parents=True)
     prepare(tmp_path, checkpoint=CHECKPOINT)
@@ -218,7 +218,7 @@ def test_another_experiment_with_nothing_to_resume_is_moved_aside(
     assert {path.name: path.read_bytes() for path in (tmp_path / aside).rglob("*") if path.is_file()} == before
 
 
-def test_another_model_is_refused_whatever_is_accepted(tmp_path: Path) -> None:
+def test_another_model_is_refused_even_with_accept_changes(tmp_path: Path) -> None:
     prepare(tmp_path, checkpoint=CHECKPOINT)
     save_steps(tmp_path, 2)
     other = {"args": {"n_layers": 1}}
@@ -275,7 +275,7 @@ AGENT = AgentProcess("host", "/tmp/torchelastic_1/none_2", 1, None)
     ],
 )
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_restart_keeps_its_folder_and_does_not_apply_the_load_again(
+def test_a_restart_keeps_its_run_folder_and_ignores_checkpoint_load(
     tmp_path: Path, first: Attempt, second: Attempt, is_restart: bool, saved: bool
 ) -> None:
     def start(load: Load, attempt: Attempt) -> Load:
@@ -317,7 +317,7 @@ def test_later_checkpoints_are_moved_aside_with_the_reports(tmp_path: Path) -> N
     (checkpoints / "latest").symlink_to("step-6")
     (checkpoints / "best").symlink_to("step-4")
     (tmp_path / "tiny" / "metrics.jsonl").write_text("reports")
-    for _ in range(2):  # the second call has nothing to do
+    for _ in range(2):  # the second call finds nothing to move
         supersede_later_checkpoints(tmp_path / "tiny", 2)
         assert names(checkpoints) == ["latest", "step-2", "superseded-1"]
         assert names(checkpoints / "superseded-1") == ["metrics.jsonl", "step-4", "step-6"]
@@ -359,7 +359,7 @@ def tampered(finished: Path, tmp_path: Path) -> Path:
 
 
 def train(folder: Path, *overrides: str) -> tuple[int, str]:
-    """Run the job of a folder by the command line: the exit status, and everything that the command says."""
+    """Run the job of a folder by the command line. Return the exit status and the output."""
     status, printed, reported = run_command(["train", "--config", "job.json", *overrides], folder, timeout=60)
     assert "Traceback" not in printed + reported, reported
     return status, printed + reported

@@ -131,7 +131,7 @@ def float8_has_whole_matrices(config: JobConfig) -> Iterator[Problem]:
         yield Problem(_ENABLE, reason, True, also=(_TENSOR,))
 
 
-def float8_has_units(config: JobConfig) -> Iterator[Problem]:
+def float8_has_tensor_cores(config: JobConfig) -> Iterator[Problem]:
     """Report float8 without `emulate` on a CPU, which has no FP8 tensor cores. (If `job.device` is "auto", the run
     checks this at its start.)"""
     if config.float8.enable and not config.float8.emulate and config.job.device == "cpu":
@@ -177,7 +177,7 @@ def float8_all_gather_is_not_offloaded(config: JobConfig) -> Iterator[Problem]:
 FLOAT8_RULES = (
     float8_options_are_for_float8,
     float8_has_whole_matrices,
-    float8_has_units,
+    float8_has_tensor_cores,
     float8_starts_from_bfloat16,
     float8_all_gather_has_one_scale,
     float8_all_gather_is_not_offloaded,

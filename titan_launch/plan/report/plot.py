@@ -9,6 +9,7 @@ from titan_launch.core.errors import UserError
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.memory.ledger import Category
 from titan_launch.plan.report.comparison import Comparison, Row
+from titan_launch.plan.report.table import marks_of, meaning_of_marks
 
 FORMATS = (".png", ".pdf", ".svg")
 
@@ -28,17 +29,20 @@ def check_plot(path: str) -> None:
         raise UserError("error: --plot needs matplotlib: pip install matplotlib")
 
 
-def plot_comparison(comparison: Comparison, hardware: Hardware, title: str, path: str, chosen: Row) -> None:
+def plot_comparison(
+    comparison: Comparison, hardware: Hardware, title: str, path: str, best: Row | None, meaning: str | None
+) -> None:
     """Write a picture: a bar of memory by category for each choice, and the memory limit if there is one.
 
-    `chosen` is marked with `*`. Raises UserError if the file cannot be written.
+    The marks are those of the table; `meaning` is the meaning of the mark `*`. Raises UserError if the file cannot be
+    written.
     """
     from matplotlib.figure import Figure  # pyplot would look for a display
 
     rows = comparison.rows[::-1]  # matplotlib draws from bottom to top
     figure = Figure(figsize=(11, 1.8 + 0.42 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
-    labels = [_label(row) + (" *" if row is chosen else "") for row in rows]
+    labels = [f"{_label(row)} {marks_of(row, best)}".rstrip() for row in rows]
     left = [0.0] * len(rows)
     for color, category in enumerate(Category):
         sizes = [row.footprint.by_category.get(category, 0) / GIB for row in rows]
@@ -50,7 +54,8 @@ def plot_comparison(comparison: Comparison, hardware: Hardware, title: str, path
         axes.barh(labels, overhead, left=left, label="overhead", color="0.6")
     reserved = [row.reserved_bytes / GIB for row in rows]
     axes.plot(reserved, labels, "k|", markersize=14, label="reserved (estimate)")
-    axes.set_xlabel(f"GiB per rank at the peak (* {_label(chosen)})")
+    marks = [f"{mark} {text}" for mark, text in meaning_of_marks(meaning)]
+    axes.set_xlabel("\n".join(["GiB per rank at the peak", "; ".join(marks)]))
     if hardware.memory_gib is not None:
         limit = f"limit {hardware.memory_gib:.4g} GiB"
         if hardware.memory_gib > _FAR * max(reserved):

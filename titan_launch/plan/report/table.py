@@ -142,15 +142,24 @@ def format_comparison(comparison: Comparison, verbose: bool = False, best: Row |
     """
     rows = comparison.rows
     columns = [[column.title, *map(column.cell, rows)] for column in _shown(rows, verbose)]
-    marks = ["  ", *(" >"[row.is_own] + " *"[row is best] for row in rows)]
+    marks = ["  ", *(marks_of(row, best) for row in rows)]
     return "\n".join([*aligned(list(zip(marks, *columns, strict=True))), *comparison.notes])
 
 
 def format_legend(comparison: Comparison, verbose: bool = False, best: str | None = None) -> str:
     """Return the meaning of the marks and of every column. `best`: the meaning of the mark `*`, if it is used."""
-    marks = [(">", "set by the job, or open to `auto`"), *([("*", best)] if best else [])]
-    lines = [*marks, *((column.title, column.meaning) for column in _shown(comparison.rows, verbose))]
+    lines = [*meaning_of_marks(best), *((column.title, column.meaning) for column in _shown(comparison.rows, verbose))]
     return "\n".join(aligned([(f"{name}:", meaning) for name, meaning in lines]))
+
+
+def marks_of(row: Row, best: Row | None) -> str:
+    """Return two characters: `>` for a choice that the job sets or `auto` may take, and `*` for `best`."""
+    return " >"[row.is_own] + " *"[row is best]
+
+
+def meaning_of_marks(best: str | None) -> list[tuple[str, str]]:
+    """Return the marks with their meanings. `best`: the meaning of the mark `*`, if it is used."""
+    return [(">", "set by the job, or open to `auto`"), *([("*", best)] if best else [])]
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:

@@ -15,7 +15,7 @@ from titan_launch.plan.memory.analytic.llama3 import llama3_inventory
 
 @pytest.mark.parametrize("flavor", [name for name in llama3.FLAVORS if name != "405B"])
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm", "batchnorm"])
-def test_the_table_equals_the_built_model(flavor: str, norm: str) -> None:
+def test_the_table_of_modules_equals_the_built_model(flavor: str, norm: str) -> None:
     _check({"n_layers": 3, "norm": norm}, flavor)
 
 
