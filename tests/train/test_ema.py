@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal, full_state, full_tensor
-from tests.test_docs import blocks
 from tests.train.health.test_skipped_steps import poison
 from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank, tiny_job
 from tests.train.run_folder.test_resume import logged
@@ -125,6 +124,8 @@ def test_every_division_saves_the_same_average(tmp_path: Path) -> None:
         assert average.keys() == expected.keys()
         for key, tensor in average.items():
             torch.testing.assert_close(tensor, expected[key], rtol=1e-4, atol=1e-5, msg=f"{name}: {key}")
+    from tests.test_docs import blocks  # the ranks do not need it
+
     (snippet,) = [block for _, block in blocks("python") if "read_weights" in block]
     names: dict[str, Any] = {}
     exec(snippet.replace("outputs/llama", str(tmp_path / "PP/tiny")), names)
@@ -145,19 +146,22 @@ def test_a_resumed_average_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> N
 
 
 def test_an_average_can_begin_and_end_at_a_resume(tmp_path: Path) -> None:
-    without = ema_job(tmp_path, ema={})
+    """The shared weight has both of its names in a checkpoint."""
+    tied = {"model": {"args": {"tie_embeddings": True}}}
+    without = ema_job(tmp_path, ema={}, **tied)
     run_ranks(run_job_until, 1, without, 3)
     with pytest.raises(UserError, match=r"step-3 has no moving average of the weights \(ema.decay was not set\)"):
         saved_average(tmp_path, 3)
     begun = "moving average of the weights: the checkpoint has none; it begins with the loaded parameters"
-    assert run_ranks(logged, 1, ema_job(tmp_path), "moving average") == [[begun]]
+    assert run_ranks(logged, 1, ema_job(tmp_path, **tied), "moving average") == [[begun]]
     states = [dict(read_weights(tmp_path / f"tiny/checkpoints/step-{step}")) for step in (3, 6)]
     average = saved_average(tmp_path)
+    assert torch.equal(average["output.weight"], average["tok_embeddings.weight"])
     for key, tensor in states[0].items():
         moved = (average[key] - tensor).norm() / (states[1][key] - tensor).norm()
         assert 0 < moved < 0.3, key  # three updates with a weight of 0.1
     source = {"enable": True, "load": str(tmp_path / "tiny"), "exclude_from_loading": ["ema"]}
-    anew = ema_job(tmp_path, job={"name": "anew"}, checkpoint=source, training={"steps": 7})
+    anew = ema_job(tmp_path, job={"name": "anew"}, checkpoint=source, training={"steps": 7}, **tied)
     not_loaded = "moving average of the weights: it is not loaded; it begins with the loaded parameters"
     assert run_ranks(logged, 1, anew, "moving average") == [[not_loaded]]
     without["training"]["steps"] = 7

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from titan_launch.config.sections.training import EMAConfig
 from titan_launch.distributed.dtensor import local_tensor
+from titan_launch.optim.groups import trainable_paths
 from titan_launch.optim.shards import in_float32
 
 
@@ -35,10 +36,8 @@ class WeightEMA:
         the rounded parameters."""
         self._config = config
         self._optimizer = optimizer
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._averages = {
-            name: torch.empty_like(p, dtype=torch.float32, requires_grad=False) for name, p in self._parameters.items()
-        }
+        self._names = trainable_paths(model)
+        self._averages = {p: torch.empty_like(p, dtype=torch.float32, requires_grad=False) for p in self._names}
         self.load_state_dict({})
 
     @torch.no_grad()
@@ -49,8 +48,8 @@ class WeightEMA:
         if not weight:
             return
         applied = torch.where(is_skipped == 0, weight, 0.0)
-        for name, average in self._averages.items():
-            local, (source,) = local_tensor(average), in_float32([self._source(name)])
+        for parameter, average in self._averages.items():
+            local, (source,) = local_tensor(average), in_float32([self._source(parameter)])
             applied = applied.to(local.device)
             # One tensor at a time: `_foreach_lerp_` with a weight on the device is such a loop, too.
             local.lerp_(source, applied)
@@ -62,32 +61,32 @@ class WeightEMA:
         The parameters must be sharded, as they are between steps. `parameters_changed` is called after both changes.
         The copies of the parameters need less memory than their gradients, which do not exist between steps.
         """
-        own = {name: local_tensor(parameter).detach().clone() for name, parameter in self._parameters.items()}
-        self._set_parameters({name: local_tensor(average) for name, average in self._averages.items()})
+        own = {parameter: local_tensor(parameter).detach().clone() for parameter in self._averages}
+        _set_parameters(self._averages)
         parameters_changed()
         try:
             yield
         finally:
-            self._set_parameters(own)
+            _set_parameters(own)
             parameters_changed()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the averages by the full names of the parameters."""
-        return dict(self._averages)
+        """Return the averages by the full names of the parameters. That of a shared parameter has all its names."""
+        return {name: self._averages[parameter] for parameter, names in self._names.items() for name in names}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load averages. An average that is not in `state` begins anew with the value of its parameter."""
-        for name, average in self._averages.items():
-            value = local_tensor(state[name]) if name in state else self._source(name)
-            local_tensor(average).copy_(value)
+        for parameter, average in self._averages.items():
+            loaded = (local_tensor(state[name]) for name in self._names[parameter] if name in state)
+            local_tensor(average).copy_(next(loaded, self._source(parameter)))
 
-    def _source(self, name: str) -> Tensor:
+    def _source(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's values of a parameter: those of its master if there is one."""
-        parameter = self._parameters[name]
         return local_tensor(self._optimizer.state.get(parameter, {}).get("master", parameter))
 
-    @torch.no_grad()
-    def _set_parameters(self, values: Mapping[str, Tensor]) -> None:
-        for name, parameter in self._parameters.items():
-            local_tensor(parameter).copy_(values[name])
+
+@torch.no_grad()
+def _set_parameters(values: Mapping[nn.Parameter, Tensor]) -> None:
+    for parameter, value in values.items():
+        local_tensor(parameter).copy_(local_tensor(value))

@@ -37,7 +37,7 @@ def group_parameters(model: nn.Module, config: OptimizerConfig, head: Collection
     """
     undecayed, inner = _undecayed(model), _inner_matrices(model, head)
     groups: dict[str, Group] = {}
-    for parameter, names in _trainable_paths(model).items():
+    for parameter, names in trainable_paths(model).items():
         index = first_match(config.param_groups, names)
         settings = settings_of(config, index, parameter in undecayed, parameter in inner)
         name = group_name(index, settings)
@@ -51,7 +51,7 @@ def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collecti
     Problems: an entry of `[[optimizer.param_groups]]` applies to no parameter, an algorithm for matrices has no matrix
     or another parameter to update, or the output layer is unknown.
     """
-    paths = _trainable_paths(model)
+    paths = trainable_paths(model)
     decisions = {parameter: first_match(config.param_groups, names) for parameter, names in paths.items()}
     problems = list(_unused(config.param_groups, paths.values(), set(decisions.values())))
     for parameter, index in decisions.items():
@@ -89,7 +89,7 @@ def _without_matrices(model: nn.Module, config: OptimizerConfig, head: Collectio
         yield Problem(("optimizer", "name"), reason, config.name)
 
 
-def _trainable_paths(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+def trainable_paths(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Return the paths of every trainable parameter. A shared parameter has several paths."""
     paths: dict[nn.Parameter, list[str]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
