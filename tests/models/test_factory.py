@@ -312,12 +312,12 @@ def test_all_ranks_raise_the_same_error_for_a_factory_that_differs_by_rank() -> 
     )
     assert both[0] == both[1]
     differs, fails, permuted, reordered = both[0]
-    assert permuted.reason.startswith("makes other values on rank 1 than on rank 0, in 1.weight;")
-    assert reordered.reason.startswith("registers its tensors in another order on rank 1 than on rank 0;")
+    assert permuted.reason.startswith("the factory makes other values on rank 1 than on rank 0, in 1.weight;")
+    assert reordered.reason.startswith("the factory registers its tensors in another order on rank 1 than on rank 0;")
     assert differs.key == fails.key == ("model", "name")
     assert differs.reason == (
-        "makes other values on rank 1 than on rank 0, in 1.bias; fill every tensor (torch.empty does not), and draw "
-        "random numbers only from torch, random and numpy, whose seeds are equal on all ranks"
+        "the factory makes other values on rank 1 than on rank 0, in 1.bias; fill every tensor (torch.empty does "
+        "not), and draw random numbers only from torch, random and numpy, whose seeds are equal on all ranks"
     )
     assert fails.reason.startswith("failed:") and fails.reason.endswith("FileNotFoundError: weights.pt")
 

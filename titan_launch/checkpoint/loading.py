@@ -26,9 +26,9 @@ _START_AGAIN = 'set checkpoint.load = "none" to start at step 0; the earlier run
 def newest_valid(folder: Path, *, set_damaged_aside: bool, remedy: str = _START_AGAIN) -> Path | None:
     """Return the newest undamaged checkpoint of a folder. Return None if the folder has no checkpoint.
 
-    Collective: every rank reads a share of the files. Damaged checkpoints are logged. With `set_damaged_aside` they are
-    renamed if an older undamaged checkpoint is found. Raises UserError, which ends with `remedy`, if all checkpoints
-    are damaged.
+    Collective: every rank reads a share of the files. Damaged checkpoints are logged. With `set_damaged_aside`, damaged
+    checkpoints are renamed if an older undamaged checkpoint is found. Raises UserError if all checkpoints are damaged.
+    `remedy`: last words of this error.
     """
     damaged: list[Path] = []
     for step in on_rank_0(lambda: checkpoint_steps(folder)):
@@ -39,7 +39,7 @@ def newest_valid(folder: Path, *, set_damaged_aside: bool, remedy: str = _START_
                 on_rank_0(lambda: [set_aside(path) for path in damaged])
             return candidate
         damaged.append(candidate)
-        warn(_log, "%s is damaged and not loaded: %s", candidate, reason)
+        warn(_log, "%s is damaged, so it is not loaded: %s", candidate, reason)
     if damaged:
         names = ", ".join(path.name for path in damaged)
         raise UserError(f"all checkpoints in {folder} are damaged ({names}); {remedy}")
@@ -181,7 +181,8 @@ def _take_over(state: TrainingState, target: Mapping[str, Any], selection: Selec
 
 
 def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> bool:
-    """Return True if the checkpoint has each rank's BatchNorm statistics for this number of ranks and this model."""
+    """Return True if the checkpoint has separate BatchNorm statistics for each rank, and was saved by as many ranks as
+    this run has and by the same model. Collective."""
     there = _below("local_statistics", saved)
     if len({key.partition(".")[0] for key in there}) != dist.get_world_size():
         return False
@@ -189,7 +190,7 @@ def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> boo
 
 
 def _takes(selection: Selection, part: str, key: str) -> bool:
-    """Return True if a value of a part of the state is loaded."""
+    """Return True if the value `key` of a part of the training state is loaded."""
     if part == "ema":
         return selection.takes("ema") and selection.takes_tensor(key)
     return selection.takes("data" if key in ("samples_seen", "samples_skipped") and part == "progress" else "step")
@@ -211,7 +212,7 @@ def _below(prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _known(values: Mapping[str, Any], prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a part that the checkpoint also has."""
+    """Return `values` without the keys that the checkpoint lacks. `prefix`: prefix of these keys in the checkpoint."""
     there = _below(prefix, saved)
     return {key: value for key, value in values.items() if key in there}
 
@@ -242,10 +243,8 @@ def _check_model(
 
 
 def _check_optimizer(checkpoint: Path, own: Mapping[str, Values], saved: Mapping[str, Any]) -> None:
-    """Raise UserError on all ranks if the checkpoint lacks optimizer state of a parameter.
-
-    The run that saved the checkpoint had another algorithm, or no master weights.
-    """
+    """Raise UserError on all ranks if the checkpoint lacks optimizer state of a parameter. The usual cause is that the
+    saved run had another algorithm, or no master weights."""
 
     def find_missing() -> str | None:
         for name, values in sorted(own.items()):

@@ -117,7 +117,7 @@ class BuiltModel:
     """Function that fills parameters and buffers after `models.init.allocate`, or the values from a factory."""
 
     embeddings: tuple[str, ...] = ()
-    """Paths of the modules whose weights only their own forward reads; empty if unknown."""
+    """Paths of the embeddings. No other module reads their weights. Empty if unknown."""
 
     tensor_parallel: Mapping[str, TensorStyle] | None = None
     """Styles of tensor parallelism by glob of modules; None if the model declares none."""
@@ -211,7 +211,7 @@ def _check_declarations(module: nn.Module) -> None:
         if declared is not None and not _is_table(declared, kind):
             problems.append(f"{name} must be a dict from globs to {kind.__name__}; it is {declared!r}")
     if problems:
-        raise ConfigError(Problem(("model", "name"), f"its attribute {reason}") for reason in problems)
+        raise ConfigError(Problem(("model", "name"), f"the model's attribute {reason}") for reason in problems)
 
 
 def _is_table(declared: Any, kind: type) -> bool:
@@ -249,10 +249,13 @@ def find_pipeline_order(module: nn.Module, patterns: Sequence[str]) -> tuple[str
     for pattern in patterns:
         found = [path for path in paths if matches(pattern, path)]
         if not found:
-            problems.append(f'pipeline_order has "{pattern}", which {nothing_matched(pattern, paths, containers)}')
+            problems.append(
+                f'the model\'s pipeline_order has "{pattern}", which {nothing_matched(pattern, paths, containers)}'
+            )
         pipeline_order += found
     problems += [
-        f"pipeline_order has {path} twice, or also has a module that contains it; list each module once"
+        f"the model's pipeline_order has {path} twice, or also has a module that contains this module; list each "
+        "module once"
         for path in pipeline_order
         if pipeline_order.count(path) > 1 or enclosing(parent(path), pipeline_order)
     ]

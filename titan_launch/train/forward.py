@@ -1,4 +1,4 @@
-"""The call of a model's forward, checks of its inputs and outputs, and errors of a forward that does not fit."""
+"""Checks of a model's forward, and explanations of its errors. Each failed check is a ConfigError on `model.name`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from titan_launch.distributed.torch_private import roots
 from titan_launch.models.build import has_forward
 from titan_launch.models.loss import Loss
 
-FORWARD = "its forward "
-"""The first words of every error of this module, on the key `model.name`."""
+FORWARD = "the model's forward "
+"""The first words of every error of this module. The errors concern the key `model.name`."""
 
 _INPUTS = {"tokens": "token ids (batch, seq_len)", "images": "images (batch, channels, height, width)"}
 _LOGITS = {"tokens": "(batch, seq_len, classes)", "images": "(batch, classes)"}
@@ -82,7 +82,7 @@ def checked_loss(loss_sum: Loss, unit: SampleUnit, num_classes: int) -> Loss:
             raise _error(f"returns a tensor of the shape {shapes}", unit)
         if logits.shape[-1] < num_classes:
             reason = f"returns logits of {logits.shape[-1]} classes, but {_DATA[unit].format(num_classes)}"
-            raise _error(f"{reason}; give its last layer {num_classes} outputs")
+            raise _error(f"{reason}; give the model's last layer {num_classes} outputs")
         return loss_sum(logits, targets)
 
     return checked
@@ -119,7 +119,8 @@ def check_embeddings(model: nn.Module, vocab_size: int) -> None:
 
 
 def _error(reason: str, unit: SampleUnit | None = None) -> ConfigError:
-    """Return the error of a forward. With `unit`, the error explains the required arguments and outputs."""
+    """Return a ConfigError about the model's forward. With `unit`, the message explains which inputs the forward gets
+    and which logits it must return."""
     if unit is not None:
         reason += (
             f"; forward(inputs) gets one tensor, {_INPUTS[unit]}, and must return the logits, a tensor "

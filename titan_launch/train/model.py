@@ -60,12 +60,12 @@ def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
 
 
 def _format_bytes(num_bytes: int) -> str:
-    """Return `22.4 GiB`, or below 1 GiB `22.4 MiB`."""
+    """Return a number of bytes as text: `22.4 GiB`, or `22.4 MiB` below 1 GiB."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / GIB * 1024:.1f} MiB"
 
 
 def _host_digests(built: BuiltModel) -> dict[str, str]:
-    """Return digests of the values that a factory made, by full name; empty for a model that is initialized later."""
+    """Return digests of the values that a factory made, by full name. If the model has no values yet, return {}."""
     return built.initializer.digests() if isinstance(built.initializer, HostValues) else {}
 
 
@@ -80,12 +80,14 @@ def _different_values(config: JobConfig, digests: list[dict[str, str]]) -> Confi
     differing = [name for name in {**digests[0], **other} if digests[0].get(name) != other.get(name)]
     if not differing:
         reason = (
-            f"registers its tensors in another order on rank {rank} than on rank 0; iterate over lists, not over sets"
+            f"the factory registers its tensors in another order on rank {rank} than on rank 0; iterate over lists, "
+            "not over sets"
         )
         return config_error(("model", "name"), reason, config.model.name)
     reason = (
-        f"makes other values on rank {rank} than on rank 0, in {listed(differing)}; fill every tensor (torch.empty "
-        "does not), and draw random numbers only from torch, random and numpy, whose seeds are equal on all ranks"
+        f"the factory makes other values on rank {rank} than on rank 0, in {listed(differing)}; fill every tensor "
+        "(torch.empty does not), and draw random numbers only from torch, random and numpy, whose seeds are equal on "
+        "all ranks"
     )
     return config_error(("model", "name"), reason, config.model.name)
 
