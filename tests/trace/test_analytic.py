@@ -89,12 +89,16 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
         {"n_layers": 7},
         {"activation_checkpoint": {**SELECTIVE, "selective_ac_option": 2, "modules": ["layers.*.feed_forward"]}},
     ),
-    "muon, stored in bf16": (
+    "muon and EMA, stored in bf16": (
         (1, 2),
         2,
         "cpu",
         {},
-        {"precision": {"storage_dtype": "bfloat16"}, "optimizer": {"name": "Muon", "rounding": "stochastic"}},
+        {
+            "precision": {"storage_dtype": "bfloat16"},
+            "optimizer": {"name": "Muon", "rounding": "stochastic"},
+            "ema": {"decay": 0.9},
+        },
     ),
     "fp32, stored in bf16": (
         (1, 4),

@@ -14,7 +14,7 @@ import os
 import struct
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from titan_launch.checkpoint.manifest import MANIFEST_FILE, DamagedCheckpointError
+from titan_launch.core.errors import UserError
 from titan_launch.core.files import read_regular
 
 INDEX_FILE = "index.json"
@@ -240,6 +241,31 @@ def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # the tensor is only read
         return torch.frombuffer(content, dtype=dtype, count=num_elements).view(chunk.sizes)
+
+
+def read_weights(folder: Path, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and buffer of a valid checkpoint, unsharded on the host, with its name in the model.
+
+    With `ema`, yield the moving average in place of each parameter that has one. A moving average has the key
+    `ema.NAME`, and the tensor itself `model.NAME`. Raises UserError if the checkpoint has no moving average.
+    """
+    index = read_index(folder)
+    if ema and not any(key.startswith("ema.") for key in index):
+        raise UserError(f"the checkpoint {folder} has no moving average of the weights (ema.decay was not set)")
+    for key, tensor in index.items():
+        part, _, name = key.partition(".")
+        if part == "model":
+            averaged = index.get(f"ema.{name}") if ema else None
+            yield name, _read_tensor(folder, averaged or tensor)
+
+
+def _read_tensor(folder: Path, tensor: IndexedTensor) -> Tensor:
+    dtype = getattr(torch, tensor.dtype)
+    whole = torch.empty(tensor.shape, dtype=dtype)
+    for chunk in tensor.chunks:
+        place = tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        whole[place] = read_chunk(folder, chunk, dtype)
+    return whole
 
 
 def _content_of(record: bytes) -> memoryview | None:

@@ -85,6 +85,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "implementation": "operation",
     },
     "lr_scheduler": "experiment",
+    "ema": "operation",
     "checkpoint": "operation",
     "validation": "operation",
     "metrics": "operation",

@@ -17,7 +17,7 @@ from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.core.globs import matches
 from titan_launch.core.import_string import import_factory
-from titan_launch.models import decoder, huggingface, resnet
+from titan_launch.models import decoder, huggingface, resnet, vit
 from titan_launch.models.blocks import Blocks, choose_blocks, find_blocks, find_pipeline_order, has_forward
 from titan_launch.models.factory import (
     HostBuild,
@@ -96,6 +96,7 @@ T = TypeVar("T")
 SPECS: dict[str, ModelSpec] = {
     **decoder.SPECS,
     "resnet": resnet.SPEC,
+    "vit": vit.SPEC,
 }
 """The models of this package, by `model.name`."""
 

@@ -41,6 +41,7 @@ from titan_launch.plan.memory.ledger import (
     Footprint,
     Ledger,
     StepPoint,
+    ema_bytes,
     on_host,
     state_bytes,
     temporary_bytes,
@@ -193,6 +194,7 @@ def _trace_microbatches(
         stack.enter_context(count_exchanges(mesh, count))
         groups = _group_sizes(config, model, plan)
         ledger.allocate(state_bytes(config.optimizer, groups), Category.OPTIMIZER)
+        ledger.allocate(ema_bytes(config.ema, groups), Category.EMA)
         memory.scope(Category.BUFFERS)
         statistics = RunningStatistics(model)  # a run holds this copy during the whole step
         memory.scope(None)

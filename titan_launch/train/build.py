@@ -17,6 +17,7 @@ from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.process_group import Ranks, set_timeouts
 from titan_launch.metrics.sinks import ConsoleSink
 from titan_launch.models.loss import loss_in_chunks
+from titan_launch.optim.ema import WeightEMA
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.compile import cache_folder, compile_loss
@@ -87,14 +88,15 @@ def build_run(
     set_timeouts(config.comm.init_timeout_seconds)
     allocate_model(model, config, ranks.device, stack)
     optimizer = build_optimizer(model.module, config.optimizer, job.built.head, config.training.seed)
+    ema = None if config.ema.decay is None else WeightEMA(model.module, optimizer, config.ema)
 
     folder = open_run_folder(job, ranks, log_file, watchdog, stack)
     progress, guard = Progress(), StepGuard(config.debug, ranks.device)
     step = build_step(config, model, optimizer, guard, ranks, data.num_classes)
-    state = training_state(config, model.module, optimizer, progress, guard, step.statistics, mesh, ranks)
+    state = training_state(config, model.module, optimizer, progress, guard, ema, step.statistics, mesh, ranks)
     sources: Sources = {**data.sources, **weights_source(config.model)}
     checkpoints = open_checkpoints(job.requested, folder.path, state, progress, sources, ranks, stack)
-    load_or_begin(job, folder.path, state, progress, sources, model.module, stack)
+    load_or_begin(job, folder.path, state, progress, sources, model.module, ema, stack)
     on_rank_0(lambda: record_units(folder.path, describe_units(job.plan, job.layout, locate_key)))
     memory_check = MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_rank_0 else None
     log_run(job, ranks.device, memory_check, data.train, data.validation, folder.path)
@@ -110,6 +112,7 @@ def build_run(
         plan=job.plan,
         model=model.module,
         optimizer=optimizer,
+        ema=ema,
         step=step,
         guard=guard,
         progress=progress,
@@ -122,7 +125,7 @@ def build_run(
         checkpoints=checkpoints,
         meter=build_meter(job, ranks),
         measurements=StepMeasurements(
-            config.comm, model.module, optimizer, step, ranks.device, first_step, config.compile.enable, stack
+            config.comm, model.module, optimizer, ema, step, ranks.device, first_step, config.compile.enable, stack
         ),
         memory_check=memory_check,
         sinks=build_sinks(job, folder.path, progress, console, stack),
@@ -161,6 +164,7 @@ def load_or_begin(
     progress: Progress,
     sources: Sources,
     model: nn.Module,
+    ema: WeightEMA | None,
     stack: ExitStack,
 ) -> None:
     """Load the checkpoint from which the run starts, or else the weights that the job names, if any. Record the run in
@@ -168,6 +172,8 @@ def load_or_begin(
     load = on_rank_0(lambda: effective_load(folder, job.requested, job.attempt))
     if not load_run(job.requested, folder, load, state, progress, sources) and job.config.model.weights is not None:
         begin_with_weights(model, job.config.model, job.plan.inventory)
+        if ema is not None:
+            ema.load_state_dict({})  # the average begins with these weights
     on_rank_0(lambda: record_run(folder, job.requested, job.attempt, stack))
 
 

@@ -54,6 +54,9 @@ class StepResult:
     grad_norm: Tensor
     """Norm of the whole gradient before clipping."""
 
+    is_skipped: Tensor
+    """1 if the step did not change the parameters, else 0."""
+
 
 class TrainStep:
     """One optimizer step: count valid targets, run forward and backward for all microbatches, clip gradients, decide
@@ -131,7 +134,7 @@ class TrainStep:
 
         has_loss = self._pipelined is None or self._pipelined.computes_loss
         valid_local = valid.local if has_loss else torch.zeros_like(valid.local)
-        return StepResult(loss_sum, valid_local / self._mesh.layout.tensor, valid.total(), grad_norm)
+        return StepResult(loss_sum, valid_local / self._mesh.layout.tensor, valid.total(), grad_norm, is_skipped)
 
     def parameters_changed(self) -> None:
         """Update the values that depend on parameters, such as float8 scales. The host does not wait for the device.

@@ -24,6 +24,7 @@ def job(folder: Path, steps: int) -> dict[str, dict[str, object]]:
         checkpoint={"enable": True, "interval": 2},
         comm={"count_traffic": True},
         training={"steps": steps},
+        ema={"decay": 0.9},
     )
 
 

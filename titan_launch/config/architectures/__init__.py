@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titan_launch.config.architectures import huggingface, resnet
+from titan_launch.config.architectures import huggingface, resnet, vit
 from titan_launch.config.architectures.base import ModelArgs
 from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.architectures.families import FAMILIES
@@ -30,6 +30,7 @@ class Architecture:
 ARCHITECTURES = {
     **{name: Architecture(DecoderArgs, flavors) for name, flavors in FAMILIES.items()},
     "resnet": Architecture(resnet.ResNetArgs, resnet.FLAVORS),
+    "vit": Architecture(vit.ViTArgs, vit.FLAVORS),
 }
 """The models of this package, by their name in `[model]`. `titan_launch.models.build.SPECS` has their modules."""
 

@@ -185,6 +185,7 @@ def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[L
         ("torch.compile", compiled),
         ("kernels", kernels),
         ("optimizer", f"{optimizer.name}, learning rate {optimizer.lr:g}, {schedule.warmup_steps} warm-up steps"),
+        ("moving average of weights", "" if config.ema.decay is None else f"decay {config.ema.decay:g}, float32"),
         ("steps", f"{config.training.steps:,}"),
     ]
     return [(name, value) for name, value in lines if value]

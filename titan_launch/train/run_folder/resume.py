@@ -114,6 +114,7 @@ def training_state(
     optimizer: Optimizer,
     progress: Progress,
     guard: Part,
+    ema: Part | None,
     statistics: LocalStatistics,
     mesh: Mesh,
     ranks: Ranks,
@@ -121,6 +122,8 @@ def training_state(
     """Return the state that checkpoints save: model, optimizer, random generators, progress, the skipped-step counters
     and history of `guard` (a StepGuard), and BatchNorm statistics of this rank."""
     parts: dict[str, Part] = {"progress": progress, "guard": guard}
+    if ema is not None:
+        parts["ema"] = ema
     stream = random_stream(ranks.rank, config.parallelism)
     seed, pipeline = config.training.seed, mesh.pipeline_group
     return TrainingState(model, optimizer, parts, statistics, ranks.device, seed, stream, pipeline)

@@ -25,6 +25,7 @@ from titan_launch.plan.memory.ledger import (
     Footprint,
     Ledger,
     StepPoint,
+    ema_bytes,
     on_host,
     state_bytes,
     temporary_bytes,
@@ -190,6 +191,7 @@ class Replay:
             size = unit.padded // self._layout.shard * DTYPE_BYTES[unit.unit.storage_dtype]
             self._ledger.allocate(size, Category.PARAMETERS)
         self._ledger.allocate(state_bytes(self._config.optimizer, self._groups), Category.OPTIMIZER)
+        self._ledger.allocate(ema_bytes(self._config.ema, self._groups), Category.EMA)
         self._ledger.allocate(sum(self._buffer_bytes()), Category.BUFFERS)
 
     def _buffer_bytes(self) -> Iterator[int]:
