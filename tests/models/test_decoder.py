@@ -12,12 +12,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models import llama3_reference
-from titan_launch.config.architectures.decoder import DecoderArgs, flops_per_token, num_parameters
+from titan_launch.config.architectures.decoder import (
+    DecoderArgs,
+    checkpointed_flops_per_token,
+    flops_per_token,
+    num_parameters,
+)
 from titan_launch.config.architectures.families import FAMILIES, LLAMA3
+from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.models.decoder import SPECS, Decoder, llama_values
 from titan_launch.models.init import initialize
 from titan_launch.models.layers import BatchNorm
 from titan_launch.models.loss import cross_entropy_sum
+from titan_launch.parallel.activation_checkpoint import checkpoint_activations
 
 CPU = torch.device("cpu")
 NORMS = ("rmsnorm", "layernorm", "batchnorm")
@@ -114,14 +121,39 @@ def test_flops_of_8b_are_those_of_torchtitans_published_mfu() -> None:
     assert 5762 * flops / 989e12 == pytest.approx(0.337, abs=1e-3)
 
 
-@pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_flops_equal_those_that_torch_counts(tie_embeddings: bool) -> None:
-    seq_len, args = 16, tiny_args(tie_embeddings=tie_embeddings)
-    with torch.device("meta"):
-        model, tokens = Decoder(args, seq_len), torch.zeros(2, seq_len, dtype=torch.int64)
-        with FlopCounterMode(display=False) as counter:
-            model(tokens).sum().backward()
-    assert counter.get_total_flops() == tokens.numel() * flops_per_token(args, seq_len)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flops_equal_those_that_torch_counts(family: str) -> None:
+    """Windows and soft caps are left out: torch counts a masked product as a whole one."""
+    shape = tiny_args().model_dump(exclude_defaults=True)
+    row = {**FAMILIES[family]["debug"], **shape, "sliding_window": None, "attention_soft_cap": None}
+    seq_len, args = 16, DecoderArgs.model_validate(row)
+    flops = {}
+    for mode, option in (("none", "op"), ("full", "op"), ("selective", "op")):
+        config = ActivationCheckpointConfig(mode=mode, selective_ac_option=option)
+        with torch.device("meta"):
+            model, tokens = Decoder(args, seq_len), torch.zeros(2, seq_len, dtype=torch.int64)
+            if mode != "none":
+                checkpoint_activations(model, [f"layers.{index}" for index in range(args.n_layers)], config)
+            with FlopCounterMode(display=False) as counter:
+                model(tokens).sum().backward()
+        flops[mode] = counter.get_total_flops() / tokens.numel()
+    assert flops["none"] == flops_per_token(args, seq_len)
+    assert flops["full"] - flops["none"] == args.n_layers * checkpointed_flops_per_token(args, seq_len, False)
+    attention = 4 * args.query_width * seq_len  # on the meta device it is products whose results are not saved
+    repeated = attention + checkpointed_flops_per_token(args, seq_len, True)
+    assert flops["selective"] - flops["none"] == args.n_layers * repeated
+
+
+def test_a_sliding_window_limits_the_flops_of_attention() -> None:
+    whole, cut = (tiny_args(n_layers=3, sliding_window=window, full_attention_every=3) for window in (16, 4))
+    saved_keys = 2 * (16 - 4)  # in two of the three layers
+    assert flops_per_token(whole, 16) - flops_per_token(cut, 16) == 12 * cut.dim * saved_keys
+    assert checkpointed_flops_per_token(whole, 16, False) - checkpointed_flops_per_token(cut, 16, False) == (
+        4 * cut.dim * saved_keys // 3
+    )
+    assert checkpointed_flops_per_token(cut, 16, True) - checkpointed_flops_per_token(whole, 16, True) == (
+        4 * cut.dim * 2 * 4 // 3  # attention with a window runs a second time
+    )
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
@@ -141,7 +173,7 @@ def test_logits_start_near_a_standard_deviation_of_one(tie_embeddings: bool) -> 
     assert 0.8 < logits.std().item() < 1.2
 
 
-def test_initial_values() -> None:
+def test_initial_values_of_llama() -> None:
     model = tiny_model(dim=256, n_layers=8, norm="batchnorm")
     deep, shallow = (model.get_parameter(f"layers.{i}.attention.wo.weight") for i in (7, 0))
     assert model.tok_embeddings.weight.std().item() == pytest.approx(1, rel=0.05)
@@ -154,6 +186,32 @@ def test_initial_values() -> None:
     assert torch.equal(model.norm.running_mean, torch.zeros(256))
     assert torch.equal(model.norm.running_var, torch.ones(256))
     assert model.norm.num_batches_tracked.item() == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_initial_values_of_a_family(family: str) -> None:
+    """Every tensor is filled, also if the arguments ask for all modules."""
+    everything = {"qkv_bias": True, "attention_output_bias": True, "feed_forward_bias": True, "qk_norm": True}
+    args = DecoderArgs.model_validate({**FAMILIES[family]["debug"], **everything, "post_norms": True})
+    with torch.device("meta"):
+        model = SPECS[family].build(args, 16)
+    model.to_empty(device=CPU)
+    initialize(model, SPECS[family].initializer(args), 0, CPU)
+    values = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    assert not any(tensor.isnan().any() for tensor in values.values())
+    norms = {float(values[name].mean()) for name in values if name.endswith("norm.weight")}
+    assert norms == {0.0 if args.norm_unit_offset else 1.0}
+    assert all(not tensor.any() for name, tensor in values.items() if name.endswith("bias"))
+    deviation = {name: float(tensor.std()) for name, tensor in values.items() if tensor.ndim == 2}
+    if family == "llama3":
+        return
+    assert deviation["layers.3.attention.wq.weight"] == pytest.approx(0.02, rel=0.05)
+    into_stream = 0.02 / 12**0.5 if family == "gpt2" else 0.02
+    assert deviation["layers.3.attention.wo.weight"] == pytest.approx(into_stream, rel=0.05)
+    assert deviation["layers.3.feed_forward.w2.weight"] == pytest.approx(into_stream, rel=0.05)
+    if family == "gpt2":
+        assert deviation["pos_embeddings.weight"] == pytest.approx(0.01, rel=0.05)
+        assert torch.equal(values["pos_embeddings.rows"], torch.arange(1024))
 
 
 @pytest.mark.parametrize("norm", NORMS)

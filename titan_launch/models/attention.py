@@ -132,15 +132,18 @@ def _flex_attention(
     soft_cap: float | None,
     documents: Tensor | None,
 ) -> Tensor:
-    # Within a graph of `[compile]` the compiler inlines FlexAttention and the block mask.
-    is_compiling = torch.compiler.is_compiling()
-    if documents is not None or is_compiling:
-        block_mask = make_block_mask(q.shape[2], window, documents, q.device)
-    else:
-        block_mask = _block_mask_of_length(q.shape[2], window, q.device)
-    attention = flex_attention() if is_compiling else _compiled_flex_attention()
     cap = None if soft_cap is None else soft_capped(soft_cap)
-    return attention(q, k, v, score_mod=cap, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] > k.shape[1])
+    options: dict[str, Any] = {"score_mod": cap, "scale": scale, "enable_gqa": q.shape[1] > k.shape[1]}
+    num_tokens, device = q.shape[2], q.device
+    if torch.compiler.is_compiling():  # the graph of `[compile]` contains FlexAttention and the block mask
+        block_mask = make_block_mask(num_tokens, window, documents, device)
+        return flex_attention()(q, k, v, block_mask=block_mask, **options)
+    if documents is None:
+        block_mask = _block_mask_of_length(num_tokens, window, device)
+    else:
+        block_mask = make_block_mask(num_tokens, window, documents, device)
+    with torch.compiler.set_stance("default"):  # the precision audit runs compiled modules eagerly
+        return _compiled_flex_attention()(q, k, v, block_mask=block_mask, **options)
 
 
 def flex_attention() -> Callable[..., Tensor]:

@@ -166,7 +166,7 @@ class DecoderArgs(ModelArgs):
         return None if every is not None and (layer + 1) % every == 0 else self.sliding_window
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield numbers of heads that do not divide the width evenly, and kinds of layers that exclude each other."""
+        """Yield a problem for each contradiction between arguments."""
         dim, n_heads, n_kv_heads = self.dim, self.n_heads, self.n_kv_heads
         if n_heads % n_kv_heads:
             yield ("n_kv_heads", "n_heads"), f"n_heads ({n_heads}) must be a multiple of n_kv_heads ({n_kv_heads})"
@@ -253,7 +253,8 @@ class DecoderArgs(ModelArgs):
         return {name: int(getattr(self, name)) for name in names}
 
     def batchnorm_over_tokens(self) -> str | None:
-        """Return the setting in `[model.args]` that makes the norms BatchNorm; None if they are not BatchNorm."""
+        """Return the setting in `[model.args]` that selects BatchNorm, such as `norm = "batchnorm"`; None for other
+        norms."""
         return 'norm = "batchnorm"' if self.norm == "batchnorm" else None
 
 

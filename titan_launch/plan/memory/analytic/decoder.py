@@ -32,7 +32,7 @@ class AnalyticDecoder:
         self.statistics_ranks = context.statistics_ranks
 
     def forward(self, tokens: Tensor, blocks: Iterable[str]) -> Tensor:
-        """Return the logits of `tokens`, computed through `blocks` only."""
+        """Return the logits of `tokens`. Only the blocks with the paths `blocks` run."""
         x = self.call("tok_embeddings", self._embed, tokens)
         if self.args.positions == "learned":
             x = self.call("pos_embeddings", self._add_positions, x)
