@@ -202,6 +202,10 @@ def test_bad_exports_are_one_error_and_leave_nothing(tmp_path: Path, capsys: pyt
         ([str(full), str(tmp_path / "out")], "it has no config.json"),
         ([run, str(tmp_path / "out"), "--format=torch"], "--format: invalid choice: 'torch'"),
         ([run, str(tmp_path / "out"), "--training.steps=3"], "unknown option --training.steps"),
+        (
+            [run, str(tmp_path / "out"), "--format=plain", "--vocab-size=9"],
+            "--vocab-size is for --format hf; remove it",
+        ),
     ):
         assert main(["export", *arguments]) == 2
         error = capsys.readouterr().err
