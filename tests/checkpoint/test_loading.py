@@ -64,7 +64,7 @@ def test_only_copies_with_the_name_of_another_step_are_damaged(copied: Path) -> 
     refusal = "checkpoint.load: it has no checkpoint that can be loaded: manifest.json is of step "
     assert (
         run_ranks(attempt, 1, copied / "step-50", EVERYTHING)[0][0]
-        == f"{refusal}1, unlike the name of the folder; name another one"
+        == f"{refusal}1, but the folder has the name of another step; name another one"
     )
     assert (
         run_ranks(attempt, 2, copied / "step-60", EVERYTHING)[1][0]

@@ -92,13 +92,15 @@ def test_the_step_of_the_folder_name_must_equal_that_of_the_manifest(tmp_path: P
     for path in (tmp_path / "latest", tmp_path / "step-50"):
         path.symlink_to("step-3")
     assert check(tmp_path / "latest").step == 3
-    with pytest.raises(DamagedCheckpointError, match=r"^manifest.json is of step 3, unlike the name of the folder$"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"^manifest.json is of step 3, but the folder has the name of another step$"
+    ):
         check(tmp_path / "step-50")
     checkpoint.rename(tmp_path / "step-12")
     (tmp_path / "best").symlink_to("step-12")
     for name in ("step-12", "best"):
         with pytest.raises(
-            DamagedCheckpointError, match=r"^manifest.json is of step 3, unlike the name of the folder$"
+            DamagedCheckpointError, match=r"^manifest.json is of step 3, but the folder has the name of another step$"
         ):
             check(tmp_path / name)
     assert check((tmp_path / "step-12").rename(tmp_path / "pretrained")).step == 3

@@ -98,7 +98,7 @@ def test_plan_refuses_settings_that_do_not_fit_the_model(tmp_path: Path) -> None
     model = {"name": f"{__name__}:WithoutBlocks", "args": {}}
     for sections, key in (
         ({"batchnorm": {"statistics": "synchronized"}}, "batchnorm.statistics: norm is a Whitened"),
-        ({"activation_checkpoint": {"mode": "full"}}, "activation_checkpoint.mode: works on blocks"),
+        ({"activation_checkpoint": {"mode": "full"}}, "activation_checkpoint.mode: needs blocks"),
     ):
         job = {**tiny_job(tmp_path, **sections), "model": model}
         with pytest.raises(ConfigError, match=key):

@@ -313,16 +313,17 @@ def test_all_ranks_raise_the_same_error_for_a_factory_that_differs_by_host() -> 
     both = run_ranks(_problems_of, 2, names)
     assert both[0] == both[1]
     differs, fails, permuted, reordered, resized = both[0]
-    assert permuted.reason.startswith("makes other values on rank 1 than on rank 0, in 1.weight;")
-    assert reordered.reason.startswith("registers its tensors in another order on rank 1 than on rank 0;")
+    assert permuted.reason.startswith("the factory makes other values on rank 1 than on rank 0, in 1.weight;")
+    assert reordered.reason.startswith("the factory registers its tensors in another order on rank 1 than on rank 0;")
     assert differs.key == fails.key == ("model", "name")
     only = "draw random numbers only from torch, random and numpy, whose seeds are equal on all ranks"
     assert differs.reason == (
-        f"makes other values on rank 1 than on rank 0, in 1.bias; fill every tensor (torch.empty does not), and {only}"
+        "the factory makes other values on rank 1 than on rank 0, in 1.bias; fill every tensor (torch.empty does not), "
+        f"and {only}"
     )
     assert resized.reason == (
-        "makes other tensors on rank 1 than on rank 0, weight, bias: weight is float32 (3, 2), trained instead of "
-        f"float32 (2, 2), trained; {only}"
+        "the factory makes other tensors on rank 1 than on rank 0, weight, bias: weight is float32 (3, 2), trained "
+        f"instead of float32 (2, 2), trained; {only}"
     )
     assert fails.reason.startswith("failed:") and fails.reason.endswith("FileNotFoundError: weights.pt")
 

@@ -121,7 +121,7 @@ def test_a_parameter_that_muon_cannot_update_is_an_error() -> None:
     (reason,) = reasons(Model(), name="Muon")
     assert 'match = "output.*", algorithm = "AdamW"' in reason
     (reason,) = reasons(nn.Sequential(nn.Conv1d(2, 2, 2), nn.Linear(2, 2)), ("1",), name="Muon")
-    assert reason.startswith("the model has no matrix for it")
+    assert reason.startswith("the model has no matrix for this algorithm")
 
 
 def test_groups_carry_their_settings() -> None:
@@ -134,7 +134,9 @@ def test_groups_carry_their_settings() -> None:
 def test_groups_without_effect_are_errors() -> None:
     key = ("optimizer", "param_groups")
     assert _problems(Model(), "layers.**", "layers.0.**", "possitions.weight") == (
-        Problem((*key, 1, "match"), "every parameter it matches is already in an earlier group", "layers.0.**"),
+        Problem(
+            (*key, 1, "match"), "every parameter that this glob matches is already in an earlier group", "layers.0.**"
+        ),
         Problem(
             (*key, 2, "match"),
             'matches no trainable parameter; did you mean "positions.weight"?',

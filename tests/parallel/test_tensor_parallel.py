@@ -128,8 +128,12 @@ def fail_for_shapes(folder: Path) -> str:
 
 def test_shapes_that_do_not_fit_the_tensor_parallel_plan_are_explained(tmp_path: Path) -> None:
     for printed in run_ranks(fail_for_shapes, 2, tmp_path):
-        assert printed.startswith("model.name: fails ") and "divided_model.py" in printed and "unflatten" in printed
-        assert "with 1/2 of the heads and features on each rank; check that its attribute" in printed
+        assert (
+            printed.startswith("model.name: the model fails ")
+            and "divided_model.py" in printed
+            and "unflatten" in printed
+        )
+        assert "with 1/2 of the heads and features on each rank; check that the model's attribute" in printed
 
 
 @pytest.mark.parametrize(

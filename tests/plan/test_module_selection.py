@@ -50,11 +50,11 @@ def test_activation_checkpoint_modules_replaces_the_blocks() -> None:
 
 
 def test_a_mode_that_checkpoints_no_module_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"activation_checkpoint.mode: works on blocks, .* model.blocks"):
+    with pytest.raises(ConfigError, match=r"activation_checkpoint.mode: needs blocks, .* model.blocks"):
         checkpointed(())
-    with pytest.raises(ConfigError, match=r"activation_checkpoint.selective_ac_option: the model has 2 blocks"):
+    with pytest.raises(ConfigError, match=r"activation_checkpoint.selective_ac_option: the model has only 2 blocks"):
         checkpointed(BLOCKS[:2], mode="selective", selective_ac_option=3)
-    with pytest.raises(ConfigError, match=r"modules matches 7 modules, so this would checkpoint none"):
+    with pytest.raises(ConfigError, match=r"modules matches only 7 modules, so none of them"):
         checkpointed(BLOCKS, modules=("list.*.norm",), mode="selective", selective_ac_option=8)
     with pytest.raises(ConfigError, match=r'modules.0: matches no module of the model; did you mean "list..\.mlp"'):
         checkpointed(BLOCKS, modules=("list.*.mlpp",))
@@ -96,7 +96,7 @@ def test_with_tensor_parallelism_no_compiled_module_contains_a_checkpointed_one(
 
 def test_a_block_without_a_module_to_compile_is_an_error() -> None:
     linears = {"rules": [{"match": ["layers.*.*.w1", "layers.*.*.wo"], "param_dtype": "float32"}]}
-    with pytest.raises(ConfigError, match=r"nothing of layers.0, layers.1, layers.2 .*precision.rules.0.*drop those"):
+    with pytest.raises(ConfigError, match=r"nothing of layers.0, layers.1, layers.2 .*precision.rules.0.*remove those"):
         planned(precision=linears)
 
 

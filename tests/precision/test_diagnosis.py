@@ -266,8 +266,8 @@ def either(match: str) -> tuple[tuple[dict[str, Any], ...], ...]:
 
 def meeting(module: str, match: str, dtypes: str = '"float32"') -> str:
     return (
-        f"two dtypes meet in {module} (test_diagnosis.py:LINE); cast there, or add [[precision.rules]] with match = "
-        f'"{match}" and param_dtype = {dtypes} (it casts inputs)'
+        f"an operation in {module} has inputs of two dtypes (test_diagnosis.py:LINE); cast them there, or add "
+        f'[[precision.rules]] with match = "{match}" and param_dtype = {dtypes} (inputs are cast)'
     )
 
 
@@ -280,8 +280,8 @@ IN_PLACE = (
     "x = x + y for x += y, drop inplace=True, or change x.clone()"
 )
 RUNNING_NORM = (
-    "layers.0.layer (RunningNorm) has bfloat16 parameters beside float32 buffers (running_mean, running_var), which "
-    "its operation does not take"
+    "layers.0.layer (RunningNorm) has bfloat16 parameters beside float32 buffers (running_mean, running_var), but "
+    "its operation requires one dtype"
 )
 FLOAT_BLOCKS = ((rule("layers.*", "float32"),),)
 CASES = (
@@ -308,7 +308,7 @@ CASES = (
     Case(
         "Transforms",
         "an operation in layers.0 (Transforms) (test_diagnosis.py:LINE) does not take bfloat16; cast to float32 "
-        'there, or add [[precision.rules]] with match = "layers.*" and param_dtype = "float32" (it casts inputs)',
+        'there, or add [[precision.rules]] with match = "layers.*" and param_dtype = "float32" (inputs are cast)',
         helps=FLOAT_BLOCKS,
     ),
     Case(
@@ -323,7 +323,7 @@ CASES = (
     Case(
         "HasRunningNorm",
         f'{RUNNING_NORM}; add [[precision.rules]] with match = "layers.*.layer" and param_dtype = "float32" '
-        "(it casts inputs)",
+        "(inputs are cast)",
         helps=((rule("layers.*.layer", "float32"),),),
     ),
     Case(
@@ -344,16 +344,16 @@ CASES = (
     ),
     Case(
         "HasProjection",
-        "two dtypes meet in layers.0.layer (Projection) (test_diagnosis.py:LINE); cast there, or set "
-        '"float32", so that inputs are cast',
+        "an operation in layers.0.layer (Projection) has inputs of two dtypes (test_diagnosis.py:LINE); cast them "
+        'there, or set "float32", so that inputs are cast',
         key="precision.rules.0.param_dtype",
         rules=(rule("layers.*.layer"),),
         helps=((rule("layers.*.layer", "float32"),),),
     ),
     Case(
         "HasProjection",
-        "two dtypes meet in layers.0.layer (Projection) (test_diagnosis.py:LINE); cast there, or remove this key, "
-        "so that inputs are cast",
+        "an operation in layers.0.layer (Projection) has inputs of two dtypes (test_diagnosis.py:LINE); cast them "
+        "there, or remove this key, so that inputs are cast",
         key="precision.rules.0.cast_forward_inputs",
         value=False,
         rules=(rule("layers.*.layer", "float32", cast_forward_inputs=False),),
@@ -370,7 +370,7 @@ CASES = (
     ),
     Case(
         "Block",
-        "the model changes in place a tensor that it has handed to an FSDP2 unit, as in x += block(x); write "
+        "the model changes a tensor in place after it was the input of an FSDP2 unit, as in x += block(x); write "
         "x = x + block(x), or change x.clone()",
         key="model.name",
         model="ModelInItsOwnPlace",
@@ -387,8 +387,9 @@ CASES = (
     ),
     Case(
         "RunsNowAndThen",
-        "FSDP2 reduces one dtype per unit, but a module got gradients in the last microbatch only, in the compute "
-        'dtype, and the rest of its unit has sums in the reduce dtype; set "immediate"',
+        "FSDP2 reduces all gradients of a unit in one dtype. A module got gradients only in the last microbatch, and "
+        "these have the compute dtype. The gradient sums of the other modules of the unit have the reduce dtype; set "
+        '"immediate"',
         key="gradient_accumulation.mode",
         mode="deferred",
         until=(2, 14),
@@ -467,7 +468,7 @@ def test_every_dtype_failure_is_explained_and_its_remedy_works() -> None:
 SETS_FACTOR = Case(
     "SetsFactor",
     "the model sets a gradient divide factor, which gloo cannot apply, and the loss is divided already; remove "
-    "set_gradient_divide_factor and set_force_sum_reduction_for_comms from it",
+    "set_gradient_divide_factor and set_force_sum_reduction_for_comms from the model",
     key="model.name",
 )
 

@@ -99,8 +99,8 @@ def test_auto_chooses_again_if_the_job_no_longer_allows_the_recorded_mode(tmp_pa
     _, printed = run_ranks(run_and_log, 2, kept)[0]
     assert recorded(tmp_path) == ("deferred", True, "none")
     assert (
-        f"{label('immediate')} is not possible any more (gradient_accumulation.keep_params_unsharded has changed)"
-        in printed[0]
+        f"the run began with {label('immediate')}, which the job no longer allows "
+        "(gradient_accumulation.keep_params_unsharded has changed)" in printed[0]
     )
 
 

@@ -101,7 +101,7 @@ def write(folder: Path, signature: str, body: str, args: str = "", loss: str = "
 def printed(folder: Path, *command: str) -> str:
     """Return the error of a command without its beginning, which names the key. Check that the error is one line."""
     status, _, reported = run_command([*command, "--config", "job.toml"], folder)
-    start, line = "error: job.toml:8: model.name: its forward ", reported.splitlines()[-1]
+    start, line = "error: job.toml:8: model.name: the model's forward ", reported.splitlines()[-1]
     assert (status, line[: len(start)]) == (2, start), reported
     assert len(reported.splitlines()) == 1 + (command[0] == "plan"), reported  # plan logs that it traces
     return line.removeprefix(start).replace(f"{folder}/", "")
@@ -171,7 +171,8 @@ WRONG = {
     ),
     "few classes": (
         ("self, tokens", "return self.logits(tokens)", "classes = 256"),
-        "returns logits of 256 classes, but the vocabulary of the data has 257 tokens; give its last layer 257 outputs",
+        "returns logits of 256 classes, but the vocabulary of the data has 257 tokens; give the model's "
+        "last layer 257 outputs",
     ),
     "few rows": (
         ("self, tokens", "return self.logits(tokens)", "rows = 256"),
@@ -201,12 +202,15 @@ def test_logits_with_fewer_classes_than_the_images_are_an_error() -> None:
     loss = checked_loss(cross_entropy_sum, "images", num_classes=10)
     with pytest.raises(ConfigError) as caught:
         loss(torch.zeros(4, 9), torch.zeros(4, dtype=torch.int64))
-    reason = "returns logits of 9 classes, but the images of the data have 10 classes; give its last layer 10 outputs"
-    assert str(caught.value) == f"model.name: its forward {reason}"
+    reason = (
+        "returns logits of 9 classes, but the images of the data have 10 classes; give the model's last layer 10 "
+        "outputs"
+    )
+    assert str(caught.value) == f"model.name: the model's forward {reason}"
 
 
 def test_a_model_without_a_forward_is_refused() -> None:
-    with pytest.raises(ConfigError, match="its forward is missing: ModuleList defines none; forward"):
+    with pytest.raises(ConfigError, match="the model's forward is missing: ModuleList defines none; forward"):
         check_signature(nn.ModuleList(), "tokens")
 
 
@@ -216,7 +220,7 @@ def test_the_error_of_a_wrong_forward_is_printed_once_with_auto_and_on_several_r
     assert printed(tmp_path, "train", "--gradient_accumulation.mode=auto") == expected
     command = [sys.executable, "-m", "titan_launch", "launch", "--nproc-per-node", "2", "--config", "job.toml"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (result.returncode, result.stderr) == (2, f"error: job.toml:8: model.name: its forward {expected}\n")
+    assert (result.returncode, result.stderr) == (2, f"error: job.toml:8: model.name: the model's forward {expected}\n")
 
 
 def test_an_index_outside_of_another_embedding_is_named_with_its_line(tmp_path: Path) -> None:
@@ -323,7 +327,7 @@ def test_a_plain_attribute_on_another_device_is_named() -> None:
     model, inputs = nn.Sequential(Masked()), torch.ones(2, 2)
     with pytest.raises(ConfigError) as caught, forward_explained(model, inputs, cross_entropy_sum):
         model(inputs)
-    assert "its forward fails at" in str(caught.value) and str(caught.value).endswith(
+    assert "the model's forward fails at" in str(caught.value) and str(caught.value).endswith(
         "; Masked (0) holds a tensor on meta in the plain attribute masks, and the launcher moves only parameters and "
         'buffers to cpu; register it in __init__: self.register_buffer("masks", ..., persistent=False)'
     )

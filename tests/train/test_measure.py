@@ -119,7 +119,7 @@ def test_a_peak_memory_that_differs_from_the_plan_by_more_than_10_percent_is_log
     warnings = checked(tiny_job(tmp_path), factor)
     assert len(warnings) == warns
     for warning in warnings:
-        assert "was predicted (" in warning and "microbatch" in warning
+        assert "the planner predicted a peak of" in warning and "microbatch" in warning
         assert warning.count("MiB") == 2
 
 

@@ -76,7 +76,8 @@ def build_background(mode: AsyncMode, device: torch.device) -> Background:
 
 
 class Inline(Background):
-    """Writes in the training thread, without a copy. Training waits. The first save creates the process group."""
+    """Writes in the training thread, without a copy of the state, so training waits for the whole save. The first save
+    creates the process group for the collectives of saves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,16 +165,16 @@ def _write(request: WriteRequest, state: State, group: dist.ProcessGroup) -> Wri
 
 
 def _copied(state: State, arena: Arena) -> State:
-    """Copy the state into the arena, and return its slots. Collective: if one rank finds no memory, all raise
-    OSError."""
+    """Copy the state into the arena, and return the state with slots. Collective: if one rank has too little memory,
+    all ranks raise OSError."""
     slots = _reserve(state, arena)
     arena.fill(state, slots)
     return slots
 
 
 def _reserve(state: State, arena: Arena) -> State:
-    """Reserve memory for a copy of the state, and return its slots. Collective: if one rank finds no memory, all raise
-    OSError."""
+    """Reserve memory for a copy of the state, and return the state with slots. Collective: if one rank has too little
+    memory, all ranks raise OSError."""
     slots, size = lay_out(state)
     on_all_ranks(lambda: arena.reserve(size))
     return slots

@@ -26,9 +26,9 @@ _START_AGAIN = 'set checkpoint.load = "none" to start at step 0; the earlier run
 def newest_valid(folder: Path, *, set_damaged_aside: bool, remedy: str = _START_AGAIN) -> Path | None:
     """Return the newest undamaged checkpoint of a folder. Return None if the folder has no checkpoint.
 
-    Collective: every rank reads a share of the files. Damaged checkpoints are logged. With `set_damaged_aside` they are
-    renamed if an older undamaged checkpoint is found. Raises UserError, which ends with `remedy`, if all checkpoints
-    are damaged.
+    Collective: every rank reads a share of the files. Damaged checkpoints are logged. With `set_damaged_aside`, damaged
+    checkpoints are renamed if an older undamaged checkpoint is found. Raises UserError if all checkpoints are damaged.
+    `remedy`: last words of this error.
     """
     damaged: list[Path] = []
     for step in on_rank_0(lambda: checkpoint_steps(folder)):
@@ -39,7 +39,7 @@ def newest_valid(folder: Path, *, set_damaged_aside: bool, remedy: str = _START_
                 on_rank_0(lambda: [set_aside(path) for path in damaged])
             return candidate
         damaged.append(candidate)
-        warn(_log, "%s is damaged and not loaded: %s", candidate, reason)
+        warn(_log, "%s is damaged, so it is not loaded: %s", candidate, reason)
     if damaged:
         names = ", ".join(path.name for path in damaged)
         raise UserError(f"all checkpoints in {folder} are damaged ({names}); {remedy}")
@@ -180,7 +180,8 @@ def _take_over(state: TrainingState, target: Mapping[str, Any], selection: Selec
 
 
 def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> bool:
-    """Return True if the checkpoint has each rank's BatchNorm statistics for this number of ranks and this model."""
+    """Return True if the checkpoint has separate BatchNorm statistics for each rank, and was saved by as many ranks as
+    this run has and by the same model. Collective."""
     there = _below("local_statistics", saved)
     if len({key.partition(".")[0] for key in there}) != dist.get_world_size():
         return False
@@ -188,7 +189,8 @@ def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> boo
 
 
 def _part_of(name: str, key: str) -> str:
-    """Return the entry of `EXCLUDED_PARTS` that covers the value `key` of the part `name`."""
+    """Return `"data"` for a value of the position in the data, and `"step"` for any other value. The result is an entry
+    of `EXCLUDED_PARTS`. `name`: a part of the training state. `key`: one of its values."""
     return "data" if (name, key) in (("progress", "samples_seen"), ("progress", "samples_skipped")) else "step"
 
 
@@ -198,7 +200,7 @@ def _below(prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _known(values: Mapping[str, Any], prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a part that the checkpoint also has."""
+    """Return `values` without the keys that the checkpoint lacks. `prefix`: prefix of these keys in the checkpoint."""
     there = _below(prefix, saved)
     return {key: value for key, value in values.items() if key in there}
 
@@ -229,10 +231,8 @@ def _check_model(
 
 
 def _check_optimizer(checkpoint: Path, own: Mapping[str, Values], saved: Mapping[str, Any]) -> None:
-    """Raise UserError on all ranks if the checkpoint lacks optimizer state of a parameter.
-
-    The run that saved the checkpoint had another algorithm, or no master weights.
-    """
+    """Raise UserError on all ranks if the checkpoint lacks optimizer state of a parameter. The usual cause is that the
+    saved run had another algorithm, or no master weights."""
 
     def find_missing() -> str | None:
         for name, values in sorted(own.items()):

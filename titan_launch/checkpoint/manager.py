@@ -45,9 +45,9 @@ class Origin:
 class CheckpointManager:
     """Saves checkpoints to `step-N` folders, and loads them again.
 
-    A folder with such a name is complete and is never written again. At most one save is in flight. A failed save is
-    logged, and training continues: the older checkpoints stay, and the next save tries again. If the last save of the
-    run fails, `finish` raises an error.
+    A folder with such a name is complete and is never written again. At most one save is in flight. After a failed save
+    a warning is logged, older checkpoints stay, and training continues. If the last save of the run fails, `finish`
+    raises an error.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class CheckpointManager:
         origin: Origin,
         device: torch.device,
     ):
-        """`progress` must also be one of the parts of `state`. Collective."""
+        """Create the manager, and the writer for `checkpoint.async_mode`. Collective. `progress`: the same object as
+        the part `progress` of `state`."""
         self._folder = folder
         self._state = state
         self._progress = progress
@@ -82,7 +83,12 @@ class CheckpointManager:
         try:
             self._background.get_ready(lambda: shards_of(self._state.state_dict()))
         except OSError as error:  # all ranks have the same error
-            warn(_log, "no memory for checkpoints yet: %s; training continues, and every save tries again", error)
+            warn(
+                _log,
+                "no host memory for the copy of the state that a checkpoint is written from: %s. Training continues. "
+                "Each save tries again to get the memory, and fails without it",
+                error,
+            )
 
     def save(self, validation_loss: float | None = None) -> None:
         """Begin a checkpoint of the last finished step. Collective. `validation_loss`: validation loss of
@@ -182,4 +188,4 @@ class CheckpointManager:
         self._failed_saves += 1
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         self._failure = f"step {self._pending_step} could not be saved to {self._folder}: {reason}"
-        warn(_log, "%s; training continues, and the next save tries again", self._failure)
+        warn(_log, "%s; training continues without this checkpoint", self._failure)

@@ -99,7 +99,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint's folder. Raises DamagedCheckpointError for a missing or invalid manifest.
 
-    A folder that is named after another step is a copy, and raises the same error.
+    Also raises this error if the folder has the name of another step than the manifest. Such a folder is a copy.
     """
     try:
         file = _MANIFEST.validate_json(read_regular(folder / MANIFEST_FILE), strict=True)
@@ -115,7 +115,7 @@ def read_manifest(folder: Path) -> Manifest:
         named = _STEP.fullmatch(name)
         if named and int(named[1]) != file.manifest.step:
             raise DamagedCheckpointError(
-                f"{MANIFEST_FILE} is of step {file.manifest.step}, unlike the name of the folder"
+                f"{MANIFEST_FILE} is of step {file.manifest.step}, but the folder has the name of another step"
             )
     return file.manifest
 

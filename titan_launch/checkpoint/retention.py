@@ -56,8 +56,8 @@ class WriteRequest:
 
     retention: Retention
     creates_folder: bool = True
-    """True creates the folder if it does not exist. After the first save of this process, the value is False. A missing
-    folder then means that the run folder was deleted, moved or replaced, and the save must fail."""
+    """True in the first save of this process: the save creates the folder if it does not exist. False in later saves: a
+    missing folder means that the run folder was deleted, moved or replaced, so the save fails."""
 
 
 @dataclass(frozen=True)

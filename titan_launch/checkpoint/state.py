@@ -42,11 +42,11 @@ class Progress:
     """Number of steps without an update, because the loss or the gradient was non-finite or an outlier."""
 
     samples_skipped: int = 0
-    """Number of samples that returns to a checkpoint have passed over. Their steps were undone, so
+    """Number of samples that are not used again after rollbacks. The steps that consumed these samples were undone, so
     `samples_seen` does not count them."""
 
     rollbacks: int = 0
-    """Number of returns to a checkpoint."""
+    """Number of rollbacks: returns to a checkpoint after too many skipped steps."""
 
     @property
     def data_position(self) -> int:
@@ -132,8 +132,8 @@ def _states(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 def rank_key() -> str:
-    """Return the key of this rank. DCP keeps one copy of each key, so state that differs between ranks needs a key for
-    each rank."""
+    """Return this rank's key in a state dict. State that differs between ranks needs a key for each rank, because DCP
+    saves only one rank's value of a key."""
     return f"rank_{dist.get_rank()}"
 
 

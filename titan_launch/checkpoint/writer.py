@@ -92,7 +92,7 @@ def _write_files(temporary: Path, state: State, group: dist.ProcessGroup | None)
 def _read_back(temporary: Path, written: dict[str, FileRecord]) -> dict[str, FileRecord]:
     for name, record in written.items():
         if record_of(temporary / name) != record:
-            raise OSError(f"{temporary / name} reads back differently from what was written to it")
+            raise OSError(f"{temporary / name} has other bytes on the disk than were written to it")
     return written
 
 
@@ -104,8 +104,8 @@ def _complete(request: WriteRequest, temporary: Path, records: dict[str, FileRec
     missing = [name for name in records if not (temporary / name).exists()]
     if missing:
         raise OSError(
-            f"{temporary / missing[0]} was written on another host, and is not here; put job.dump_folder on a "
-            "shared file system"
+            f"{temporary / missing[0]} was written on another host, and is not visible on this host; put "
+            "job.dump_folder on a shared file system"
         )
     write_manifest(temporary, replace(request.manifest, files=records))  # also syncs the folder
     final = request.folder / checkpoint_name(request.manifest.step)

@@ -26,7 +26,8 @@ from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.torch_private import set_timeout
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""Timeout of a collective of a save. Ranks wait that long for the slowest rank: its bytes and its disk."""
+"""Timeout of a collective during a save. In a collective, all ranks wait until the slowest rank has written its
+files."""
 
 _PATIENCE = 2 * COLLECTIVE_TIMEOUT
 """Timeout of a whole save."""

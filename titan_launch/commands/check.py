@@ -11,7 +11,7 @@ from titan_launch.core.process import OK
 def add_arguments(parser: Parser) -> None:
     """Add the options of `check`."""
     parser.add_job("titan-launch check --config configs/llama_bn.toml --world-size 8")
-    text = "also check that N ranks and the global batch can be divided (default: not checked)"
+    text = "also check that the parallelism degrees and the global batch match N ranks (default: not checked)"
     parser.add_argument("--world-size", type=at_least(1), metavar="N", help=text)
 
 

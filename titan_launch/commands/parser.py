@@ -47,10 +47,11 @@ class Parser(ArgumentParser):
             self.key_options[option] = f"--{key}"
 
     def parse(self, args: Sequence[str]) -> Namespace:
-        """Return the values of the options, the overrides in `overrides`, and `key_options`.
+        """Return a namespace with the value of each option, the overrides of the job as `overrides`, and `key_options`:
+        the key that each short option sets.
 
-        argparse gets only options, as `--name=value`: it cannot tell which value belongs to an override. As with
-        torchrun, underscores in options are also accepted.
+        argparse gets only the options, as `--name=value`, because argparse cannot tell which value belongs to an
+        override. Options with underscores instead of hyphens are also accepted, as in torchrun.
         """
         options: list[str] = []
         overrides: list[str] = []
@@ -124,7 +125,8 @@ def _sections() -> Iterable[str]:
 
 
 def load(arguments: Namespace, world_size: int | None, is_elastic: bool = False) -> LoadedJob:
-    """Return the checked job. With a world size, also check that the ranks and the global batch can be divided.
+    """Return the checked job. With a world size, also check that the parallelism degrees match this number of ranks,
+    and that the global batch can be divided among the ranks.
 
     `is_elastic`: the number of ranks may change from one start to the next.
     """
@@ -157,8 +159,8 @@ def load(arguments: Namespace, world_size: int | None, is_elastic: bool = False)
 def load_to_train(arguments: Namespace, world_size: int | None, is_elastic: bool = False) -> LoadedJob:
     """Return the checked job. If its run folder is on this host, also check that the run may start in that folder.
 
-    That check compares global batch sizes. If the job does not set its global batch size, and there is no world size,
-    the check is skipped.
+    The check of the run folder compares global batch sizes. It is skipped if the global batch size is unknown: the job
+    does not set it, and there is no world size from which it follows.
     """
     loaded = load(arguments, world_size, is_elastic)
     config = loaded.config

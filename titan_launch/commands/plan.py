@@ -118,7 +118,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class _Subject:
-    """A job's model, and the engine that predicts its memory."""
+    """The model of a job, and the engine that predicts the job's memory."""
 
     inventory: Inventory
     flops: ModelFlops

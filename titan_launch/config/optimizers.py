@@ -43,7 +43,7 @@ class ShardSize(NamedTuple):
         return 4 * self.num_elements if DTYPE_BYTES[config.state_dtype or self.dtype] < 4 else 0
 
     def parameter_copy(self, config: OptimizerConfig) -> int:
-        """Return the bytes of a float32 copy of the parameter; 0 if it is float32 or has a master weight."""
+        """Return the bytes of a float32 copy of the parameter; 0 if the parameter is float32 or has a master weight."""
         return 0 if has_master(config, self.dtype) else self.gradient_copy
 
     def draw(self, config: OptimizerConfig) -> int:
@@ -68,8 +68,8 @@ class GroupSizes(NamedTuple):
 
 
 Temporaries = Callable[[Sequence[GroupSizes], "OptimizerConfig", int], int]
-"""A function of (groups, config, ranks) that returns the peak of the bytes that an update allocates. `ranks`: number of
-ranks over which FSDP2 shards a parameter."""
+"""A function of (groups, config, ranks) that returns the peak memory of the temporary tensors of an update, in bytes.
+`ranks`: number of ranks over which FSDP2 shards a parameter."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ class PyTorchUpdate:
     temporaries: Temporaries
 
     counts_on_host: bool = False
-    """True if the step counts are on the CPU, except in the fused implementation."""
+    """True if PyTorch keeps the optimizer's step counts on the CPU. (The fused implementation keeps them on the
+    device.)"""
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ class Algorithm:
     dtype."""
 
     update: str
-    """Import string of `update(groups, config, kept)`, which updates all `ShardGroup`s of the algorithm. `kept` is 1,
-    or 0 for a skipped step; the gradients are then 0. (The update is not imported here, because it needs torch.)"""
+    """Import string of `update(groups, config, kept)`, which updates all `ShardGroup`s of the algorithm. `kept` is 1.
+    For a skipped step, `kept` and the gradients are 0. (The update is not imported here, because it needs torch.)"""
 
     state: Callable[[OptimizerConfig], tuple[str, ...]]
     """Names of the state tensors. Each has the size of the parameter, and the dtype `optimizer.state_dtype`."""
@@ -112,10 +113,11 @@ class Algorithm:
     `optimizer.weight_decay` applies only to algorithms with the same kind of weight decay as `optimizer.name`."""
 
     for_others: str | None = None
-    """If this algorithm updates only matrices within the model: name of the algorithm for all other parameters."""
+    """Name of the algorithm for all other parameters, if this algorithm updates only matrices within the model (Muon).
+    None: this algorithm updates all parameters."""
 
     lr_factor: Callable[[OptimizerConfig], float] = lambda config: 1.0
-    """Factor of the learning rate."""
+    """Returns this algorithm's factor of the learning rate."""
 
     pytorch: PyTorchUpdate | None = None
     """PyTorch's implementation. It is used if it supports the job's dtypes, rounding and master weights."""
@@ -149,8 +151,8 @@ def _adamw(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) ->
 
 
 def _adamw_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak of the bytes that `titan_launch.optim.adamw` allocates: the maximum over its lines that
-    allocate."""
+    """Return the peak memory in bytes of the temporary tensors in `titan_launch.optim.adamw`: the maximum over those
+    lines of its code that allocate."""
     gradients = sum(shard.gradient_copy for shard in shards)
     moments = sum(shard.state_copy(config) for shard in shards)
     roots = 4 * sum(shard.num_elements for shard in shards)
@@ -167,10 +169,10 @@ def _adamw_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
 
 
 def _pytorch_adamw(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
-    """Return the most bytes that PyTorch's AdamW allocates.
+    """Return the peak memory in bytes of the temporary tensors in PyTorch's AdamW.
 
-    `fused` works in place. `foreach` allocates the square roots of all second moments. `for-loop` allocates the square
-    roots of one parameter twice, while those of the previous parameter still exist.
+    `fused` works in place. `foreach` allocates the square roots of all second moments. `for-loop` allocates two tensors
+    of the size of one second moment, while one such tensor of the previous parameter still exists.
     """
     sizes = [[shard.size for shard in group.shards] for group in groups]
     if config.implementation == "fused":
@@ -185,8 +187,8 @@ def _sgd(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> i
 
 
 def _sgd_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
-    """Return the peak of the bytes that `titan_launch.optim.sgd` allocates: the maximum over its lines that
-    allocate."""
+    """Return the peak memory in bytes of the temporary tensors in `titan_launch.optim.sgd`: the maximum over those
+    lines of its code that allocate."""
     gradients = sum(shard.gradient_copy for shard in shards)
     updates = 4 * sum(shard.num_elements for shard in shards)
     momenta = sum(shard.state_copy(config) for shard in shards) if config.sgd.momentum else 0
@@ -200,7 +202,7 @@ def _sgd_batch(shards: Sequence[ShardSize], config: OptimizerConfig) -> int:
 
 
 def _pytorch_sgd(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> int:
-    """Return the most bytes that PyTorch's SGD allocates.
+    """Return the peak memory in bytes of the temporary tensors in PyTorch's SGD.
 
     `fused` works in place. `foreach` adds weight decay to a copy of all gradients. `for-loop` adds weight decay to a
     copy of one gradient, and makes another copy for Nesterov's momentum.
@@ -221,8 +223,8 @@ def _muon(groups: Sequence[GroupSizes], config: OptimizerConfig, ranks: int) -> 
 
 
 def _muon_batch(batch: Sequence[ShardSize], config: OptimizerConfig, ranks: int) -> int:
-    """Return the peak of the bytes that `titan_launch.optim.muon` allocates: the maximum over its lines that allocate,
-    on the rank that updates the largest matrix of the batch."""
+    """Return the peak memory in bytes of the temporary tensors in `titan_launch.optim.muon`: the maximum over those
+    lines of its code that allocate, on the rank that updates the largest matrix of the batch."""
     part = [2 * shard.num_elements for shard in batch]
     directions = max(sum(part[:i]) + _muon_direction(shard, config) for i, shard in enumerate(batch))
     largest = max(batch, key=_numel)
@@ -237,8 +239,8 @@ def _muon_batch(batch: Sequence[ShardSize], config: OptimizerConfig, ranks: int)
 
 
 def _muon_direction(shard: ShardSize, config: OptimizerConfig) -> int:
-    """Return the bytes that are allocated to compute the direction of one shard: float32 copies of gradient, momentum
-    and direction, and the direction in bfloat16."""
+    """Return the bytes that the update direction of one shard allocates: float32 copies of gradient, momentum and
+    direction, and the direction in bfloat16."""
     momentum = shard.state_copy(config)
     direction = 4 * shard.num_elements if config.muon.nesterov else 0
     draw = shard.draw(config) if momentum else 0

@@ -1,4 +1,4 @@
-"""Roles of the keys of a job when a run resumes: model, experiment or operation."""
+"""Role of each key of a job: the effect on a run that resumes after the value of the key has changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from titan_launch.core.errors import KeyPath
 Role = Literal["model", "experiment", "operation"]
 """Effect of a changed key on a run that resumes. `model`: the tensors or the computation change, so the checkpoint
 cannot be loaded. `experiment`: the training result changes, so the run needs `checkpoint.accept_changes`. `operation`:
-only duration, location, speed or reports change; the results stay the same, except for the order of sums."""
+only duration, location, speed or reports change; the results stay the same, except for rounding: sums may be computed
+in another order."""
 
 ROLES: Mapping[str, Role | Mapping[str, Role]] = {
     "job": "operation",
@@ -88,9 +89,9 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
     "comm": "operation",
     "debug": "operation",
 }
-"""The role of every section, or of each of its keys. `training.steps` is `operation`: a larger value only extends a
-run, and moves a decay at the end of the schedule. `data.path` is `operation`: the data may be moved, because a resumed
-run compares the data itself."""
+"""The role of every section, or of each key of the section. `training.steps` is `operation`, because a larger value
+only extends the run, and moves a decay at the end of the schedule. `data.path` is `operation`, because the files may be
+moved: a resumed run compares the content of the data instead."""
 
 
 class Difference(NamedTuple):
@@ -115,7 +116,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
 
 
 def role_of(key: KeyPath) -> Role:
-    """Return the role of a key. An unknown key, which an older version may have recorded, has the role `experiment`."""
+    """Return the role of a key (see `Role`). An unknown key has the role `experiment`. (The `config.json` of a run by
+    an older version may contain keys that no longer exist.)"""
     role = ROLES.get(str(key[0]), "experiment")
     if isinstance(role, str):
         return role

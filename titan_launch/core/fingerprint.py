@@ -15,7 +15,7 @@ class Fingerprint:
     """Sizes and digests of a data set."""
 
     seed: int
-    """Seed that draws the hashed samples."""
+    """Seed of the random choice of the hashed samples."""
 
     samples: int
     files: int
@@ -26,8 +26,8 @@ class Fingerprint:
     """Digest of up to 64 samples."""
 
     def changed_to(self, now: Fingerprint) -> str:
-        """Return a clause that says how the data has changed; "" if the data is the same. `now`: the new fingerprint,
-        with the same seed."""
+        """Return a clause that says how the data has changed; "" if the data is the same. `now`: a fingerprint of the
+        present data, made with the same seed."""
         counts = [
             f"{new:,} {noun if new == 1 else f'{noun}s'} (before: {old:,})"
             for noun, old, new in (("sample", self.samples, now.samples), ("file", self.files, now.files))
@@ -53,7 +53,7 @@ def fingerprint_of(
 
 
 def _drawn_samples(num_samples: int, seed: int) -> Iterable[int]:
-    """Return the indices of the hashed samples: all samples of a data set of up to 64, or else 64 random samples."""
+    """Return the indices of the samples to hash: all samples if there are at most 64, else 64 random samples."""
     if num_samples <= _HASHED_SAMPLES:
         return range(num_samples)
     return (int(_digest([f"{seed}/{draw}".encode()]), 16) % num_samples for draw in range(_HASHED_SAMPLES))

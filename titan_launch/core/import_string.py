@@ -60,7 +60,8 @@ def refuse_imports_from(folders: Iterable[Path], parent: Path) -> None:
 
 
 class _RefusingFinder(importlib.abc.MetaPathFinder):
-    """A meta path finder that raises RefusedImportError for modules in refused folders, and finds no module."""
+    """A meta path finder that raises RefusedImportError for modules in refused folders. It leaves all other modules to
+    the finders after it."""
 
     def __init__(self, folders: Iterable[str], parent: str):
         self._working_directory = os.path.join(os.path.realpath(os.getcwd()), "")

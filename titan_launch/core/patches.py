@@ -45,7 +45,7 @@ def environment(**variables: str) -> Iterator[None]:
 
 @contextmanager
 def loggers_silenced(*names: str, below: int = logging.CRITICAL) -> Iterator[None]:
-    """Drop log records below the level `below` in these loggers until the end of the block, even if it raises an
+    """Drop log records below the level `below` in these loggers until the end of the block, even if the block raises an
     error."""
     with ExitStack() as stack:
         for logger in map(logging.getLogger, names):

@@ -15,7 +15,7 @@ from titan_launch.core.errors import ConfigError, Problem, RunError, Stopped, Us
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 EXITED_DIRECTLY = "Python code called os._exit, or native code called exit"
-"""Reason for the end of a rank that exited without `exit_immediately` and printed no error."""
+"""Reason that messages give for the end of a rank that printed no error and did not call `exit_immediately`."""
 
 _RUNNING = "running"
 """Name of a file that exists in `rank_folder()` while the rank runs. It contains the path of multiprocessing's
@@ -124,8 +124,8 @@ def _announce(text: str, status: int) -> int:
 def announce_once(text: str) -> None:
     """Print an error on the first rank of this host that fails. The later errors of other ranks are its consequences.
 
-    The rank that creates the file of `claim_announcement` prints. Rank 0 may not be able to print, because torchrun
-    stops all ranks as soon as one fails.
+    The rank that creates the file of `claim_announcement` prints its error. The rank need not be rank 0, because
+    torchrun may stop rank 0 before rank 0 prints.
     """
     if claim_announcement(os.environ):
         clear_line = "\r\x1b[K" if sys.stderr.isatty() else ""  # a progress bar leaves the cursor behind its line

@@ -42,7 +42,7 @@ def signals_handled(
 
     A thread makes the calls. Python runs a signal handler only when the main thread returns to the interpreter, which
     never happens during a collective that hangs. A handler also must not log, since the interrupted code may hold the
-    lock of a logger. Signals that `signals_blocked` blocked are unblocked. Ignored signals stay ignored.
+    lock of a logger. Signals that are blocked since `signals_blocked` are unblocked. Ignored signals stay ignored.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -66,8 +66,11 @@ def signals_handled(
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block STOP_SIGNALS and RESTART_SIGNAL in processes that are started during the block, until they enter
-    `signals_handled`. Without this, a signal could kill a process before it has handlers."""
+    """Start processes in which STOP_SIGNALS and RESTART_SIGNAL are blocked (`pthread_sigmask`).
+
+    The processes that are started inside the `with` statement inherit the mask. Each process unblocks the signals when
+    it enters `signals_handled`. Without the mask, a signal could kill a process before the process has handlers.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, RESTART_SIGNAL))
     try:
         yield

@@ -48,8 +48,8 @@ _FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 _in_place: list[torch.library.Library] = []
-"""A stack with one entry per open `blocked_attention` block. All entries are the same library, because PyTorch allows
-only one registration at a time."""
+"""A stack with one entry for each open context of `blocked_attention`. All entries are the same library, because
+PyTorch allows only one registration at a time."""
 
 
 @contextmanager
@@ -145,7 +145,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tu
 def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `q`, `k` and `v`, given the gradient `grad` of the attention."""
+    """Return the gradients of `q`, `k` and `v`. `grad`: gradient of the attention."""
     blocks = _Blocks(q, k, scale)
     queries, keys, values, of_results = map(blocks.rows, (q, k, v, grad))
     of_queries, of_keys, of_values = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
@@ -227,10 +227,10 @@ _PRECISION = Lock()
 
 @contextmanager
 def _products_of(dtype: torch.dtype) -> Iterator[None]:
-    """In the block, round the factors of fp32 matrix products to `dtype`. Sums and results stay fp32.
+    """Round the factors of fp32 matrix products to `dtype` until the end of the context. Sums and results stay fp32.
 
-    The rounding does not change factors that were cast from `dtype`. The detour is needed because PyTorch has no CPU
-    product of bf16 tensors with an fp32 result.
+    Factors that were cast from `dtype` to fp32 are not changed by the rounding. The products are computed in this way,
+    because PyTorch has no CPU product of bf16 tensors with an fp32 result.
     """
     if dtype != torch.bfloat16:
         yield

@@ -24,7 +24,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def own_part(full: Tensor, like: DTensor) -> Tensor:
-    """Return this rank's part of the unsharded tensor `full`, as a view, if `full` were sharded like `like`."""
+    """Return a view of the part of `full` that this rank would hold if `full` were sharded like the tensor `like`.
+    `full` is not sharded."""
     offsets, lengths = own_box(full.shape, like.device_mesh, like.placements)
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         full = full.narrow(dim, offset, length)

@@ -103,8 +103,8 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 
 def _wait_for_exit(store: dist.Store, rank: int, world_size: int) -> None:
-    """If rank 0 hosts the store, let rank 0 wait until the other ranks exit. Otherwise NCCL's threads on these ranks
-    would log that the store is gone."""
+    """Let rank 0 wait until the other ranks exit, if rank 0 hosts the store. If rank 0 exited first, NCCL's threads on
+    the other ranks would log that the store is gone."""
     if agent_keeps_store():
         return
     deadline = time.monotonic() + _EXIT_TIMEOUT_S

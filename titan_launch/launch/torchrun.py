@@ -136,7 +136,8 @@ class Stopping:
                 self._pass_on(self._number)
 
     def on_request(self, number: int, is_repeated: bool) -> None:
-        """Forward a signal to the workers; without workers, end this process. Called outside the main thread."""
+        """Forward a signal to the workers. If no worker is running, end this process. This method is called in a thread
+        other than the main thread."""
         with self._lock:
             self._number = number
             if not any(worker.poll() is None for worker in self._workers):
@@ -160,7 +161,7 @@ class Stopping:
             return
         self.has_killed = True
         ranks = "1 rank" if len(slow) == 1 else f"{len(slow)} ranks"
-        os.write(2, f"error: {ranks} of this host did not end {deadline}: killing with SIGKILL\n".encode())
+        os.write(2, f"error: {ranks} of this host did not end {deadline}, and will be killed with SIGKILL\n".encode())
         for worker in slow:
             os.killpg(worker.pid, signal.SIGKILL)  # torchrun starts each worker in its own process group
 
@@ -172,10 +173,11 @@ def _torchrun_signals() -> list[str]:
 
 
 def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, stopping: Stopping) -> int:
-    """Return the exit status of the rank that failed first, and report its end if the rank printed no error.
+    """Return the exit status of the rank that failed first. If this rank printed no error, print one for it.
 
-    A rank that a signal killed takes precedence, then a rank that called `os._exit`: the other ranks failed in their
-    next collective. SIGTERM does not count, because torchrun stops the other ranks with it.
+    A rank that was killed by a signal counts as the first, else a rank that called `os._exit`. Such a rank makes the
+    other ranks fail in their next collective. Ranks killed by SIGTERM are ignored, because torchrun stops the other
+    ranks with SIGTERM.
     """
     exit_codes = {rank: failure.exitcode for rank, failure in failures.items()}
     killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM}
@@ -200,8 +202,8 @@ def _report_failure(failures: Mapping[int, ProcessFailure], run_folder: Path, st
 
 
 def _abort_cause(run_folder: Path, since: float) -> str:
-    """Return a text with the cause of a SIGABRT, as far as the flight records show the cause. The rank itself reports
-    nothing, because a native abort runs no Python code.
+    """Return a text with the cause of a SIGABRT, if the flight records show one. The aborted rank itself reports no
+    error, because a native abort runs no Python code.
 
     `since`: start time of the workers. Older records are ignored.
     """

@@ -164,19 +164,22 @@ TAGS = [
     Tag(
         "comm/reduce_scatter_gib",
         "same",
-        "Likewise, bytes of reduce-scattered gradients.",
+        "With `comm.count_traffic`: bytes of reduce-scattered gradients on one rank per step, in GiB; mean of the "
+        "steps since the last report.",
         chart=("communication", "GiB per step"),
     ),
     Tag(
         "comm/all_reduce_gib",
         "same",
-        "Likewise, bytes of gradients that are all-reduced between replicas (HSDP).",
+        "With `comm.count_traffic`: bytes of gradients that are all-reduced between replicas (HSDP) on one rank per "
+        "step, in GiB; mean of the steps since the last report.",
         chart=("communication", "GiB per step"),
     ),
     Tag(
         "comm/collectives",
         "same",
-        "All-gathers, reduce-scatters and all-reduces of FSDP2 per step.",
+        "With `comm.count_traffic`: number of all-gathers, reduce-scatters and all-reduces of FSDP2 on one rank per "
+        "step, without validation; mean of the steps since the last report.",
         chart=("communication", "collectives"),
     ),
     Tag(
@@ -230,14 +233,15 @@ TAGS = [
     Tag(
         "validation/loss",
         "same",
-        "Mean loss over all targets of the held-out samples.",
+        "Mean validation loss over all targets that are not ignored.",
         chart=("loss", "loss"),
         console="validation loss {:8.4f}",
     ),
     Tag(
         "validation/accuracy",
         "same",
-        "Fraction of the held-out targets, images or next tokens, whose class has the largest logit: 0 to 1.",
+        "Fraction of the validation targets (images or next tokens) that are predicted correctly, from 0 to 1. A "
+        "target is predicted correctly if its class has the largest logit.",
         chart=("loss", "accuracy"),
         console="accuracy {:7.2%}",
     ),
@@ -251,7 +255,8 @@ TAGS = [
     Tag(
         "batchnorm/running_var_divergence",
         "same",
-        "Likewise for the running variance, as a fraction of the pooled variance.",
+        "Largest distance of a rank's running variance from the pooled variance, as a fraction of the pooled variance. "
+        "Reported at validations and checkpoints, with BatchNorm and several ranks.",
         chart=("batchnorm", "divergence of running statistics"),
     ),
 ]

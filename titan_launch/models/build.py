@@ -114,7 +114,7 @@ class BuiltModel:
     """Function that fills parameters and buffers after `models.init.allocate`, or the values from a factory."""
 
     embeddings: tuple[str, ...] = ()
-    """Paths of the modules whose weights only their own forward reads; empty if unknown."""
+    """Paths of the embeddings. No other module reads their weights. Empty if unknown."""
 
     tensor_parallel: Mapping[str, TensorStyle] | None = None
     """Styles of tensor parallelism by glob of modules; None if the model declares none."""
@@ -219,7 +219,7 @@ def _check_declarations(module: nn.Module) -> None:
         if declared is not None and not _is_table(declared, kind):
             problems.append(f"{name} must be a dict from globs to {kind.__name__}; it is {declared!r}")
     if problems:
-        raise ConfigError(Problem(("model", "name"), f"its attribute {reason}") for reason in problems)
+        raise ConfigError(Problem(("model", "name"), f"the model's attribute {reason}") for reason in problems)
 
 
 def _is_table(declared: Any, kind: type) -> bool:

@@ -244,7 +244,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 class _OutOfHostMemory(Exception):  # noqa: N818 - never leaves this module
-    """The tensors of a factory's module do not fit into the host's memory."""
+    """Error: the tensors of a factory's module do not fit into the host's memory."""
 
     def __init__(self, counted_bytes: int):
         super().__init__(counted_bytes)

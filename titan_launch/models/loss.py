@@ -26,7 +26,7 @@ targets, a scalar."""
 
 
 def loss_in_chunks(chunks: int) -> Loss:
-    """Return `cross_entropy_sum` with this number of chunks."""
+    """Return the function `cross_entropy_sum` with its argument `chunks` set to this number."""
     return cross_entropy_sum if chunks == 1 else partial(cross_entropy_sum, chunks=chunks)
 
 

@@ -51,10 +51,10 @@ def shapes_explained(model: ModelConfig, degree: int) -> Iterator[None]:
             raise
         location, text = user_location(error), str(error).partition("\n")[0]
         reason = (
-            f"fails{f' at {location}' if location else ''} with 1/{degree} of the heads and features on each rank; "
-            "check that its attribute tensor_parallel has matching styles for connected layers, that its reshapes use "
-            "-1 in place of the number of heads, and that the number of heads is a multiple of the degree. See "
-            "docs/how_to/parallelism.md "
+            f"the model fails{f' at {location}' if location else ''} with 1/{degree} of the heads and features on "
+            "each rank; check that the model's attribute tensor_parallel has matching styles for connected layers, "
+            "that reshapes use -1 in place of the number of heads, and that the number of heads is a multiple of the "
+            "degree. See docs/how_to/parallelism.md "
             f"(PyTorch: {text})"
         )
         raise config_error(_NAME, reason, model.name, also=(_TENSOR_DEGREE,)) from error
@@ -78,7 +78,8 @@ def style_by_module(model: nn.Module, styles: Mapping[str, TensorStyle]) -> dict
 def check_tensor_plan(
     model: nn.Module, styles: Mapping[str, TensorStyle] | None, parallelism: ParallelismConfig
 ) -> None:
-    """Raise ConfigError, with all reasons, if a model on the meta device cannot be sharded by its declared `styles`."""
+    """Raise ConfigError with all problems if a model cannot be sharded by the `styles` that it declares. The model is
+    on the meta device."""
     if parallelism.tensor_parallel_degree == 1:
         return
     problems = list(_problems(model, styles, parallelism))
@@ -108,7 +109,9 @@ def _problems(
     yield from _divided_ties(model, found)
     if "head" not in found.values():
         yield Problem(
-            _NAME, 'its tensor_parallel has no module of the style "head"; give it to the layer that returns the logits'
+            _NAME,
+            'the model\'s tensor_parallel has no module of the style "head"; give this style to the layer that '
+            "returns the logits",
         )
     if parallelism.sequence_parallel:
         yield from _not_by_sequence(model, found)
@@ -142,7 +145,9 @@ def _misfits(path: str, module: nn.Module, style: TensorStyle, degree: int) -> I
     size = weight.shape[_DIVIDED_AXIS[style]]
     if size % degree:
         reason = f'{path} ("{style}") has {size} {_what_is_divided(style)}, which is not a multiple of {degree}'
-        yield Problem(_TENSOR_DEGREE, f"{reason}; set a divisor", degree, also=(("model", "args"),))
+        yield Problem(
+            _TENSOR_DEGREE, f"{reason}; set a degree that divides this number", degree, also=(("model", "args"),)
+        )
 
 
 def _what_is_divided(style: TensorStyle) -> str:
@@ -150,7 +155,8 @@ def _what_is_divided(style: TensorStyle) -> str:
 
 
 def _unassigned(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
-    """Yield a problem if modules with parameters have no style: their gradients could not be reduced correctly."""
+    """Yield a problem if modules with parameters have no style. Without a style it is not known how to reduce the
+    gradients of a module."""
     owners = (
         path for path, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None
     )
@@ -158,14 +164,14 @@ def _unassigned(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[
     if paths:
         more = f", and {len(paths) - 1} others, which have" if len(paths) > 1 else ", which has"
         reason = (
-            f"its tensor_parallel has no style for {paths[0] or 'the model itself'}{more} parameters; "
-            'add one ("sequence" is for modules that process each token separately)'
+            f"the model's tensor_parallel has no style for {paths[0] or 'the model itself'}{more} parameters; "
+            'add a style ("sequence" is for modules that process each token separately)'
         )
         yield Problem(_NAME, reason)
 
 
 def _divided_ties(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
-    """Yield a problem for each tied parameter that the styles of its modules divide in different ways."""
+    """Yield a problem for each tied parameter whose modules have styles that shard it along different dimensions."""
     first: dict[int, str] = {}
     for path, style in found.items():
         for name, parameter in model.get_submodule(path)._parameters.items():
@@ -178,7 +184,8 @@ def _divided_ties(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterato
 
 
 def _not_by_sequence(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
-    """Yield a problem for sequence parallelism without an embedding, or with a BatchNorm, which needs all tokens."""
+    """Yield a problem if sequence parallelism is enabled, but no module has the style `embedding`, or the model has a
+    BatchNorm. A BatchNorm needs all tokens for its statistics."""
     if "embedding" not in found.values():
         reason = 'the model has no module of the style "embedding", whose output is divided by token; set false'
         yield Problem(_SEQUENCE, reason, True)
@@ -237,7 +244,7 @@ def _wrong_buffers(model: nn.Module, axes: Mapping[str, int], seq_len: int) -> I
         assert isinstance(buffer, Tensor)
         if not -buffer.ndim <= axis < buffer.ndim or buffer.shape[axis] < seq_len:
             reason = f"{name} has the shape {tuple(buffer.shape)}, too small for {seq_len} tokens along axis {axis}"
-            yield Problem(_NAME, f"{reason}; correct its context_parallel", also=(("training", "seq_len"),))
+            yield Problem(_NAME, f"{reason}; correct the model's context_parallel", also=(("training", "seq_len"),))
         elif own_name not in module._non_persistent_buffers_set:
             reason = f"{name} is divided like the sequence, so checkpoints would contain only one rank's part of it"
             yield Problem(_NAME, f"{reason}; register it with persistent=False")
@@ -248,6 +255,6 @@ def _local_statistics(model: nn.Module, degree: int, batchnorm: BatchNormConfig)
     if norms and batchnorm.statistics == "local":
         reason = (
             f"the statistics of the BatchNorm {norms[0]} would cover only a part of every sequence; set "
-            'batchnorm.statistics = "synchronized", or 1'
+            'batchnorm.statistics = "synchronized", or context_parallel_degree = 1'
         )
         yield Problem(_CONTEXT_DEGREE, reason, degree, also=(("batchnorm", "statistics"),))

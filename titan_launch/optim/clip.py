@@ -18,7 +18,8 @@ from torch.nn.utils import get_total_norm
 from titan_launch.distributed.dtensor import local_tensor
 
 _SMALLEST = 1e-6
-"""Number that is added to the norm before a division by it, as in `torch.nn.utils.clip_grad_norm_`."""
+"""Number that is added to the norm, so that a division by the sum never divides by 0. It is that of
+`torch.nn.utils.clip_grad_norm_`."""
 
 
 @torch.no_grad()

@@ -48,8 +48,9 @@ def group_parameters(model: nn.Module, config: OptimizerConfig, head: Collection
 def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()) -> None:
     """Raise ConfigError if `[optimizer]` does not fit the whole model.
 
-    Problems: an entry of `[[optimizer.param_groups]]` applies to no parameter, an algorithm for matrices has no matrix
-    or another parameter to update, or the output layer is unknown.
+    There are four problems. An entry of `[[optimizer.param_groups]]` applies to no parameter. An entry gives an
+    algorithm for matrices (Muon) to a parameter that is not a matrix. `optimizer.name` is such an algorithm, but the
+    model has no matrix for it, or the output layer of the model is unknown.
     """
     paths = _trainable_paths(model)
     decisions = {parameter: first_match(config.param_groups, names) for parameter, names in paths.items()}
@@ -80,12 +81,12 @@ def _without_matrices(model: nn.Module, config: OptimizerConfig, head: Collectio
         return
     if not head and all(group.algorithm is None for group in config.param_groups):
         reason = (
-            "does not support output layers, and the output layer of your model is unknown; add a group for it, "
-            f'as in [[optimizer.param_groups]] match = "output.*", algorithm = "{for_others}"'
+            "does not support output layers, and the output layer of your model is unknown; add a group for the "
+            f'output layer, as in [[optimizer.param_groups]] match = "output.*", algorithm = "{for_others}"'
         )
         yield Problem(("optimizer", "name"), reason, config.name)
     elif all(group.settings.algorithm != config.name for group in group_parameters(model, config, head)):
-        reason = f'the model has no matrix for it ({for_others} updates convolutions); set "{for_others}"'
+        reason = f'the model has no matrix for this algorithm ({for_others} updates convolutions); set "{for_others}"'
         yield Problem(("optimizer", "name"), reason, config.name)
 
 
@@ -99,8 +100,8 @@ def _trainable_paths(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _undecayed(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that have no weight decay by default. They include a weight that an embedding and the
-    output layer share."""
+    """Return the parameters that have no weight decay by default (see `is_undecayed`). If an embedding and the output
+    layer share a weight, the weight is among these parameters."""
     return {
         parameter
         for module in model.modules()
@@ -110,8 +111,8 @@ def _undecayed(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _inner_matrices(model: nn.Module, head: Collection[str]) -> set[nn.Parameter]:
-    """Return the parameters that an algorithm for matrices updates by default. A shared parameter must be an inner
-    matrix in each of its modules."""
+    """Return the parameters that an algorithm for matrices updates by default (see `is_inner_matrix`). A shared
+    parameter is among them only if `is_inner_matrix` is True for every module that has the parameter."""
     found: set[nn.Parameter] = set()
     others: set[nn.Parameter] = set()
     for path, module in model.named_modules(remove_duplicate=False):
@@ -131,7 +132,7 @@ def _unused(
             continue
         matched = any(matches_any(group, names) for names in paths)
         reason = (
-            "every parameter it matches is already in an earlier group"
+            "every parameter that this glob matches is already in an earlier group"
             if matched
             else f"matches no trainable parameter{did_you_mean(group.match, [n for names in paths for n in names])}"
         )

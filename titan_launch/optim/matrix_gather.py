@@ -21,7 +21,7 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True)
 class MatrixGather:
-    """The sharding of matrices over ranks. Matrices with equal sharding can be exchanged together.
+    """The sharding of matrices over ranks, and the exchange of matrices with this sharding between the ranks.
 
     A batch is a list of at most `size` matrices, in the same order on all ranks. Along FSDP2's mesh axis, every rank
     sends its shard of the i-th matrix to the i-th rank in one all-to-all. A second all-to-all returns the shards of the

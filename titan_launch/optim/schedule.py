@@ -42,7 +42,8 @@ def set_lr(optimizer: Optimizer, base_lr: float, factor: float) -> None:
 
 
 def _phases(config: SchedulerConfig, total_steps: int) -> tuple[int, int]:
-    """Return the numbers of warm-up and decay steps in the job. `cosine` and `linear` decay right after warm-up."""
+    """Return the numbers of warm-up and decay steps that the job asks for. With `cosine` and `linear`, all steps after
+    the warm-up are decay steps."""
     if isinstance(config, WarmupStableDecay):
         return config.warmup_steps, round(config.decay_ratio * total_steps)
     return config.warmup_steps, 0 if isinstance(config, Constant) else max(total_steps - config.warmup_steps, 0)
@@ -60,7 +61,7 @@ def _shape(config: WarmupStableDecay | Cosine | Linear) -> str:
 
 
 def _fall(shape: str, done: float) -> float:
-    """Return the remaining share of the decay: 1 if `done` is 0, and 0 if `done` is 1."""
+    """Return the factor of the decay: 1 at the beginning of the decay (`done` = 0), and 0 at its end (`done` = 1)."""
     if shape == "cosine":
         return (1 + math.cos(math.pi * done)) / 2
     if shape == "sqrt":

@@ -67,9 +67,9 @@ def shard_of(name: str, parameter: Tensor, state: dict[str, Any], seed: int | No
 
 
 def mask_gradients(shards: Sequence[LocalShard], found_inf: Tensor | None) -> None:
-    """Set the gradients to zero, in place, if `found_inf` is not 0: the step is skipped.
+    """Set the gradients of a skipped step to zero, in place. A step is skipped if `found_inf` is not 0.
 
-    `found_inf` is on the device of the shards. The bits of a gradient are multiplied as an integer, because NaN * 0 is
+    `found_inf` is on the device of the shards. The gradients are multiplied by 0 or 1 as integers, because NaN * 0 is
     NaN.
     """
     if found_inf is None:
@@ -81,9 +81,9 @@ def mask_gradients(shards: Sequence[LocalShard], found_inf: Tensor | None) -> No
 
 
 def applied_or_skipped(found_inf: Tensor | None, device: torch.device) -> Tensor:
-    """Return a scalar on `device`: 0 if `found_inf` is not 0, which skips the step, otherwise 1.
+    """Return a scalar on `device`: 0 for a skipped step (`found_inf` is not 0), otherwise 1.
 
-    As a float64 scalar tensor, it does not change the dtype of tensors that it multiplies.
+    The scalar is a float64 tensor without axes. A product of a tensor with such a scalar keeps the tensor's dtype.
     """
     if found_inf is None:
         return torch.ones((), dtype=torch.float64, device=device)

@@ -51,7 +51,8 @@ class DeferredAllReduce:
 
 
 class KeepParamsUnsharded:
-    """A wrapper around a mode that keeps parameters unsharded until the step's last backward, as in ZeRO-2.
+    """A wrapper around a gradient accumulation mode. It keeps parameters unsharded until the step's last backward, as
+    in ZeRO-2.
 
     The FSDP2 units must not reshard after forward. `ModelPlan` sets this for each unit.
     """

@@ -79,8 +79,9 @@ def _checkpoint(block: nn.Module, selects_ops: bool) -> None:
 class _SecondForward:
     """Context of the second forward, in which the norms of a block update copies of their running statistics.
 
-    So each microbatch updates the statistics only once. `RunningStatistics` instead restores the values of the buffers.
-    That is impossible here, because autograd may have saved the buffers of a norm in eval mode.
+    So each microbatch updates the running statistics only once, although the forward runs twice. The buffers cannot be
+    overwritten and restored as in `RunningStatistics`, because autograd may have saved the buffers of a norm in eval
+    mode.
     """
 
     def __init__(self, norms: Sequence[nn.Module], inner: AbstractContextManager[Any]):

@@ -44,7 +44,7 @@ def parallelize(
     3. Apply tensor parallelism by the model's `styles`. FSDP2 then shards the resulting DTensors further.
     4. Prepare BatchNorm layers, before FSDP2 replaces their class. `statistics_group`: the ranks over which statistics
        are synchronized; None for local statistics.
-    5. Apply activation checkpointing inside of FSDP2's hooks. The second forward then uses inputs that they have cast.
+    5. Apply activation checkpointing inside of FSDP2's hooks. The second forward then gets inputs that FSDP2 has cast.
     6. Compile around activation checkpointing, so that one graph contains both forwards. With tensor parallelism a
        graph cannot contain both, so compilation is inside. FSDP2's hooks cannot be in a graph, and stay outside.
     7. Apply FSDP2 last, because it shards the parameters that exist at its call. `offloads`: shards stay on the host.

@@ -44,7 +44,8 @@ def prepare_batch_norms(
 
 
 def _momentum_of_microbatch(momentum: float, num_microbatches: int) -> float:
-    """Return the momentum per microbatch: `num_microbatches` updates with it equal one update with `momentum`."""
+    """Return the momentum for each microbatch. `num_microbatches` updates with this momentum have the effect of one
+    update with `momentum`."""
     return float(1 - (1 - momentum) ** (1 / num_microbatches))
 
 
@@ -69,7 +70,7 @@ def check_batch_norms(model: nn.Module, config: BatchNormConfig) -> None:
 
 def _why_not(norm: _BatchNorm) -> str:
     if isinstance(norm, nn.SyncBatchNorm):
-        return "which synchronizes its statistics itself, on GPUs only; use an nn.BatchNorm instead"
+        return "which synchronizes statistics by itself, and only on GPUs; use an nn.BatchNorm instead"
     return (
         "whose forward does not call super().forward(...), so its statistics cannot be synchronized; call it, or set "
         '"local"'
@@ -85,7 +86,7 @@ def _describe_synchronized(num_norms: int, ranks: int) -> str:
 
 
 class _ValuesCheck:
-    """Check, in the first training forward, that each layer computes its statistics from enough values per channel."""
+    """Check in the first training forward whether each layer computes its statistics from enough values per channel."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self._group = group
@@ -144,7 +145,7 @@ class _ValuesCheck:
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far the running statistics of the ranks have drifted apart: the largest value over all channels and ranks."""
+    """Largest distance between the ranks' running statistics and the pooled ones, over all channels and ranks."""
 
     mean: float
     """Largest distance of a rank's running mean from the pooled mean, in pooled standard deviations."""
@@ -163,9 +164,9 @@ class RunningStatistics:
     """The running statistics of a model's BatchNorm layers on this rank, and one copy of them.
 
     The copy has two uses. A training step saves the statistics at its beginning, and restores them if the step is
-    skipped or fails. Between two steps, a checkpoint that an uninterrupted run would not save pools the statistics
-    temporarily: `pool(temporarily=True)` saves this rank's statistics, `state_dict` returns the saved values, and
-    `unpool` restores them.
+    skipped or fails. A checkpoint that only time or a signal has caused pools the statistics temporarily:
+    `pool(temporarily=True)` saves this rank's statistics, `state_dict` returns the saved values, and `unpool` restores
+    them.
 
     The copy is one flat tensor of bytes for buffers of all dtypes, so the number of kernels does not grow with the
     depth of the model. Activation checkpointing does not use this class (see `activation_checkpoint._SecondForward`).
@@ -209,7 +210,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def pool(self, group: dist.ProcessGroup | None = None, temporarily: bool = False) -> Divergence | None:
-        """Replace every rank's running statistics by pooled statistics. Return how far the ranks were apart.
+        """Replace every rank's running statistics by pooled statistics. Return the divergence of the ranks before.
 
         With local statistics each rank normalizes over its own microbatches. The running statistics then drift apart,
         while the parameters stay equal. The pooled mean is the mean of the ranks' means. The pooled variance is the

@@ -66,7 +66,7 @@ def eager(config: CompileConfig) -> AbstractContextManager[Any]:
 
 
 def describe_pieces(plan: ModelPlan, config: CompileConfig) -> str:
-    """Return a log line that names the compiled modules and the backend."""
+    """Return a log line with the backend and the compiled modules."""
     pieces = ", ".join(f"{count} x {pattern}" for pattern, count in alike(plan.compiled).items())
     inside = [u for u in plan.units if any(enclosing(parent(path), plan.inventory.blocks) for path in u.modules)]
     around = ", ".join(dict.fromkeys(unit.reason for unit in inside))
@@ -142,10 +142,13 @@ def _compile_error(error: Exception, config: CompileConfig, name: str) -> Config
     if isinstance(error, BackendCompilerFailed):
         is_cached = config.cache_folder is not None
         damaged = "; delete compile.cache_folder if a file there is damaged, or" if is_cached else ";"
-        reason = f'failed on {what}{damaged} set another one ("aot_eager" makes no kernels), or compile.enable = false'
+        reason = (
+            f'failed on {what}{damaged} set another backend ("aot_eager" generates no kernels), or '
+            "compile.enable = false"
+        )
         return config_error(("compile", "backend"), reason, config.backend)
     if isinstance(error, FailOnRecompileLimitHit):
-        what = f"{name}: its inputs have too many shapes, or its code has too many variants"
+        what = f"{name}: the inputs have too many different shapes, or the code has too many variants"
     remedy = "change that line" if lines else "give blocks inputs of equal shapes"
     return config_error(("compile", "enable"), f"cannot make one graph of {what}; {remedy}, or set false", True)
 

@@ -208,7 +208,9 @@ class _OrderCheck:
 
 def _no_pipeline_order(reason: str) -> ConfigError:
     advice = "each module must take the output of the module before it, unchanged"
-    return config_error(("model", "name"), f"its pipeline_order is not the order of its forward: {reason}; {advice}")
+    return config_error(
+        ("model", "name"), f"the model's pipeline_order is not the order of its forward: {reason}; {advice}"
+    )
 
 
 def _compute_as_planned(model: nn.Module, plan: ModelPlan) -> None:

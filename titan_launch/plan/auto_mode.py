@@ -1,8 +1,8 @@
 """The modes that `auto` resolves to, and the modes that a plan recommends. No torch.
 
-`auto` takes only choices with the verdict `fits`: they leave the margin below the memory limit free. If activation
-checkpointing is `auto`, it takes the choice with the shortest predicted step. If several choices remain, it takes the
-one with the least link traffic.
+The candidates are the choices with the verdict `fits`, which leave the margin below the memory limit free. If
+`activation_checkpoint.mode` is `auto`, the candidates with the shortest predicted step remain. Of the remaining
+candidates, the one with the least link traffic is taken.
 """
 
 from __future__ import annotations
@@ -117,10 +117,11 @@ def _best(config: JobConfig, candidates: Sequence[Row], hardware: Hardware, by_t
 
 
 def _durations(rows: Sequence[Row]) -> tuple[dict[str, float], str]:
-    """Return a number for each choice label that orders the choices by step time, and a name for the smallest number.
+    """Return (a number for each choice, by its label, and a description of the smallest number). A choice with a
+    smaller number has a shorter step.
 
-    The number is the lower bound of the step time in seconds. If a time is unknown, the number is the FLOPs of a step.
-    If FLOPs are unknown too, the number is the cost of the activation checkpointing mode in `_COST`.
+    The number is the lower bound of the step time in seconds. If the time of any choice is unknown, the number is the
+    FLOPs of a step. If FLOPs are unknown too, the number is the cost of the activation checkpointing mode in `_COST`.
     """
     intervals = [row.time.interval for row in rows]
     if all(intervals):

@@ -142,7 +142,7 @@ def collectives_of_step(units: Iterable[Unit], layout: Layout, accumulation: Gra
 
 
 def traffic_of_step(plan: ModelPlan, layout: Layout, accumulation: GradientAccumulationConfig) -> Traffic:
-    """Return calls and bytes of a step. `plan` must be made with `accumulation`, because it decides which units
+    """Return calls and bytes of a step. `plan` must be made with `accumulation`, because the mode decides which units
     reshard."""
     return sum(
         (
@@ -175,7 +175,7 @@ def _traffic_of_unit(
 
 
 def _times(microbatch: Collectives, layout: Layout, accumulation: GradientAccumulationConfig) -> Collectives:
-    """Return the collectives of a step, given those of one microbatch."""
+    """Return the collectives of a step. `microbatch`: the collectives of one microbatch."""
     if accumulation.mode == "auto":
         raise ValueError("gradient_accumulation.mode is still `auto`: resolve `auto` first (plan.auto_mode)")
     microbatches = layout.num_microbatches
@@ -212,8 +212,8 @@ def link_traffic_of_step(traffic: Traffic, layout: Layout, gpus_per_node: int) -
 
     If k of the n hops lead to another node, k/n of the bytes of each rank count as sent to other nodes. The reason is
     that NCCL builds one ring per rank of a node, and each ring leaves the node at another rank. If the groups of an
-    axis have different numbers of such hops, the largest number counts. Traffic between pipeline stages is divided
-    likewise.
+    axis have different numbers of such hops, the largest number counts. Traffic between pipeline stages is divided into
+    own-node and other-node bytes by the same rule.
     """
     shard_stride = layout.tensor
     replica_stride = layout.tensor * layout.parameter_shards
@@ -260,6 +260,6 @@ def _most_crossings(world_size: int, stride: int, size: int, gpus_per_node: int)
 
 
 def _crossings(nodes: Sequence[int]) -> int:
-    """Return the number of hops between nodes in a ring, given the node of each rank. The ring closes with a hop from
-    the last rank to the first."""
+    """Return the number of hops between nodes in a ring of ranks. The ring closes with a hop from the last rank to the
+    first."""
     return sum(here != there for here, there in zip(nodes, [*nodes[1:], nodes[0]], strict=True))

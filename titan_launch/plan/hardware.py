@@ -51,11 +51,11 @@ class Hardware:
     """Memory that the allocator reserves beyond the memory in use, as a fraction of the memory in use."""
 
     margin_gib: float
-    """Memory below the limit that a choice must leave free to count as fitting, in GiB."""
+    """Memory in GiB that a choice must leave free below the limit for the verdict `fits`."""
 
     peak_tflops: float | None
     mfu: float
-    """Fraction of the peak at which a step is computed."""
+    """Fraction of the peak FLOP/s that a step reaches."""
 
     intra_node_gb_per_s: float | None
     inter_node_gb_per_s: float | None
@@ -71,9 +71,9 @@ def hardware_of(
 ) -> Hardware:
     """Return the assumptions of `[planner]` and `[metrics]`, completed from the device table.
 
-    A run passes `kernels`, `device_name` (as the driver reports it) and `device_memory_gib`. `plan`, which may run on
-    another machine, passes none of them: `job.device` decides. Raises ConfigError for a device that is not in the
-    table.
+    A run passes `kernels`, `device_name` (as the driver reports it) and `device_memory_gib`. `plan` may run on another
+    machine, so it passes none of them, and `job.device` decides whether GPU kernels or CPU kernels are assumed. Raises
+    ConfigError for a device that is not in the table.
     """
     planner = config.planner
     if problems := [*planned_device_exists(config)]:

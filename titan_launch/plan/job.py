@@ -132,9 +132,9 @@ def plan_job(config: JobConfig, inventory: Inventory) -> ModelPlan:
 
 
 def possible_choices(config: JobConfig, layout: Layout, inventory: Inventory) -> tuple[list[Choice], list[str]]:
-    """Return the combinations of modes to compare, and notes that say why other combinations are not compared.
+    """Return the combinations of modes to compare, and notes with the reason for each combination that is not compared.
 
-    Combinations have different effects, and the job allows each of them.
+    The job allows each of the combinations, and no two combinations have the same effect in this layout.
 
     Raises ConfigError if the model does not support the job's activation checkpointing.
     """
@@ -235,7 +235,8 @@ def _activation_checkpoints(config: JobConfig) -> Iterator[ActivationCheckpointC
 
 
 def _problem_of(config: JobConfig, accumulation: GradientAccumulationConfig) -> Problem | None:
-    """Return the first problem of the job with another gradient accumulation mode; None if there is none."""
+    """Return the first problem that the job would have with the gradient accumulation mode `accumulation`; None if
+    there is none."""
     changed = config.model_copy(update={"gradient_accumulation": accumulation})
     return next((problem for rule in ACCUMULATION_RULES for problem in rule(changed)), None)
 

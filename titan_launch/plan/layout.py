@@ -160,7 +160,7 @@ def _shard_degree(parallelism: ParallelismConfig, world_size: int) -> int:
 
 
 def _does_not_divide(degrees: dict[str, int]) -> str:
-    """Return the first words of the error for degrees whose product does not divide the number of ranks."""
+    """Return the first words of an error: the product of the degrees does not divide the number of ranks."""
     above_one = [degree for degree in degrees.values() if degree > 1]
     if len(above_one) == 1:
         return "does not divide"

@@ -29,7 +29,8 @@ def checkpointed_modules(inventory: Inventory, config: ActivationCheckpointConfi
     """Return the paths of the modules with activation checkpointing. Of nested modules, only the outer ones are
     returned.
 
-    Raises ConfigError if the mode needs modules and there are none, and for every glob that matches nothing.
+    Raises ConfigError for every glob that matches nothing. Also raises it if the mode works on blocks and the model has
+    none, or if `selective_ac_option` is larger than the number of modules.
     """
     if not checkpoints_modules(config):
         return ()
@@ -43,7 +44,8 @@ def checkpointed_modules(inventory: Inventory, config: ActivationCheckpointConfi
     if every > len(candidates):
         what = "the model has" if not config.modules else "activation_checkpoint.modules matches"
         them = "blocks" if not config.modules else "modules"
-        reason = f"{what} {len(candidates)} {them}, so this would checkpoint none of them; set at most that number"
+        number = len(candidates)
+        reason = f"{what} only {number} {them}, so none of them would be checkpointed; set at most {number}"
         raise config_error(("activation_checkpoint", "selective_ac_option"), reason, every)
     return candidates[every - 1 :: every]
 
@@ -63,7 +65,7 @@ def selection(config: ActivationCheckpointConfig) -> Literal["op"] | int | None:
 def _blocks(inventory: Inventory, config: ActivationCheckpointConfig) -> tuple[str, ...]:
     if not inventory.blocks:
         reason = (
-            "works on blocks, and the model's blocks are unknown; name them in model.blocks, or name modules in "
+            "needs blocks, but the model's blocks are unknown; name the blocks in model.blocks, or name modules in "
             "activation_checkpoint.modules"
         )
         raise config_error(_MODE, reason, config.mode, also=(("model", "blocks"), _CHECKPOINTED_MODULES))
@@ -117,10 +119,12 @@ def _check_seen_by_selection(compiled: Sequence[str], checkpointed: Collection[s
 
 
 def checkpoints_compiled(checkpointing: ActivationCheckpointConfig, tensor_degree: int) -> bool:
-    """Return True if activation checkpointing runs compiled graphs again, and False if it is compiled into the graphs.
+    """Return True if backward runs compiled graphs again, and False if activation checkpointing is compiled into the
+    graphs.
 
-    With tensor parallelism it runs graphs again, because a graph with a checkpoint inside would have to save a
-    DeviceMesh. `selective_ac_option = "op"` selects operations inside a graph, so it is always compiled into the graph.
+    With tensor parallelism backward runs graphs again, because a graph with a checkpoint inside would have to save a
+    DeviceMesh. `selective_ac_option = "op"` selects operations inside a graph, so activation checkpointing is then
+    always compiled into the graph.
     """
     return tensor_degree > 1 and selection(checkpointing) != "op"
 
@@ -168,21 +172,25 @@ class _Pieces:
 
 
 def _no_blocks(config: JobConfig) -> str:
-    remedy = "name them in model.blocks"
+    remedy = "name the blocks in model.blocks"
     if "loss" in config.compile.components:
         remedy += ', or remove "model" from compile.components'
     return f"compiles the model's blocks, but they are unknown; {remedy}"
 
 
 def _nothing_left(blocks: Sequence[str], units: Sequence[Unit], outside: Collection[str]) -> Problem:
-    """Return the problem of blocks in which rules or activation checkpointing leave only single layers to compile."""
+    """Return a problem for blocks in which only single layers can be compiled, because of precision rules or activation
+    checkpointing."""
     inside = [u for u in units if any(p != blocks[0] and is_within(p, blocks[0]) for p in u.modules)]
     reasons = list(dict.fromkeys(unit.reason for unit in inside))
     keys = [unit.key for unit in inside if unit.key is not None]
-    remedy = 'set precision.param_dtype = "float32"' if BATCH_NORM_DEFAULT in reasons else "drop those rules"
+    remedy = (
+        'set precision.param_dtype = "float32"' if BATCH_NORM_DEFAULT in reasons else "remove those precision rules"
+    )
     what = f"the FSDP2 units of {', '.join(reasons)}, whose hooks cannot be part of a graph"
     if not inside:
-        what, remedy = f"checkpointed modules ({listed(sorted(outside))})", "do not checkpoint them"
+        what = f"checkpointed modules ({listed(sorted(outside))})"
+        remedy = "remove these modules from activation_checkpoint.modules"
         keys = [_CHECKPOINTED_MODULES]
     reason = (
         f"nothing of {listed(blocks)} can be compiled: only single layers are outside of {what}; {remedy}, or set "
@@ -240,7 +248,7 @@ def check_shards(config: Float8Config, plan: ModelPlan, layout: Layout) -> None:
         if rows % shards:
             reason = (
                 f"{path} has {rows} outputs, which {shards} shards (parallelism.data_parallel_shard_degree) do not "
-                "divide; set a shard degree that divides them, name other modules in float8.modules, or set false"
+                f"divide; set a shard degree that divides {rows}, name other modules in float8.modules, or set false"
             )
             also = (_FLOAT8_MODULES, ("parallelism", "data_parallel_shard_degree"))
             raise config_error(("float8", "all_gather"), reason, True, also=also)

@@ -13,8 +13,8 @@ _EMBEDDINGS = {"Embedding", "EmbeddingBag"}
 
 
 def first_match(groups: Sequence[ParamGroup], paths: Iterable[str]) -> int | None:
-    """Return the index of the first of `[[optimizer.param_groups]]` that matches a path of a parameter; None if none
-    does."""
+    """Return the index of the first group of `[[optimizer.param_groups]]` that matches any path of a parameter. Return
+    None if no group matches."""
     paths = list(paths)
     return next((i for i, group in enumerate(groups) if matches_any(group, paths)), None)
 
@@ -28,7 +28,8 @@ def is_undecayed(name: str, num_axes: int, classes: Iterable[str]) -> bool:
     """Return True if a parameter has no weight decay by default: a vector, a bias, or a parameter of a norm or an
     embedding.
 
-    `name`: name in its module. `classes`: names of the module's class and its bases, without their modules.
+    `name`: name of the parameter within the `nn.Module` that owns it (`weight`). `classes`: names of the class and the
+    base classes of that `nn.Module`, without packages (`LayerNorm`).
     """
     is_norm_or_embedding = any("Norm" in cls or cls in _EMBEDDINGS for cls in classes)
     return num_axes < 2 or name.endswith("bias") or is_norm_or_embedding
@@ -37,7 +38,7 @@ def is_undecayed(name: str, num_axes: int, classes: Iterable[str]) -> bool:
 def is_inner_matrix(name: str, num_axes: int, classes: Iterable[str], path: str, head: Iterable[str]) -> bool:
     """Return True if Muon updates a parameter by default: a matrix that belongs to no norm, embedding or output layer.
 
-    `path`: path of its module. `head`: paths of the modules that run last.
+    `path`: path of the `nn.Module` that owns the parameter. `head`: paths of the modules that run last.
     """
     in_head = any(is_within(path, module) for module in head)
     return num_axes == 2 and not is_undecayed(name, num_axes, classes) and not in_head
@@ -48,7 +49,7 @@ def settings_of(config: OptimizerConfig, index: int | None, undecayed: bool, inn
 
     `index`: index of the `[[optimizer.param_groups]]` that matches the parameter, or None. `undecayed`: True if
     `is_undecayed` is True for any module that has the parameter. `inner_matrix`: True if `is_inner_matrix` is True for
-    all of them.
+    all modules that have the parameter.
     """
     algorithm = config.name if inner_matrix else ALGORITHMS[config.name].for_others or config.name
     lr_factor, decay = 1.0, None
@@ -63,8 +64,11 @@ def settings_of(config: OptimizerConfig, index: int | None, undecayed: bool, inn
 
 
 def _weight_decay(config: OptimizerConfig, algorithm: str) -> float:
-    """Return the weight decay of an algorithm: `optimizer.weight_decay` if it is set and `optimizer.name` decays
-    weights in the same way, else the algorithm's default."""
+    """Return the weight decay of an algorithm.
+
+    It is `optimizer.weight_decay` if that key is set, and the algorithm has the same kind of weight decay
+    (`Algorithm.decay`) as `optimizer.name`. Otherwise it is the default of the algorithm.
+    """
     row = ALGORITHMS[algorithm]
     if config.weight_decay is not None and row.decay == ALGORITHMS[config.name].decay:
         return config.weight_decay

@@ -94,7 +94,7 @@ def _check_pipeline_order(inventory: Inventory, degree: int) -> None:
 
 
 def _given_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[int, ...]:
-    """Return the indices in the pipeline order of the job's split points. Empty: the job sets none."""
+    """Return the index of each split point of the job in the pipeline order; empty if the job sets no split points."""
     points, pipeline_order = parallelism.pipeline_parallel_split_points, inventory.pipeline_order
     unknown = [
         Problem(
@@ -121,7 +121,8 @@ def _given_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tuple
 
 
 def _balanced_starts(inventory: Inventory, parallelism: ParallelismConfig) -> tuple[int, ...]:
-    """Return the indices at which the second and later stages begin, for stages that are as equal as possible.
+    """Return the indices in the pipeline order at which the second and later stages begin, so that the stages are as
+    equal as possible.
 
     Each stage has at least one layer: a block, or in a model without blocks a module with parameters. A module between
     layers belongs to the stage of the layer before it; modules before the first layer belong to the first stage.

@@ -235,7 +235,7 @@ class ModelPlan:
 
     @cached_property
     def unit_of(self) -> dict[str, Unit]:
-        """The unit that shards the parameters which a module owns directly, by the path of the module."""
+        """The unit that shards a module's own parameters, by the path of the module."""
         return {path: self.units[index] for path, index in unit_by_module(self.inventory, self.units).items()}
 
 

@@ -98,9 +98,10 @@ class Failure:
         return pattern if len(classes) == 1 else path
 
     def casting_rule(self, path: str, *dtypes: str) -> tuple[KeyPath, object, str]:
-        """Return the key to change, its value, and a remedy, so that a module computes in one of `dtypes`."""
+        """Return the key to change, the present value of the key, and a remedy. After the change, FSDP2 casts the
+        inputs of the module at `path` to one of `dtypes`, and the module computes in this dtype."""
         unit, choice = self.plan.unit_of[path], " or ".join(f'"{dtype}"' for dtype in dtypes)
-        rule, new = self.rule(unit), f'with match = "{self.glob(path)}" and param_dtype = {choice} (it casts inputs)'
+        rule, new = self.rule(unit), f'with match = "{self.glob(path)}" and param_dtype = {choice} (inputs are cast)'
         if rule is None or unit.key is None:
             return ("precision",), UNSET, f"add [[precision.rules]] {new}"
         if path not in unit.modules:
@@ -132,7 +133,7 @@ def clash(failure: Failure) -> Problem | None:
         return _output_dtype(failure, path) or _beside_buffers(failure, path)
     # PyTorch's own layers do not cast. So their inputs had the wrong dtype, and a rule with either dtype casts inputs.
     dtypes = ("bfloat16", "float32") if is_leaf and info.classes[0].startswith("torch.nn.") else ("float32",)
-    reason = f"two dtypes meet in {failure.describe(path)} ({failure.line}); cast there"
+    reason = f"an operation in {failure.describe(path)} has inputs of two dtypes ({failure.line}); cast them there"
     return _output_dtype(failure, path) or _with_casting_rule(failure, path, reason, dtypes)
 
 
@@ -162,16 +163,19 @@ def _output_dtype(failure: Failure, consumer: str) -> Problem | None:
 
 
 def _beside_buffers(failure: Failure, path: str) -> Problem:
-    """Explain a module whose running statistics have another dtype than its parameters."""
+    """Explain an error of a module whose buffers have another dtype than its parameters."""
     buffers = failure.buffers_in_another_dtype(failure.plan.inventory.by_path[path])
     dtype = next(iter(buffers.values()))
     has = f"has {failure.plan.unit_of[path].compute_dtype} parameters beside {dtype} buffers ({', '.join(buffers)})"
     key, value, remedy = failure.casting_rule(path, dtype)
-    return failure.problem(key, f"{failure.describe(path)} {has}, which its operation does not take; {remedy}", value)
+    return failure.problem(
+        key, f"{failure.describe(path)} {has}, but its operation requires one dtype; {remedy}", value
+    )
 
 
 def batch_norm_clash(failure: Failure) -> Problem | None:
-    """Explain a dtype error of CUDA's BatchNorm kernels. They raise it in backward, which hides the module."""
+    """Explain a dtype error of CUDA's BatchNorm kernels. The error is raised in backward, so it does not tell which
+    module failed."""
     modules = failure.plan.inventory.modules
     found = [m.path for m in modules if "running_mean" in failure.buffers_in_another_dtype(m)]
     return _beside_buffers(failure, found[0]) if found else None
@@ -187,7 +191,8 @@ def no_kernel(failure: Failure) -> Problem | None:
 
 
 def _with_casting_rule(failure: Failure, path: str, reason: str, dtypes: Sequence[str]) -> Problem:
-    """Add a second remedy to `reason`: a precision rule for the innermost module that ran and contains parameters."""
+    """Return the problem of an operation in the module at `path`. Add a second remedy to `reason`: a precision rule for
+    this module, or for the nearest module around it that contains parameters."""
     while path and not any(module.parameters for module in failure.inside(path)):
         path = parent(path)
     if not path:
@@ -283,8 +288,9 @@ _EXPLANATIONS: Mapping[str, Callable[[Failure], Problem | None]] = {
     "FSDP reduce-scatter expects uniform gradient dtype": partial(
         Failure.problem,
         key=_ACCUMULATION_MODE,
-        reason="FSDP2 reduces one dtype per unit, but a module got gradients in the last microbatch only, in the "
-        'compute dtype, and the rest of its unit has sums in the reduce dtype; set "immediate"',
+        reason="FSDP2 reduces all gradients of a unit in one dtype. A module got gradients only in the last "
+        "microbatch, and these have the compute dtype. The gradient sums of the other modules of the unit have the "
+        'reduce dtype; set "immediate"',
     ),
     "'FSDPParam' object has no attribute '_unsharded_param'": never_gathered,
     # The launcher sets a divide factor with which FSDP2 only sums.
@@ -292,14 +298,14 @@ _EXPLANATIONS: Mapping[str, Callable[[Failure], Problem | None]] = {
         Failure.problem,
         key=_MODEL,
         reason="the model sets a gradient divide factor, which gloo cannot apply, and the loss is divided already; "
-        "remove set_gradient_divide_factor and set_force_sum_reduction_for_comms from it",
+        "remove set_gradient_divide_factor and set_force_sum_reduction_for_comms from the model",
     ),
     "is a view and is being modified inplace": changed_in_place,
     "is a view and its base or another view of its base has been modified inplace": partial(
         Failure.problem,
         key=_MODEL,
-        reason="the model changes in place a tensor that it has handed to an FSDP2 unit, as in x += block(x); write "
-        "x = x + block(x), or change x.clone()",
+        reason="the model changes a tensor in place after it was the input of an FSDP2 unit, as in x += block(x); "
+        "write x = x + block(x), or change x.clone()",
     ),
     "got mixed torch.Tensor and DTensor": used_without_a_call,
     "setStorage: .* out of bounds for storage of size 0": not_gathered,

@@ -42,9 +42,10 @@ _REDUCED = (torch.float16, torch.bfloat16)
 
 @contextmanager
 def kernels_replaced(kernels: Kernels, backend: str = "auto") -> Iterator[None]:
-    """Until the end of the block, let operations save the same tensors for backward as on a device family.
+    """Let CPU operations save the tensors for backward that they would save on a device of the family `kernels`, until
+    the end of the block.
 
-    `backend`: the attention kernel, if the job sets one.
+    `backend`: value of `kernels.attention` in the job.
     """
     with ExitStack() as stack:
         if kernels == "cuda":

@@ -58,8 +58,8 @@ def trace_rank(config: JobConfig, plan: ModelPlan, layout: Layout, kernels: Kern
 
 
 def _find_shortcut(plan: ModelPlan, pipeline_rank: int) -> Shortcut | None:
-    """Return which blocks a trace of the rank may omit; None if all blocks are needed. Several stages on one rank need
-    all blocks, because the stages hold different numbers of microbatches."""
+    """Return the blocks that a trace of the rank may omit; None if all blocks are needed. A rank with several pipeline
+    stages needs all blocks, because each stage holds the activations of another number of microbatches."""
     parts = parts_on_rank(plan, pipeline_rank)
     if len(parts) > 1:
         return None
@@ -82,7 +82,10 @@ def _trace_short(
         if ":" in config.model.name:
             seen = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_for_check)
             if not _are_alike(_extrapolated(shorter, longer, 2), seen):
-                _log.warning("tracing all blocks, which takes longer: the model's memory is not affine in its depth")
+                _log.warning(
+                    "all blocks are traced, which takes longer: the model's memory does not grow linearly with its "
+                    "depth"
+                )
                 return None
     except ConfigError:  # the trace of all blocks most likely raises the same error
         return None
@@ -90,7 +93,7 @@ def _trace_short(
         Exception
     ) as error:  # for example, a model that counts its blocks; the trace of all blocks raises other errors
         _log.warning(
-            "tracing all blocks, which takes longer: the model does not run without some of its blocks (%s)", error
+            "all blocks are traced, which takes longer: the model does not run without some of its blocks (%s)", error
         )
         return None
     return _extrapolated(shorter, longer, shortcut.factor)
@@ -190,7 +193,7 @@ class TraceEngine:
         self._known: dict[Choice, TracedStep] = {}
 
     def __call__(self, choice: Choice) -> Footprint:
-        """Return the active memory of the rank with the highest peak.
+        """Return the active memory of the rank with the highest peak, in one step with the modes of a choice.
 
         Raises ConfigError as a run would, and for a model that cannot be traced.
         """

@@ -43,10 +43,11 @@ _WITHOUT_VOTE = {
     "_warmup_backward_result": lambda *_, **__: torch.tensor([1], dtype=torch.int32),
     "_get_init_p2p_neighbors_ops": lambda _: [],
 }
-"""Replacements for the communication of pipeline stages before their first step, which no other rank would answer.
+"""Replacements for methods of pipeline stages that communicate before the first step. A trace has no other rank that
+could answer.
 
 From torch 2.13 on, the stages vote whether all of them know the shapes that they send (the first two methods). In older
-releases they open their connections (the last one).
+releases the stages open their connections (the last method).
 """
 
 

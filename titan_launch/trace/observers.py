@@ -94,8 +94,10 @@ class StepPoints:
 
 
 def modules_in_order(model: nn.Module, inventory: Inventory) -> list[str]:
-    """Return the paths of the blocks, and of the outermost modules without blocks that are outside of blocks. A forward
-    runs these modules one after another. Modules of other pipeline stages are omitted."""
+    """Return the paths of all blocks, and of the outermost other modules that neither contain a block nor are inside
+    one.
+
+    A forward runs these modules one after another. Modules of other pipeline stages are omitted."""
     blocks = outermost(inventory.blocks)
     found: list[str] = []
     _collect(model, "", set(blocks), {around for block in blocks for around in _ancestors(block)}, found)

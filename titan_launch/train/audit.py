@@ -34,11 +34,11 @@ def audits(run: Run) -> bool:
 
 @contextmanager
 def audit_of_step(run: Run, step: int) -> Iterator[Callable[[], None] | None]:
-    """Observe the run's next step if `step` is the first of this process and is audited, else do nothing.
+    """Audit the step in the block if `step` is the first step of this process and the audit is enabled.
 
-    Yield a function that the step must call before its update; None without an audit. The function raises UserError on
-    all ranks if the observed dtypes or collectives differ from the plan. An audited step computes the same numbers as
-    any other, without compilation.
+    Yield a function that the step must call before its update; None if the step is not audited. The function raises
+    UserError on all ranks if the observed dtypes or collectives differ from the plan. An audited step runs without
+    compilation. The audit does not change the step's results.
     """
     if step != run.first_step or not audits(run):
         yield None
@@ -75,14 +75,18 @@ def _compare_with_plan(run: Run, watched: Sequence[_Watched]) -> None:
     if differences and is_tested_release():
         raise UserError(_explain(run, differences))
     if differences:  # on an untested release, differences do not end the run
-        _log.warning("precision audit: differences on an untested release of PyTorch:\n  %s", "\n  ".join(differences))
+        _log.warning(
+            "precision audit: the first step was not as planned; the run continues, because this release of PyTorch is "
+            "not tested:\n  %s",
+            "\n  ".join(differences),
+        )
     else:
         _log.info("precision audit: %s: as planned", _size(audit))
 
 
 def _log_views(watched: Sequence[_Watched]) -> None:
-    """Log the paths of the modules that return views. FSDP2's warning names only their class. The model
-    itself is excluded."""
+    """Log the paths of the modules that return views, because FSDP2's warning names only a class. The model itself is
+    not listed."""
     paths = [
         path
         for _, plan, observed in watched
@@ -98,7 +102,9 @@ def _log_views(watched: Sequence[_Watched]) -> None:
 
 
 def _merge_differences(differences: list[str]) -> list[str]:
-    """Return the differences of all ranks without duplicates, so that all ranks stop. Collective."""
+    """Return the differences of all ranks without duplicates. Collective.
+
+    All ranks get the same list, so they all stop if one rank has found a difference."""
     return list(dict.fromkeys(chain.from_iterable(on_all_ranks(lambda: differences))))
 
 
@@ -107,7 +113,7 @@ def _size(audit: Audit) -> str:
 
 
 def _explain(run: Run, differences: list[str]) -> str:
-    """Return the message of the UserError. The error is a UserError, because a restart would fail in the same way."""
+    """Return the message of the UserError. After a UserError the run is not restarted: the audit would fail again."""
     return "\n  ".join(
         [
             "precision audit: the first step was not as planned, and the run ends before its update "

@@ -1,4 +1,5 @@
-"""Resolution of `mode = "auto"` before anything is allocated: equal on all ranks, and unchanged by a resume."""
+"""Choice of the modes that replace `mode = "auto"`. All ranks choose the same modes, before anything is allocated. A
+resumed run keeps its modes."""
 
 from __future__ import annotations
 
@@ -95,10 +96,11 @@ def resolve_auto_modes(
     attempt: Attempt,
     ranks: Ranks,
 ) -> tuple[JobConfig, str | None]:
-    """Return the job with modes in place of `auto`, and the reason for them; the same job and None without `auto`.
+    """Return the job with modes in place of `auto`, and the reason for these modes. Collective.
 
-    Collective. A resumed run keeps the modes that it began with. Otherwise rank 0 chooses for all ranks. Raises
-    ConfigError (UserError for a traced model) on all ranks if nothing fits, before anything is written or allocated.
+    If the job has no `auto`, return the same job and None. A resumed run keeps the modes that it began with. Otherwise
+    rank 0 chooses the modes for all ranks. Raises ConfigError (UserError for a traced model) on all ranks if the job
+    fits into memory with no choice of modes. Nothing is written or allocated before.
     """
     if not is_auto(config):
         return config, None
@@ -132,7 +134,11 @@ def _recorded(config: JobConfig, folder: Path, attempt: Attempt) -> Decision | N
     choice = configured_choice(with_choice(config, Choice(accumulation, checkpointing)))
     obstacle = next(_obstacles(config, choice), None)
     if obstacle is not None:
-        _log.info("auto: %s is not possible any more (%s); `auto` is resolved again", choice.label, obstacle)
+        _log.info(
+            "auto: the run began with %s, which the job no longer allows (%s); modes are chosen again",
+            choice.label,
+            obstacle,
+        )
         return None
     return choice, f"{choice.label}, because the run began with it"
 
@@ -160,7 +166,8 @@ def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Ha
 
 
 def _least_memory(config: JobConfig, layout: Layout, inventory: Inventory) -> Decision:
-    """Return the choice with the least memory: the most activation checkpointing, the first accumulation mode."""
+    """Return the choice with the least memory: the strongest activation checkpointing that the job allows, with the
+    first accumulation mode."""
     own = [choice for choice in possible_choices(config, layout, inventory)[0] if is_configured_choice(config, choice)]
     choice = next(choice for choice in own if choice.activation_checkpoint == own[-1].activation_checkpoint)
     reason = "because it takes the least memory: jobs are not traced on an untested release of PyTorch"
@@ -168,7 +175,10 @@ def _least_memory(config: JobConfig, layout: Layout, inventory: Inventory) -> De
 
 
 def _resolved_by_trace(config: JobConfig, layout: Layout, hardware: Hardware) -> Decision:
-    _log.info("auto: the job is traced to predict its memory (%s)", unknown_part(config))
+    _log.info(
+        "auto: the job is traced to predict its memory, because the analytic engine does not support %s",
+        unknown_part(config),
+    )
     with ExitStack() as stack:
         resolved = TraceProcess(config, layout.world_size, hardware, stack).result()["resolved"]
     accumulation = GradientAccumulationConfig.model_validate(resolved["gradient_accumulation"])

@@ -56,7 +56,7 @@ class TrainBatches:
 
 @dataclass(frozen=True)
 class RunData:
-    """The samples of a run. Under context parallelism they hold this rank's part of each sequence."""
+    """The data sources of a run. With context parallelism, each sample is this rank's part of a sequence."""
 
     train: SampleSource
     validation: SampleSource | None
@@ -66,7 +66,7 @@ class RunData:
     """This rank's part of every sequence; None without context parallelism."""
 
     local_batch_size: int
-    """Samples of a microbatch on this rank."""
+    """Number of samples of a microbatch on this rank."""
 
     @property
     def sources(self) -> dict[str, SampleSource]:
@@ -101,7 +101,7 @@ def build_data(config: JobConfig, mesh: Mesh) -> RunData:
 def build_train_batches(
     config: JobConfig, source: SampleSource, layout: Layout, ranks: Ranks, position: int, stack: ExitStack
 ) -> TrainBatches:
-    """Return this rank's microbatches, from a position in the data. Data workers end with `stack`."""
+    """Return this rank's microbatches, from a position in the data. Closing `stack` ends the data workers."""
 
     def build_loader(start: int) -> Loader:
         return build_train_loader(
@@ -127,7 +127,8 @@ def sample_order(config: JobConfig, epoch_size: int) -> SampleOrder:
 def build_validation_batches(
     config: JobConfig, source: SampleSource | None, layout: Layout, ranks: Ranks, stack: ExitStack
 ) -> Iterable[Microbatch] | None:
-    """Return this rank's batches of the validation source, or None without one. Data workers end with `stack`."""
+    """Return this rank's batches of the validation source; None if the run has no validation source. Closing `stack`
+    ends the data workers."""
     if source is None:
         return None
     validation = config.validation

@@ -121,9 +121,9 @@ def build_run(
 def open_run_folder(
     job: ResolvedJob, ranks: Ranks, log_file: LogFile | None, watchdog: Watchdog, stack: ExitStack
 ) -> OpenRunFolder:
-    """Prepare the run folder and its logs of this attempt, and return the folder, locked until `stack` is closed.
+    """Prepare the run folder and a log folder for this attempt, and return the run folder. Collective.
 
-    Collective. Rank 0 prepares the folder while the other ranks wait.
+    Rank 0 prepares the folders while the other ranks wait. The run folder is locked until `stack` is closed.
     """
     folder = job.requested.job.run_folder
 
@@ -152,7 +152,7 @@ def load_or_begin(
 def build_step(
     config: JobConfig, model: AssembledModel, optimizer: Optimizer, guard: StepGuard, ranks: Ranks, num_classes: int
 ) -> TrainStep:
-    """Return the step that trains on microbatches. `num_classes`: classes, or vocabulary size, of the data."""
+    """Return the training step. `num_classes`: number of classes of the data; for tokens, the vocabulary size."""
     accumulation = build_strategy(config.gradient_accumulation)
     pipeline, pipelined = pipeline_of(model.module), None
     if pipeline is not None:

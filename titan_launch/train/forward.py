@@ -1,4 +1,4 @@
-"""The call of a model's forward, checks of its inputs and outputs, and errors of a forward that does not fit."""
+"""Checks of a model's forward, and explanations of its errors. Each failed check is a ConfigError on `model.name`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from titan_launch.distributed.torch_private import roots
 from titan_launch.models.blocks import has_forward
 from titan_launch.models.loss import Loss, count_valid, cross_entropy_sum
 
-FORWARD = "its forward "
-"""The first words of every error of this module, on the key `model.name`."""
+FORWARD = "the model's forward "
+"""The first words of every error of this module. The errors concern the key `model.name`."""
 
 _INPUTS = {"tokens": "token ids (batch, seq_len)", "images": "images (batch, channels, height, width)"}
 _LOGITS = {"tokens": "(batch, seq_len, classes)", "images": "(batch, classes)"}
@@ -205,7 +205,7 @@ def checked_loss(loss_sum: Loss, unit: SampleUnit, num_classes: int) -> Loss:
             raise _error(f"returns a tensor of the shape {shapes}", contract)
         if logits.shape[-1] < num_classes:
             reason = f"returns logits of {logits.shape[-1]} classes, but {_DATA[unit].format(num_classes)}"
-            raise _error(f"{reason}; give its last layer {num_classes} outputs")
+            raise _error(f"{reason}; give the model's last layer {num_classes} outputs")
         return loss_sum(logits, targets)
 
     return checked

@@ -48,14 +48,18 @@ _SAFE_CUDNN = 91501
 def use_kernels(
     config: JobConfig, built: BuiltModel, plan: ModelPlan, layout: Layout, device: torch.device, stack: ExitStack
 ) -> None:
-    """Apply `[kernels]` until `stack` is closed, and log the choices. Only the precision of products stays set after.
+    """Apply the section `[kernels]`, and log the chosen kernels.
 
-    Raise ConfigError if the device, or the shape of the model's attention, does not allow a setting. The devices of all
-    ranks are alike, so all ranks raise the same error.
+    Closing `stack` ends the choice of attention kernels. The precision of matrix products stays set. Raise ConfigError
+    if the device, or the shape of the model's attention, does not allow a setting. The devices of all ranks are alike,
+    so all ranks raise the same error.
     """
     check_tensor_cores(config.float8, device)
     if config.float8.enable and not config.float8.emulate and not config.compile.enable:
-        _log.warning("float8 without compile.enable is slower than bfloat16: each scaling runs as a separate kernel")
+        _log.warning(
+            "float8 without compile.enable is slower than bfloat16, because each scaling runs as a separate kernel; "
+            "set compile.enable = true"
+        )
     kernels = config.kernels
     if device.type != "cuda":
         problems = list(missing_on_cpu(kernels))
@@ -87,7 +91,7 @@ def use_kernels(
 
 @contextmanager
 def attention_failures_explained(kernels: KernelsConfig) -> Iterator[None]:
-    """Raise ConfigError if the backend of `kernels.attention` refuses a call of attention within the block.
+    """Raise ConfigError if the backend that `kernels.attention` names refuses a call of attention in the block.
 
     PyTorch reports a refusal only when attention is called. The error includes the reasons in PyTorch's warnings.
     """
@@ -107,7 +111,8 @@ def attention_failures_explained(kernels: KernelsConfig) -> Iterator[None]:
 
 
 def set_precision(kernels: KernelsConfig) -> None:
-    """Set the precision of float32 products and of bfloat16 sums on GPUs, for the whole process."""
+    """Set the precision of float32 matrix products, and of the partial sums of bfloat16 matrix products, on GPUs. The
+    settings hold for the whole process."""
     is_reduced = kernels.float32_precision == "tf32"
     torch.set_float32_matmul_precision("high" if is_reduced else "highest")
     torch.backends.cudnn.allow_tf32 = is_reduced
@@ -117,7 +122,7 @@ def set_precision(kernels: KernelsConfig) -> None:
 
 
 def priority(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Return the backends for a GPU of a compute capability, the fastest first."""
+    """Return the attention backends in the order of their speed on a GPU of this compute capability, fastest first."""
     return tuple(BACKENDS) if capability >= _HOPPER else ("flash", "cudnn", "efficient", "math")
 
 
@@ -135,7 +140,7 @@ def unsafe_cudnn(version: int | None) -> str | None:
 
 
 def without_cudnn(wanted: str, order: Sequence[str], unsafe: str) -> tuple[str, ...]:
-    """Return the backends other than cuDNN, and log why. Raise ConfigError if cuDNN is the wanted backend."""
+    """Return `order` without cuDNN, and log `unsafe`, the reason. Raise ConfigError if cuDNN is the wanted backend."""
     if wanted == "cudnn":
         reason = f'cannot be used: {unsafe}; install cuDNN {_dotted(_SAFE_CUDNN)} or later, or set "auto"'
         raise config_error(("kernels", "attention"), reason, wanted)
@@ -158,9 +163,10 @@ def attention_dtypes(built: BuiltModel, plan: ModelPlan) -> list[str]:
 
 
 def choose(wanted: str, order: Sequence[str], obstacle: Callable[[str], str | None]) -> list[str]:
-    """Return the backend to use, followed by the reasons against all backends before it in `order`.
+    """Return the name of the backend to use, then a reason for each faster backend that cannot be used.
 
-    `obstacle` returns why a backend cannot be used, or None. Raise ConfigError if the wanted backend cannot be used.
+    `order`: names of the backends, fastest first. `obstacle`: function that returns the reason why a backend cannot be
+    used, or None. Raise ConfigError if the wanted backend cannot be used.
     """
     if wanted != "auto":
         reason = obstacle(wanted)
@@ -221,7 +227,7 @@ _NO_KERNEL = "No available kernel"
 """Text of PyTorch's error if no enabled backend takes a call. Warnings before the error give the reasons."""
 
 _NO_REASONS = ("because:", "runtime disabled")
-"""Ends of warnings that give no reason: headings, and warnings about disabled backends."""
+"""Last words of the warnings that give no reason. Such a warning is a heading, or says that a backend is disabled."""
 
 
 @contextmanager

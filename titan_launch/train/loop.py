@@ -241,10 +241,10 @@ def clear_progress(run: Run) -> None:
 
 
 def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
-    """Read the metrics of the step and of the window since the last report, and write them to all sinks. Before
-    the report, pool and validate if they are due.
+    """Write the metrics of the step, and of all steps since the last report, to all sinks. Return the metrics by tag.
 
-    Waits for the device. Returns the metrics by tag. A metric that is not combined over ranks has this rank's value.
+    Before the sinks are written, pool BatchNorm's running statistics and validate, if these are due. The host waits for
+    the device. A metric that is not combined over ranks has this rank's value.
     """
     step = run.progress.step
     scalars = run.meter.report(
@@ -275,12 +275,13 @@ def values_of_run(run: Run) -> dict[str, float]:
 
 
 def checkpoint_measurements(run: Run) -> dict[str, float]:
-    """Return the cost of checkpoints since the last report, by tag; empty for a run that saves only its last step."""
+    """Return the metrics of checkpoints since the last report, by tag: waiting time, and number of failed saves. Return
+    an empty dict for a run that saves no checkpoint before its last step."""
     return run.checkpoints.take_measurements() if run.checkpoints and run.config.checkpoint.enable else {}
 
 
 def pool_statistics(run: Run, temporarily: bool) -> dict[str, float]:
-    """Pool BatchNorm's running statistics over all ranks. Return the divergence of the ranks by tag; empty
+    """Pool BatchNorm's running statistics over all ranks. Return the `batchnorm/*` metrics by tag; an empty dict
     without BatchNorm. The time does not count as training time."""
     with run.meter.paused():
         divergence = run.step.statistics.pool(run.mesh.data_group, temporarily=temporarily)
@@ -295,8 +296,8 @@ def pool_statistics(run: Run, temporarily: bool) -> dict[str, float]:
 
 
 def validation_scalars(run: Run) -> dict[str, float]:
-    """Validate and return the metrics by tag. Running statistics must be pooled. The time does not count as training
-    time."""
+    """Validate, and return the `validation/*` metrics by tag. Call this function after `pool_statistics`. The time does
+    not count as training time."""
     assert run.validation_batches is not None, "config.rules demands validation.data with validation.freq"
     batches = run.watchdog.each_batch_as_phase(run.validation_batches, "validating", run.progress.step)
     with run.meter.paused(), failures_explained(run):

@@ -63,7 +63,7 @@ def full_disk_explained(config: JobConfig) -> Iterator[None]:
 
 
 def _ignore_warnings() -> None:
-    """Ignore PyTorch's warnings on every rank about behavior that the launcher intends, or reports itself."""
+    """Ignore warnings of PyTorch on every rank, if the launcher intends the behavior or reports it itself."""
     for message in (
         r"FSDP2-wrapped module .* returned a view tensor",  # train.audit names the modules
         r"Mismatch dtype between input and weight",  # the effect of a precision rule for fp32 norm weights

@@ -43,10 +43,10 @@ class Prediction:
 
 
 class MemoryCheck:
-    """Report of the predicted peak memory, and one comparison with the measured peak."""
+    """The predicted peak memory of a step, which is reported as a metric and compared once with the measured peak."""
 
     def __init__(self, config: JobConfig, layout: Layout, hardware: Hardware, stack: ExitStack):
-        """Predict with the analytic engine, or start a process that traces the model. `stack` ends the process.
+        """Predict with the analytic engine, or start a process that traces the model. Closing `stack` ends the process.
 
         A pipeline is not traced, because the trace may show the memory of another rank. Tensor and context parallelism
         are not traced on CPUs, because the trace would take longer than the run.
@@ -58,27 +58,36 @@ class MemoryCheck:
         if not is_tested_release():
             return
         if config.compile.enable:
-            _log.info("memory is not predicted: it depends on the compiler; `plan` predicts it without the compiler")
+            _log.info(
+                "memory is not predicted during a run with compile.enable, because it depends on the compiler; the "
+                "command `plan` predicts the memory without compilation"
+            )
             return
         if config.float8.enable:
-            _log.info("memory is not predicted: torchao is unknown to the planner; `plan` predicts it without float8")
+            _log.info(
+                "memory is not predicted during a run with float8.enable, because the memory that torchao needs is not "
+                "known; the command `plan` predicts the memory with bfloat16 instead of float8"
+            )
             return
         if unknown_part(config) is None:
             footprint = analytic_engine(config, layout, hardware.kernels)(configured_choice(config))
             self._prediction = Prediction(footprint.peak_bytes / GIB, str(footprint.peak_point))
             return
         if layout.pipeline > 1 or (layout.model_parallel > 1 and hardware.kernels == "cpu"):
-            _log.info("memory is not predicted during a run with %s; use `plan`", unknown_part(config))
+            _log.info(
+                "memory is not predicted during a run with %s; the command `plan` predicts it", unknown_part(config)
+            )
             return
         try:
             self._trace = TraceProcess(config, layout.world_size, hardware, stack)
         except OSError as error:  # no space for files, or too many processes
-            _log.info("memory is not predicted: %s", error)
+            _log.info("memory is not predicted, because the planner's process did not start: %s", error)
 
     def scalars(self, measured_gib: float | None) -> dict[str, float]:
-        """Return the predicted memory by tag, if it is known by now. This method never waits.
+        """Return the predicted memory by tag; an empty dict if there is no prediction yet. This method never waits.
 
-        `measured_gib`: peak of a window or step with training only, in GiB; None if not measured."""
+        `measured_gib`: measured peak memory in GiB, without validations and checkpoints; None if not measured. The
+        first measured peak is compared with the prediction. A large difference is logged as a warning."""
         self._read_trace()
         if self._measured_gib is None:
             self._measured_gib = measured_gib
@@ -93,7 +102,7 @@ class MemoryCheck:
             row = next(row for row in rows if row["is_chosen"])
             self._prediction = Prediction(row["active_bytes"] / GIB, row["peak"]["text"])
         except (UserError, RunError) as error:
-            _log.info("memory is not predicted: %s", str(error).splitlines()[-1])
+            _log.info("memory is not predicted, because the trace failed: %s", str(error).splitlines()[-1])
         self._trace = None
 
     def _compare(self) -> None:
@@ -103,7 +112,8 @@ class MemoryCheck:
         predicted, measured = self._prediction, self._measured_gib
         if abs(predicted.gib - measured) > TOLERANCE * measured:
             _log.warning(
-                "memory: the measured peak is %s, but %s was predicted (%s); do not rely on the plan of this job",
+                "memory: the measured peak is %s, but the planner predicted a peak of %s (%s); do not rely on the "
+                "plan of this job",
                 *(_format_memory(measured), _format_memory(predicted.gib), predicted.peak_point),
             )
 
@@ -113,7 +123,8 @@ def _format_memory(gib: float) -> str:
 
 
 STEADY_STEP = 3
-"""Step of this process, counted from 1, whose memory is measured on a CPU. Optimizer state exists since step 2."""
+"""Step of this process, counted from 1, in which memory is measured on a CPU. The optimizer state is complete before
+this step."""
 
 
 def check_profiling(config: CommConfig, device: torch.device) -> None:
@@ -142,8 +153,8 @@ class StepMeasurements:
         is_compiled: bool,
         stack: ExitStack,
     ):
-        """`is_compiled`: True with torch.compile, whose memory cannot be measured on a CPU. `stack` removes all
-        hooks."""
+        """`is_compiled`: True if the model is compiled. The memory of a compiled model cannot be measured on a CPU.
+        Closing `stack` removes all hooks."""
         self._profile_freq = config.profile_freq
         self._model = model
         self._optimizer = optimizer
@@ -186,11 +197,13 @@ class StepMeasurements:
 
     @property
     def is_steady(self) -> bool:
-        """True if the window that ends now contains only training steps, and not the first step of this process."""
+        """True if only training has run since the last report, and the first step of this process is not among the
+        steps."""
         return self._only_training and self._window_start > self._first_step
 
     def end_window(self, step: int, only_training: bool) -> None:
-        """Start the next window after the report of `step`. Traffic since the last `take` is not counted.
+        """Begin the measurements for the next report, after the report of `step`. Drop the traffic since the last
+        `take`.
 
         `only_training`: True if neither a validation nor a checkpoint follows before the next step."""
         if self._traffic is not None:
@@ -204,7 +217,7 @@ class StepMeasurements:
 
     @contextmanager
     def _memory_tracked(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
-        """Measure active memory as the planner counts it: with one microbatch on the device at a time."""
+        """Measure active memory. As in the planner's prediction, the inputs of only one microbatch count."""
         ledger = Ledger()
         ledger.enter(StepPoint(0, "step", ""))
         with track(self._model, ledger, self._optimizer) as memory:

@@ -91,7 +91,7 @@ def _free_bytes() -> int:
 
 
 def _format_bytes(num_bytes: int) -> str:
-    """Return `22.4 GiB`, or below 1 GiB `22.4 MiB`."""
+    """Return a number of bytes as text: `22.4 GiB`, or `22.4 MiB` below 1 GiB."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / GIB * 1024:.1f} MiB"
 
 
@@ -142,16 +142,19 @@ def _different_modules(config: JobConfig, described: list[_Described]) -> Config
     if differing:
         name = differing[0]
         instead = f"{name} is {other.get(name, 'missing')} instead of {first.get(name, 'missing')}"
-        reason = f"makes other tensors on rank {rank} than on rank 0, {listed(differing)}: {instead}; {only}"
+        reason = (
+            f"the factory makes other tensors on rank {rank} than on rank 0, {listed(differing)}: {instead}; {only}"
+        )
     elif other and list(other) != list(first):
         reason = (
-            f"registers its tensors in another order on rank {rank} than on rank 0; iterate over lists, not over sets"
+            f"the factory registers its tensors in another order on rank {rank} than on rank 0; iterate over lists, "
+            "not over sets"
         )
     else:
         differing = [name for name in first_values if first_values[name] != values[name]]
         reason = (
-            f"makes other values on rank {rank} than on rank 0, in {listed(differing)}; fill every tensor (torch.empty "
-            f"does not), and {only}"
+            f"the factory makes other values on rank {rank} than on rank 0, in {listed(differing)}; fill every tensor "
+            f"(torch.empty does not), and {only}"
         )
     return config_error(("model", "name"), reason, config.model.name)
 

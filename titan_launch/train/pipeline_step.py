@@ -158,8 +158,9 @@ class PipelinedStep:
     """Runs forward and backward of all microbatches of a step through a pipeline.
 
     The microbatches of the schedule are those of gradient accumulation. Each loss is already divided by the number
-    of valid targets, so the schedule does not scale. FSDP2's hooks reduce gradients as the accumulation strategy says,
-    independent of the schedule. With a separate backward of weights, they reduce after the last of these backwards.
+    of valid targets, so the schedule does not scale. FSDP2's hooks reduce gradients when the gradient accumulation mode
+    demands it, independent of the schedule. If the schedule has a separate backward of weights, the hooks reduce
+    gradients after the last of these backwards.
     """
 
     def __init__(
@@ -244,8 +245,8 @@ class PipelinedStep:
 
 @contextmanager
 def _errors_as_raised() -> Iterator[None]:
-    """Raise the error of a stage itself. PyTorch wraps it in an error that prints its arguments, and logs the whole
-    schedule."""
+    """Raise the original error of a pipeline stage, without the error and the log of the whole schedule that PyTorch
+    adds to it."""
     try:
         with loggers_silenced("torch.distributed.pipelining.schedules"):
             yield

@@ -76,7 +76,7 @@ class Run:
 
     sinks: tuple[Sink, ...]
     console: ConsoleSink | None
-    """The sink of the terminal, which `sinks` also has. None on all ranks except rank 0."""
+    """The sink that writes to the terminal. It is also one of `sinks`. None on all ranks except rank 0."""
 
     watchdog: Watchdog
     """Records the current activity of this rank, for hang detection."""

@@ -154,7 +154,7 @@ class TrainStep:
 class _ValidTargets:
     """The numbers of valid targets of a step: this rank's, and the sum over all ranks.
 
-    The sum is an asynchronous all-reduce, which runs beside the first forward.
+    The sum is an asynchronous all-reduce, which overlaps with the first forward.
     """
 
     def __init__(self, targets: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup | None):

@@ -1,4 +1,4 @@
-"""The planner in a separate process, for models that must be traced. A trace needs its own process group."""
+"""The planner in a separate process, for models that must be traced. A trace needs a process group of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TraceProcess:
     """A process that runs `plan --engine trace` during the run, without GPU, with one thread and low priority."""
 
     def __init__(self, config: JobConfig, world_size: int, hardware: Hardware, stack: ExitStack):
-        """Start the process. Closing `stack` ends it and removes its files."""
+        """Start the process. Closing `stack` ends the process and removes its files."""
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="titan-launch-plan-", dir=rank_folder())))
         self._job = folder / "job.json"
         self._job.write_text(dump_job(_with_hardware(config, hardware)))
@@ -74,7 +74,7 @@ class TraceProcess:
 
 
 def _last_json_object(text: str) -> dict[str, Any]:
-    """Return the output of `plan --json`, which follows any output of the user's modules."""
+    """Return the JSON object at the end of `text`. Modules of the user may have printed other lines before."""
     lines = text.splitlines()
     start = max(index for index, line in enumerate(lines) if line == "{")
     plan: dict[str, Any] = json.loads("\n".join(lines[start:]))
@@ -82,7 +82,7 @@ def _last_json_object(text: str) -> dict[str, Any]:
 
 
 def _with_hardware(config: JobConfig, hardware: Hardware) -> JobConfig:
-    """Return the job with the hardware of this run in its planner section."""
+    """Return the job with the hardware of this run in its section `[planner]`."""
     planner = config.planner.model_copy(
         update={
             "device": None,
@@ -104,6 +104,7 @@ def _with_hardware(config: JobConfig, hardware: Hardware) -> JobConfig:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of this process without the variables of a rank. The planner ends with this process."""
+    """Return the environment of the planner's process: that of this process, without the variables of a rank and
+    without GPUs. `AGENT_PID` makes the planner end when this process ends."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_RANK_VARIABLES)}
     return {**own, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", AGENT_PID: str(os.getpid())}

@@ -160,7 +160,7 @@ def test_a_problem_in_a_json_file_has_no_line_number() -> None:
         ("job.toml", b"x = " + b"[" * 100_000, "error: job.toml: nested too deeply; "),
         ("config.json", b"[1]", "error: config.json: must contain a JSON object with the sections of a job"),
         ("job.toml", b"[job]\nname = '\xe9'", "error: job.toml:2: not UTF-8 text (byte 0xe9); save it as UTF-8"),
-        ("jobb.toml", b"", 'error: job.toml: no such file; did you mean "jobb.toml"?'),
+        ("jobb.toml", b"", 'error: job.toml: no such file; the folder has "jobb.toml"'),
         ("else.toml", b"", "error: job.toml: no such file"),
     ],
 )

@@ -32,8 +32,14 @@ def provenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Provenance:
             "command line: --precision.rules.2={match = 'head'}: precision.rules.2.match = \"head\": r",
         ),
         (Problem(("job", "name"), "r", "x"), 'command line: --job.name x: job.name = "x": r'),
-        (Problem(("training", "seq_len"), "r", 256), "job.toml:1: training.seq_len = 256 (default): r"),
-        (Problem(("comm", "timeout_seconds"), "r", 600), "job.toml: comm.timeout_seconds = 600 (default): r"),
+        (
+            Problem(("training", "seq_len"), "r", 256),
+            "job.toml:1: training.seq_len = 256 (default, not set in the job): r",
+        ),
+        (
+            Problem(("comm", "timeout_seconds"), "r", 600),
+            "job.toml: comm.timeout_seconds = 600 (default, not set in the job): r",
+        ),
     ],
 )
 def test_a_problem_found_after_loading_names_its_line(problem: Problem, line: str, provenance: Provenance) -> None:

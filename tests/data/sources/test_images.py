@@ -161,22 +161,22 @@ IMAGES, LABELS = np.zeros((4, 8, 8), np.float32), np.arange(4)
         (
             IMAGES[0],
             LABELS,
-            "images must be (N, height, width) or (N, channels, height, width), but have the shape (8, 8)",
+            "images have the shape (8, 8); save them as (N, height, width) or (N, channels, height, width)",
         ),
-        (IMAGES.astype(np.int64), LABELS, "images must be uint8 or floating point, but are int64"),
+        (IMAGES.astype(np.int64), LABELS, "images are int64; save them as uint8 or floating point"),
         (
             IMAGES,
             LABELS.astype(np.float32),
-            "labels must be integers of the shape (N), but are float32 of the shape (4,)",
+            "labels are float32 of the shape (4,); save them as integers of the shape (N)",
         ),
-        (IMAGES, LABELS[:, None], "labels must be integers of the shape (N), but are int64 of the shape (4, 1)"),
-        (IMAGES, LABELS[:3], "holds 4 images, but 3 labels"),
-        (IMAGES[:0], LABELS[:0], "holds no images"),
-        (IMAGES, LABELS - 1, "labels must be 0 or more, but the smallest is -1"),
+        (IMAGES, LABELS[:, None], "labels are int64 of the shape (4, 1); save them as integers of the shape (N)"),
+        (IMAGES, LABELS[:3], "holds 4 images, but 3 labels; save one label for each image"),
+        (IMAGES[:0], LABELS[:0], "holds no images; save at least one image with its label"),
+        (IMAGES, LABELS - 1, "labels must be 0 or more, but the smallest is -1; number the classes from 0"),
         (
             np.full_like(IMAGES, np.nan),
             LABELS,
-            "images must be finite, but some pixels are not",
+            "some pixels of the images are not finite (NaN or infinity); remove or repair these images",
         ),
     ],
 )
@@ -186,8 +186,12 @@ def test_arrays_that_are_not_images_are_refused(tmp_path: Path, images: Any, lab
 
 def test_files_that_are_not_images_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
-    unsound = "data.path: is not a valid .npz file of plain arrays (numpy.savez)"
-    assert problem(path=str(path)) == "data.path: cannot be read: No such file or directory"
+    remedy = "the file with numpy.savez(path, images=..., labels=...)"
+    unsound = f"data.path: is not a valid .npz file of plain arrays; write {remedy}"
+    assert (
+        problem(path=str(path))
+        == "data.path: cannot be read: No such file or directory; correct the path or the permissions"
+    )
     for content in (b"", b"text", Path(write(path, IMAGES, LABELS)).read_bytes()[:-200]):
         path.write_bytes(content)
         assert problem(path=str(path)) == unsound
@@ -197,7 +201,8 @@ def test_files_that_are_not_images_are_refused(tmp_path: Path) -> None:
     np.savez(path, images=np.array([None, "pickled"], dtype=object), labels=LABELS)
     assert problem(path=str(path)) == unsound
     np.savez(path, images=IMAGES)
-    assert problem(path=str(path), key=("validation", "data")) == "validation.data.path: holds no array named labels"
+    missing = f"validation.data.path: holds no array named labels; save {remedy}"
+    assert problem(path=str(path), key=("validation", "data")) == missing
 
 
 def test_images_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:

@@ -63,4 +63,4 @@ def test_noise_breaks_the_rule_at_the_configured_rate() -> None:
 def test_more_tokens_than_the_tokenizer_knows_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         build(vocab_size=258)
-    assert str(caught.value) == "data.vocab_size: exceeds the tokenizer's 257 tokens"
+    assert str(caught.value) == "data.vocab_size: exceeds the tokenizer's vocabulary size; set at most 257"

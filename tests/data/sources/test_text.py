@@ -125,12 +125,12 @@ def problem(config: TextData, seq_len: int = 256, key: tuple[str, ...] = ("data"
 def test_errors_name_the_key_and_the_remedy(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("short")
-    assert problem(TextData(path=str(file))) == (
-        "data.path: has no sample of seq_len + 1 = 257 tokens: 6 tokens in 1 file"
-    )
+    too_few = "path: has too few tokens for a sample of seq_len + 1 = 257 tokens"
+    remedy = "name more text, or set a smaller training.seq_len"
+    assert problem(TextData(path=str(file))) == f"data.{too_few}: 6 tokens in 1 file; {remedy}"
     (tmp_path / "b.txt").write_text("")
     assert problem(TextData(path=str(tmp_path)), key=("validation", "data")) == (
-        "validation.data.path: has no sample of seq_len + 1 = 257 tokens: 7 tokens in 2 files"
+        f"validation.data.{too_few}: 7 tokens in 2 files; {remedy}"
     )
     assert problem(TextData(path=(str(file), "nowhere/*.txt"))) == 'data.path: no file is found at "nowhere/*.txt"'
     empty_side = "train" if is_validation_document("a.txt", 50) else "validation"
@@ -148,7 +148,8 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     file = tmp_path / "a.txt"
     file.write_text("text")
     monkeypatch.setattr(Path, "read_bytes", refuse)  # chmod does not stop root
-    assert problem(TextData(path=str(file))) == f"data.path: cannot read {file}: Permission denied"
+    remedy = "correct the permissions, or name other files"
+    assert problem(TextData(path=str(file))) == f"data.path: cannot read {file}: Permission denied; {remedy}"
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_unfinished_collectives_are_named_with_the_ranks_that_did_not_start_them
         f"gloo:all_reduce number 1 of group pair: started by rank 1, not by rank 2 (last started on rank 2: {last})",
     ]
     assert list(unfinished_collectives(tmp_path, since=time.time() + 60)) == []  # of an earlier start
-    assert _abort_cause(tmp_path, since=0).startswith(": native code aborted the process; its lines")
+    assert _abort_cause(tmp_path, since=0).startswith(": native code aborted the process; the lines above")
 
 
 def entry(number: int, state: str, description: str = "dp_shard") -> dict[str, Any]:

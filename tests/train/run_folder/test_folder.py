@@ -192,8 +192,8 @@ def test_another_experiment_that_could_be_resumed_is_refused_with_every_differen
         f"job.name: {tmp_path}/tiny holds a run of another experiment; differences from {tmp_path}/tiny/config.json:",
         "    data.noise was 0.1, is 0.0",
         "    optimizer.lr was 0.01, is 0.5",
-        "  --checkpoint.accept_changes=true resumes it nevertheless",
-        "  --checkpoint.load=none starts anew and moves it away",
+        "  --checkpoint.accept_changes=true resumes the earlier run nevertheless",
+        "  --checkpoint.load=none starts a new run and moves the earlier run's folder away",
         "  --job.name=... uses another folder",
     ]
     prepare(tmp_path, checkpoint={**CHECKPOINT, "accept_changes": True}, **OTHER)
@@ -421,7 +421,7 @@ def test_a_run_resumes_from_the_checkpoint_before_tampered_ones(tampered: Path) 
         write_manifest(path, dataclasses.replace(read_manifest(path), files=files))
     copies = max(checkpoint_steps(checkpoints))
     status, printed = train(tampered, "--training.steps=3")
-    assert status == 0 and printed.count(" is damaged and not loaded: ") == copies - 2
+    assert status == 0 and printed.count(" is damaged, so it is not loaded: ") == copies - 2
     assert f"resumed from {Path('tiny/checkpoints/step-2')}\n" in printed and checkpoint_steps(checkpoints) == [3, 2, 1]
     assert len(list(checkpoints.glob("step-*.damaged-1"))) == copies - 2
 

@@ -23,8 +23,8 @@ class ModelArgs(Section):
     supports_context_parallel: ClassVar[bool] = False
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield contradictions between arguments, as (names of the arguments, reason). The first name is the likeliest
-        cause."""
+        """Yield (names of the arguments, reason) for each contradiction between arguments. The first name is the
+        likeliest cause of the contradiction."""
         yield from ()
 
     def images_taken(self) -> ImageFormat | None:
@@ -56,6 +56,6 @@ class ModelArgs(Section):
         return {}
 
     def batchnorm_over_tokens(self) -> str | None:
-        """Return the setting in `[model.args]` that makes BatchNorm compute statistics over tokens, such as `norm =
+        """Return the setting in `[model.args]` that selects a BatchNorm with statistics over tokens, such as `norm =
         "batchnorm"`. Return None if the model has no such BatchNorm."""
         return None

@@ -80,7 +80,7 @@ class Llama3Args(ModelArgs):
         return self.dim // self.n_heads
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield numbers of heads that do not divide the width evenly."""
+        """Yield a problem for each contradiction between `dim`, `n_heads` and `n_kv_heads`."""
         dim, n_heads, n_kv_heads = self.dim, self.n_heads, self.n_kv_heads
         if n_heads % n_kv_heads:
             yield ("n_kv_heads", "n_heads"), f"n_heads ({n_heads}) must be a multiple of n_kv_heads ({n_kv_heads})"
@@ -112,7 +112,8 @@ class Llama3Args(ModelArgs):
         return {name: int(getattr(self, name)) for name in names}
 
     def batchnorm_over_tokens(self) -> str | None:
-        """Return the setting in `[model.args]` that makes the norms BatchNorm; None if they are not BatchNorm."""
+        """Return the setting in `[model.args]` that selects BatchNorm, such as `norm = "batchnorm"`; None for other
+        norms."""
         return 'norm = "batchnorm"' if self.norm == "batchnorm" else None
 
 

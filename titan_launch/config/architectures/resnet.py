@@ -58,7 +58,7 @@ class ResNetArgs(ModelArgs):
     (arXiv:1706.02677, section 5.1)."""
 
     def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield an empty `depths`, and lists of different lengths."""
+        """Yield a problem if `depths` is empty, or if `depths` and `widths` have different lengths."""
         if not self.depths:
             yield ("depths",), "must have at least one stage"
         elif len(self.depths) != len(self.widths):

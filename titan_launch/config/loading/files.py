@@ -55,7 +55,7 @@ def read_job(path: str) -> list[JobFile]:
 
 
 class _FileError(Exception):
-    """The reason why a file cannot be read, with the location."""
+    """The error for a file that cannot be read. The message has the location and the reason."""
 
 
 class _Reader:
@@ -116,7 +116,7 @@ def _read_text(path: str) -> str:
     except IsADirectoryError:
         raise _FileError(f"{path}: is a folder; name a job file in it") from None
     except OSError as error:
-        raise _FileError(f"{path}: cannot be read: {error.strerror}") from None
+        raise _FileError(f"{path}: cannot be read: {error.strerror}; correct the path or the permissions") from None
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -133,7 +133,7 @@ def _similar_file(path: str) -> str:
         return f' (the folder "{folder}" does not exist)'
     by_stem = {_stem(entry): os.path.join(folder, entry) for entry in entries if entry.endswith((".toml", ".json"))}
     near = nearest(_stem(path), by_stem)
-    return f'; did you mean "{by_stem[near]}"?' if near else ""
+    return f'; the folder has "{os.path.basename(by_stem[near])}"' if near else ""
 
 
 def _stem(path: str) -> str:
@@ -144,7 +144,7 @@ def _parse(path: str, text: str) -> dict[str, Any]:
     try:
         return _parse_json(path, text) if _is_json(path) else tomli.loads(text)
     except RecursionError:
-        raise _FileError(f"{path}: nested too deeply; a job file has sections, keys, and arrays of tables") from None
+        raise _FileError(f"{path}: nested too deeply; use only sections, keys, and arrays of tables") from None
     except tomli.TOMLDecodeError as error:
         from titan_launch.config.loading.toml_positions import explain_toml_error
 

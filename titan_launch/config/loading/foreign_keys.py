@@ -108,8 +108,8 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "profiling": _NO_TRACE,
     "quantize": "float8.enable",
 }
-"""Remedies for keys and sections of TorchTitan that have another name here. A key that is here in another section under
-the same name needs no entry."""
+"""Remedies for TorchTitan's keys and sections that have another name in this job file, or that do not exist here. A key
+that has the same name in another section here needs no entry: the error for unknown keys finds it."""
 
 COMMON_NAMES: dict[str, str] = {
     "seed": "training.seed",
@@ -182,7 +182,7 @@ COMMON_NAMES: dict[str, str] = {
     "machine_rank": "the number of this host is not part of the job; use the option --node-rank of `launch`",
     "main_process_ip": "the address of rank 0 is not part of the job; use the option --master-addr of `launch`",
 }
-"""Remedies for keys of the other tools by name, in any section."""
+"""Remedies for the keys of the other tools. They apply to a key of this name in any section."""
 
 FOREIGN_KEYS: dict[str, str] = {
     **TORCHTITAN_KEYS,
@@ -198,7 +198,8 @@ FOREIGN_KEYS: dict[str, str] = {
     "optimizer": "optimizer.name",
     "precision": 'use "precision.param_dtype", such as "bfloat16"',
 }
-"""Remedies by dotted key or by name. A remedy is a key of this job file, or a clause that quotes such keys."""
+"""Remedies of all tools, by dotted key (for one section) or by name (for any section). A remedy is a key of this job
+file, or a clause with such keys in quotes."""
 
 
 def foreign_key(key: KeyPath) -> tuple[str, list[KeyPath]] | None:

@@ -37,8 +37,8 @@ def load_job(
 ) -> LoadedJob:
     """Read a job file (`.toml`, or the `config.json` of a run), apply the overrides, and check the configuration.
 
-    `aliases`: options that stand for overrides (`--device` for `--planner.device`). Messages show options as the user
-    wrote them. Raises UserError with all problems: location, key, value, reason and remedy of each.
+    `aliases`: short options and the keys that they set (`--device`: `--planner.device`). Messages show options as the
+    user wrote them. Raises UserError with all problems: location, key, value, reason and remedy of each.
     """
     draft, problems = _merge_all(path, overrides, aliases)
     config, more = _parse(draft.table)
@@ -75,7 +75,7 @@ def _merge_all(path: str, overrides: Sequence[str], aliases: Mapping[str, str] |
 def _parse(table: dict[str, Any]) -> tuple[JobConfig, list[Problem]]:
     """Return the configuration in a table, and the problems of the table.
 
-    Wrong keys have their defaults in the configuration, so that the rules can check the other keys.
+    In the configuration, a wrong key has its default value, so that the rules can check the other keys.
     """
     try:
         return JobConfig.model_validate(_complete(table)), []
@@ -94,8 +94,8 @@ def _complete(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_kinds(table: Mapping[str, Any], key: KeyPath) -> dict[str, Any]:
-    """Return a table with all omitted kinds filled in. Without the kind, pydantic does not know which keys are
-    valid."""
+    """Return a table in which every omitted `kind` has its default. Without the kind, pydantic does not know which keys
+    are valid."""
     tag = {"kind": TAGGED[key].default} if key in TAGGED else {}
     inner = {name: _with_kinds(v, (*key, name)) if isinstance(v, dict) else v for name, v in table.items()}
     return tag | inner
@@ -110,7 +110,7 @@ def _without(table: Mapping[str, Any], problems: Iterable[Problem]) -> dict[str,
 
 
 def _remove(table: dict[str, Any], key: KeyPath) -> None:
-    """Remove a key. If the key is missing, or is the kind of a table, remove the table.
+    """Remove a wrong key. For a missing required key, and for a wrong `kind`, remove the whole table.
 
     An array is removed as a whole: without one of its items, the indices of the later items would be wrong.
     """
@@ -127,7 +127,7 @@ def _remove(table: dict[str, Any], key: KeyPath) -> None:
 
 
 def _check_rules(config: JobConfig, rules: Iterable[Rule], known: Iterable[Problem]) -> list[Problem]:
-    """Return the problems that the rules find, except for possible consequences of the problems in `known`."""
+    """Return the problems that the rules find, without those that may be consequences of the problems in `known`."""
     wrong = [key for problem in known for key in _keys_of(problem)]
     found = [problem for rule in rules for problem in rule(config)]
     return [p for p in found if not any(_overlap(a, b) for a in _keys_of(p) for b in wrong)]

@@ -34,11 +34,12 @@ class Override:
 
 
 def parse_overrides(arguments: Sequence[str], aliases: Mapping[str, str] | None = None) -> list[Override]:
-    """Read `--section.key=value`, `--section.key value` and `--section.flag` (the value is then true).
+    """Read overrides of the forms `--section.key=value`, `--section.key value` and `--section.flag` (sets the key to
+    true).
 
-    `aliases`: short names of options, with the dotted keys they stand for (`--device`: `--planner.device`). Overrides
-    that set a `kind` come first in the result, so that the order on the command line does not matter. Raises UserError
-    with all arguments that are not overrides.
+    `aliases`: short options and the keys that they set (`--device`: `--planner.device`). Overrides that set a `kind`
+    come first in the result, so that the order on the command line does not matter. Raises UserError with all arguments
+    that are not overrides.
     """
     overrides, problems = [], []
     for text, name, value in _split(arguments):
@@ -119,8 +120,8 @@ class Draft:
         self._merge(self.table, table, (), source)
 
     def override(self, override: Override) -> None:
-        """Set the key of an override. Raises ConfigError for a wrong index, and for a path through a value that is
-        neither a table nor an array."""
+        """Set the key of an override. Raises ConfigError for a wrong index, and for a key below a value that is neither
+        a table nor an array (`training.steps.max`)."""
         self._sources.append(override)
         try:
             self._set(override)
@@ -151,8 +152,8 @@ class Draft:
             self._put(table, name, value, (*key, name), source)
 
     def _drop_keys_of_old_kind(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath) -> None:
-        """If `new` changes the kind of a table, remove the keys that have no meaning, or another one, in the new
-        kind."""
+        """If `new` changes the kind of a table, remove the keys that the new kind does not have, or that have another
+        meaning in the new kind."""
         if kinds := TAGGED.get(key):
             for name in kinds.dropped_keys(table, new):
                 del table[name]
@@ -178,9 +179,7 @@ class Draft:
             self._put(container, name, [] if following.isdecimal() else {}, key, source)
         inside = container[name]
         if not isinstance(inside, (dict, list)):
-            reason = (
-                f"{format_key(key)} is {toml_value(inside)}, not a table or an array; remove the key's following part"
-            )
+            reason = f"{format_key(key)} is {toml_value(inside)}, which contains no keys; set {format_key(key)} itself"
             raise config_error((*key, following), reason)
         return inside
 
@@ -191,7 +190,8 @@ class Draft:
 
 
 def _name_in(container: Any, part: str, key: KeyPath) -> str | int:
-    """Return one part of an override's path: a string if `container` is a table, an index if it is an array."""
+    """Return `part` of an override's key as Python needs it: a string if `container` is a table, an integer index if
+    `container` is an array."""
     if isinstance(container, dict):
         return part
     if part.isdecimal() and int(part) <= len(container):

@@ -9,7 +9,8 @@ from titan_launch.core.errors import UNSET, KeyPath, Problem, format_key
 
 
 class KeyLocation(NamedTuple):
-    """Location at which a key is set. Locations sort in the order of reading: files, lines, then the command line."""
+    """Location at which a key is set. Locations sort in the order in which they are read: by file, then by line, with
+    the command line last."""
 
     source: int
     line: int
@@ -59,7 +60,7 @@ class Provenance:
         place = self.find(problem.key).text
         if problem.value is UNSET:
             return f"{place}: {format_key(problem.key)}: {problem.reason}"
-        note = "" if self.is_given(problem.key) else " (default)"
+        note = "" if self.is_given(problem.key) else " (default, not set in the job)"
         return f"{place}: {format_key(problem.key)} = {_shorten(toml_value(problem.value))}{note}: {problem.reason}"
 
 
@@ -78,8 +79,8 @@ _MAX_VALUE_LENGTH = 60
 
 
 def report(lines: Sequence[str], subject: str) -> str:
-    """Return the message for problems: one line for a single problem; otherwise a line with the number of problems,
-    then a line for each."""
+    """Return the message for problems. A single problem is one line. Several problems are a line with their number, and
+    one line each."""
     if len(lines) == 1:
         return f"error: {lines[0]}"
     return "\n  ".join([f"error: {len(lines)} problems in {subject}", *lines])

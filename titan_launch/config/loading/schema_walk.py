@@ -22,7 +22,7 @@ class TableSchema(NamedTuple):
     """Path of the table. An array of tables has the path of the array."""
 
     section: type[Section]
-    """Section with the keys of the table."""
+    """Section class that declares the keys of the table."""
 
 
 def alternatives(annotation: Any) -> list[Any]:
@@ -64,9 +64,11 @@ def tables(section: type[Section], key: KeyPath = ()) -> Iterator[TableSchema]:
 
 
 def locate(location: Sequence[str | int], section: type[Section]) -> tuple[KeyPath, type[Section] | None, bool]:
-    """Convert pydantic's location of an error to the path in the job file. Return the path, the section of its last
-    key, and True if the location names a member of a union of plain types. Pydantic's locations contain names of union
-    members (`text` in `data.text.path`, `str` in `data.path.str`). The path omits them.
+    """Convert pydantic's location of an error to a path in the job file.
+
+    Return (path, section class that contains the last key, in_union). Pydantic's locations contain names of union
+    members (`text` in `data.text.path`, `str` in `data.path.str`), which the path omits. `in_union`: True if the
+    location contains the name of a member of a union of plain types, such as `str`.
     """
     key: KeyPath = ()
     kinds: list[Any] = [section]

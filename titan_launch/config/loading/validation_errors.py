@@ -36,15 +36,15 @@ def translate(error: ValidationError, section: type[Section], table: KeyPath = (
 
 
 def _in_no_member(one: Problem, other: Problem) -> Problem:
-    """Return one problem for a value that fits no member of a union, from the problems of two members. The
-    hints are dropped, since hints of different members contradict each other."""
+    """Combine the problems of two members of a union into one problem: "must be a string or an array". The remedies are
+    dropped, because those of different members contradict each other."""
     reasons = [problem.reason.partition(";")[0] for problem in (one, other)]
     return Problem(one.key, f"{reasons[0]} or {reasons[1].removeprefix('must be ')}", one.value)
 
 
 def _has_deeper(key: KeyPath, found: Mapping[KeyPath, Problem]) -> bool:
-    """Return True if a key inside of the table `key` has a problem. One member of the union then fits the table except
-    for the inner key, so the problem of the table itself is dropped."""
+    """Return True if a key or an item inside of `key` also has a problem. The value of `key` then has the right type,
+    and only the inner problem is reported."""
     return any(len(other) > len(key) and other[: len(key)] == key for other in found)
 
 
@@ -125,7 +125,11 @@ def _string_hint(value: Any) -> str:
 
 def _brackets_hint(key: KeyPath, value: Any) -> str:
     name = format_key(key)
-    return f"; write [{name}], not [[{name}]]" if isinstance(value, list) and isinstance(key[-1], str) else ""
+    if not isinstance(key[-1], str):
+        return ""
+    if isinstance(value, list):
+        return f"; write [{name}], not [[{name}]]"
+    return f"; write the header [{name}] and the keys below it"
 
 
 def _array_hint(key: KeyPath, value: Any) -> str:
@@ -160,7 +164,8 @@ _MAX_TABLES = 2
 """Maximum number of tables that a hint for a misplaced key names. If more tables have the key, there is no hint."""
 
 _SINGLE_WORDS = {"beta1", "beta2", "eps", "flavor", "lr", "mfu", "nesterov", "rounding", "shuffle", "steps"}
-"""Names without an underscore that mean the same in every table. Other such names (`path`, `enable`) do not."""
+"""Names without an underscore that mean the same in every table. Other names without an underscore (`path`, `enable`)
+have several meanings, so no hint names their table."""
 
 _SIMILARITY, _SIMILARITY_ELSEWHERE = 0.78, 0.88
 """Minimum similarity of a misspelt key to a key of its table, and to a key of another table."""
@@ -210,7 +215,8 @@ def key_without_its_section(name: str) -> str | None:
 
 
 def _tables_with(name: str) -> dict[str, KeyPath]:
-    """Return the tables that have a key of this name, by header; none if the name is not specific."""
+    """Return the tables that have a key of this name, by header. Return no tables if the name is not specific, or if
+    more than `_MAX_TABLES` tables have it."""
     found = {table.header: table.key for table in _all_tables() if name in table.section.model_fields}
     return found if _is_specific(name) and len(found) <= _MAX_TABLES else {}
 
@@ -218,8 +224,8 @@ def _tables_with(name: str) -> dict[str, KeyPath]:
 def _nearest_anywhere(name: str) -> KeyPath | None:
     """Return the key of any table that is most similar to `name`; None if no key is similar enough.
 
-    Keys in arrays of tables are not searched, because they have no fixed path. A key that several tables have gives
-    None.
+    Keys in arrays of tables are not searched, because they have no fixed path. Return None if several tables have the
+    most similar key.
     """
     keys: dict[str, list[KeyPath]] = {}
     for table in _all_tables():

@@ -23,7 +23,7 @@ Rule = Callable[[JobConfig], Iterator[Problem]]
 
 
 def kernels_are_profiled_on_cuda(config: JobConfig) -> Iterator[Problem]:
-    """Report `comm.profile_freq` on a CPU, which has no CUDA kernels to profile."""
+    """Report a problem if `comm.profile_freq` is set on a CPU, which has no CUDA kernels to profile."""
     if config.job.device == "cpu" and config.comm.profile_freq:
         reason = 'profiles CUDA kernels, but job.device is "cpu"; remove this key, or set job.device = "cuda"'
         yield Problem(("comm", "profile_freq"), reason, config.comm.profile_freq, also=(("job", "device"),))

@@ -15,14 +15,14 @@ _KEYWORDS = ("latest", "none")
 
 
 def last_step_is_saved(config: JobConfig) -> Iterator[Problem]:
-    """Report `save_last = false` with `checkpoint.enable`, which always saves the last step."""
+    """Report a problem if `save_last` is false but `checkpoint.enable` is true, which always saves the last step."""
     if config.checkpoint.enable and not config.checkpoint.save_last:
         reason = "checkpoint.enable = true always saves the last step; set true, or checkpoint.enable = false"
         yield Problem(("checkpoint", "save_last"), reason, config.checkpoint.save_last, also=(_ENABLE,))
 
 
 def best_checkpoints_are_validated(config: JobConfig) -> Iterator[Problem]:
-    """Report `keep_best` if few or no steps are both validated and saved."""
+    """Report a problem if `keep_best` is set, but few or no steps are both validated and saved."""
     checkpoint, freq = config.checkpoint, config.validation.freq
     if not checkpoint.keep_best or not checkpoint.enable:
         return
@@ -41,15 +41,15 @@ def best_checkpoints_are_validated(config: JobConfig) -> Iterator[Problem]:
 
 
 def loaded_step_is_resumable(config: JobConfig) -> Iterator[Problem]:
-    """Report a step in `checkpoint.load` without `checkpoint.enable`: such a run never resumes from its own run
-    folder."""
+    """Report a problem if `checkpoint.load` is a step but `checkpoint.enable` is false. Without `checkpoint.enable` a
+    run never resumes from its own run folder."""
     if isinstance(config.checkpoint.load, int) and not config.checkpoint.enable:
         reason = "resumes from a checkpoint of this run, but checkpoint.enable is false; set checkpoint.enable = true"
         yield Problem(_LOAD, reason, config.checkpoint.load, also=(_ENABLE,))
 
 
 def load_is_a_word_or_a_path(config: JobConfig) -> Iterator[Problem]:
-    """Report a `checkpoint.load` that is neither a keyword, nor a step, nor an existing path."""
+    """Report a problem if `checkpoint.load` is neither a keyword, nor a step, nor an existing path."""
     load = config.checkpoint.load
     if isinstance(load, int) and load < 1:
         yield Problem(_LOAD, 'must be "latest", "none", a step (at least 1), or a path', load)
@@ -59,7 +59,7 @@ def load_is_a_word_or_a_path(config: JobConfig) -> Iterator[Problem]:
 
 
 def one_checkpoint_is_loaded(config: JobConfig) -> Iterator[Problem]:
-    """Report `initial_load_path` if `checkpoint.load` also names a checkpoint."""
+    """Report a problem if `initial_load_path` and `checkpoint.load` both name a checkpoint."""
     checkpoint = config.checkpoint
     if checkpoint.initial_load_path is not None and checkpoint.load not in _KEYWORDS:
         reason = "names a checkpoint to start from, but checkpoint.load also names one; remove one of the two keys"
@@ -67,8 +67,8 @@ def one_checkpoint_is_loaded(config: JobConfig) -> Iterator[Problem]:
 
 
 def excluded_parts_have_a_checkpoint(config: JobConfig) -> Iterator[Problem]:
-    """Report `exclude_from_loading` if no key names a checkpoint. A run that resumes from its own latest checkpoint
-    loads all parts."""
+    """Report a problem if `exclude_from_loading` is set, but no key names a checkpoint to load. A run that resumes from
+    its own latest checkpoint loads all parts."""
     checkpoint = config.checkpoint
     if checkpoint.exclude_from_loading and checkpoint.initial_load_path is None and checkpoint.load in _KEYWORDS:
         reason = (
@@ -79,9 +79,10 @@ def excluded_parts_have_a_checkpoint(config: JobConfig) -> Iterator[Problem]:
 
 
 def steps_of_a_run_only_grow(config: JobConfig) -> Iterator[Problem]:
-    """Report `exclude_from_loading = ["step"]` together with a step to load.
+    """Report a problem if `exclude_from_loading` contains "step" and `checkpoint.load` is a step.
 
-    The new checkpoints would have lower steps than the loaded one. The loaded one would then count as the newest.
+    The run would start at step 0, so its checkpoints would have lower steps than the loaded checkpoint. The next resume
+    would then take the loaded checkpoint as the newest one.
     """
     checkpoint = config.checkpoint
     if isinstance(checkpoint.load, int) and "step" in checkpoint.exclude_from_loading:
@@ -108,7 +109,7 @@ _TIMEOUT: KeyPath = ("comm", "timeout_seconds")
 
 
 def rollback_has_checkpoints(config: JobConfig) -> Iterator[Problem]:
-    """Report `on_repeated_skips = "rollback"` without `checkpoint.enable`."""
+    """Report a problem if `on_repeated_skips` is "rollback" but `checkpoint.enable` is false."""
     if config.debug.on_repeated_skips == "rollback" and not config.checkpoint.enable:
         remedy = 'set checkpoint.enable = true, or set on_repeated_skips = "stop"'
         reason = f"requires checkpoints, but checkpoint.enable is false; {remedy}"
@@ -116,7 +117,7 @@ def rollback_has_checkpoints(config: JobConfig) -> Iterator[Problem]:
 
 
 def rollback_can_be_reached(config: JobConfig) -> Iterator[Problem]:
-    """Report `on_repeated_skips = "rollback"` if the first skipped step ends the run."""
+    """Report a problem if `on_repeated_skips` is "rollback" but the first skipped step ends the run."""
     debug = config.debug
     if debug.on_repeated_skips == "rollback" and debug.on_nonfinite == "stop" and debug.spike_sigma is None:
         reason = (
@@ -128,7 +129,8 @@ def rollback_can_be_reached(config: JobConfig) -> Iterator[Problem]:
 
 
 def start_has_no_less_time(config: JobConfig) -> Iterator[Problem]:
-    """Report `comm.init_timeout_seconds` below `comm.timeout_seconds`: the first step takes the longest."""
+    """Report a problem if `comm.init_timeout_seconds` is below `comm.timeout_seconds`. The first step takes the
+    longest, so its timeout must not be shorter."""
     comm = config.comm
     if comm.init_timeout_seconds < comm.timeout_seconds:
         reason = f"must be at least comm.timeout_seconds ({comm.timeout_seconds}): the first step takes the longest"
@@ -136,7 +138,7 @@ def start_has_no_less_time(config: JobConfig) -> Iterator[Problem]:
 
 
 def hangs_are_seen_before_the_timeout(config: JobConfig) -> Iterator[Problem]:
-    """Report `comm.hang_seconds` that is not below `comm.timeout_seconds`."""
+    """Report a problem if `comm.hang_seconds` is not below `comm.timeout_seconds`."""
     comm = config.comm
     if comm.hang_seconds is not None and comm.hang_seconds >= comm.timeout_seconds:
         reason = (

@@ -18,8 +18,8 @@ _TENSOR: KeyPath = ("parallelism", "tensor_parallel_degree")
 
 
 def compile_options_are_for_compile(config: JobConfig) -> Iterator[Problem]:
-    """Report options of compilation without `compile.enable`. (Defaults are accepted: the `config.json` of a run
-    contains them.)"""
+    """Report a problem for each option of `[compile]` that is set while `compile.enable` is false. (Default values are
+    accepted, because the `config.json` of a run contains every key.)"""
     if not config.compile.enable:
         reason = "has no effect with compile.enable = false; set compile.enable = true, or remove this key"
         for name, value in config.compile.changed("backend", "components", "cache_folder"):
@@ -27,10 +27,10 @@ def compile_options_are_for_compile(config: JobConfig) -> Iterator[Problem]:
 
 
 def cache_has_kernels(config: JobConfig) -> Iterator[Problem]:
-    """Report `compile.cache_folder` with a backend that compiles no kernels, and an empty `compile.cache_folder`."""
+    """Report a problem if `compile.cache_folder` is empty, or if it is set and the backend compiles no kernels."""
     compiles = config.compile
     if compiles.cache_folder == "":
-        yield Problem(_CACHE, "must be the name of a folder; remove this key to use the compiler's default folder", "")
+        yield Problem(_CACHE, "must be the path of a folder; remove this key to use the compiler's default folder", "")
     elif compiles.enable and compiles.cache_folder is not None and compiles.backend != "inductor":
         reason = (
             f'stores compiled kernels, but compile.backend = "{compiles.backend}" compiles none; '
@@ -40,13 +40,13 @@ def cache_has_kernels(config: JobConfig) -> Iterator[Problem]:
 
 
 def selective_option_is_for_selective(config: JobConfig) -> Iterator[Problem]:
-    """Report `selective_ac_option` in a mode other than `selective`. (The default is accepted: the `config.json` of a
-    run contains it.)"""
+    """Report a problem if `selective_ac_option` is set but the mode is not `selective`. (The default value is accepted,
+    because the `config.json` of a run contains every key.)"""
     yield from _option_of_another_mode(config, "selective_ac_option", "selective")
 
 
 def modules_are_checkpointed(config: JobConfig) -> Iterator[Problem]:
-    """Report `activation_checkpoint.modules` in a mode that ignores this key."""
+    """Report a problem if `activation_checkpoint.modules` is set but the mode ignores this key."""
     checkpointing = config.activation_checkpoint
     if checkpointing.modules and checkpointing.mode in ("none", "memory_budget"):
         reason = (
@@ -57,13 +57,13 @@ def modules_are_checkpointed(config: JobConfig) -> Iterator[Problem]:
 
 
 def budget_is_for_memory_budget(config: JobConfig) -> Iterator[Problem]:
-    """Report `memory_budget` in a mode other than `memory_budget`. (The default is accepted: the `config.json` of a run
-    contains it.)"""
+    """Report a problem if the key `memory_budget` is set but the mode is not `memory_budget`. (The default value is
+    accepted, because the `config.json` of a run contains every key.)"""
     yield from _option_of_another_mode(config, "memory_budget", "memory_budget")
 
 
 def budget_has_a_compiler(config: JobConfig) -> Iterator[Problem]:
-    """Report mode `memory_budget` if backward is not compiled, and with tensor parallelism."""
+    """Report a problem if the mode is `memory_budget` and backward is not compiled or tensor parallelism is on."""
     if config.activation_checkpoint.mode != "memory_budget":
         return
     mode, others = "memory_budget", 'or set mode = "selective"'
@@ -87,15 +87,15 @@ def budget_has_a_compiler(config: JobConfig) -> Iterator[Problem]:
 
 
 def compile_has_components(config: JobConfig) -> Iterator[Problem]:
-    """Report empty `compile.components` with `compile.enable`."""
+    """Report a problem if `compile.enable` is true but `compile.components` is empty."""
     if config.compile.enable and not config.compile.components:
         reason = 'must not be empty; name "model", "loss" or both, or set compile.enable = false'
         yield Problem(_COMPONENTS, reason, [], also=(_ENABLE,))
 
 
 def compiled_loss_has_one_chunk(config: JobConfig) -> Iterator[Problem]:
-    """Report `loss_chunks` above 1 with a compiled loss. A compiled loss makes no fp32 copies, so chunks save no
-    memory."""
+    """Report a problem if `loss_chunks` is above 1 and the loss is compiled. A compiled loss makes no fp32 copies, so
+    chunks save no memory."""
     chunks = config.training.loss_chunks
     if config.compile.enable and "loss" in config.compile.components and chunks > 1:
         reason = (
@@ -106,14 +106,14 @@ def compiled_loss_has_one_chunk(config: JobConfig) -> Iterator[Problem]:
 
 
 def compiled_loss_is_not_sharded(config: JobConfig) -> Iterator[Problem]:
-    """Report a compiled loss with `parallelism.loss_parallel`: its collectives and its custom backward cannot be
-    compiled."""
+    """Report a problem if the loss is compiled and `parallelism.loss_parallel` is true. The collectives and the custom
+    backward of the sharded loss cannot be compiled."""
     parallelism = config.parallelism
     is_divided = parallelism.tensor_parallel_degree > 1 and parallelism.loss_parallel
     if config.compile.enable and "loss" in config.compile.components and is_divided:
         reason = (
-            'cannot include "loss" with parallelism.loss_parallel = true: its collectives and its custom backward '
-            'cannot be compiled; remove "loss", or set parallelism.loss_parallel = false'
+            'cannot include "loss" with parallelism.loss_parallel = true: the collectives and the custom backward of '
+            'the sharded loss cannot be compiled; remove "loss", or set parallelism.loss_parallel = false'
         )
         also = (_ENABLE, _TENSOR, ("parallelism", "loss_parallel"))
         yield Problem(_COMPONENTS, reason, list(config.compile.components), also=also)
@@ -134,7 +134,8 @@ COMPILE_RULES = (
 
 
 def _option_of_another_mode(config: JobConfig, option: str, wanted: str) -> Iterator[Problem]:
-    """Report an option of activation checkpointing that applies only to the mode `wanted`."""
+    """Report a problem if `option` of `[activation_checkpoint]` is set but the mode is not `wanted`, the only mode that
+    reads it."""
     mode = config.activation_checkpoint.mode
     if mode != wanted:
         reason = f'has no effect with activation_checkpoint.mode = "{mode}"; set mode = "{wanted}", or remove this key'
@@ -147,14 +148,14 @@ _ATTENTION: KeyPath = ("kernels", "attention")
 
 
 def kernels_exist_on_the_device(config: JobConfig) -> Iterator[Problem]:
-    """Report settings of `[kernels]` that a CPU does not support. (If `job.device` is "auto", the run checks this at
-    its start.)"""
+    """Report a problem for each setting of `[kernels]` that a CPU does not support, if the device is "cpu". (If
+    `job.device` is "auto", the run checks this at its start.)"""
     if config.job.device == "cpu":
         yield from missing_on_cpu(config.kernels)
 
 
 def missing_on_cpu(kernels: KernelsConfig) -> Iterator[Problem]:
-    """Report the settings of `[kernels]` that a CPU does not support."""
+    """Report a problem for each setting of `[kernels]` that a CPU does not support."""
     if kernels.attention in ("cudnn", "efficient"):
         reason = 'is a kernel for GPUs, but the device is "cpu"; set "auto", "flash" or "math", or train on GPUs'
         yield Problem(_ATTENTION, reason, kernels.attention, also=(_DEVICE,))
@@ -164,7 +165,8 @@ def missing_on_cpu(kernels: KernelsConfig) -> Iterator[Problem]:
 
 
 def ring_attention_has_kernels(config: JobConfig) -> Iterator[Problem]:
-    """Report the `math` kernel with context parallelism: ring attention supports only fused kernels."""
+    """Report a problem if the attention kernel is `math` with context parallelism, because ring attention supports only
+    fused kernels."""
     degree = config.parallelism.context_parallel_degree
     if degree > 1 and config.kernels.attention == "math":
         reason = (

@@ -28,7 +28,7 @@ _NAME: KeyPath = ("model", "name")
 
 
 def data_suits_the_model(config: JobConfig) -> Iterator[Problem]:
-    """Report data whose unit (tokens or images) is not the unit that the model takes."""
+    """Report a problem for each data table whose unit (tokens or images) is not the unit that the model takes."""
     architecture = ARCHITECTURES.get(config.model.name)
     for source, data in _sources(config):
         if architecture is not None and data.unit != architecture.args.unit:
@@ -38,8 +38,8 @@ def data_suits_the_model(config: JobConfig) -> Iterator[Problem]:
 
 
 def validation_has_the_unit_of_training(config: JobConfig) -> Iterator[Problem]:
-    """Report validation data whose unit differs from that of the training data. (Only for a factory, since the unit of
-    its model is unknown.)"""
+    """Report a problem if validation data and training data have different units (tokens, images). This rule is only
+    for a factory; for the package's models, `data_suits_the_model` checks both."""
     held_out, unit = config.validation.data, config.data.unit
     if ":" in config.model.name and held_out is not None and held_out.unit != unit:
         reason = f"consists of {held_out.unit}, but the training data consists of {unit}; set {_kinds_of(unit)}"
@@ -47,7 +47,7 @@ def validation_has_the_unit_of_training(config: JobConfig) -> Iterator[Problem]:
 
 
 def vocabulary_is_large_enough(config: JobConfig) -> Iterator[Problem]:
-    """Report a vocabulary of the model that is smaller than the vocabulary of its data."""
+    """Report a problem if the model's vocabulary is smaller than the vocabulary of its data."""
     vocab_size = getattr(known_args(config.model), "vocab_size", None)
     for source, data in _sources(config):
         if data.unit != "tokens":
@@ -62,7 +62,7 @@ def vocabulary_is_large_enough(config: JobConfig) -> Iterator[Problem]:
 
 
 def text_files_exist(config: JobConfig) -> Iterator[Problem]:
-    """Report entries of a `path` that match no file."""
+    """Report a problem for each entry of a `path` to texts that matches no file."""
     for source, data in _sources(config):
         if isinstance(data, TextData):
             entries = [data.path] if isinstance(data.path, str) else data.path
@@ -73,7 +73,7 @@ def text_files_exist(config: JobConfig) -> Iterator[Problem]:
 
 
 def image_files_exist(config: JobConfig) -> Iterator[Problem]:
-    """Report a `path` to images that is not a file."""
+    """Report a problem for each `path` to images that is not a file."""
     for source, data in _sources(config):
         if isinstance(data, ImageData) and data.path != SKLEARN_DIGITS and not os.path.isfile(data.path):
             reason = f'must be an existing file, relative to the working directory, or "{SKLEARN_DIGITS}"'
@@ -81,8 +81,8 @@ def image_files_exist(config: JobConfig) -> Iterator[Problem]:
 
 
 def digits_suit_the_model(config: JobConfig) -> Iterator[Problem]:
-    """Report differences between `sklearn-digits` and the images that the model takes. (A run checks other images when
-    it reads them.)"""
+    """Report a problem for each difference between the images of `sklearn-digits` and those that the model takes. (A
+    run checks other images when it reads them.)"""
     taken = images_taken(config.model) if known_args(config.model) else None
     for source, data in _sources(config):
         if taken is not None and isinstance(data, ImageData) and data.path == SKLEARN_DIGITS:
@@ -91,14 +91,14 @@ def digits_suit_the_model(config: JobConfig) -> Iterator[Problem]:
 
 
 def validation_has_data(config: JobConfig) -> Iterator[Problem]:
-    """Report `validation.freq` without validation data."""
+    """Report a problem if `validation.freq` is above 0 but there is no validation data."""
     if config.validation.freq and config.validation.data is None:
         reason = 'requires validation data; add [validation.data], for example with path and split = "validation"'
         yield Problem(("validation", "freq"), reason, config.validation.freq, also=(("validation", "data"),))
 
 
 def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
-    """Report a validation split that overlaps with the training data."""
+    """Report a problem if the validation split overlaps with the training data."""
     train, held_out = config.data, config.validation.data
     if not (isinstance(train, _Split) and isinstance(held_out, _Split) and config.validation.freq):
         return
@@ -115,25 +115,25 @@ def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
 
 
 def validation_sequences_are_new(config: JobConfig) -> Iterator[Problem]:
-    """Report synthetic validation data with the same sequences as the training data."""
+    """Report a problem if synthetic validation data has the same sequences as the training data."""
     train, held_out = config.data, config.validation.data
     if not (isinstance(train, SyntheticData) and isinstance(held_out, SyntheticData) and config.validation.freq):
         return
     if (train.seed, train.vocab_size, train.noise) == (held_out.seed, held_out.vocab_size, held_out.noise):
-        reason = "the sequences are the same as in training; set another seed here or in [data]"
+        reason = "gives the same sequences as [data]; set another seed here or in [data]"
         also = (("data",), ("validation", "data"), ("validation", "freq"))
         yield Problem(("validation", "data", "seed"), reason, held_out.seed, also=also)
 
 
 def validation_images_are_normalized_as_in_training(config: JobConfig) -> Iterator[Problem]:
-    """Report `mean` and `std` of validation images that differ from those of training images."""
+    """Report a problem if `mean` or `std` of the validation images differs from that of the training images."""
     train, held_out = config.data, config.validation.data
     if not (isinstance(train, ImageData) and isinstance(held_out, ImageData) and config.validation.freq):
         return
     for name, ours, theirs in (("mean", held_out.mean, train.mean), ("std", held_out.std, train.std)):
         if ours != theirs:
             value = list(theirs) if isinstance(theirs, tuple) else theirs
-            reason = f"must equal data.{name} ({value}): training and validation must normalize images in the same way"
+            reason = f"must equal data.{name} ({value}), so that training and validation normalize images equally"
             yield Problem(("validation", "data", name), reason, ours, also=(("data", name), ("data", "kind")))
 
 
@@ -153,14 +153,14 @@ DATA_RULES = (
 
 
 def _sources(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
-    """Yield the tables that describe data, with their paths."""
+    """Yield (path, table) for `[data]`, and for `[validation.data]` if it exists."""
     yield ("data",), config.data
     if config.validation.data is not None:
         yield ("validation", "data"), config.validation.data
 
 
 def _kinds_of(unit: SampleUnit) -> str:
-    """Return a remedy that lists the kinds of data with this unit: `kind = "text" or "synthetic"`."""
+    """Return a remedy that lists the kinds of data whose samples have this unit: `kind = "text" or "synthetic"`."""
     return "kind = " + " or ".join(f'"{kind}"' for kind, data in DATA_KINDS.items() if data.unit == unit)
 
 
@@ -172,8 +172,8 @@ def _why_no_file(entry: str) -> str:
 
 
 def _vocabulary(config: JobConfig, source: KeyPath, data: DataSource) -> tuple[int, str, KeyPath]:
-    """Return the vocabulary size of a source, the table or tokenizer that sets the size as text, and the key that sets
-    it."""
+    """Return the vocabulary size of a data source, a name for messages of the table or tokenizer that sets the size,
+    and the key that sets the size."""
     own = data.own_vocabulary()
     if own is not None:
         return own, f"[{format_key(source)}]", (*source, "vocab_size")

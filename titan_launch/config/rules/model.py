@@ -16,7 +16,7 @@ _NAME, _FLAVOR, _ARGS = ("model", "name"), ("model", "flavor"), ("model", "args"
 
 
 def model_exists(config: JobConfig) -> Iterator[Problem]:
-    """Report a model that is neither one of this package, nor a valid import string."""
+    """Report a problem if `model.name` is neither a model of this package nor a valid import string."""
     name = config.model.name
     if ":" in name:
         module, _, factory = name.partition(":")
@@ -29,7 +29,7 @@ def model_exists(config: JobConfig) -> Iterator[Problem]:
 
 
 def flavor_exists(config: JobConfig) -> Iterator[Problem]:
-    """Report a flavor that is not a row of the model's size table."""
+    """Report a problem if `model.flavor` is not a row of the model's size table."""
     name, flavor = config.model.name, config.model.flavor
     if name in ARCHITECTURES and flavor not in ARCHITECTURES[name].flavors:
         flavors = ARCHITECTURES[name].flavors
@@ -38,8 +38,8 @@ def flavor_exists(config: JobConfig) -> Iterator[Problem]:
 
 
 def factory_has_no_flavor(config: JobConfig) -> Iterator[Problem]:
-    """Report the flavor of a factory, which has no size table. (The default is accepted: the `config.json` of a run
-    contains it.)"""
+    """Report a problem if `model.flavor` is set with a factory, which has no size table. (The default value is
+    accepted, because the `config.json` of a run contains every key.)"""
     if ":" in config.model.name:
         reason = f"{config.model.name} has no flavors; remove this key, and set arguments in [model.args]"
         for _, flavor in config.model.changed("flavor"):
@@ -47,7 +47,8 @@ def factory_has_no_flavor(config: JobConfig) -> Iterator[Problem]:
 
 
 def model_args_are_valid(config: JobConfig) -> Iterator[Problem]:
-    """Report wrong values of single arguments. If there are none, report contradictions between arguments."""
+    """Report a problem for each wrong value of a model argument. If all values are valid, report a problem for each
+    contradiction between arguments."""
     try:
         args = resolve_args(config.model.name, config.model.flavor, config.model.args)
     except ValidationError as error:
@@ -62,12 +63,15 @@ def model_args_are_valid(config: JobConfig) -> Iterator[Problem]:
 
 
 def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
-    """Report arguments of a factory that JSON cannot represent: a run records its configuration as JSON."""
+    """Report a problem for each factory argument that JSON cannot represent, because the run folder stores the
+    configuration as `config.json`."""
     for key, value in _leaves(config.model.args, _ARGS):
         if isinstance(value, float) and not math.isfinite(value):
-            yield Problem(key, "must be a finite number: a run records its configuration as JSON", value)
+            yield Problem(key, "must be a finite number, because the run stores its configuration as JSON", value)
         elif not isinstance(value, (bool, int, float, str)):
-            yield Problem(key, "must be a string, a number or a bool: a run records its configuration as JSON", value)
+            yield Problem(
+                key, "must be a string, a number or a bool, because the run stores its configuration as JSON", value
+            )
 
 
 def own_loss_is_whole(config: JobConfig) -> Iterator[Problem]:
@@ -104,8 +108,8 @@ MODEL_RULES = (
 
 
 def args_problem(config: JobConfig, fields: tuple[str, ...], reason: str, also: tuple[KeyPath, ...] = ()) -> Problem:
-    """Return a problem of a model's arguments. The key of the problem is the first of `fields` that the job sets. If
-    the job sets none, the key is `model.flavor`, which sets them all."""
+    """Return a problem of the model arguments `fields`. The key of the problem is the first of these arguments that the
+    job sets. If the job sets none of them, the key is `model.flavor`, which sets the values of all arguments."""
     given = config.model.args
     name = next((field for field in fields if field in given), None)
     key, value = (_FLAVOR, config.model.flavor) if name is None else ((*_ARGS, name), given[name])

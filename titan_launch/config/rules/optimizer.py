@@ -22,8 +22,8 @@ _RULES: KeyPath = ("precision", "rules")
 
 
 def settings_are_of_a_used_algorithm(config: JobConfig) -> Iterator[Problem]:
-    """Report settings of algorithms that update no parameter. (Defaults are accepted: the `config.json` of a run
-    contains them.)"""
+    """Report a problem for each setting of an algorithm that updates no parameter of the job. (Default values are
+    accepted, because the `config.json` of a run contains every key.)"""
     read = {setting for name in _algorithms(config.optimizer) for setting in ALGORITHMS[name].settings}
     for algorithm, row in ALGORITHMS.items():
         reason = (
@@ -37,14 +37,14 @@ def settings_are_of_a_used_algorithm(config: JobConfig) -> Iterator[Problem]:
 
 
 def nesterov_has_momentum(config: JobConfig) -> Iterator[Problem]:
-    """Report Nesterov's momentum if the momentum is 0."""
+    """Report a problem if `nesterov` is true but `momentum` is 0 (SGD)."""
     if config.optimizer.sgd.nesterov and not config.optimizer.sgd.momentum:
         reason = f"requires momentum, but {format_key(_MOMENTUM)} is 0; set momentum above 0, or nesterov = false"
         yield Problem(("optimizer", "sgd", "nesterov"), reason, True, also=(_MOMENTUM,))
 
 
 def state_dtype_has_a_state(config: JobConfig) -> Iterator[Problem]:
-    """Report a state dtype for an optimizer without state tensors (SGD without momentum)."""
+    """Report a problem if `state_dtype` is set but the optimizer has no state tensors (SGD without momentum)."""
     optimizer = config.optimizer
     if optimizer.state_dtype and not any(ALGORITHMS[name].state(optimizer) for name in _algorithms(optimizer)):
         reason = (
@@ -54,7 +54,7 @@ def state_dtype_has_a_state(config: JobConfig) -> Iterator[Problem]:
 
 
 def masters_are_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
-    """Report master weights if no parameter is stored in bfloat16."""
+    """Report a problem if `master_weights` is true but no parameter is stored in bfloat16."""
     if config.optimizer.master_weights and not _stores_bfloat16(config):
         reason = (
             "keeps float32 copies of bfloat16 parameters, but no parameter is stored in bfloat16; "
@@ -64,8 +64,8 @@ def masters_are_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
 
 
 def stochastic_rounding_is_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
-    """Report stochastic rounding if the optimizer updates no bfloat16 tensor: neither moments nor parameters. (With
-    master weights, it updates float32 copies of the parameters.)"""
+    """Report a problem if rounding is stochastic but neither the moments nor the updated parameters are bfloat16. (With
+    master weights, the optimizer updates float32 copies of the parameters.)"""
     optimizer = config.optimizer
     if optimizer.rounding != "stochastic" or optimizer.state_dtype == "bfloat16":
         return
@@ -85,8 +85,8 @@ def stochastic_rounding_is_of_bfloat16(config: JobConfig) -> Iterator[Problem]:
 
 
 def implementation_is_pytorchs(config: JobConfig) -> Iterator[Problem]:
-    """Report an implementation of PyTorch with settings that PyTorch does not support. (`fused`, the default, is
-    accepted.)"""
+    """Report a problem if `implementation` is set together with a setting that PyTorch's optimizers do not support.
+    (`fused` is accepted, because it is the default.)"""
     optimizer = config.optimizer
     chosen, _ = next(optimizer.changed("state_dtype", "rounding", "master_weights"), (None, None))
     if optimizer.implementation != "fused" and chosen is not None:
@@ -113,7 +113,8 @@ def _algorithms(optimizer: OptimizerConfig) -> set[str]:
 
 
 def _changed(optimizer: OptimizerConfig, setting: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the keys of a setting, or of a table of settings, that differ from their defaults, with their values."""
+    """Yield (key, value) for each key whose value differs from its default. `setting`: a key or a table of
+    `[optimizer]`."""
     section = getattr(optimizer, setting)
     if isinstance(section, Section):
         yield from (((setting, name), value) for name, value in section.changed())

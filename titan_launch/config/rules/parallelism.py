@@ -29,8 +29,8 @@ _OPTIONS = {
 
 
 def options_have_a_degree(config: JobConfig) -> Iterator[Problem]:
-    """Report options of `[parallelism]` that have no effect, because their degree is 1. (Defaults are accepted: the
-    `config.json` of a run contains them.)"""
+    """Report a problem for each option of `[parallelism]` that has no effect, because its degree is 1 (see `_OPTIONS`).
+    (Default values are accepted, because the `config.json` of a run contains every key.)"""
     for name, value in config.parallelism.changed(*_OPTIONS):
         degree = _OPTIONS[name]
         if getattr(config.parallelism, degree) == 1:
@@ -39,7 +39,8 @@ def options_have_a_degree(config: JobConfig) -> Iterator[Problem]:
 
 
 def matrices_can_be_divided(config: JobConfig) -> Iterator[Problem]:
-    """Report a tensor-parallel degree that does not divide the heads, the feed-forward width and the vocabulary."""
+    """Report a problem if the tensor-parallel degree does not divide the numbers of heads, the feed-forward width, or
+    the vocabulary size."""
     degree, args = config.parallelism.tensor_parallel_degree, known_args(config.model)
     if degree == 1 or args is None:
         return
@@ -52,7 +53,7 @@ def matrices_can_be_divided(config: JobConfig) -> Iterator[Problem]:
 
 
 def models_can_be_divided(config: JobConfig) -> Iterator[Problem]:
-    """Report tensor and context parallelism that the model does not support."""
+    """Report a problem if the model does not support the tensor parallelism or the context parallelism of the job."""
     if config.model.name not in ARCHITECTURES:
         return
     args, parallelism = ARCHITECTURES[config.model.name].args, config.parallelism
@@ -69,7 +70,7 @@ def models_can_be_divided(config: JobConfig) -> Iterator[Problem]:
 
 
 def context_parallel_has_sequences(config: JobConfig) -> Iterator[Problem]:
-    """Report context parallelism of a user's own model for images: context parallelism divides sequences of tokens.
+    """Report a problem if a user's own model for images has context parallelism, which divides sequences of tokens.
 
     (`models_can_be_divided` checks the package's models.)
     """
@@ -80,7 +81,7 @@ def context_parallel_has_sequences(config: JobConfig) -> Iterator[Problem]:
 
 
 def sequences_can_be_divided(config: JobConfig) -> Iterator[Problem]:
-    """Report sequence lengths that cannot be divided equally among the ranks."""
+    """Report a problem if the sequence length cannot be divided equally among the ranks."""
     parallelism, seq_len = config.parallelism, config.training.seq_len
     context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     parts = 2 * context if parallelism.context_parallel_load_balance else context
@@ -101,8 +102,8 @@ def sequences_can_be_divided(config: JobConfig) -> Iterator[Problem]:
 
 
 def batch_norm_sees_whole_sequences(config: JobConfig) -> Iterator[Problem]:
-    """Report parallelism over the sequence if BatchNorm over tokens would then compute statistics from a part of a
-    microbatch."""
+    """Report a problem if the ranks share sequences, and BatchNorm over tokens would compute statistics from only a
+    part of the tokens of a microbatch."""
     args, parallelism = known_args(config.model), config.parallelism
     setting = args and args.batchnorm_over_tokens()
     if setting is None:
@@ -120,7 +121,8 @@ def batch_norm_sees_whole_sequences(config: JobConfig) -> Iterator[Problem]:
 
 
 def ring_attention_is_on_gpus(config: JobConfig) -> Iterator[Problem]:
-    """Report context parallelism on a CPU, for which PyTorch's ring attention has no kernels."""
+    """Report a problem if a job on CPUs has context parallelism, because PyTorch's ring attention has no CPU
+    kernels."""
     degree = config.parallelism.context_parallel_degree
     if degree > 1 and config.job.device == "cpu":
         reason = 'PyTorch\'s ring attention has no kernels for the CPU, and job.device is "cpu"; set 1'
@@ -154,8 +156,8 @@ ONE_STAGE_SCHEDULES = ("1F1B", "GPipe")
 """Schedules that support exactly one stage per rank."""
 
 SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble")
-"""Schedules that compute the gradients of weights separately from those of activations, to fill the time in which a
-rank would wait."""
+"""Schedules that split backward: a rank computes the gradients of activations first, and those of weights later, when
+it would otherwise wait."""
 
 
 def stages_per_rank(parallelism: ParallelismConfig) -> int:
@@ -204,8 +206,8 @@ def misfit_of_microbatches(
 
 
 _INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble")
-"""Schedules that process the microbatches in rounds. A round has at least as many microbatches as the pipeline has
-ranks."""
+"""Schedules that process the microbatches in rounds of equal size. A round has at least as many microbatches as the
+pipeline has ranks."""
 
 
 def _makes_equal_rounds(num_microbatches: int, ranks: int) -> bool:
@@ -213,8 +215,8 @@ def _makes_equal_rounds(num_microbatches: int, ranks: int) -> bool:
 
 
 def pipeline_options_have_a_pipeline(config: JobConfig) -> Iterator[Problem]:
-    """Report options of pipelines without a pipeline. (Defaults are accepted: the `config.json` of a run contains
-    them.)"""
+    """Report a problem for each option of pipelines that is set while `pipeline_parallel_degree` is 1. (Default values
+    are accepted, because the `config.json` of a run contains every key.)"""
     if config.parallelism.pipeline_parallel_degree > 1:
         return
     reason = "has no effect with parallelism.pipeline_parallel_degree = 1; set a degree above 1, or remove this key"
@@ -223,7 +225,7 @@ def pipeline_options_have_a_pipeline(config: JobConfig) -> Iterator[Problem]:
 
 
 def stages_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
-    """Report a number of stages per rank that the schedule does not support."""
+    """Report a problem if the schedule does not support the number of stages per rank."""
     parallelism = config.parallelism
     schedule, per_rank = parallelism.pipeline_parallel_schedule, stages_per_rank(parallelism)
     wanted = 1 if schedule in ONE_STAGE_SCHEDULES else 2 if schedule == "ZBVZeroBubble" else per_rank
@@ -234,7 +236,7 @@ def stages_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
 
 
 def split_points_make_the_stages(config: JobConfig) -> Iterator[Problem]:
-    """Report split points whose number is not the number of stages minus one."""
+    """Report a problem if the number of split points is not the number of stages minus one."""
     parallelism = config.parallelism
     points, stages = parallelism.pipeline_parallel_split_points, num_stages(parallelism)
     if parallelism.pipeline_parallel_degree > 1 and points and len(points) != stages - 1:
@@ -247,8 +249,8 @@ def split_points_make_the_stages(config: JobConfig) -> Iterator[Problem]:
 
 
 def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
-    """Report a pipeline with tied embeddings, and a pipeline with more stages than layers. (If the job sets split
-    points, the number of layers is not checked.)"""
+    """Report a problem if a pipeline has tied embeddings, or more stages than layers. (If the job sets split points,
+    the number of layers is not checked.)"""
     degree, args = config.parallelism.pipeline_parallel_degree, known_args(config.model)
     if degree == 1 or args is None:
         return
@@ -267,8 +269,9 @@ def layers_suffice_for_the_stages(config: JobConfig) -> Iterator[Problem]:
 
 
 def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
-    """Report a number of microbatches that the schedule does not support. (With `data_parallel_shard_degree = -1` and a
-    global batch size, `plan_layout` checks the number.)"""
+    """Report a problem if the schedule does not support the number of microbatches per step. (With
+    `data_parallel_shard_degree = -1` and a global batch size, `plan_layout` checks the number, because the number of
+    ranks is still unknown here.)"""
     parallelism, training = config.parallelism, config.training
     shard, batch = parallelism.data_parallel_shard_degree, training.global_batch_size
     ranks = None if shard == -1 else shard * parallelism.data_parallel_replicate_degree
@@ -285,10 +288,10 @@ def microbatches_suit_the_schedule(config: JobConfig) -> Iterator[Problem]:
 
 
 def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
-    """Report gradient accumulation modes that a pipeline schedule with a split backward does not support.
+    """Report a problem if the schedule splits backward and does not support the gradient accumulation mode.
 
-    FSDP2 reduces gradients at the end of each microbatch's backward. If backward is split, the gradients of weights are
-    not yet complete at that point.
+    In modes other than `deferred`, FSDP2 reduces gradients at the end of each microbatch's backward. If backward is
+    split, the gradients of weights are not yet complete at that point.
     """
     accumulation, schedule = config.gradient_accumulation, config.parallelism.pipeline_parallel_schedule
     if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES:
@@ -306,9 +309,10 @@ def split_backward_is_reduced_once(config: JobConfig) -> Iterator[Problem]:
 
 
 def split_backward_checkpoints_whole_modules(config: JobConfig) -> Iterator[Problem]:
-    """Report selective checkpointing by operation (`op`), and mode `auto`, with a schedule that splits backward.
+    """Report a problem if the schedule splits backward, and activation checkpointing is selective by operation (`op`)
+    or `auto`.
 
-    Such a schedule reads each saved result twice, but `op` keeps a result for one read.
+    A schedule that splits backward reads each saved result twice, but `op` keeps a result for one read.
     """
     checkpointing, schedule = config.activation_checkpoint, config.parallelism.pipeline_parallel_schedule
     if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES:
@@ -326,7 +330,8 @@ def split_backward_checkpoints_whole_modules(config: JobConfig) -> Iterator[Prob
 
 
 def split_backward_is_not_compiled(config: JobConfig) -> Iterator[Problem]:
-    """Report a compiled model with a schedule that splits backward: the backward of a graph is one operation."""
+    """Report a problem if the schedule splits backward but the model is compiled. The backward of a compiled graph is
+    one operation, which cannot be split."""
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree == 1 or not config.compile.enable:
         return

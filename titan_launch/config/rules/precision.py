@@ -11,7 +11,7 @@ from titan_launch.core.errors import KeyPath, Problem, format_key
 
 
 def precision_rules_have_a_target(config: JobConfig) -> Iterator[Problem]:
-    """Report precision rules with neither `type` nor `match`."""
+    """Report a problem for each precision rule that has neither `type` nor `match`."""
     for index, rule in enumerate(config.precision.rules):
         if not rule.type and not rule.match:
             key: KeyPath = ("precision", "rules", index)
@@ -20,22 +20,22 @@ def precision_rules_have_a_target(config: JobConfig) -> Iterator[Problem]:
 
 
 def precision_rules_can_be_reached(config: JobConfig) -> Iterator[Problem]:
-    """Report precision rules with the `type` and `match` of an earlier rule. The earlier rule applies to all of their
-    modules."""
+    """Report a problem for each precision rule with the same `type` and `match` as an earlier rule. Such a rule never
+    applies, because the first matching rule applies."""
     first: dict[tuple[str | None, str | tuple[str, ...] | None], int] = {}
     for index, rule in enumerate(config.precision.rules):
         earlier = first.setdefault(_target(rule), index)
         if earlier != index and any(_target(rule)):
             reason = (
-                f"(counted from 0) never applies, because precision.rules.{earlier} has the same type and match, and "
-                "the first matching rule wins; merge the two rules"
+                f"this rule never applies, because precision.rules.{earlier} has the same type and match, and the "
+                "first matching rule applies (rules are counted from 0); merge the two rules"
             )
             yield Problem(("precision", "rules", index), reason, also=(("precision", "rules", earlier),))
 
 
 def deferred_gradients_accumulate_in_float32(config: JobConfig) -> Iterator[Problem]:
-    """Report bfloat16 reduce dtypes in deferred modes, which accumulate gradients in the reduce dtype. (With `mode =
-    "auto"`, such a job is valid, and uses no deferred mode.)"""
+    """Report a problem for each bfloat16 reduce dtype in a deferred mode, because deferred modes accumulate gradients
+    in the reduce dtype. (With `mode = "auto"` the job is valid; `auto` then chooses no deferred mode.)"""
     mode = config.gradient_accumulation.mode
     if mode in ("immediate", "auto"):
         return
@@ -50,7 +50,7 @@ def deferred_gradients_accumulate_in_float32(config: JobConfig) -> Iterator[Prob
 
 
 def deferred_all_reduce_has_replicas(config: JobConfig) -> Iterator[Problem]:
-    """Report mode `deferred_all_reduce` if the model has only one replica."""
+    """Report a problem if the mode is `deferred_all_reduce` but the model has only one replica."""
     degree = ("parallelism", "data_parallel_replicate_degree")
     mode = config.gradient_accumulation.mode
     if mode == "deferred_all_reduce" and config.parallelism.data_parallel_replicate_degree == 1:
@@ -60,7 +60,7 @@ def deferred_all_reduce_has_replicas(config: JobConfig) -> Iterator[Problem]:
 
 
 def parameters_can_stay_unsharded(config: JobConfig) -> Iterator[Problem]:
-    """Report keys that reshard parameters after forward, although `keep_params_unsharded` is true."""
+    """Report a problem for each key that reshards parameters after forward while `keep_params_unsharded` is true."""
     key = ("gradient_accumulation", "keep_params_unsharded")
     if not config.gradient_accumulation.keep_params_unsharded:
         return
@@ -79,7 +79,7 @@ ACCUMULATION_RULES = (
     parameters_can_stay_unsharded,
     *SPLIT_BACKWARD_RULES,
 )
-"""Rules for gradient accumulation modes. The planner does not consider modes that violate one of these rules."""
+"""Rules for gradient accumulation modes. The planner compares no mode that violates one of these rules."""
 
 PRECISION_RULES = (
     precision_rules_have_a_target,
@@ -111,8 +111,8 @@ _TENSOR: KeyPath = ("parallelism", "tensor_parallel_degree")
 
 
 def float8_options_are_for_float8(config: JobConfig) -> Iterator[Problem]:
-    """Report options of float8 without `float8.enable`. (Defaults are accepted: the `config.json` of a run contains
-    them.)"""
+    """Report a problem for each option of `[float8]` that is set while `float8.enable` is false. (Default values are
+    accepted, because the `config.json` of a run contains every key.)"""
     if not config.float8.enable:
         reason = "has no effect with float8.enable = false; set float8.enable = true, or remove this key"
         for name, value in config.float8.changed("recipe", "modules", "all_gather", "emulate"):
@@ -120,20 +120,21 @@ def float8_options_are_for_float8(config: JobConfig) -> Iterator[Problem]:
 
 
 def float8_has_whole_matrices(config: JobConfig) -> Iterator[Problem]:
-    """Report float8 with tensor parallelism: each rank would compute the scale from its own shard only."""
+    """Report a problem if float8 is enabled with tensor parallelism, because each rank would compute the scale of a
+    matrix from its own shard only."""
     degree = config.parallelism.tensor_parallel_degree
     if config.float8.enable and degree > 1:
         reason = (
             f"is not supported with parallelism.tensor_parallel_degree = {degree}: each rank would compute the scale "
-            "from its own shard only; set tensor_parallel_degree = 1 and a larger data_parallel_shard_degree, or set "
-            "float8.enable = false"
+            "of a matrix from its own shard only; set tensor_parallel_degree = 1 and a larger "
+            "data_parallel_shard_degree, or set float8.enable = false"
         )
         yield Problem(_ENABLE, reason, True, also=(_TENSOR,))
 
 
 def float8_has_tensor_cores(config: JobConfig) -> Iterator[Problem]:
-    """Report float8 without `emulate` on a CPU, which has no FP8 tensor cores. (If `job.device` is "auto", the run
-    checks this at its start.)"""
+    """Report a problem if float8 is enabled without `emulate` on a CPU, which has no FP8 tensor cores. (If `job.device`
+    is "auto", the run checks this at its start.)"""
     if config.float8.enable and not config.float8.emulate and config.job.device == "cpu":
         remedy = "set float8.emulate = true, or set float8.enable = false"
         reason = f'requires a GPU with FP8 tensor cores, but job.device is "cpu"; {remedy}'
@@ -141,7 +142,8 @@ def float8_has_tensor_cores(config: JobConfig) -> Iterator[Problem]:
 
 
 def float8_starts_from_bfloat16(config: JobConfig) -> Iterator[Problem]:
-    """Report float8 if `precision.param_dtype` is not bfloat16. (The planner checks the precision rules of modules.)"""
+    """Report a problem if float8 is enabled but `precision.param_dtype` is not bfloat16. (The planner checks the
+    precision rules of modules.)"""
     dtype = config.precision.param_dtype
     if config.float8.enable and dtype != "bfloat16":
         reason = (
@@ -152,8 +154,8 @@ def float8_starts_from_bfloat16(config: JobConfig) -> Iterator[Problem]:
 
 
 def float8_all_gather_has_one_scale(config: JobConfig) -> Iterator[Problem]:
-    """Report `all_gather` with several scales per tensor. A rank rounds its shard before the all-gather, and needs one
-    scale for the whole tensor."""
+    """Report a problem if `all_gather` is true but the recipe has several scales per tensor. A rank rounds its shard
+    before the all-gather, and needs one scale for the whole tensor."""
     float8 = config.float8
     if float8.enable and float8.all_gather and float8.recipe != "tensorwise":
         reason = (
@@ -164,8 +166,8 @@ def float8_all_gather_has_one_scale(config: JobConfig) -> Iterator[Problem]:
 
 
 def float8_all_gather_is_not_offloaded(config: JobConfig) -> Iterator[Problem]:
-    """Report `all_gather` with CPU offload. FSDP2 copies an offloaded weight to the device as a new tensor, without its
-    scale."""
+    """Report a problem if `all_gather` is true with CPU offload. FSDP2 copies an offloaded weight to the device as a
+    new tensor, without its scale."""
     if config.float8.enable and config.float8.all_gather and config.training.enable_cpu_offload:
         reason = (
             "is not supported with training.enable_cpu_offload = true: the copy of a weight to the device does not "

@@ -43,7 +43,7 @@ class CheckpointConfig(Section):
 
     keep_best: Annotated[int, Field(ge=0)] = 0
     """Number of checkpoints with the lowest validation loss to keep, whatever their age. The link `best` points to the
-    checkpoint with the lowest loss. Only checkpoints of steps with a validation count. 0 disables this rule."""
+    checkpoint with the lowest loss. A checkpoint counts only if its step was validated. 0 disables this rule."""
 
     load: int | str = "latest"
     """The checkpoint from which the run starts. `latest`: the newest checkpoint in the run folder that is complete and

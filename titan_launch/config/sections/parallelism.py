@@ -56,8 +56,8 @@ class ParallelismConfig(Section):
 
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
     """With context parallelism: collective that exchanges keys and values. `allgather`: one all-gather before
-    attention. `alltoall`: one all-to-all for the keys and values of each rank, during the attention over those received
-    before. `alltoall` takes less memory."""
+    attention. `alltoall`: the keys and values pass from rank to rank in several all-to-alls, each during the attention
+    over the keys and values received before. `alltoall` takes less memory."""
 
     pipeline_parallel_degree: Degree = 1
     """Number of ranks that share the layers (pipeline parallelism). Each rank holds some of the layers, and

@@ -44,8 +44,8 @@ class PrecisionRule(Section):
 
     reshard_after_forward: bool | None = None
     """Reshard the parameters after forward, and all-gather them again for backward. Unset: as for the block that
-    contains the modules. If unset, a unit with modules of several blocks or of the head is not resharded, because
-    backward needs it first."""
+    contains the modules. If unset, a unit with modules of several blocks or of the head is resharded only with
+    `fsdp_reshard_after_forward = "always"`, because backward needs it first."""
 
     unit_per: Literal["model", "block", "module"] = "model"
     """Number of FSDP2 units for the matched modules: one for the model (the fewest collectives), one per block, or one
@@ -107,8 +107,8 @@ class Float8Config(Section):
 
     modules: Array[str] = ()
     """Globs of the modules whose linear layers are converted, including the layers inside of a matching module.
-    Default: the linear layers of all blocks for which precision rules set no dtype other than bfloat16. The head is not
-    converted by default, since it is the most sensitive layer."""
+    Default: all linear layers of the blocks, except for layers that a precision rule computes in another dtype than
+    bfloat16. The head is not converted by default, since it is the most sensitive layer."""
 
     all_gather: bool = False
     """All-gather converted weights in 8 bits instead of `precision.param_dtype`. Each rank rounds its shards before the

@@ -68,20 +68,20 @@ class DebugConfig(Section):
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action if the loss or the gradient norm is not finite on any rank. The update is then skipped on all ranks.
-    `stop` ends the run, with the number of the step (on CUDA at the next report; no update happens in between). `skip`
-    continues."""
+    `stop` ends the run with an error that names the step; on CUDA the run ends at the next report, and all steps until
+    then are skipped. `skip` continues the run."""
 
     spike_sigma: Annotated[float, Field(gt=0)] | None = None
-    """Also skip a step if its loss or its gradient norm exceeds the mean of `spike_window` by more than this number of
-    standard deviations. Unset: no step is skipped for this reason."""
+    """Also skip a step if its loss or its gradient norm exceeds its mean by more than this number of standard
+    deviations. `spike_window` sets the steps of the mean. Unset: no step is skipped for this reason."""
 
     spike_window: Annotated[int, Field(ge=2, le=1024)] = 128
     """Number of steps from which the mean and the standard deviation for `spike_sigma` are computed: the latest steps
     that were not skipped. Detection starts after half of this number of steps."""
 
     max_skips: Annotated[int, Field(ge=1)] = 10
-    """Number of consecutive skipped steps after which `on_repeated_skips` applies (on CUDA at the next report; no
-    update happens in between)."""
+    """Number of consecutive skipped steps after which `on_repeated_skips` applies. On CUDA it applies at the next
+    report, and all steps until then are skipped."""
 
     on_repeated_skips: Literal["stop", "rollback"] = "stop"
     """Action after `max_skips` consecutive skipped steps. `stop` ends the run. `rollback` loads the last checkpoint,
@@ -145,8 +145,8 @@ class PlannerConfig(Section):
     (`job.device = "cpu"`, no `planner.device`): the machine's memory divided by the ranks on the machine."""
 
     margin_gib: Annotated[float, Field(ge=0)] | None = None
-    """Memory, in GiB, that must stay free below the limit for the verdict `fits`; `auto` chooses no mode that leaves
-    less free. Default: 5 % of the limit, and on a GPU at least 0.5."""
+    """Memory, in GiB, that must stay free below the limit. If a choice leaves less free, its verdict is not `fits`, and
+    `auto` does not take it. Default: 5 % of the limit, and on a GPU at least 0.5."""
 
     intra_node_gb_per_s: _Positive | None = None
     """Bandwidth of one GPU to other GPUs on its node, in GB/s (1e9 bytes, one direction). Default: the bandwidth of the
@@ -157,7 +157,7 @@ class PlannerConfig(Section):
     Default: the usual bandwidth for the device."""
 
     gpus_per_node: Annotated[int, Field(ge=1)] = 8
-    """GPUs of one node, or ranks of one node on CPUs. Ranks are numbered node by node."""
+    """Number of GPUs per node; on CPUs, number of ranks per node. Ranks are numbered node by node."""
 
     mfu: Annotated[float, Field(gt=0, le=1)] = 0.38
     """Assumed fraction of the peak FLOP/s that a step reaches. The peak is `metrics.peak_tflops_per_device`, or else

@@ -94,10 +94,12 @@ class MuonConfig(Section):
     """Decay of the momentum. The momentum is a running mean of the gradient."""
 
     nesterov: bool = True
-    """Use Nesterov's momentum: the update looks one step ahead."""
+    """Use Nesterov momentum: the update is `(1 - momentum)` times the gradient plus `momentum` times the new
+    momentum."""
 
     ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
-    """Number of Newton-Schulz iterations. After 5, the singular values of an update are between about 0.7 and 1.2."""
+    """Number of Newton-Schulz iterations. After 5 iterations, the singular values of an update are between about 0.7
+    and 1.2."""
 
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """Factor of the learning rate for a matrix of A rows and B columns. `match_rms_adamw`: 0.2 sqrt(max(A, B)); updates
@@ -115,7 +117,7 @@ class SGDConfig(Section):
     """Decay of the momentum per step, before the gradient is added. 0 disables momentum; SGD then has no state."""
 
     nesterov: bool = False
-    """Use Nesterov's momentum: the update looks one step ahead."""
+    """Use Nesterov momentum: the update is the gradient plus `momentum` times the new momentum."""
 
 
 class OptimizerConfig(Section):
@@ -143,7 +145,7 @@ class OptimizerConfig(Section):
     """Weight decay of all parameters except for norms, biases and embeddings. AdamW and Muon decouple it from the
     gradient; their default is 0.1. SGD adds `weight_decay` times the parameter to the gradient (L2 regularization, as
     `torch.optim.SGD`); its default is 0. A parameter group may have an algorithm with the other kind of weight decay
-    than `name`. This value does not apply to such a group; it uses the default of its algorithm."""
+    than `name`. This value does not apply to such a group. The group uses the default of its algorithm."""
 
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """PyTorch's implementation of AdamW and SGD. `fused` is the fastest on CPU and CUDA. With the others the host waits

@@ -99,36 +99,43 @@ def _read_npz(path: str, path_key: KeyPath) -> tuple[Pixels, Labels]:
 
 
 def _load_arrays(path: str, path_key: KeyPath) -> dict[str, npt.NDArray[Any]]:
-    """Return those of the arrays `images` and `labels` that a .npz file contains."""
+    """Return the arrays `images` and `labels` of an .npz file. An array that the file does not contain is absent from
+    the result."""
     try:
         with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
             return {name: np.asarray(file[name]) for name in ("images", "labels") if name in file.files}
     except OSError as error:
-        raise config_error(path_key, f"cannot be read: {error.strerror or error}", path) from None
+        raise config_error(
+            path_key, f"cannot be read: {error.strerror or error}; correct the path or the permissions", path
+        ) from None
     except Exception:  # numpy raises many types for damaged files and other formats
-        raise config_error(path_key, "is not a valid .npz file of plain arrays (numpy.savez)", path) from None
+        raise config_error(
+            path_key,
+            "is not a valid .npz file of plain arrays; write the file with numpy.savez(path, images=..., labels=...)",
+            path,
+        ) from None
 
 
 def _problems(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[str]:
     """Yield the problems of the arrays. Only the first is meaningful: later checks assume that earlier ones passed."""
     for name in ("images", "labels"):
         if name not in arrays:
-            yield f"holds no array named {name}"
+            yield f"holds no array named {name}; save the file with numpy.savez(path, images=..., labels=...)"
     images, labels = arrays["images"], arrays["labels"]
     if images.ndim not in (3, 4):
-        yield f"images must be (N, height, width) or (N, channels, height, width), but have the shape {images.shape}"
+        yield f"images have the shape {images.shape}; save them as (N, height, width) or (N, channels, height, width)"
     if images.dtype != np.uint8 and not np.issubdtype(images.dtype, np.floating):
-        yield f"images must be uint8 or floating point, but are {images.dtype}"
+        yield f"images are {images.dtype}; save them as uint8 or floating point"
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-        yield f"labels must be integers of the shape (N), but are {labels.dtype} of the shape {labels.shape}"
+        yield f"labels are {labels.dtype} of the shape {labels.shape}; save them as integers of the shape (N)"
     if len(images) != len(labels):
-        yield f"holds {len(images)} images, but {len(labels)} labels"
+        yield f"holds {len(images)} images, but {len(labels)} labels; save one label for each image"
     if not images.size:
-        yield "holds no images"
+        yield "holds no images; save at least one image with its label"
     if labels.min() < 0:
-        yield f"labels must be 0 or more, but the smallest is {labels.min()}"
+        yield f"labels must be 0 or more, but the smallest is {labels.min()}; number the classes from 0"
     if not np.isfinite(images).all():
-        yield "images must be finite, but some pixels are not"
+        yield "some pixels of the images are not finite (NaN or infinity); remove or repair these images"
 
 
 def _per_channel(value: float | tuple[float, ...], channels: int, key: KeyPath) -> Tensor:

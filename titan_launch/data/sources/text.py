@@ -49,7 +49,7 @@ class Documents:
 
 
 class TokenSource:
-    """A source whose samples are consecutive windows over one array of tokens.
+    """A source whose samples are consecutive parts of one array of tokens.
 
     The inputs of the samples do not overlap. Each token of a sample is an input once per epoch. All tokens except the
     first are also a target once.
@@ -94,7 +94,10 @@ def build_text(config: TextData, context: SourceContext) -> TokenSource:
     source = TokenSource(documents, seq_len, tokenizer.vocab_size)
     if not len(source):
         found = f"{len(documents.tokens)} tokens in {_count(len(documents.files), 'file')}{documents.note}"
-        reason = f"has no sample of seq_len + 1 = {seq_len + 1} tokens: {found}"
+        reason = (
+            f"has too few tokens for a sample of seq_len + 1 = {seq_len + 1} tokens: {found}; name more text, or set "
+            "a smaller training.seq_len"
+        )
         raise config_error((*key, "path"), reason, config.path)
     return source
 
@@ -135,7 +138,9 @@ def _tokenize(files: Files, tokenizer: Tokenizer, config: TextData, path_key: Ke
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise config_error(path_key, f"cannot read {path}: {error.strerror}") from None
+            raise config_error(
+                path_key, f"cannot read {path}: {error.strerror}; correct the permissions, or name other files"
+            ) from None
         if is_text(data):
             tokens.append(tokenizer.encode_document(data))
             taken.append((name, len(data)))

@@ -99,7 +99,8 @@ class Peak(NamedTuple):
     """Bytes of each `Category` at the peak. Their sum is `total`."""
 
     by_stream: tuple[float, ...]
-    """Peak bytes of each stream at that point, each at its own time."""
+    """Peak bytes of each stream at this point of the step. The streams may have their peaks at different times within
+    the point."""
 
 
 class Ledger:
@@ -112,7 +113,7 @@ class Ledger:
     """
 
     def __init__(self, on_host: Collection[Category] = ()) -> None:
-        """`on_host`: categories that are not in the counted memory (see the function `on_host`)."""
+        """`on_host`: categories that are in host memory and are not counted (see the function `on_host`)."""
         self.on_host = frozenset(on_host)
         self.live = [0] * len(Category)
         self.total = 0
@@ -235,7 +236,8 @@ def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footpri
 
 
 def with_growth(footprint: Footprint, longer: Footprint, factor: float) -> Footprint:
-    """Return `footprint` extrapolated to more microbatches. `longer`: the footprint of a step with some of them.
+    """Return the footprint of a step with more microbatches, extrapolated from two steps. `footprint`: the step with
+    the fewest microbatches. `longer`: a step with some more.
 
     Every peak of a phase grows by `factor` times the difference between the peaks of that phase in `longer` and in
     `footprint`. The growth counts as activations.

@@ -140,7 +140,7 @@ class _UnitPlanner:
 
     @cached_property
     def _numel_within(self) -> Counter[str]:
-        """Number of elements of the parameters of each module and all modules inside, by path."""
+        """Number of parameter elements of each module, including those of the modules inside it, by path."""
         numel: Counter[str] = Counter()
         for module in self.inventory.modules:
             own, path = sum(p.numel for p in module.parameters), module.path
@@ -190,8 +190,8 @@ class _UnitPlanner:
     def _head_unit(self) -> list[Unit]:
         """Return a unit of the modules that run last. Backward reduces their gradients first, early in backward.
 
-        Return no unit if a rule covers the output layer, or if it shares its weight with a module that runs first
-        (tied embeddings). Both modules must then be in one unit, the root.
+        Return no unit if a rule covers the output layer, or if the output layer shares its weight with the embedding.
+        (FSDP2 requires tied parameters in one unit, and the root unit then holds both modules.)
         """
         ruled = [path for path in self.inventory.head if self.assignments.governing(path) is not None]
         free = [path for path in self.inventory.head if path not in (*ruled, *self.inventory.blocks)]
@@ -208,8 +208,9 @@ class _UnitPlanner:
     def _reshard(self, modules: Sequence[str], assignment: RuleAssignment) -> bool:
         """Return whether a unit of a rule reshards after forward.
 
-        If the rule does not set it, a unit with modules of several blocks has the setting `late`: its parameters are
-        unsharded during most of forward anyway, and backward needs them first.
+        If the rule does not set `reshard_after_forward`, a unit with modules of several blocks has the setting
+        `Resharding.late`. The parameters of such a unit are unsharded during most of forward anyway, and backward needs
+        them first.
         """
         if assignment.rule.reshard_after_forward is not None:
             return assignment.rule.reshard_after_forward
@@ -219,8 +220,8 @@ class _UnitPlanner:
         return self._reshard_near(modules)
 
     def _reshard_near(self, modules: Sequence[str]) -> bool:
-        """Return True if a unit with modules of one block reshards. The last block has the setting `late`, because its
-        backward follows soon."""
+        """Return True if a unit with modules of one block reshards. The last block has the setting `Resharding.late`,
+        because the backward of the last block follows soon after its forward."""
         late = (*self.inventory.head, *outermost(self.inventory.blocks)[-1:])
         is_late = any(is_within(path, last) for path in modules for last in late)
         return self.resharding.late if is_late else self.resharding.blocks
@@ -272,7 +273,7 @@ def _tied_remedy(module: ModuleInfo, first: str, assignments: RuleAssignments) -
             return "set model.blocks so that one block holds both"
         return f'give the shared module a precision rule: match = "{module.same_as}"'
     return (
-        "set output_dtype in their rule"
+        "set output_dtype in the rule that covers both modules"
         if own is other
         else f'one rule must match both: match = ["{first}", "{module.path}"]'
     )

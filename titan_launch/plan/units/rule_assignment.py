@@ -55,7 +55,8 @@ class RuleAssignments:
         )
 
     def storage_dtype(self, assignment: RuleAssignment | None) -> str:
-        """Return the storage dtype of the parameters with an assignment. None: parameters that no rule covers."""
+        """Return the storage dtype of parameters. `assignment`: the rule that covers the parameters; None if no rule
+        covers them."""
         own = None if assignment is None else assignment.rule.storage_dtype
         return own or self._precision.storage_dtype
 
@@ -77,8 +78,11 @@ class RuleAssignments:
         return self.own.get(module.path) if is_batch_norm(module) else self.governing(module.path)
 
     def around(self, path: str) -> str:
-        """Return the dtype of the inputs of the nearest module that a rule matches: the compute dtype of that module's
-        parent."""
+        """Return the dtype of the inputs of a module that a rule covers, if the rule does not cast inputs.
+
+        The inputs come from outside of the nearest module that the rule matches directly. Their dtype is the compute
+        dtype of that module's parent.
+        """
         while path and path not in self.own:
             path = parent(path)
         return self.compute_dtype(parent(path))

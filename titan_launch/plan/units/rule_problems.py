@@ -82,7 +82,7 @@ def _has_something_to_apply_to(inventory: Inventory, path: str, rule: PrecisionR
 
 
 def _useless_patterns(assignment: RuleAssignment, candidates: Sequence[ModuleInfo]) -> Iterator[Problem]:
-    """Yield a problem for each pattern without a match, if the rule has several patterns."""
+    """If a rule has several globs, yield a problem for each glob that matches no module."""
     for index, pattern in enumerate([] if isinstance(assignment.rule.match, str) else rule_patterns(assignment.rule)):
         if not any(matches(pattern, module.path) for module in candidates):
             reason = nothing_matched(pattern, [module.path for module in candidates])
@@ -93,7 +93,7 @@ def _nothing_matched(inventory: Inventory, assignment: RuleAssignment, candidate
     rule = assignment.rule
     others = [m for m in inventory.modules if m.path not in {c.path for c in candidates} and rule_matches(rule, m)]
     if others and others[0].same_as:
-        reason = f"{others[0].path} is the same module as {others[0].same_as}; match it under that path"
+        reason = f"{others[0].path} is the same module as {others[0].same_as}; match {others[0].same_as} instead"
         return _problem(assignment, reason)
     if [m for m in others if not m.path]:
         return _problem(assignment, "matches only the model itself; set its dtypes in [precision]")
@@ -127,7 +127,7 @@ def _mixed_batch_norms(candidates: Sequence[ModuleInfo], assignments: RuleAssign
 
 
 def _mixed_matmuls(candidates: Sequence[ModuleInfo], assignments: RuleAssignments) -> Iterator[Problem]:
-    """Yield a problem for each rule under which the inputs of a matrix product have another dtype than its weights."""
+    """Yield a problem for each rule that would give a matrix product inputs and weights of different dtypes."""
     failing: dict[str, tuple[RuleAssignment, list[str]]] = {}
     for module in candidates:
         assignment = assignments.governing(module.path)
@@ -138,7 +138,7 @@ def _mixed_matmuls(candidates: Sequence[ModuleInfo], assignments: RuleAssignment
     for assignment, paths in failing.values():
         cause, remedy = ("leaves param_dtype unset", "set param_dtype")
         if assignment.rule.param_dtype is not None:
-            cause, remedy = ("has cast_forward_inputs = false", "drop that key")
+            cause, remedy = ("has cast_forward_inputs = false", "remove cast_forward_inputs")
         dtypes = f"{assignments.around(paths[0])} inputs with {assignments.compute_dtype(paths[0])} weights"
         yield _problem(assignment, f"{cause}, so {listed(paths)} would have {dtypes}, which fails; {remedy}")
 

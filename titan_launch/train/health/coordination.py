@@ -19,7 +19,7 @@ _AGENT_POLL_S = 0.5
 
 
 class StopRequest:
-    """A request to end the run, which a signal to this rank makes."""
+    """The signals that ask this rank to end the run."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -32,8 +32,9 @@ class StopRequest:
         """Handle signals until the end of the block. The first signal ends the run after its current step. A second
         signal ends this process at once with exit status 128 + its number.
 
-        Before `mark_run_built` nothing can be saved, and this rank may wait for ranks that never start. So the process
-        also ends at once when its agent ends, and at a SIGTERM after a rank of this host has failed.
+        Before `mark_run_built` the process also ends at once in two cases: its agent (`launch` or torchrun) ends, or
+        SIGTERM arrives after a rank of this host has failed. Nothing can be saved yet, and this rank may be waiting for
+        ranks that never start.
         """
         with signals_handled(self._on_signal, (*STOP_SIGNALS, RESTART_SIGNAL)):
             if AGENT_PID in os.environ:
@@ -63,7 +64,9 @@ class StopRequest:
                 exit_immediately(128 + number)
             return
         if os.environ.get("RANK", "0") == "0":  # not print: the main thread may hold the stream's lock
-            os.write(2, f"error: ended at once by a second signal, {name}\n".encode())
+            os.write(
+                2, f"error: a second signal, {name}, ended the run at once, without waiting for a checkpoint\n".encode()
+            )
         exit_immediately(128 + number)
 
 
@@ -98,6 +101,6 @@ class StepCoordinator:
         self.save_is_due = bool(due)
 
     def saved(self) -> None:
-        """Restart the interval, after a checkpoint has been started."""
+        """Restart the interval between two checkpoints. Call this method after a save has begun."""
         self._last_save = self._clock()
         self.save_is_due = False

@@ -1,4 +1,5 @@
-"""PyTorch's flight recorder: each rank's last collectives, written to files when a collective hangs, and read again."""
+"""PyTorch's flight recorder. It writes the last collectives of each rank to files when a collective hangs. `launch`
+reads these files to report the unfinished collective."""
 
 from __future__ import annotations
 
@@ -169,9 +170,10 @@ def dump_flight_recorder(run_folder: Path) -> None:
 
 
 def collectives_started() -> int:
-    """Return the number of collectives that this rank has started, without `UNWATCHED_GROUPS`; 0 without a recorder.
+    """Return the number of collectives that this rank has started; 0 without a flight recorder.
 
-    Ranks at the same point of a run have equal numbers if all belong to the same kinds of groups.
+    Collectives of the groups in `UNWATCHED_GROUPS` do not count. At the same point of a run, two ranks have equal
+    numbers if they belong to groups of the same kinds.
     """
     last: dict[tuple[str, str], int] = {}
     for backend in ("gloo", "nccl") if _has_nccl() else ("gloo",):  # in a group with both backends, both count
@@ -187,7 +189,8 @@ def _has_nccl() -> bool:
 
 
 def _gloo_record() -> bytes:
-    """Return gloo's record, with the ranks of its groups added: the comparison of ranks needs them."""
+    """Return gloo's record with the ranks of each group added. The comparison of the records of all ranks needs
+    them."""
     trace = pickle.loads(flight_record("gloo"))  # this process has just written the record
     trace["pg_config"] = {
         group.group_name: {

@@ -79,7 +79,7 @@ class ProgressBoard:
             self._store.set(_FAILED, "")
 
     def has_failed(self) -> bool:
-        """Return True if the run has failed on any rank. Without the store: False."""
+        """Return True if the run has failed on any rank. If the store is gone, return False."""
         with suppress(RuntimeError):
             return bool(self._store.check([_FAILED]))
         return False

@@ -23,13 +23,14 @@ FOLDER = "skipped_steps"
 """Folder of the records of skipped steps, in the run folder."""
 
 MAX_RECORDS = 100
-"""Maximum number of recorded steps. The step that ends the run, or makes it go back, is always recorded."""
+"""Maximum number of recorded steps. A step that ends the run, or starts a rollback, is recorded beyond this limit."""
 
 _CAUSES = "Usual causes: optimizer.lr too high, training.max_norm = 0, a precision rule that computes sums in bfloat16"
 
 
 def act_on_skipped_steps(run: Run) -> bool:
-    """Record and count the steps skipped since the last call. Stop the run or go back if there were too many.
+    """Record and count the steps skipped since the last call. If the job allows no further skipped step, stop the run
+    or go back to a checkpoint.
 
     Returns True if the run went back to a checkpoint. Raises RunError if the run stops. This function waits for the
     device, and is collective if a step was skipped.
@@ -51,7 +52,8 @@ def act_on_skipped_steps(run: Run) -> bool:
 
 
 def _stop_or_go_back(run: Run, skipped: SkippedStep, what: str, recorded: str) -> None:
-    """Go back to a checkpoint or raise RunError, after the last allowed skipped step. No update has followed it."""
+    """Go back to a checkpoint or raise RunError, as `[debug]` demands. `skipped`: the last allowed skipped step. No
+    parameter was updated after this step."""
     debug = run.config.debug
     if skipped.reason == "nonfinite" and debug.on_nonfinite == "stop":
         raise RunError(
@@ -71,7 +73,7 @@ def _stop_or_go_back(run: Run, skipped: SkippedStep, what: str, recorded: str) -
 
 
 def _losses_by_rank(new_steps: SkippedSteps) -> list[list[float]]:
-    """Return, for each skipped step, the parts of the loss by rank."""
+    """Return a list for each skipped step: each rank's part of the loss."""
     by_rank = on_all_ranks(lambda: [skipped.own_loss for skipped in new_steps.steps])
     return [list(losses) for losses in zip(*by_rank, strict=True)]
 
@@ -108,7 +110,7 @@ def _go_back(run: Run, reason: str) -> None:
 
 
 def _describe(run: Run, skipped: SkippedStep, losses: list[float]) -> str:
-    """Return a description of the problem, without its consequences."""
+    """Return a clause that says why a step was skipped, without the reaction of the run."""
     if skipped.reason == "nonfinite":
         ranks = [str(rank) for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         where = f", on rank {', '.join(ranks)}" if ranks else ""

@@ -46,7 +46,8 @@ class SkippedSteps:
 
     steps: tuple[SkippedStep, ...]
     last: SkippedStep | None
-    """The skipped step at which the run must stop or go back, or None. No update has followed it."""
+    """The skipped step at which the run must stop or go back to a checkpoint, or None. No parameter was updated after
+    this step."""
 
 
 class StepGuard:
@@ -86,8 +87,8 @@ class StepGuard:
     def check(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return 1 if all ranks must skip this step, else 0, as a scalar on the device. Collective.
 
-        `loss`: this rank's part of the loss. `grad_norm`: norm of the whole gradient, equal on the ranks that share its
-        shards. Both are scalars.
+        `loss`: this rank's part of the loss. `grad_norm`: norm of the gradient of all parameters, equal on all ranks of
+        one replica of the model. Both are scalars.
         """
         is_finite = torch.isfinite(loss + grad_norm)
         summed = torch.stack([(~is_finite).double(), loss.double(), grad_norm.double() / dist.get_world_size()])
@@ -112,7 +113,8 @@ class StepGuard:
         return skip.float()
 
     def _limits(self) -> Tensor:
-        """Return the limits of loss and norm, float64 `[2]`. They are infinite until half of the window is filled."""
+        """Return the limits of loss and gradient norm, float64 `[2]`. The limits are infinite until the history has
+        half of `debug.spike_window` steps."""
         if self._sigma is None:
             return self._no_limits
         filled = self._filled.clamp(max=self._window)
@@ -157,7 +159,7 @@ class StepGuard:
         return {"history": self._history.clone(), "filled": self._filled.clone(), "skips": self._skips.clone()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore a saved state. Without detection of spikes the history is dropped, so that it does not become stale.
+        """Restore a saved state. If the job does not detect spikes, drop the saved history, which would not be updated.
 
         Raises ValueError for invalid counts.
         """

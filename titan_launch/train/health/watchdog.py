@@ -40,7 +40,8 @@ _STDERR = 2
 
 _TIMED_OUT = ("Timed out waiting", "wait timeout after", "operation timeout")
 _CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer")
-"""Parts of the messages of gloo's errors. Only the message identifies such an error: its type is RuntimeError.
+"""Parts of the messages of gloo's errors. Only its message identifies an error of gloo, because its type is
+RuntimeError.
 
 NCCL raises errors in the training thread only with TORCH_NCCL_BLOCKING_WAIT=1. By default its watchdog thread aborts
 the process, and `launch` reports the unfinished collective."""
@@ -179,7 +180,8 @@ class Watchdog:
                 self._report(now, board, pause)
 
     def _report(self, now: ProgressPoint, board: ProgressBoard, pause: float) -> None:
-        """Write the stacks and the flight record, and log the ranks that are behind: as a warning on rank 0 only."""
+        """Write the stacks and the flight record, and log the ranks that are behind. The level of the log line is
+        WARNING on rank 0, and INFO on other ranks."""
         board.publish(with_collectives(now))
         self._closing.wait(2 * pause)  # until the other ranks have published
         level = logging.WARNING if self._ranks.is_rank_0 else logging.INFO

@@ -53,10 +53,11 @@ Load = int | str
 
 
 def prepare_run_folder(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
-    """Prepare and lock the run folder, on one rank. A run that resumes keeps the folder; another run gets an empty one.
+    """Prepare and lock the run folder, on one rank. A resumed run keeps the folder; a new run gets an empty folder.
 
-    An earlier run that is not resumed is moved as a whole to `<name>.<its start time>`, so nothing is lost. A restart
-    of the same launch keeps its folder. The folder is locked until `stack` is closed or the process ends.
+    The folder of an earlier run that is not resumed is renamed to `<name>.<start time of that run>`, so nothing is
+    lost. A restart of the same launch keeps its folder. The folder is locked until `stack` is closed or the process
+    ends.
 
     Raises ConfigError if the folder cannot be written, is not a run folder, or is in use by another launch. Raises
     ConfigError if the folder has checkpoints although `checkpoint.load` is a path. Raises the errors of
@@ -104,7 +105,8 @@ def effective_load(folder: Path, config: JobConfig, attempt: Attempt) -> Load:
 
 
 def recorded_modes(folder: Path, config: JobConfig, attempt: Attempt) -> Choice | None:
-    """Return the modes of accumulation and activation checkpointing of the run to resume; None without a resume."""
+    """Return the modes of gradient accumulation and activation checkpointing of the run to resume. If no run is
+    resumed, return None."""
     resumes = _resumes(folder, config, effective_load(folder, config, attempt))
     saved = recorded_table(folder, config) if resumes else None
     if saved is None:
@@ -174,8 +176,8 @@ class OpenRunFolder:
             os.close(self._descriptor)
 
     def check(self) -> None:
-        """Raise RunError if the path now names another folder or none. Checkpoints would be lost, or written
-        elsewhere."""
+        """Raise RunError if the run folder was deleted, moved or replaced. Later checkpoints would be lost, or written
+        to another folder."""
         try:
             if os.path.samestat(os.fstat(self._descriptor), os.stat(self.path)):
                 return
@@ -239,8 +241,8 @@ def _check_kinds(folder: Path, config: JobConfig) -> None:
 
 
 def _has_begun(folder: Path) -> bool:
-    """Return True if the folder holds a configuration or checkpoints. A run that ended before its first step has
-    none."""
+    """Return True if the folder holds a recorded configuration or checkpoints. A run that ended before it was built
+    has neither."""
     return (folder / CONFIG_FILE).exists() or bool(checkpoint_steps(checkpoint_folder(folder)))
 
 
@@ -251,14 +253,13 @@ def _is_restart(folder: Path, config: JobConfig, attempt: Attempt) -> bool:
 
 
 def _restarts_without_checkpoint(folder: Path, config: JobConfig, attempt: Attempt) -> bool:
-    """Return True for a restart before the first checkpoint.
-
-    If there is a checkpoint that is not resumed, the earlier run had ended, and its folder is moved away."""
+    """Return True if this attempt is a restart of the same launch, and there is no checkpoint yet. Then the folder is
+    kept, although no checkpoint is resumed."""
     return _is_restart(folder, config, attempt) and not checkpoint_steps(checkpoint_folder(folder))
 
 
 def _resumes(folder: Path, config: JobConfig, load: Load) -> bool:
-    """Return True if a run resumes from its folder."""
+    """Return True if the run resumes from a checkpoint in its own folder."""
     possible = config.checkpoint.enable and load != "none" and not _is_path(load)
     return possible and bool(checkpoint_steps(checkpoint_folder(folder)))  # also if they are damaged
 
@@ -275,7 +276,7 @@ def _check_step_is_there(folder: Path, load: Load) -> None:
 
 
 def _check_loads_from_elsewhere(folder: Path, config: JobConfig, load: Load) -> None:
-    """Raise ConfigError if a run that starts anew would load a checkpoint from the folder that it moves away."""
+    """Raise ConfigError if a new run would load a checkpoint from the earlier run's folder, which is moved away."""
     paths = {"load": str(load) if _is_path(load) else None, "initial_load_path": config.checkpoint.initial_load_path}
     for key, path in paths.items():
         if path is not None and Path(path).resolve().is_relative_to(folder.resolve()):
@@ -287,7 +288,7 @@ def _check_loads_from_elsewhere(folder: Path, config: JobConfig, load: Load) -> 
 
 
 def _check_path_goes_with_folder(folder: Path, config: JobConfig, load: Load) -> None:
-    """Raise ConfigError if a run with checkpoints would load another run's checkpoint."""
+    """Raise ConfigError if `checkpoint.load` is a path, but the run folder already has checkpoints."""
     steps = complete_steps(checkpoint_folder(folder)) if config.checkpoint.enable else []
     if _is_path(load) and steps:
         reason = (
@@ -303,9 +304,9 @@ def _other_experiment_error(
     """Return the error for an earlier run with another configuration: the differences, and what the user can do."""
     ways = []
     if has_checkpoints and not _is_path(load) and not _is_other_model(changed):
-        ways.append("--checkpoint.accept_changes=true resumes it nevertheless")
+        ways.append("--checkpoint.accept_changes=true resumes the earlier run nevertheless")
     if not _is_path(load):
-        ways.append("--checkpoint.load=none starts anew and moves it away")
+        ways.append("--checkpoint.load=none starts a new run and moves the earlier run's folder away")
     ways.append("--job.name=... uses another folder")
     kind = "model, which cannot be resumed" if _is_other_model(changed) else "experiment"
     lines = [
@@ -322,7 +323,8 @@ def _is_other_model(changed: Sequence[Difference]) -> bool:
 
 
 def _check_no_launch_is_between_attempts(folder: Path, config: JobConfig, attempt: Attempt) -> None:
-    """Raise ConfigError if another launch is between two attempts. Such a launch holds no lock."""
+    """Raise ConfigError if another launch is about to restart its ranks in the folder. Between two attempts a launch
+    does not hold the lock."""
     launch = recorded_launch(folder, config)
     agent = None if launch is None or attempt.continues(launch) else launch.agent_alive_here()
     if agent is not None:
@@ -330,7 +332,7 @@ def _check_no_launch_is_between_attempts(folder: Path, config: JobConfig, attemp
         raise config_error(("job", "name"), reason, config.job.name)
 
 
-_WAIT = "wait for it, or choose another name"
+_WAIT = "wait until it has ended, or choose another name"
 
 
 def _lock(folder: Path, config: JobConfig, stack: ExitStack) -> None:

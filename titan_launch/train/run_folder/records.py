@@ -38,15 +38,16 @@ UNITS_FILE = "units.json"
 """Table of the FSDP2 units."""
 
 _SECTIONS = TypeAdapter(dict[str, dict[str, Any]])
-"""Form of a recorded configuration in every version of the launcher."""
+"""Type of a recorded configuration: tables by section. Every version of the launcher writes this type."""
 
 
 def record_run(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack) -> None:
-    """Write the launch and the resolved configuration, which can be passed as `--config`. Log changes of the
-    configuration.
+    """Write `launch.json` and `config.json` to the run folder. `config.json` is the resolved configuration, and can be
+    passed as `--config`. Log the keys that have changed since the run began.
 
-    Call this function after everything that can fail: later restarts of this launch do not apply `checkpoint.load`
-    again. When `stack` is closed without an error, the launch is recorded as ended.
+    Call this function after everything that can fail, because a restart of this launch then loads the newest
+    checkpoint instead of `checkpoint.load` (see `effective_load`). When `stack` is closed without an error, the launch
+    is recorded as ended.
     """
     before = recorded_table(folder, config)
     replace_text(folder / LAUNCH_FILE, launch_of(attempt, has_ended=False).to_json())
@@ -79,16 +80,16 @@ def describe_difference(difference: Difference) -> str:
 
 
 def table_of(config: JobConfig) -> dict[str, Any]:
-    """Return a configuration in the form of its record."""
+    """Return a configuration as the dict that `config.json` contains."""
     table: dict[str, Any] = json.loads(dump_job(config))
     return table
 
 
 def recorded_table(folder: Path, config: JobConfig) -> dict[str, Any] | None:
-    """Return the recorded configuration of the run in a folder, or None. Keys that the
-    record lacks have their defaults.
+    """Return the configuration in the `config.json` of a run folder; None without that file. A key that the file lacks
+    gets its default.
 
-    Raises ConfigError if the record is not a configuration."""
+    Raises ConfigError if the file is not a configuration."""
     path = folder / CONFIG_FILE
     with damage_explained(path, f"move {folder} away", config):
         try:
@@ -102,7 +103,8 @@ def recorded_table(folder: Path, config: JobConfig) -> dict[str, Any] | None:
 
 
 def recorded_launch(folder: Path, config: JobConfig) -> Launch | None:
-    """Return the last launch that wrote to a folder, or None. Raises ConfigError if the record cannot be read."""
+    """Return the last launch that wrote to a run folder, from `launch.json`; None without that file. Raises ConfigError
+    if the file cannot be read."""
     path = folder / LAUNCH_FILE
     with damage_explained(path, "delete it", config):
         try:

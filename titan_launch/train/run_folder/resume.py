@@ -69,9 +69,9 @@ def open_checkpoints(
     ranks: Ranks,
     stack: ExitStack,
 ) -> CheckpointManager | None:
-    """Return the manager that writes the run's checkpoints, closed with `stack`. Collective.
+    """Return the manager that writes the run's checkpoints. Closing `stack` closes the manager. Collective.
 
-    For a run that saves no checkpoints, log that and return None."""
+    If the run saves no checkpoints, log a line that says so, and return None."""
     if not config.checkpoint.enable and not config.checkpoint.save_last:
         _log.info("checkpoints: none will be saved (checkpoint.enable and checkpoint.save_last are false)")
         return None
@@ -125,7 +125,8 @@ def advice_without_folder(config: JobConfig) -> str:
 
 
 def _own_checkpoint(folder: Path, load: Load) -> Path | None:
-    """Return the checkpoint in the run folder that `load` names; None if `load` names none there."""
+    """Return the checkpoint of the run folder that `load` selects; None if `load` is a path or `"none"`, or if the
+    folder has no checkpoint."""
     checkpoints = checkpoint_folder(folder)
     if load == "latest":
         return newest_valid(checkpoints, set_damaged_aside=True)
@@ -169,7 +170,7 @@ def _resume(
 def _data_change(checkpoint: Path, section: str, sources: Sources) -> str:
     """Return a clause that describes how the data of a section has changed since a checkpoint was saved. Collective.
 
-    Return "" if the data is the same on all ranks, or if one of the two runs reads no data for this section.
+    Return "" if no rank finds a change. Also return "" if the checkpoint or this job has no data for the section.
     """
     before = read_manifest(checkpoint).data.get(section)
     if before is None or section not in sources:

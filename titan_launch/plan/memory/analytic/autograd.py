@@ -19,8 +19,9 @@ from titan_launch.plan.memory.analytic.tensors import Backward, Leaf, Node, Save
 from titan_launch.plan.memory.ledger import Category, Ledger
 
 Keeps = Callable[[], Callable[[str], bool]]
-"""Returns, for one run of a block, a function of an operation's name: True if selective activation checkpointing
-saves the result. The function is called for each costly operation, in the order in which they run."""
+"""A factory of predicates for selective activation checkpointing. Each run of a block gets a new predicate. The
+predicate takes the name of a costly operation, and returns True if the result of the operation is saved. It is called
+once per costly operation, in the order in which they run."""
 
 
 class _BlockRepeated(Exception):  # noqa: N818 (not an error)
@@ -37,7 +38,8 @@ class _Saved:
 
 
 class _Block:
-    """A forward of a checkpointed block: the function to run again, and the tensors of the second run."""
+    """One run of a checkpointed block in forward: the function that backward runs again, and the tensors of the second
+    run."""
 
     def __init__(self, compute: Callable[[Tensor], Tensor], x: Tensor, keeps: Keeps | None):
         self.compute = compute
@@ -52,7 +54,7 @@ class _Block:
 
 
 class Autograd:
-    """The autograd engine. It also makes the tensors, whose memory its ledger counts."""
+    """The autograd engine. It also makes all tensors, and its ledger counts their memory."""
 
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
@@ -95,7 +97,8 @@ class Autograd:
     def run_costly(self, name: str, compute: Callable[[], Any]) -> Any:
         """Return the result of `compute`, an operation that selective activation checkpointing may save.
 
-        The second forward returns the saved result instead of running the operation again. Its tensors have no node.
+        The second forward of a checkpointed block returns the saved result instead of running the operation again. The
+        tensors of a saved result have no node.
         """
         block = self._repeating or self._recording
         if block is None or self._keep is None or not self._keep(name):
@@ -158,7 +161,8 @@ class Autograd:
         return results
 
     def _converted(self, following: Node | None, gradient: Tensor | None) -> Tensor | None:
-        """Return a gradient in the dtype that the parameter accumulates. Gradients of other nodes stay unchanged."""
+        """If `following` is the node of a parameter, return the gradient in the dtype in which the parameter
+        accumulates gradients. For other nodes, return the gradient unchanged."""
         if not isinstance(following, Leaf) or gradient is None:
             return gradient
         dtype = following.grad_dtype(gradient.dtype)

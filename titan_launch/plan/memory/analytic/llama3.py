@@ -30,7 +30,7 @@ class AnalyticLlama3:
         self.statistics_ranks = context.statistics_ranks
 
     def forward(self, tokens: Tensor, blocks: Iterable[str]) -> Tensor:
-        """Return the logits of `tokens`, computed through `blocks` only."""
+        """Return the logits of `tokens`. Only the blocks with the paths `blocks` run."""
         x = self.call("tok_embeddings", self._embed, tokens)
         for path in blocks:
             x = self.call(path, self._block(path), x)

@@ -54,7 +54,7 @@ class ReplayContext:
     autograd: Autograd
     kernels: Kernels
     weight: Callable[[str], Tensor]
-    """Returns the parameter with a full name."""
+    """Returns the parameter with the given full name."""
 
     call: Callable[[str, Compute, Tensor], Tensor]
     """Runs the module at a path as `nn.Module.__call__` does, with FSDP2's hooks."""
@@ -67,7 +67,8 @@ class Forward(Protocol):
     """The replayed forward of a model for one microbatch."""
 
     def __call__(self, inputs: Tensor, blocks: Iterable[str], /) -> Tensor:
-        """Return the logits. Only the given blocks run: a shallower model has fewer blocks than its arguments say."""
+        """Return the logits. Only the blocks with the paths `blocks` run. (A shallower model is the model with some
+        blocks removed; its arguments still have the full number of blocks.)"""
 
 
 @dataclass(frozen=True)
@@ -75,19 +76,19 @@ class AnalyticModel:
     """A language model that the analytic engine supports. `args` are the model's arguments."""
 
     inventory: Callable[[Any, int], Inventory]
-    """Returns the table of the model's modules for (args, seq_len), equal to the result of
+    """Function of (args, seq_len) that returns the table of the model's modules, equal to the result of
     `models.build.take_inventory`."""
 
     build: Callable[[Any, ReplayContext], Forward]
-    """Returns the forward for (args, context)."""
+    """Function of (args, context) that returns the forward of the model."""
 
     unknown_part: Callable[[JobConfig], str | None] = lambda config: None
     """Returns the part of a job that the engine does not support for this model, in words; None if there is none."""
 
 
 def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> list[GroupSizes]:
-    """Return the shards of the trained parameters by optimizer group. A shared parameter is listed once, and any of its
-    paths can match a group."""
+    """Return the shards of the trained parameters by optimizer group. A shared parameter is listed once. It belongs to
+    a group if any of its paths matches the glob of the group."""
     paths: defaultdict[str, list[str]] = defaultdict(list)
     undecayed: defaultdict[str, bool] = defaultdict(bool)
     inner: defaultdict[str, bool] = defaultdict(lambda: True)
@@ -158,8 +159,8 @@ class Replay:
         return self._ledger.footprint()
 
     def _make_units(self) -> dict[str, ShardedUnit]:
-        """Return the FSDP2 units by the paths of their modules. Set the context's units in the order of the model's
-        modules."""
+        """Return the FSDP2 unit of each module, by path. Also store the units in FSDP2's context, in the order of the
+        model's modules."""
         parameters = parameters_by_unit(self._plan.inventory, self._plan.units)
         units = [ShardedUnit(self._context, *pair) for pair in zip(self._plan.units, parameters, strict=True)]
         by_path = {path: unit for unit in units for path in unit.unit.modules}

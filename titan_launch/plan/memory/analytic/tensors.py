@@ -61,8 +61,8 @@ Saved = Callable[[], Sequence[Tensor]]
 
 
 class Node:
-    """An operation of backward. A node runs when all its gradients have arrived. Of these nodes, the newest runs
-    first."""
+    """An operation of backward. A node is ready when all its gradients have arrived. Of the nodes that are ready, the
+    newest runs first."""
 
     __slots__ = ("backward", "hooks", "inputs", "saved", "sequence")
 
