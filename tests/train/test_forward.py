@@ -14,7 +14,7 @@ from torch import nn
 from tests.distributed import run_command
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.loss import cross_entropy_sum
-from titan_launch.train.forward import call_model, check_embeddings, check_signature, checked_loss
+from titan_launch.train.forward import check_embeddings, check_signature, checked_loss, forward_explained
 
 MODEL = """
 import torch
@@ -324,8 +324,9 @@ class Masked(nn.Module):
 
 
 def test_a_plain_attribute_on_another_device_is_named() -> None:
-    with pytest.raises(ConfigError) as caught:
-        call_model(nn.Sequential(Masked()), torch.ones(2, 2), torch.zeros(2, dtype=torch.int64), cross_entropy_sum)
+    model, inputs = nn.Sequential(Masked()), torch.ones(2, 2)
+    with pytest.raises(ConfigError) as caught, forward_explained(model, inputs, cross_entropy_sum):
+        model(inputs)
     assert "the model's forward fails at" in str(caught.value) and str(caught.value).endswith(
         "; Masked (0) holds a tensor on meta in the plain attribute masks, and the launcher moves only parameters and "
         'buffers to cpu; register it in __init__: self.register_buffer("masks", ..., persistent=False)'

@@ -23,7 +23,7 @@ from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.plan.layout import plan_layout
 from titan_launch.train.auto_mode import plan_precision
-from titan_launch.train.forward import OwnLoss, loss_function
+from titan_launch.train.forward import OwnLoss, loss_function, select_outputs
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.model import build_on_all_ranks, shard_model
 from titan_launch.train.step import TrainStep, validate
@@ -136,12 +136,15 @@ def test_the_gradient_is_that_of_one_big_batch() -> None:
 def test_a_loss_that_shifts_the_labels_again_is_refused() -> None:
     torch.manual_seed(0)
     inputs, targets = (tensor[0] for tensor in batches())
-    loss = OwnLoss("mean", "tokens")
-    loss(WithLabels("tuple")(inputs, targets), targets)
+
+    def compute(model: nn.Module, loss: OwnLoss) -> Tensor:
+        return loss(select_outputs(model(inputs, targets), targets, loss), targets)
+
+    compute(WithLabels("tuple"), OwnLoss("mean", "tokens"))
     model, loss = WithLabels("shifted"), OwnLoss("mean", "tokens")
     nn.init.zeros_(model.output.weight)
     nn.init.zeros_(model.output.bias)
-    loss(model(inputs, targets), targets)  # all logits are equal, so both alignments have the same loss
+    compute(model, loss)  # all logits are equal, so both alignments have the same loss
     nn.init.normal_(model.output.weight)
     with pytest.raises(ConfigError, match="forward shifts the labels by one token, but the targets are shifted"):
-        loss(model(inputs, targets), targets)
+        compute(model, loss)

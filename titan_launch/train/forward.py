@@ -7,6 +7,7 @@ import linecache
 import re
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, Literal
@@ -48,25 +49,46 @@ def check_signature(model: nn.Module, unit: SampleUnit, has_own_loss: bool = Fal
         raise _error(f"{location} cannot be called with {call} ({error})".lstrip(), contract) from None
 
 
-def call_model(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss) -> Any:
-    """Return the first argument of `loss`: the logits of a microbatch, or with `OwnLoss` all outputs of the model.
-
-    Raise ConfigError when the forward fails because it expects other inputs, and when its outputs hold no logits.
-    """
-    arguments, contract = {}, _logits_contract(_unit_of(inputs))
-    if isinstance(loss, OwnLoss):
-        arguments, contract = loss.arguments(model, targets), loss.contract
+@contextmanager
+def forward_explained(model: nn.Module, inputs: Tensor, loss: Loss) -> Iterator[None]:
+    """Raise ConfigError when a model's forward fails because it expects other inputs, because an embedding has too few
+    rows, or because of a tensor on another device."""
     try:
-        outputs = model(inputs, **arguments)
+        yield
     except Exception as error:
+        contract = loss.contract if isinstance(loss, OwnLoss) else _logits_contract(_unit_of(inputs))
         problem = _explanation(error, model, inputs, contract)
         if problem is None:
             raise
         raise problem from error
+
+
+def label_arguments(model: nn.Module, targets: Tensor, loss: Loss) -> dict[str, Tensor]:
+    """Return the keyword arguments of a forward: with `OwnLoss`, the labels.
+
+    The language models of `transformers` shift `labels` by one token, and not `shift_labels`. Their forward passes
+    `shift_labels` on to `loss_function` among other keyword arguments.
+    """
+    if not isinstance(loss, OwnLoss):
+        return {}
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "shift_labels" in parameters or (takes_any and hasattr(model, "loss_function")):
+        return {"labels": targets, "shift_labels": targets}
+    return {"labels": targets}
+
+
+def select_outputs(outputs: Any, targets: Tensor, loss: Loss) -> Any:
+    """Return the outputs of a model that `loss` reads: the logits, or with `OwnLoss` a tuple of loss and logits.
+
+    The others, such as a cache of keys and values, are freed before the loss is computed. Raise ConfigError when the
+    outputs have neither.
+    """
     if isinstance(loss, OwnLoss):
-        return outputs
+        return loss.find(outputs), find_logits(outputs, targets)
     logits = outputs if isinstance(outputs, Tensor) else find_logits(outputs, targets)
     if logits is None:
+        contract = _logits_contract("tokens" if targets.ndim > 1 else "images")
         raise _error(f"returns a {type(outputs).__name__}{_without_logits(outputs)}", contract)
     return logits
 
@@ -106,32 +128,24 @@ class OwnLoss:
         self.contract = _own_loss_contract(unit)
         """The part of an error that says what a forward gets and must return."""
 
-    def arguments(self, model: nn.Module, targets: Tensor) -> dict[str, Tensor]:
-        """Return the keyword arguments of a forward.
-
-        The language models of `transformers` shift `labels` by one token, and not `shift_labels`. Their forward passes
-        `shift_labels` on to `loss_function` among other keyword arguments.
-        """
-        parameters = inspect.signature(model.forward).parameters
-        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-        if "shift_labels" in parameters or (takes_any and hasattr(model, "loss_function")):
-            return {"labels": targets, "shift_labels": targets}
-        return {"labels": targets}
-
-    def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the sum of the loss, in fp32: a mean is multiplied by the number of valid targets.
-
-        Raise ConfigError if the outputs hold no loss, or if the loss shifts the targets once more.
-        """
+    def find(self, outputs: Any) -> Tensor:
+        """Return the loss in a model's outputs, in fp32. Raise ConfigError if there is none."""
         loss = _entry(outputs, "loss")
         if loss is None:
             loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f" of the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
             raise _error(f"returns a {type(loss).__name__}{shape} instead of a loss", self.contract)
-        loss = loss.float().reshape(())
+        return loss.float().reshape(())
+
+    def __call__(self, outputs: tuple[Tensor, Tensor | None], targets: Tensor) -> Tensor:
+        """Return the sum of the loss: a mean is multiplied by the number of valid targets. `outputs`: loss and logits.
+
+        Raise ConfigError if the loss shifts the targets once more.
+        """
+        loss, logits = outputs
         if self._checks_shift:
-            self._check_shift(loss.detach(), find_logits(outputs, targets), targets)
+            self._check_shift(loss.detach(), logits, targets)
         if self._reduction == "sum":
             return loss
         num_valid = count_valid(targets)

@@ -20,7 +20,7 @@ from titan_launch.optim.registry import step_unless
 from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.fsdp import discard_pending
-from titan_launch.train.forward import call_model, find_logits
+from titan_launch.train.forward import find_logits, forward_explained, label_arguments, select_outputs
 from titan_launch.train.health.step_guard import StepGuard
 
 if TYPE_CHECKING:
@@ -181,7 +181,8 @@ def forward_backward(
     The function frees inputs, outputs and loss when it returns, before the next microbatch allocates its own.
     """
     inputs, targets = (tensor.to(device, non_blocking=True) for tensor in microbatch)
-    outputs = call_model(model, inputs, targets, loss_sum)
+    with forward_explained(model, inputs, loss_sum):
+        outputs = select_outputs(model(inputs, **label_arguments(model, targets, loss_sum)), targets, loss_sum)
     loss = loss_of(outputs, targets, valid_global(), loss_sum)
     del outputs  # the autograd graph keeps the tensors that backward needs
     loss.backward()
@@ -215,7 +216,8 @@ def validate(
     for batch in batches:
         inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
         if pipeline is None:
-            outputs = call_model(model, inputs, targets, loss_sum)
+            with forward_explained(model, inputs, loss_sum):
+                outputs = select_outputs(model(inputs, **label_arguments(model, targets, loss_sum)), targets, loss_sum)
         elif (outputs := run_forward(pipeline, inputs, device)) is None:
             continue  # another rank holds the last stage
         totals[0] += loss_sum(outputs, targets)
