@@ -20,7 +20,7 @@ from tests.models.parity import CASES, VOCABULARY, parity, random_model, read_mo
 from titan_launch.cli import main
 from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, resolve_args
 from titan_launch.config.architectures.decoder import DecoderArgs
-from titan_launch.config.huggingface.config_json import arguments_of, config_of
+from titan_launch.config.huggingface.config_json import arguments_of, config_of, differences, read_folder_config
 from titan_launch.config.huggingface.families import FAMILIES
 from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.models.weights.folder import INDEX, WeightsFolder
@@ -59,6 +59,115 @@ def test_published_sizes_are_expressed_as_transformers_reads_them(model_type: st
         assert resolve_args(name, ALL_IN_ARGS, arguments_of(config)).num_layers() == args.n_layers
         read = AutoConfig.for_model(**json.loads(json.dumps(config))).to_dict()  # it changes tables in place
         assert config_of(name, resolve_args(name, ALL_IN_ARGS, arguments_of(read)), "bfloat16", 4096) == config
+
+
+def sizes(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, vocabulary: int) -> dict[str, Any]:
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    return {**dict(zip(names, (dim, layers, heads, kv_heads, hidden), strict=True)), "vocab_size": vocabulary}
+
+
+LLAMA_3_1 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+GEMMA = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6}
+
+PUBLISHED: dict[tuple[str, str], dict[str, Any]] = {
+    ("llama3", "8B"): {
+        **sizes(4096, 32, 32, 8, 14336, 128256),
+        "model_type": "llama",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": LLAMA_3_1,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "tie_word_embeddings": False,
+    },
+    ("qwen2", "0.5B"): {
+        **sizes(896, 24, 14, 2, 4864, 151936),
+        "model_type": "qwen2",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "max_window_layers": 24,
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+    },
+    ("qwen3", "0.6B"): {
+        **sizes(1024, 28, 16, 8, 3072, 151936),
+        "model_type": "qwen3",
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "rope_scaling": None,
+        "max_window_layers": 28,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "tie_word_embeddings": True,
+    },
+    ("mistral", "7B"): {
+        **sizes(4096, 32, 32, 8, 14336, 32000),
+        "model_type": "mistral",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+    },
+    ("gemma2", "2B"): {
+        **sizes(2304, 26, 8, 4, 9216, 256000),
+        "model_type": "gemma2",
+        **GEMMA,
+        "hidden_act": "gelu_pytorch_tanh",
+        "rope_theta": 10000.0,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+    },
+    ("gemma3", "1B"): {
+        **sizes(1152, 26, 4, 1, 6912, 262144),
+        "model_type": "gemma3_text",
+        **GEMMA,
+        "rope_theta": 1000000,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    },
+    ("gpt2", "124M"): {
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "n_ctx": 1024,
+        "vocab_size": 50257,
+        "layer_norm_epsilon": 1e-5,
+        "activation_function": "gelu_new",
+        "attn_pdrop": 0.1,
+    },
+    ("phi3", "mini-4k"): {
+        **sizes(3072, 32, 32, 32, 8192, 32064),
+        "model_type": "phi3",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "sliding_window": 2047,
+        "original_max_position_embeddings": 4096,
+        "attention_bias": False,
+    },
+}
+"""The keys of published `config.json` files that decide the computation, by model and flavor."""
+
+
+@pytest.mark.parametrize(("name", "flavor"), PUBLISHED)
+def test_a_published_config_is_the_flavor(name: str, flavor: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name, flavor]))
+    found = read_folder_config(tmp_path)
+    assert found.name == name and differences(name, resolve_args(name, flavor, {}), found) == []
+    assert ("dropout is not applied: attn_pdrop = 0.1" in found.notes) == (name == "gpt2")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
     text = "dtype of the weights (default: that of the parameters in the checkpoint)"
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
     text = "largest size of a file with format hf (default: 5GB)"
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help=text)
+    parser.add_argument("--max-shard-size", metavar="SIZE", help=text)
     text = "rows of the vocabulary to write with format hf; the others are padding (default: those of model.weights)"
     parser.add_argument("--vocab-size", type=at_least(1), metavar="N", help=text)
 
@@ -31,13 +31,17 @@ def run(arguments: Namespace) -> int:
     """Write the folder, and print what it holds."""
     from titan_launch.checkpoint.manifest import DamagedCheckpointError
     from titan_launch.config.huggingface.features import WeightsError
-    from titan_launch.train.export import ExportOptions, export
+    from titan_launch.train.export import DEFAULT_SHARD_SIZE, ExportOptions, export
 
+    if arguments.format == "plain":
+        for option in ("max_shard_size", "vocab_size"):
+            if getattr(arguments, option) is not None:
+                raise UserError(f"error: --{option.replace('_', '-')} is for --format hf; remove it")
     options = ExportOptions(
         is_plain=arguments.format == "plain",
         step=arguments.step,
         dtype=arguments.dtype,
-        max_shard_size=arguments.max_shard_size,
+        max_shard_size=arguments.max_shard_size or DEFAULT_SHARD_SIZE,
         vocab_size=arguments.vocab_size,
     )
     try:

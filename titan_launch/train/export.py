@@ -34,6 +34,8 @@ from titan_launch.models.weights.writing import (
 )
 from titan_launch.train.run_folder.folder import checkpoint_folder
 
+DEFAULT_SHARD_SIZE = "5GB"
+
 
 @dataclass(frozen=True)
 class ExportOptions:
@@ -44,7 +46,7 @@ class ExportOptions:
 
     step: int | None = None
     dtype: str | None = None
-    max_shard_size: str = "5GB"
+    max_shard_size: str = DEFAULT_SHARD_SIZE
     vocab_size: int | None = None
 
 
