@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
-from tests.models.huggingface_folders import CONFIGS, NORMS, VOCABULARY
+from tests.models.huggingface_folders import CONFIGS, NORMS, VOCABULARY, needs_transformers
 from tests.tensors import assert_equal, full_state
 from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank
 from titan_launch.config.job import JobConfig
@@ -32,6 +32,8 @@ from titan_launch.train.run_folder.records import AUDIT_FILE
 SEED, TOKENS, STEPS, RATE, EPS = 3, 16, 4, 1e-2, 1e-3
 IMAGES = ("vit", "resnet")
 TENSOR_PARALLEL = {"tensor_parallel_degree": 2, "sequence_parallel": False}
+
+pytestmark = needs_transformers
 
 Batch = tuple[Tensor, Tensor]
 
@@ -149,7 +151,8 @@ def resume(folder: Path, name: str, images: str) -> list[float]:
 
 def train_everything(folder: Path, images: str) -> dict[str, dict[str, list[float]]]:
     """Return the losses of every model, trained in several ways on the ranks of the test."""
-    pytest.importorskip("transformers")
+    import transformers  # noqa: F401
+
     gc.freeze()  # a garbage collection would visit all objects of the library
     losses: dict[str, dict[str, list[float]]] = {}
     with replaced(build, "MemoryCheck", lambda *_: None):  # another process would trace the memory

@@ -127,10 +127,13 @@ def find_pipeline_order(module: nn.Module, patterns: Sequence[str]) -> tuple[str
     for pattern in patterns:
         found = [path for path in paths if matches(pattern, path)]
         if not found:
-            problems.append(f'pipeline_order has "{pattern}", which {nothing_matched(pattern, paths, containers)}')
+            problems.append(
+                f'the model\'s pipeline_order has "{pattern}", which {nothing_matched(pattern, paths, containers)}'
+            )
         pipeline_order += found
     problems += [
-        f"pipeline_order has {path} twice, or also has a module that contains it; list each module once"
+        f"the model's pipeline_order has {path} twice, or also has a module that contains this module; list each "
+        "module once"
         for path in pipeline_order
         if pipeline_order.count(path) > 1 or enclosing(parent(path), pipeline_order)
     ]
