@@ -18,10 +18,12 @@ from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank, ti
 from tests.train.run_folder.test_resume import logged
 from titan_launch.checkpoint.index import read_weights
 from titan_launch.checkpoint.manifest import read_manifest
+from titan_launch.config.huggingface.features import WeightsError
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import UserError
 from titan_launch.models.build import build_model
 from titan_launch.train.build import build_run
+from titan_launch.train.export import ExportOptions, export
 from titan_launch.train.loop import fit, train_one_step, validation_scalars
 from titan_launch.train.run import Run
 from titan_launch.train.step import validate
@@ -143,6 +145,19 @@ def test_a_resumed_average_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> N
     assert_equal(parts, whole)
     for key, tensor in fewer.items():
         torch.testing.assert_close(tensor, whole[key], rtol=1e-5, atol=1e-6, msg=key)
+
+
+def test_an_average_can_be_exported_and_begins_with_the_weights_of_a_job(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    run_ranks(run_job, 1, ema_job(tmp_path))
+    options = ExportOptions(ema=True)
+    export(tmp_path / "tiny", tmp_path / "exported", options)
+    average = saved_average(tmp_path)
+    first = run_ranks(record, 1, [ema_job(tmp_path / "next", model={"weights": str(tmp_path / "exported")})])[0][0][0]
+    assert_equal(first[1], {name: average[name] for name in first[1]})
+    shutil.rmtree(tmp_path / "tiny/checkpoints")
+    with pytest.raises(WeightsError, match="it has no checkpoint"):
+        export(tmp_path / "tiny", tmp_path / "none", options)
 
 
 def test_an_average_can_begin_and_end_at_a_resume(tmp_path: Path) -> None:

@@ -206,10 +206,18 @@ class IndexReader(FileSystemReader):
         return done
 
 
-def model_tensors(folder: Path) -> Index:
-    """Return the parameters and buffers of the model in a checkpoint, by full name. Raises DamagedCheckpointError."""
-    prefix = "model."
-    return {name.removeprefix(prefix): t for name, t in read_index(folder).items() if name.startswith(prefix)}
+def model_tensors(folder: Path, ema: bool = False) -> Index:
+    """Return the parameters and buffers of the model in a checkpoint, by full name.
+
+    With `ema`, return the moving average in place of each parameter that has one. A moving average has the key
+    `ema.NAME`, and the tensor itself `model.NAME`. Raises DamagedCheckpointError, and UserError if the checkpoint has
+    no moving average.
+    """
+    index = read_index(folder)
+    if ema and not any(key.startswith("ema.") for key in index):
+        raise UserError(f"error: the checkpoint {folder} has no moving average of the weights (ema.decay was not set)")
+    names = [key.removeprefix("model.") for key in index if key.startswith("model.")]
+    return {name: index.get(f"ema.{name}" if ema else "", index[f"model.{name}"]) for name in names}
 
 
 def read_tensor(folder: Path, tensor: IndexedTensor) -> Tensor:
@@ -246,26 +254,10 @@ def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
 def read_weights(folder: Path, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter and buffer of a valid checkpoint, unsharded on the host, with its name in the model.
 
-    With `ema`, yield the moving average in place of each parameter that has one. A moving average has the key
-    `ema.NAME`, and the tensor itself `model.NAME`. Raises UserError if the checkpoint has no moving average.
+    `ema` and the errors are those of `model_tensors`.
     """
-    index = read_index(folder)
-    if ema and not any(key.startswith("ema.") for key in index):
-        raise UserError(f"the checkpoint {folder} has no moving average of the weights (ema.decay was not set)")
-    for key, tensor in index.items():
-        part, _, name = key.partition(".")
-        if part == "model":
-            averaged = index.get(f"ema.{name}") if ema else None
-            yield name, _read_tensor(folder, averaged or tensor)
-
-
-def _read_tensor(folder: Path, tensor: IndexedTensor) -> Tensor:
-    dtype = getattr(torch, tensor.dtype)
-    whole = torch.empty(tensor.shape, dtype=dtype)
-    for chunk in tensor.chunks:
-        place = tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        whole[place] = read_chunk(folder, chunk, dtype)
-    return whole
+    for name, tensor in model_tensors(folder, ema).items():
+        yield name, read_tensor(folder, tensor)
 
 
 def _content_of(record: bytes) -> memoryview | None:

@@ -19,6 +19,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--step", type=at_least(0), metavar="N", help="checkpoint of this step (default: the newest)")
     text = "hf: config.json, *.safetensors and tokenizer of Hugging Face (the default); plain: one model.safetensors "
     parser.add_argument("--format", choices=("hf", "plain"), default="hf", help=f"{text}in the names of this package")
+    text = "the moving average of the weights (`[ema]`) in place of each parameter that has one"
+    parser.add_argument("--ema", action="store_true", help=text)
     text = "dtype of the weights (default: that of the parameters in the checkpoint)"
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
     text = "largest size of a file with format hf (default: 5GB)"
@@ -43,6 +45,7 @@ def run(arguments: Namespace) -> int:
         dtype=arguments.dtype,
         max_shard_size=arguments.max_shard_size or DEFAULT_SHARD_SIZE,
         vocab_size=arguments.vocab_size,
+        ema=arguments.ema,
     )
     try:
         print(export(Path(arguments.source), Path(arguments.out), options))

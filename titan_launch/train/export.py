@@ -48,6 +48,8 @@ class ExportOptions:
     dtype: str | None = None
     max_shard_size: str = DEFAULT_SHARD_SIZE
     vocab_size: int | None = None
+    ema: bool = False
+    """Write the moving average of the weights in place of each parameter that has one."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
 
     Host memory stays near twice the largest tensor. Raises WeightsError, DamagedCheckpointError and UserError.
     """
-    source = _open(run, options.step)
+    source = _open(run, options.step, options.ema)
     if options.dtype is not None:
         dtype = getattr(torch, options.dtype)
         entries = {
@@ -83,21 +85,20 @@ def export(run: Path, out: Path, options: ExportOptions) -> str:
     return f"wrote {num_tensors} tensors ({num_bytes / 1e6:,.1f} MB) of {source.description} to {out}"
 
 
-def _open(run: Path, step: int | None) -> _Source:
+def _open(run: Path, step: int | None, ema: bool) -> _Source:
     try:
         job = JobConfig.model_validate(read_json(run / CONFIG_FILE))
     except ValidationError:
         raise WeightsError(f"its {CONFIG_FILE} is not that of a run, or of a folder that import wrote") from None
     steps = complete_steps(checkpoint_folder(run))
-    if step is None and not steps:
+    if step is None and not steps and not ema:
         return _open_folder(run, job)
-    if step is not None and step not in steps:
-        raise WeightsError(
-            f"it has no checkpoint of step {step}; steps: {', '.join(map(str, sorted(steps))) or 'none'}"
-        )
+    if not steps or (step is not None and step not in steps):
+        wanted = "" if step is None else f" of step {step}"
+        raise WeightsError(f"it has no checkpoint{wanted}; steps: {', '.join(map(str, sorted(steps))) or 'none'}")
     checkpoint = checkpoint_folder(run) / checkpoint_name(max(steps) if step is None else step)
     check_step(checkpoint, check(checkpoint).step)
-    tensors = model_tensors(checkpoint)
+    tensors = model_tensors(checkpoint, ema)
     entries = {name: Entry(name, t.shape, getattr(torch, t.dtype)) for name, t in tensors.items()}
     began_with = job.model.weights or job.model.path
     companions = None if began_with is None else companions_of(Path(began_with))
