@@ -22,8 +22,8 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from titan_launch.config.architectures.llama3 import Llama3Args
-from titan_launch.models.llama3 import Llama3
+from titan_launch.config.architectures.decoder import DecoderArgs
+from titan_launch.models.decoder import Decoder
 
 WAYS = ("plain module", "resharded after forward", "unsharded", "`replicate`")
 SEQUENCE, BATCH, VOCABULARY = 128, 1, 320
@@ -64,11 +64,11 @@ def main() -> None:
     os._exit(0)  # gloo's threads can abort an interpreter that shuts down
 
 
-def build(way: str, ranks: int) -> Llama3:
+def build(way: str, ranks: int) -> Decoder:
     """Return the launcher's small Llama with the values of seed 0, wrapped in one of `WAYS`."""
     torch.manual_seed(0)
-    args = Llama3Args(vocab_size=VOCABULARY, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768)
-    model = Llama3(args, SEQUENCE)
+    args = DecoderArgs(vocab_size=VOCABULARY, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768)
+    model = Decoder(args, SEQUENCE)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     modules = [*model.layers, model]
     if way == "plain module":
@@ -91,7 +91,7 @@ def build(way: str, ranks: int) -> Llama3:
     return model
 
 
-def step(model: Llama3, tokens: Tensor) -> float:
+def step(model: Decoder, tokens: Tensor) -> float:
     """Run forward and backward. Return the loss."""
     loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
     loss.backward()

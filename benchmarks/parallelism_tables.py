@@ -93,7 +93,7 @@ def _row(config: JobConfig, layout: Layout) -> Row:
     hardware = hardware_of(config, ranks_on_machine=8)
     inventory = inspect_model(config, built)
     flops = flops_of_model(config.model, config.training.seq_len, inventory.blocks)
-    if unknown_part(config) is None:
+    if unknown_part(config, hardware.kernels) is None:
         engine = analytic_engine(config, layout, hardware.kernels)
         comparison = compare(config, layout, inventory, flops, hardware, engine, only_own=True)
     else:

@@ -2,10 +2,10 @@
 
     python benchmarks/planner_grid.py --num-jobs 120 --seed 0 [--workers 2] [--write docs/verification/planner.md]
 
-A job is a small Llama with random widths, depth, norm, batch, ranks, precision rules, gradient accumulation, activation
-checkpointing, optimizer and loss chunks. Both engines predict the active memory of a rank. The planned traffic is
-compared with the collectives in the trace. The script prints a table, and writes it between the markers of a Markdown
-file.
+A job is a small decoder of a random family, with random widths, depth, norm, batch, ranks, precision rules, gradient
+accumulation, activation checkpointing, optimizer and loss chunks. Both engines predict the active memory of a rank. The
+planned traffic is compared with the collectives in the trace. The script prints a table, and writes it between the
+markers of a Markdown file.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from publishing import publish
 
+from titan_launch.config.architectures.families import FAMILIES
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models.build import build_model
@@ -66,8 +67,11 @@ def random_job(seed: int) -> tuple[dict[str, Any], int, Kernels]:
     modes = ["immediate", "immediate", "deferred", "deferred"] + (["deferred_all_reduce"] * 2 if replicate > 1 else [])
     mode = pick.choice(modes)
     precision = _random_precision(pick, mode)
+    kernels: Kernels = pick.choice(["cuda", "cpu"])
+    family = pick.choice([name for name in FAMILIES if name != "gemma2" or kernels == "cuda"])  # soft caps: traced
     job: dict[str, Any] = {
         "model": {
+            "name": family,
             "args": {
                 "dim": dim,
                 "n_layers": pick.choice([1, 2, 3, 4, 6, 8]),
@@ -75,9 +79,14 @@ def random_job(seed: int) -> tuple[dict[str, Any], int, Kernels]:
                 "n_kv_heads": pick.choice([n for n in (1, 2, 3, heads) if heads % n == 0]),
                 "hidden_dim": pick.choice([48, 100, 161, 256]),
                 "vocab_size": pick.choice([61, 320, 1000]),
-                "norm": pick.choice(["rmsnorm", "rmsnorm", "layernorm", "batchnorm"]),
                 "tie_embeddings": pick.random() < 0.25,
-            }
+                **({"norm": pick.choice(["rmsnorm", "layernorm", "batchnorm"])} if family == "llama3" else {}),
+                **(
+                    {"sliding_window": pick.choice([4, 20, 200])}
+                    if "sliding_window" in FAMILIES[family]["debug"]
+                    else {}
+                ),
+            },
         },
         "data": {"kind": "synthetic", "vocab_size": 61},
         "training": {
@@ -97,9 +106,15 @@ def random_job(seed: int) -> tuple[dict[str, Any], int, Kernels]:
         },
         "optimizer": {"implementation": pick.choice(["fused", "foreach", "for-loop"])},
     }
-    if job["model"]["args"]["norm"] != "batchnorm":
+    if job["model"]["args"].get("norm") != "batchnorm":
         job["batchnorm"] = {}
-    return job, shard * replicate, pick.choice(["cuda", "cpu"])
+    return job, shard * replicate, kernels
+
+
+def _random_options(pick: random.Random, family: str) -> dict[str, Any]:
+    options = {"norm": pick.choice(["rmsnorm", "layernorm", "batchnorm"])} if family == "llama3" else {}
+    has_window = "sliding_window" in FAMILIES[family]["debug"]
+    return {**options, "sliding_window": pick.choice([4, 20, 200])} if has_window else options
 
 
 def _random_precision(pick: random.Random, mode: str) -> dict[str, Any]:

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.distributed import run_ranks
+from tests.models.huggingface_folders import write_config
+from tests.models.parity import random_model, samples
 from tests.test_layering import RANKS
 from tests.train.jobs import read_metrics, this_rank
 from titan_launch.cli import main, parse_arguments
@@ -67,9 +69,16 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("name", "block"), list(blocks("toml")))
 def test_every_toml_block_of_the_docs_passes_the_check(
-    name: str, block: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, block: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(REPO / "configs", tmp_path, dirs_exist_ok=True)  # what a block may extend
+    if weights := re.search(r'^weights = "(.*)"', block, flags=re.MULTILINE):
+        pytest.importorskip("transformers")
+        random_model("Llama 3.1, RoPE scaling", tmp_path / weights[1], vocab_size=320)
+        monkeypatch.chdir(tmp_path)
+    if path := re.search(r'^name = "huggingface"\npath = "(.*?)"', block, flags=re.MULTILINE):
+        write_config(tmp_path / path[1], "llama", vocab_size=320, max_position_embeddings=2048)
+        monkeypatch.chdir(tmp_path)
     job = tmp_path / "job.toml"
     job.write_text(block)
     command = ["check", "--config", str(job), "--world-size", "2", NO_EARLIER_RUN]
@@ -121,6 +130,21 @@ def test_the_code_in_the_docs_loads_the_result_in_plain_pytorch(
     assert float(F.cross_entropy(logits.flatten(0, 1), targets.flatten())) == pytest.approx(reported, rel=1e-6)
 
 
+def test_the_docs_load_an_export_in_plain_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    theirs = random_model("Llama 3.1, RoPE scaling", Path("hf"))
+    assert main(["import", "hf", "imported"]) == 0
+    assert main(["export", "imported", "exported/plain", "--format=plain"]) == 0
+    ((_, lines),) = [block for block in blocks("python") if "load_model" in block[1]]
+    assert len(lines.split("\n")) == 5 + 2, "five lines, and empty ones after the imports and at the end"
+    names: dict[str, Any] = {}
+    exec(lines, names)
+    tokens, _ = samples()
+    with torch.no_grad():
+        torch.testing.assert_close(names["model"](tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("command", commands())
 def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(command)
@@ -128,7 +152,9 @@ def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys
     match words:
         case ["titan-launch" | "python", *rest] if words[0] == "titan-launch" or rest[:2] == ["-m", "titan_launch"]:
             arguments = rest if words[0] == "titan-launch" else rest[2:]
-            if arguments[0] == "plan":
+            if arguments[0] in ("import", "export"):
+                assert parse_arguments(arguments).run
+            elif arguments[0] == "plan":
                 plan([str(tmp_path / "plan.png") if arg.endswith(".png") else arg for arg in arguments])
             else:
                 check(arguments, capsys)
@@ -148,8 +174,8 @@ def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys
             check_script(script, arguments)
         case ["tensorboard", "--logdir", "outputs"]:
             pass
-        case ["python", "-m", "tests.parallel.matrix", *arguments]:
-            check_benchmark("-m tests.parallel.matrix", arguments, capsys)
+        case ["python", "-m", "tests.parallel.matrix" | "tests.models.parity" as module, *arguments]:
+            check_benchmark(f"-m {module}", arguments, capsys)
         case ["source", ".venv/bin/activate"]:
             assert '-m venv "$ROOT/.venv"' in (REPO / "scripts" / "setup.sh").read_text()
         case ["pip", "install", "-e", target]:
@@ -186,6 +212,7 @@ def check_benchmark(script: str, arguments: list[str], capsys: pytest.CaptureFix
     has imported torch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [script, *arguments, "--help"])
+        patch.delitem(sys.modules, script.removeprefix("-m "), raising=False)  # a module that tests import, too
         patch.syspath_prepend(REPO / "benchmarks")
         with pytest.raises(SystemExit) as end:
             if script.startswith("-m "):

@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from importlib import import_module
+from keyword import iskeyword
 
 from titan_launch import __version__
 from titan_launch.commands.parser import OVERRIDES, Parser
@@ -16,10 +17,12 @@ COMMANDS = {
     "train": "train as one rank of the process group that torchrun describes, or alone (the default command)",
     "check": "check the job file and, if it exists, its run folder, without torch or a GPU",
     "plan": "predict dtypes of modules, memory, communication and step time, without a GPU",
+    "import": "convert a Hugging Face folder to the names of this package, and write a job that starts from it",
+    "export": "write the weights of a run in the format of Hugging Face, or as one file",
     "launch": "check the job file, then train with torchrun: one rank per GPU, or 2 ranks without a GPU",
 }
 """The commands, each with a description. The module `titan_launch.commands.NAME` has `add_arguments(parser)` and
-`run(arguments)`."""
+`run(arguments)`. The module of a Python keyword ends in an underscore: `import_`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +51,7 @@ def parse_arguments(args: Sequence[str]) -> Namespace:
     if name not in COMMANDS:
         known = f"the commands are {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}"
         raise UserError(f'error: unknown command "{name}"; {known} (see titan-launch --help)')
-    command = import_module(f"titan_launch.commands.{name}")
+    command = import_module(f"titan_launch.commands.{name}{'_' * iskeyword(name)}")
     parser = Parser(prog=f"titan-launch {name}", description=COMMANDS[name])  # only this one: a parser takes 1 ms
     command.add_arguments(parser)
     arguments = parser.parse(rest)

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_launch.config.architectures import resolve_args
-from titan_launch.config.architectures.llama3 import Llama3Args
-from titan_launch.models.llama3 import Llama3
+from titan_launch.config.architectures.decoder import DecoderArgs
+from titan_launch.models.decoder import Decoder
 
 _ATTENTION = [
     SDPBackend.CUDNN_ATTENTION,
@@ -59,12 +59,12 @@ def main(job: dict[str, Any]) -> None:
     os._exit(0)  # gloo's threads can abort an interpreter that shuts down
 
 
-def build(job: dict[str, Any], device: torch.device) -> Llama3:
+def build(job: dict[str, Any], device: torch.device) -> Decoder:
     """Return the model with one FSDP unit per block; each block is compiled if the job asks for it."""
     args = resolve_args("llama3", job["flavor"], job["args"])
-    assert isinstance(args, Llama3Args)
+    assert isinstance(args, DecoderArgs)
     with device:
-        model = Llama3(args, job["seq_len"])
+        model = Decoder(args, job["seq_len"])
     mesh = init_device_mesh(device.type, (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers:
@@ -76,7 +76,7 @@ def build(job: dict[str, Any], device: torch.device) -> Llama3:
 
 
 def train_step(
-    model: Llama3, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, batch: Tensor
+    model: Decoder, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, batch: Tensor
 ) -> None:
     """Run forward, backward, clipping and update without waiting for the device."""
     logits = model(batch[:, :-1])

@@ -13,7 +13,7 @@ from benchmarks.gpu.cases import Case
 from benchmarks.gpu.runs import Result
 from benchmarks.publishing import commit
 from titan_launch.config.architectures import resolve_args
-from titan_launch.config.architectures.llama3 import Llama3Args, flops_per_token
+from titan_launch.config.architectures.decoder import DecoderArgs, flops_per_token
 from titan_launch.plan.hardware import find_device
 
 
@@ -89,7 +89,7 @@ def mfu_percent(case: Case, tokens_per_second: float) -> float | None:
     """Return the model FLOPs per second in percent of the device's bfloat16 peak; None if the peak is not known."""
     known = find_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     args = resolve_args("llama3", case.shape.flavor, dict(case.shape.args))
-    assert isinstance(args, Llama3Args)
+    assert isinstance(args, DecoderArgs)
     if known is None:
         return None
     return 100 * flops_per_token(args, case.shape.seq_len) * tokens_per_second / (known.peak_bf16_tflops * 1e12)

@@ -12,7 +12,7 @@ def test_names_are_unique_and_grouped() -> None:
 def test_dashboard_has_a_group_for_each_question() -> None:
     layout = dashboard_layout()
     assert list(layout) == ["loss", "throughput", "time", "communication", "memory", "batchnorm"]
-    assert layout["loss"]["loss"] == ["train/loss", "train/loss_max", "validation/loss"]
+    assert layout["loss"]["loss"] == ["train/loss", "train/loss_max", "validation/loss", "validation/ema_loss"]
     assert layout["time"] == {
         "seconds per step": ["time/step_s", "time/data_s"],
         "seconds of a checkpoint": ["time/checkpoint_stall_s"],

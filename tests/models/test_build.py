@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.models.build import build_model, recorded_model
+from titan_launch.models.decoder import Decoder
 from titan_launch.models.initializers import call_reset_parameters
-from titan_launch.models.llama3 import Llama3
 
 THIS = __name__
 
@@ -43,13 +42,75 @@ def not_a_module() -> dict[str, Any]:
     return {}
 
 
-class Scalar(nn.Module):
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Sequential(nn.Linear(width, width), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Stages(nn.Module):
+    """The containers of torchvision's ResNet."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.stem = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.layer1 = nn.Sequential(Block(), Block())
+        self.layer2 = nn.Sequential(Block(8))
+        self.output = nn.Linear(4, 4)
 
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.scale)
+
+class Attributes(nn.Module):
+    """Pairs of blocks that are attributes, and a small head in a Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1000, 4)
+        self.early, self.late = Pair(), Pair()
+        self.head = nn.Sequential(Block(2), Block(2))
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Inner(), Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Inner(Block):
+    """A block whose parts are repeated too, and hold less."""
+
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.third = Block(8)
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "paths", "origin"),
+    [
+        (
+            "Net",
+            ("stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1", "tail.heads.0"),
+            "the entries of nn.ModuleList",
+        ),
+        ("encoder", ("layers.0", "layers.1"), "the entries of nn.ModuleList"),
+        ("Stages", ("layer1.0", "layer1.1", "layer2.0"), "the repeated modules in nn.Sequential"),
+        ("Attributes", ("early.a", "early.b", "late.a", "late.b"), "the most repeated class"),
+        ("Pair", ("a", "b"), "the most repeated class"),
+        ("Block", (), ""),
+    ],
+)
+def test_blocks_of_a_model_that_declares_none(name: str, paths: tuple[str, ...], origin: str) -> None:
+    built = build_model(ModelConfig(name=f"{THIS}:{name}"), 8)
+    assert (built.blocks, built.blocks_origin) == (paths, origin)
 
 
 def _problem(**config: Any) -> Problem:
@@ -60,7 +121,7 @@ def _problem(**config: Any) -> Problem:
 
 def test_a_model_of_the_package_is_built() -> None:
     built = build_model(ModelConfig(name="llama3", flavor="debug", args={"n_layers": 2, "norm": "layernorm"}), 64)
-    assert isinstance(built.module, Llama3) and built.module.rope.table.shape[0] == 64
+    assert isinstance(built.module, Decoder) and built.module.rope.table.shape[0] == 64
     assert all(tensor.is_meta for tensor in [*built.module.parameters(), *built.module.buffers()])
     assert built.blocks == ("layers.0", "layers.1")
     assert built.head == ("norm", "output")
@@ -71,7 +132,6 @@ def test_a_users_model_is_built() -> None:
     built = build_model(ModelConfig(name=f"{THIS}:Net", args={"width": 6}), 8)
     assert isinstance(built.module, Net) and built.module.stem[0].weight.shape == (6, 6)
     assert all(parameter.is_meta for parameter in built.module.parameters())
-    assert built.blocks == ("stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1", "tail.heads.0")
     assert built.head == ()
     assert built.flops_per_sample == 80
     assert built.initializer is call_reset_parameters
@@ -116,7 +176,6 @@ def test_a_failing_factory_shows_the_users_traceback() -> None:
 
 def test_factories_without_a_trainable_model_are_refused() -> None:
     assert _problem(name=f"{THIS}:not_a_module").reason == "must return a torch.nn.Module, but returns a dict"
-    assert _problem(name=f"{THIS}:Scalar").reason.startswith("the parameter scale is a scalar")
 
 
 def test_factories_are_found_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,8 @@ from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.models.build import BuiltModel, build_model
-from titan_launch.models.factory import HostBuild, HostValues
+from titan_launch.models.factory import HostBuild
+from titan_launch.models.host_values import HostValues
 from titan_launch.models.init import allocate, initialize
 from titan_launch.plan.layout import plan_layout
 from titan_launch.train.auto_mode import plan_precision
@@ -81,9 +83,9 @@ def _config(name: str, **sections: Any) -> JobConfig:
     return JobConfig.model_validate({"model": {"name": name}, "training": {"seed": SEED}, **sections})
 
 
-def _built(name: str, free_bytes: int = 2**40, ranks: int = 1, **args: Any) -> BuiltModel:
+def _built(name: str, free_bytes: int = 2**40, **args: Any) -> BuiltModel:
     name = name if ":" in name else f"{__name__}:{name}"
-    return build_model(ModelConfig(name=name, args=args), 8, HostBuild(SEED, free_bytes, ranks))
+    return build_model(ModelConfig(name=name, args=args), 8, HostBuild(SEED, free_bytes))
 
 
 @pytest.mark.parametrize("factory", [Own, pretrained])
@@ -189,10 +191,7 @@ class Lazy(nn.Module):
         self.output = nn.LazyLinear(3)
 
 
-_REMEDY = (
-    "start fewer ranks per host, or give the factory the attribute meta_device = True and let reset_parameters fill "
-    "the module"
-)
+_REMEDY = "give the factory the attribute meta_device = True and let reset_parameters fill the module"
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")
@@ -202,20 +201,17 @@ _REMEDY = (
         (
             "Large",
             {"gib": 9},
-            "needs 9.0 GiB of host memory on each of 2 ranks of this host, 18.0 GiB in all, but only 4.0 GiB are free; "
-            f"{_REMEDY}",
+            f"needs 9.0 GiB of host memory, but only 4.0 GiB are free; {_REMEDY}",
         ),
         (
             "Large",
             {"gib": 9, "needs_values": True},
-            "needs more than 3.0 GiB of host memory on each of 2 ranks of this host, 6.0 GiB in all, but only 4.0 GiB "
-            f"are free; {_REMEDY}",
+            f"needs more than 5.0 GiB of host memory, but only 4.0 GiB are free; {_REMEDY}",
         ),
         (
             "Huge",
             {},
-            "needs 4194304.0 GiB of host memory on each of 2 ranks of this host, 8388608.0 GiB in all, but only 4.0 "
-            f"GiB are free; {_REMEDY}",
+            f"needs 4194304.0 GiB of host memory, but only 4.0 GiB are free; {_REMEDY}",
         ),
         (
             "OnMeta",
@@ -244,7 +240,7 @@ def test_a_factory_that_cannot_be_used(factory: str, args: dict[str, Any], reaso
     if factory == "OnGpu" and torch.cuda.is_available():
         reason = "has weight on cuda:0; leave the module on the host: the launcher moves it to the device"
     with pytest.raises(ConfigError) as caught:
-        _built(factory, free_bytes=4 * GIB, ranks=2, **args)
+        _built(factory, free_bytes=4 * GIB, **args)
     problem = caught.value.problems[0]
     assert problem.key == ("model", "name")
     assert problem.reason.splitlines()[0] == reason
@@ -254,7 +250,7 @@ def test_the_memory_of_copied_layers_is_counted() -> None:
     """Copies register nothing. While they are made, the layer that they are made of is there too."""
     size = sum(parameter.nbytes for parameter in Copied().parameters())
     _built("Copied", free_bytes=size * 7 // 6)
-    with pytest.raises(ConfigError, match="GiB of host memory on each of 1 ranks"):
+    with pytest.raises(ConfigError, match="GiB of host memory, but"):
         _built("Copied", free_bytes=size - 1)
 
 
@@ -297,7 +293,13 @@ def fails_on_rank_1() -> nn.Module:
     return nn.Linear(2, 2)
 
 
+def resized_on_rank_1() -> nn.Module:
+    return nn.Linear(2, 2 + dist.get_rank())
+
+
 def _problems_of(names: list[str]) -> list[Problem]:
+    """Return the errors of factories, each with one problem, on hosts with one rank each."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
     problems = []
     for name in names:
         with pytest.raises(ConfigError) as caught:
@@ -306,20 +308,73 @@ def _problems_of(names: list[str]) -> list[Problem]:
     return problems
 
 
-def test_all_ranks_raise_the_same_error_for_a_factory_that_differs_by_rank() -> None:
-    both = run_ranks(
-        _problems_of, 2, ["other_on_rank_1", "fails_on_rank_1", "permuted_on_rank_1", "reordered_on_rank_1"]
-    )
+def test_all_ranks_raise_the_same_error_for_a_factory_that_differs_by_host() -> None:
+    names = ["other_on_rank_1", "fails_on_rank_1", "permuted_on_rank_1", "reordered_on_rank_1", "resized_on_rank_1"]
+    both = run_ranks(_problems_of, 2, names)
     assert both[0] == both[1]
-    differs, fails, permuted, reordered = both[0]
+    differs, fails, permuted, reordered, resized = both[0]
     assert permuted.reason.startswith("the factory makes other values on rank 1 than on rank 0, in 1.weight;")
     assert reordered.reason.startswith("the factory registers its tensors in another order on rank 1 than on rank 0;")
     assert differs.key == fails.key == ("model", "name")
+    only = "draw random numbers only from torch, random and numpy, whose seeds are equal on all ranks"
     assert differs.reason == (
-        "the factory makes other values on rank 1 than on rank 0, in 1.bias; fill every tensor (torch.empty does "
-        "not), and draw random numbers only from torch, random and numpy, whose seeds are equal on all ranks"
+        "the factory makes other values on rank 1 than on rank 0, in 1.bias; fill every tensor (torch.empty does not), "
+        f"and {only}"
+    )
+    assert resized.reason == (
+        "the factory makes other tensors on rank 1 than on rank 0, weight, bias: weight is float32 (3, 2), trained "
+        f"instead of float32 (2, 2), trained; {only}"
     )
     assert fails.reason.startswith("failed:") and fails.reason.endswith("FileNotFoundError: weights.pt")
+
+
+class Attributes(nn.Module):
+    """A module with attributes that depend on values, drawn on the CPU explicitly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.order = torch.randperm(1000, device="cpu").tolist()
+        self.mask = torch.ones(8) / 2
+        self.rank = dist.get_rank()
+
+
+def _values_on_one_host(path: str) -> list[tuple[dict[str, torch.Tensor], list[int] | None, torch.Tensor | None]]:
+    """Return the values of several factories, and the attributes of `Attributes`, on two ranks of one host."""
+    results = []
+    for name, args in (("Own", {}), ("needs_values", {}), ("Attributes", {}), ("from_file", {"path": path})):
+        config = _config(name, model={"name": f"{__name__}:{name}", "args": args})
+        built = build_on_all_ranks(config, this_rank())
+        assert isinstance(built.initializer, HostValues)
+        by_name = built.initializer.by_name
+        assert all(tensor.is_meta == (dist.get_rank() > 0) for tensor in by_name.values())
+        mesh = build_mesh(plan_layout(config.parallelism, config.training, 2), "cpu")
+        module = built.module
+        if name == "Own":
+            module = shard_model(config, built, plan_precision(config, built), mesh)
+        allocate(module, CPU)
+        initialize(module, built.initializer, 0, CPU)
+        assert by_name == ({} if dist.get_rank() == 0 else by_name)
+        results.append((full_state(module), getattr(module, "order", None), getattr(module, "mask", None)))
+    with pytest.raises(ConfigError, match="registers its tensors in another order on rank 1"):
+        build_on_all_ranks(_config("reordered_on_rank_1"), this_rank())
+    with pytest.raises(ConfigError, match=r"FileNotFoundError: weights\.pt"):
+        build_on_all_ranks(_config("fails_on_rank_1"), this_rank())
+    return results
+
+
+def test_one_rank_of_a_host_has_the_values_and_hands_them_on(tmp_path: Path) -> None:
+    """The second rank builds on the meta device, and on the host where that fails or changes an attribute."""
+    torch.save(Own().state_dict(), tmp_path / "weights.pt")
+    both = run_ranks(_values_on_one_host, 2, str(tmp_path / "weights.pt"))
+    for (values, order, mask), (others, other_order, other_mask) in zip(*both, strict=True):
+        assert_equal(values, others)
+        assert order == other_order and (mask is other_mask is None or torch.equal(mask, other_mask))
+    (own, *_), (needed, *_), _, (loaded, *_) = both[0]
+    assert_equal(own, _expected(Own))
+    assert_equal(needed, _expected(needs_values))
+    from_plain = full_state(from_file(str(tmp_path / "weights.pt")))
+    assert_equal({name: loaded[name] for name in from_plain}, from_plain)
 
 
 def needs_values() -> nn.Module:

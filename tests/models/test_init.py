@@ -13,11 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
-from titan_launch.config.architectures.llama3 import Llama3Args
+from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.core.errors import ConfigError, UserError
+from titan_launch.models.decoder import Decoder, llama_values
 from titan_launch.models.init import initialize
 from titan_launch.models.initializers import Initializer, InitTable, call_reset_parameters, check_reset_parameters
-from titan_launch.models.llama3 import Llama3, initial_values
 
 CPU = torch.device("cpu")
 
@@ -48,10 +48,10 @@ def users_model() -> nn.Module:
 def _build(kind: str) -> tuple[nn.Module, Initializer]:
     if kind == "users":
         return users_model(), call_reset_parameters
-    args = Llama3Args(
+    args = DecoderArgs(
         dim=12, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=11, vocab_size=13, norm="batchnorm", tie_embeddings=True
     )
-    return Llama3(args, 8), initial_values(args)
+    return Decoder(args, 8), llama_values(args)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ def _sharded_from_meta(kind: str, mesh_shape: tuple[int, ...]) -> dict[str, torc
     with torch.device("meta"):
         model, initializer = _build(kind)
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
-    if isinstance(model, Llama3):
+    if isinstance(model, Decoder):
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +13,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.models import llama3_reference
-from titan_launch.config.architectures.llama3 import RopeScaling
+from tests.models.test_attention import explicit_attention
+from titan_launch.config.architectures.decoder import DecoderArgs, RopeScaling
 from titan_launch.models.layers import (
     Attention,
     BatchNorm,
     FeedForward,
     RotaryEmbedding,
     build_norm,
-    causal_attention,
     rotary_frequencies,
 )
+
+
+def tiny_args(**overrides: Any) -> DecoderArgs:
+    shape = {"dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 24, "vocab_size": 30}
+    return DecoderArgs.model_validate({**shape, **overrides})
+
 
 # --- rotary embedding
 
@@ -71,46 +78,19 @@ def test_frequencies_of_published_models(name: str, reference: dict) -> None:
 # --- attention and feed-forward
 
 
-def _explicit_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    scores = q @ k.mT / q.shape[-1] ** 0.5
-    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
-    return scores.masked_fill(later, -torch.inf).softmax(-1) @ v
-
-
-@pytest.mark.parametrize("n_kv_heads", [1, 2, 6])
-def test_causal_attention_is_softmax_over_earlier_tokens(n_kv_heads: int) -> None:
-    q, k, v = torch.randn(2, 6, 9, 4), torch.randn(2, n_kv_heads, 9, 4), torch.randn(2, n_kv_heads, 9, 4)
-    torch.testing.assert_close(causal_attention(q, k, v), _explicit_attention(q, k, v))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_causal_attention_has_a_fused_kernel_on_cuda(dtype: torch.dtype) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs CUDA")
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    q, k = (torch.randn(2, heads, 64, 64, device="cuda", dtype=dtype) for heads in (8, 2))
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
-        attended = causal_attention(q, k, k)
-    expected = _explicit_attention(*(t.float().cpu() for t in (q, k, k)))
-    torch.testing.assert_close(attended.float().cpu(), expected, rtol=2e-2, atol=2e-2)
-
-
-def test_attention_projects_applies_rope_attends_and_projects() -> None:
+def test_attention_projects_turns_attends_and_projects() -> None:
     rope = RotaryEmbedding(head_dim=4, max_seq_len=7, theta=100.0)
-    attention = Attention(dim=8, n_heads=2, n_kv_heads=1, rope=rope)
+    attention = Attention(tiny_args(dim=8, n_heads=2, n_kv_heads=1), window=None, rope=rope)
     x = torch.randn(3, 7, 8)
     q = rope((x @ attention.wq.weight.T).view(3, 7, 2, 4)).transpose(1, 2)
     k = rope((x @ attention.wk.weight.T).view(3, 7, 1, 4)).transpose(1, 2)
     v = (x @ attention.wv.weight.T).view(3, 7, 1, 4).transpose(1, 2)
-    attended = _explicit_attention(q, k, v).transpose(1, 2).reshape(3, 7, 8)
+    attended = explicit_attention(q, k, v).transpose(1, 2).reshape(3, 7, 8)
     torch.testing.assert_close(attention(x), attended @ attention.wo.weight.T)
 
 
 def test_feed_forward_is_swiglu() -> None:
-    layer = FeedForward(dim=4, hidden_dim=6)
+    layer = FeedForward(tiny_args(dim=4, hidden_dim=6))
     x = torch.randn(2, 3, 4)
     gate = x @ layer.w1.weight.T
     expected = (gate * torch.sigmoid(gate) * (x @ layer.w3.weight.T)) @ layer.w2.weight.T
@@ -122,7 +102,8 @@ def test_feed_forward_is_swiglu() -> None:
 
 def test_build_norm_returns_the_layer_of_each_name() -> None:
     x = torch.randn(2, 3, 5) * 3 + 1
-    norms = {kind: build_norm(kind, 5, eps=1e-5, momentum=0.25) for kind in ("rmsnorm", "layernorm", "batchnorm")}
+    kinds = ("rmsnorm", "layernorm", "batchnorm")
+    norms = {kind: build_norm(tiny_args(norm=kind, batchnorm_momentum=0.25), 5) for kind in kinds}
     torch.testing.assert_close(norms["rmsnorm"](x), x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt())
     torch.testing.assert_close(norms["layernorm"](x), F.layer_norm(x, (5,)))
     assert isinstance(norms["batchnorm"], nn.BatchNorm1d) and norms["batchnorm"].momentum == 0.25

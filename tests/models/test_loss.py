@@ -17,20 +17,10 @@ from tests.distributed import run_ranks
 from titan_launch.config.sections.data import IGNORED_TARGET
 from titan_launch.config.sections.training import LossConfig
 from titan_launch.core.errors import ConfigError
+from titan_launch.models.layers import CappedLinear
 from titan_launch.models.loss import Loss, count_valid
 
 REGULARIZED: dict[str, Any] = {"z_loss": 0.02, "label_smoothing": 0.1}
-CAP = 5.0
-
-
-class CappedLinear(nn.Linear):
-    """An output layer with a soft cap, as in Gemma 2."""
-
-    def adjust_logits(self, logits: Tensor) -> Tensor:
-        return CAP * torch.tanh(logits / CAP)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.adjust_logits(super().forward(x))
 
 
 @functools.cache
@@ -46,7 +36,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def output_layer(kind: type[nn.Linear], dtype: torch.dtype, bias: bool) -> nn.Linear:
-    layer = kind(16, 61, bias=bias, dtype=torch.float64)
+    layer = (CappedLinear(16, 61, cap=5.0) if kind is CappedLinear else nn.Linear(16, 61, bias=bias)).double()
     generator = torch.Generator().manual_seed(1)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, generator=generator)

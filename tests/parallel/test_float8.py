@@ -57,9 +57,11 @@ def trained(job: dict[str, Any]) -> tuple[dict[str, Tensor], list[tuple[Tensor, 
 def check_weights_gathered_in_8_bits(folder: Path) -> None:
     float8 = {**EMULATED, "recipe": "tensorwise"}
     checkpoint = {"enable": True, "interval": 2}
+    held_out = {"kind": "synthetic", "vocab_size": 61, "num_samples": 2, "seed": 1}
+    others = {"ema": {"decay": 0.9}, "validation": {"freq": 4, "data": held_out}}
 
     def job(name: str, all_gather: bool, **sections: dict[str, Any]) -> dict[str, Any]:
-        sections = {"float8": {**float8, "all_gather": all_gather}, "checkpoint": checkpoint, **sections}
+        sections = {"float8": {**float8, "all_gather": all_gather}, "checkpoint": checkpoint, **others, **sections}
         return tiny_job(folder, job={"name": name}, precision={"param_dtype": "bfloat16"}, **sections)
 
     def losses(name: str) -> list[float]:
@@ -69,6 +71,8 @@ def check_weights_gathered_in_8_bits(folder: Path) -> None:
     state, scales = trained(job("gathered", True))
     assert losses("gathered") != losses("plain")  # the 8-bit numbers are rounded from float32, not from bfloat16
     assert losses("gathered") == pytest.approx(losses("plain"), rel=1e-3)
+    of_average = [read_metrics(folder, name)[-1]["validation/ema_loss"] for name in ("plain", "gathered")]
+    assert of_average[0] == pytest.approx(of_average[1], rel=1e-3)
     assert len(scales) == 14
     for largest, scale in scales:
         assert scale == pytest.approx(torch.finfo(torch.float8_e4m3fn).max / largest)
@@ -95,8 +99,8 @@ def check_weights_gathered_in_8_bits(folder: Path) -> None:
 
 
 def test_float8_all_gather_trains_like_bf16_all_gather_and_saves_the_storage_dtype(tmp_path: Path) -> None:
-    """After a step, each weight has the scale of the full weight. Runs with and without 8-bit all-gathers resume from
-    each other's checkpoints. The same run resumes bit for bit."""
+    """After a step, and a validation of the moving average, each weight has the scale of the full weight. Runs with and
+    without 8-bit all-gathers resume from each other's checkpoints. The same run resumes bit for bit."""
     pytest.importorskip("torchao")
     run_ranks(check_weights_gathered_in_8_bits, 2, tmp_path)
 

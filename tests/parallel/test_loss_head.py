@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,10 +15,16 @@ from tests.tensors import full_state
 from tests.train.jobs import TINY_ARGS, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.patches import replaced
+from titan_launch.models.build import build_model
+from titan_launch.models.factory import HostBuild
+from titan_launch.models.init import initialize
 from titan_launch.train import build
+from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
 from titan_launch.train.forward import find_output_layer
 from titan_launch.train.loop import due_now, report, train_one_step
+from titan_launch.train.model import build_loss
+from titan_launch.train.step import forward_backward
 
 OWN = "tests.parallel.divided_model:Model"
 VALIDATION = {"freq": 2, "max_samples": 5, "data": {"kind": "synthetic", "vocab_size": 64, "num_samples": 7, "seed": 9}}
@@ -26,8 +33,8 @@ ROUNDED = {"rules": [{"match": ["norm", "output"], "param_dtype": "float32", "ou
 TAGS = ("train/loss", "train/z_loss", "train/grad_norm", "validation/loss", "validation/accuracy")
 
 
-def llama(tied: bool = False, **sections: Any) -> dict[str, Any]:
-    return {"model": {"args": {**TINY_ARGS, "n_layers": 4, "vocab_size": 64, "tie_embeddings": tied}}, **sections}
+def llama(args: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
+    return {"model": {"args": {**TINY_ARGS, "n_layers": 4, "vocab_size": 64, **(args or {})}}, **sections}
 
 
 def divided(**degrees: Any) -> dict[str, Any]:
@@ -43,10 +50,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"activation_checkpoint": {"mode": "full"}, "parallelism": {"fsdp_reshard_after_forward": "always"}},
     ),
     "FSDP, deferred, offloaded": (
-        "tied",
+        "tied, capped",
         {"gradient_accumulation": {"mode": "deferred"}, "training": {"enable_cpu_offload": True}},
     ),
-    "TP": ("tied", divided(tensor_parallel_degree=2)),
+    "TP": ("tied, capped", divided(tensor_parallel_degree=2)),
     "TP without its options": (
         "llama",
         divided(tensor_parallel_degree=2, sequence_parallel=False, loss_parallel=False),
@@ -60,9 +67,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp32 head": ("fp32 head", {}),
     "rounded logits, TP": ("rounded", divided(tensor_parallel_degree=2)),
 }
+SEQ_LEN = 6
 JOBS: dict[str, dict[str, Any]] = {
     "llama": llama(),
-    "tied": llama(tied=True),
+    "tied, capped": llama({"tie_embeddings": True, "logits_soft_cap": 0.5}),
     "own": {"model": {"name": OWN, "args": {}}},
     "fp32 head": llama(precision=BF16),
     "rounded": llama(precision=ROUNDED),
@@ -145,6 +153,7 @@ def test_the_output_layer_of_a_users_model_is_found_only_if_its_output_is_return
         models = {
             "head": Wrapped(nn.Linear(4, 7)),
             "head.1": Wrapped(nn.Sequential(nn.Tanh(), nn.Linear(4, 7)), Output),
+            "head.0": Wrapped(nn.Sequential(nn.Linear(4, 7)), lambda logits: (logits.new_ones(()), logits)),
             None: Wrapped(nn.Linear(4, 7), lambda logits: logits * 2),
             "": Wrapped(Doubled(4, 7)),
             "twice": Wrapped(nn.Linear(4, 7), repeats=2),
@@ -152,4 +161,60 @@ def test_the_output_layer_of_a_users_model_is_found_only_if_its_output_is_return
         }
     for expected, model in models.items():
         found = find_output_layer(model, seq_len=5)
-        assert found == (expected if expected in ("head", "head.1") else None), expected
+        assert found == (expected if (expected or "").startswith("head") else None), expected
+
+
+def transformers_class(name: str) -> nn.Module:
+    import transformers
+
+    shape = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(**shape, **heads)
+    )
+    return model
+
+
+class ReturnsTuple(Wrapped):
+    """A model that returns another tensor before its logits."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 61), lambda logits: (logits.new_ones(()), logits))
+        self.embedding = nn.Embedding(61, 4)
+
+
+TOKENS = {"kind": "synthetic", "vocab_size": 61}
+FACTORY = f"{__name__}:transformers_class"
+# name: the model, its data, and the path of the output layer that computes the loss
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
+    "vit": ({"name": "vit", "flavor": "debug"}, {"kind": "images"}, "output"),
+    "resnet": ({"name": "resnet", "flavor": "debug"}, {"kind": "images"}, "fc"),
+    "Llama": ({"name": FACTORY, "args": {"name": "Llama"}}, TOKENS, "lm_head"),
+    "Gemma 2 of transformers": ({"name": FACTORY, "args": {"name": "Gemma2"}}, TOKENS, None),
+    "tuple": ({"name": f"{__name__}:ReturnsTuple"}, TOKENS, "head"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_every_kind_compute_the_loss_in_chunks(name: str) -> None:
+    """Gemma 2 of `transformers` caps its logits after the layer, so its logits are divided into chunks."""
+    model_section, data, head = MODELS[name]
+    if "transformers_class" in model_section["name"]:
+        pytest.importorskip("transformers")
+    seen = []
+    for chunks in (1, 3):
+        config = JobConfig.model_validate({"model": model_section, "data": data, "loss": {"chunks": chunks}})
+        built = build_model(config.model, SEQ_LEN, HostBuild(seed=0, free_bytes=2**40))
+        plan = plan_precision(config, built)
+        assert plan.loss_head == (None if chunks == 1 else head)
+        model = built.module.to_empty(device="cpu")
+        initialize(model, built.initializer, 0, torch.device("cpu"))
+        loss = build_loss(model, plan, config, 10)
+        is_images = data["kind"] == "images"
+        targets = torch.randint(10, (3,) if is_images else (3, SEQ_LEN), generator=torch.Generator().manual_seed(2))
+        inputs = torch.linspace(-1, 1, 3 * 64).view(3, 1, 8, 8) if is_images else targets
+        trained = forward_backward(model, (inputs, targets), torch.device("cpu"), lambda: torch.tensor(5), loss)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        seen.append((trained, *gradients))
+    for whole, chunked in zip(*seen, strict=True):
+        torch.testing.assert_close(chunked, whole, rtol=1e-4, atol=1e-6)

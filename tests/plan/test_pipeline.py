@@ -16,7 +16,8 @@ from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig, TrainingConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.core.torch_release import CAN_SHARE_UNITS
-from titan_launch.models.build import build_model, find_pipeline_order, take_inventory
+from titan_launch.models.blocks import find_pipeline_order
+from titan_launch.models.build import build_model, take_inventory
 from titan_launch.plan.communication import Collectives, Exchange, Traffic
 from titan_launch.plan.job import plan_job
 from titan_launch.plan.layout import Layout, plan_layout

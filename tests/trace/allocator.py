@@ -16,6 +16,7 @@ from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.models.loss import Loss
 from titan_launch.optim.clip import clip_grad_norm
+from titan_launch.optim.ema import WeightEMA
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.batchnorm import RunningStatistics
@@ -43,13 +44,16 @@ def allocated_peaks(config: JobConfig, layout: Layout, rank: int = 0) -> tuple[i
             nn.init.constant_(parameter, 0.01)
         loss = build_loss(model, plan, config, 1)
         optimizer = build_optimizer(model, config.optimizer)
+        ema = None if config.ema.decay is None else WeightEMA(model, optimizer, config.ema)
         statistics = RunningStatistics(model)
         _accumulate(config, model, loss, layout)
         clip_grad_norm(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         gc.collect()  # a pipeline schedule refers to itself
-        at_rest = _resident(model, optimizer) + statistics.saved.nbytes
+        at_rest = (
+            _resident(model, optimizer) + statistics.saved.nbytes + _bytes([*ema.state_dict().values()] if ema else [])
+        )
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as in_backward:
             schedule = _accumulate(config, model, loss, layout)
         with_gradients = at_rest + _bytes([p.grad for p in model.parameters() if p.grad is not None])
@@ -58,6 +62,9 @@ def allocated_peaks(config: JobConfig, layout: Layout, rank: int = 0) -> tuple[i
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as in_update:
             clip_grad_norm(model.parameters(), 1.0)
             optimizer.step()
+            if ema is not None:
+                optimizer.zero_grad()
+                ema.update(2, torch.zeros(()))
         return at_rest + _peak(in_backward), with_gradients + _peak(in_update)
 
 

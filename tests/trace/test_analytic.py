@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from titan_launch.config.architectures.families import FAMILIES
 from titan_launch.config.job import JobConfig
 from titan_launch.models.build import build_model
 from titan_launch.plan.communication import traffic_of_step
@@ -22,11 +23,15 @@ SGD = {"name": "SGD", "weight_decay": 1e-4}
 FULL, SELECTIVE = {"mode": "full"}, {"mode": "selective"}
 
 
+WINDOW = {"sliding_window": 8}
+
+
 def accumulation(mode: str, unsharded: bool = False) -> dict[str, Any]:
     return {"mode": mode, "keep_params_unsharded": unsharded}
 
 
-# name: ranks (replicas, shards), microbatches, kernels, overrides of [model.args], other sections
+# name, which may begin with that of a model: ranks (replicas, shards), microbatches, kernels, overrides of
+# [model.args], other sections
 JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, Any]]] = {
     "plain": ((1, 8), 1, "cuda", {}, {}),
     "deferred": ((1, 8), 3, "cuda", {}, {"gradient_accumulation": accumulation("deferred")}),
@@ -96,12 +101,16 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
         {"n_layers": 7},
         {"activation_checkpoint": {**SELECTIVE, "selective_ac_option": 2, "modules": ["layers.*.feed_forward"]}},
     ),
-    "muon, stored in bf16": (
+    "muon and EMA, stored in bf16": (
         (1, 2),
         2,
         "cpu",
         {},
-        {"precision": {"storage_dtype": "bfloat16"}, "optimizer": {"name": "Muon", "rounding": "stochastic"}},
+        {
+            "precision": {"storage_dtype": "bfloat16"},
+            "optimizer": {"name": "Muon", "rounding": "stochastic"},
+            "ema": {"decay": 0.9},
+        },
     ),
     "fp32, stored in bf16": (
         (1, 4),
@@ -113,15 +122,35 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
             "optimizer": {"implementation": "for-loop"},
         },
     ),
+    "qwen2, tied": ((1, 4), 2, "cuda", {"tie_embeddings": True}, {"activation_checkpoint": SELECTIVE}),
+    "qwen2 on a CPU": ((1, 2), 2, "cpu", {}, {"activation_checkpoint": FULL, "precision": FP32_NORMS}),
+    "qwen3": ((1, 4), 2, "cuda", {}, {"activation_checkpoint": SELECTIVE}),
+    "qwen3, fp32 norms of heads": (
+        (1, 2),
+        2,
+        "cpu",
+        {},
+        {"precision": {"rules": [{"match": "layers.*.attention.*_norm", "param_dtype": "float32"}]}},
+    ),
+    "mistral": ((1, 4), 2, "cuda", WINDOW, {"activation_checkpoint": SELECTIVE}),
+    "mistral on a CPU": ((1, 4), 2, "cpu", {**WINDOW, "n_layers": 8}, {"activation_checkpoint": SELECTIVE}),
+    "gemma2": ((1, 4), 2, "cuda", {**WINDOW, "n_layers": 9}, {"activation_checkpoint": FULL}),
+    "gemma2, chunks of the loss": ((2, 2), 2, "cuda", WINDOW, {"loss": {"chunks": 3}}),
+    "gemma3": ((1, 4), 2, "cuda", {**WINDOW, "full_attention_every": 3}, {"activation_checkpoint": SELECTIVE}),
+    "gemma3 on a CPU": ((1, 2), 2, "cpu", {**WINDOW, "full_attention_every": 3}, {"precision": FP32_NORMS}),
+    "gpt2": ((1, 4), 2, "cuda", {"max_positions": 40}, {"activation_checkpoint": SELECTIVE}),
+    "gpt2 on a CPU": ((1, 3), 2, "cpu", {"n_kv_heads": 4}, {"activation_checkpoint": FULL, "precision": FP32_NORMS}),
+    "phi3": ((2, 2), 3, "cuda", WINDOW, {"precision": {"param_dtype": "float32"}}),
 }
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_the_analytic_peak_and_traffic_are_the_traced_ones(name: str) -> None:
     (replicas, shards), num_microbatches, kernels, args, sections = JOBS[name]
+    family = next((family for family in FAMILIES if name.startswith(family)), "llama3")
     batch = {"seq_len": 33, "local_batch_size": 2, "global_batch_size": 2 * num_microbatches * replicas * shards}
     job = {
-        "model": {"args": {**ARGS, **args}},
+        "model": {"name": family, "args": {**ARGS, **args}},
         "data": {"kind": "synthetic", "vocab_size": 61},
         "parallelism": {"data_parallel_replicate_degree": replicas, "data_parallel_shard_degree": shards},
         **sections,

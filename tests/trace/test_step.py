@@ -34,6 +34,10 @@ JOBS: dict[str, dict[str, Any]] = {
     "BatchNorm": {"precision": BF16, "model": {"args": {"norm": "batchnorm"}}},
     "LayerNorm, foreach": {"model": {"args": {"norm": "layernorm"}}, "optimizer": {"implementation": "foreach"}},
     "tied embeddings, chunked loss": {"model": {"args": {"tie_embeddings": True}}, "loss": {"chunks": 4}},
+    "EMA, stored in bf16": {
+        "precision": {"param_dtype": "float32", "storage_dtype": "bfloat16"},
+        "ema": {"decay": 0.9},
+    },
     "HSDP": {
         "parallelism": {"data_parallel_replicate_degree": 2},
         "gradient_accumulation": {"mode": "deferred_all_reduce"},
@@ -63,6 +67,12 @@ JOBS: dict[str, dict[str, Any]] = {
         "optimizer": {"implementation": "for-loop"},
     },
     "ResNet": RESNET,
+    "ViT, TP": {
+        "model": {"name": "vit"},
+        "data": {"kind": "images"},
+        "training": {"local_batch_size": 2, "global_batch_size": 4},
+        "parallelism": {"tensor_parallel_degree": 2, "sequence_parallel": False},
+    },
     # In fp32: oneDNN's bf16 convolutions cache scratch memory between calls, which only the allocator sees.
     "ResNet, deferred": {**RESNET, "gradient_accumulation": DEFERRED},
 }

@@ -13,7 +13,8 @@ from torch import nn
 
 from tests.distributed import run_command
 from titan_launch.core.errors import ConfigError
-from titan_launch.train.forward import check_embeddings, check_signature, logits_check
+from titan_launch.models.loss import Loss
+from titan_launch.train.forward import check_embeddings, check_signature, forward_explained, logits_check
 
 MODEL = """
 import torch
@@ -56,6 +57,7 @@ device = "cpu"
 [model]
 name = "my_model:Model"
 args = {{ {args} }}
+{loss}
 
 [data]
 path = "text.txt"
@@ -80,13 +82,18 @@ PLACE = "my_model.py:30"
 
 IS_GIVEN = (
     "; forward(inputs) gets one tensor, token ids (batch, seq_len), and must return the logits, a tensor "
-    "(batch, seq_len, classes); the launcher computes the loss"
+    "(batch, seq_len, classes); the launcher computes the loss, or uses that of forward(inputs, labels) with "
+    'model.loss = "mean" or "sum"'
+)
+IS_GIVEN_LABELS = (
+    "; with model.loss, forward(inputs, labels=targets) gets token ids (batch, seq_len) and must return its loss, a "
+    'scalar: alone, first in a tuple, or as the attribute or entry "loss"'
 )
 
 
-def write(folder: Path, signature: str, body: str, args: str = "") -> None:
+def write(folder: Path, signature: str, body: str, args: str = "", loss: str = "") -> None:
     (folder / "my_model.py").write_text(MODEL.format(signature=signature, body=body))
-    (folder / "job.toml").write_text(JOB.format(args=args))
+    (folder / "job.toml").write_text(JOB.format(args=args, loss=loss and f'loss = "{loss}"'))
     for name in ("text.txt", "held_out.txt"):
         (folder / name).write_text(f"a short text of {name} " * 20)
 
@@ -113,7 +120,7 @@ WRONG = {
         ("self, *, input_ids, labels=None", "return self.logits(input_ids)"),
         f"at my_model.py:29 cannot be called with one argument (too many positional arguments){IS_GIVEN}",
     ),
-    "a dict": (
+    "a dict of inputs": (
         ("self, batch", 'return self.logits(batch["input_ids"])'),
         fails("IndexError: too many indices for tensor of dimension 2"),
     ),
@@ -125,7 +132,7 @@ WRONG = {
         ("self, batch", "return self.loss(**batch)"),
         fails("TypeError: my_model.Model.loss() argument after ** must be a mapping, not {}"),
     ),
-    "a tuple": (
+    "a tuple of inputs": (
         ("self, batch", "tokens, labels, mask = batch"),
         fails("ValueError: not enough values to unpack (expected 3, got 2)"),
     ),
@@ -141,9 +148,22 @@ WRONG = {
         ("self, tokens", "return self.loss(tokens, tokens)"),
         f"returns a scalar, as if it computed the loss{IS_GIVEN}",
     ),
-    "a tuple of logits": (
-        ("self, tokens", "return self.logits(tokens), None"),
-        f"returns a tuple{IS_GIVEN}",
+    "a tuple": (
+        ("self, tokens", "return None, self.logits(tokens)[:, 1:]"),
+        f"returns a tuple without logits{IS_GIVEN}",
+    ),
+    "a dict": (
+        ("self, tokens", 'return {"outputs": self.logits(tokens)}'),
+        f'returns a dict without an entry "logits"{IS_GIVEN}',
+    ),
+    "no labels": (
+        ("self, tokens", "return self.logits(tokens)", "", "mean"),
+        f"at my_model.py:29 cannot be called with the arguments (inputs, labels=targets) (got an unexpected keyword "
+        f"argument 'labels'){IS_GIVEN_LABELS}",
+    ),
+    "no loss": (
+        ("self, tokens, labels", "return self.logits(tokens)", "", "sum"),
+        f"returns a {{}} of the shape (2, 16, 257) instead of a loss{IS_GIVEN_LABELS}",
     ),
     "one axis": (
         ("self, tokens", "return self.logits(tokens).flatten(0, 1)"),
@@ -167,7 +187,14 @@ def test_a_wrong_forward_is_reported_in_one_sentence(tmp_path: Path, kind: str) 
     model, expected = WRONG[kind]
     write(tmp_path, *model)
     assert printed(tmp_path, "train") == expected.format("Tensor")
-    if kind in ("labels", "an object", "a loss", "few rows"):  # a trace has tensors without values
+    if kind in (
+        "labels",
+        "an object",
+        "a loss",
+        "few rows",
+        "no labels",
+        "no loss",
+    ):  # a trace has tensors without values
         assert printed(tmp_path, "plan") == expected.format("FakeTensor")
 
 
@@ -219,6 +246,9 @@ def test_validation_checks_the_forward_too(tmp_path: Path) -> None:
 
 RIGHT = {
     "an object": ("self, tokens, labels=None, **kwargs", "return Output(self.logits(tokens))"),
+    "a tuple": ("self, tokens", "return None, torch.zeros(2), self.logits(tokens), tokens"),
+    "a dict": ("self, tokens", 'return {"logits": self.logits(tokens)}'),
+    "a loss": ("self, tokens, labels=None", "return self.loss(tokens, labels)", "", "mean"),
     "a mask": ("self, tokens, mask=None", "return self.logits(tokens) if mask is None else self.logits(tokens * mask)"),
     "any arguments": ("self, *args, **kwargs", "return self.logits(*args, **kwargs)"),
 }
@@ -279,3 +309,25 @@ def test_an_error_in_the_users_code_shows_the_users_frames(tmp_path: Path) -> No
     ]
     assert lines[3].startswith("RuntimeError: ") and "shapes cannot be multiplied (32x257 and 3x3)" in lines[3]
     assert lines[4:] == ["error: the run failed; see the traceback above"]
+
+
+class Masked(nn.Module):
+    """A module that holds a tensor as a plain attribute on another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = nn.Linear(2, 2)
+        self.masks = [torch.ones(2), torch.ones(2, device="meta")]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output(x) * self.masks[1]
+
+
+def test_a_plain_attribute_on_another_device_is_named() -> None:
+    model, inputs = nn.Sequential(Masked()), torch.ones(2, 2)
+    with pytest.raises(ConfigError) as caught, forward_explained(model, inputs, Loss()):
+        model(inputs)
+    assert "the model's forward fails at" in str(caught.value) and str(caught.value).endswith(
+        "; Masked (0) holds a tensor on meta in the plain attribute masks, and the launcher moves only parameters and "
+        'buffers to cpu; register it in __init__: self.register_buffer("masks", ..., persistent=False)'
+    )

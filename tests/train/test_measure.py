@@ -53,6 +53,7 @@ def test_measured_traffic_and_memory_of_a_run_are_the_planned_ones(
         activation_checkpoint=checkpointing,
         comm={"count_traffic": True},
         debug={"audit_precision": True},
+        ema={"decay": 0.9},
         validation=VALIDATION,
     )
     run_ranks(run_job, ranks, job)
@@ -141,6 +142,7 @@ def test_windows_without_validation_or_checkpoint_are_steady_after_the_first() -
             CommConfig(),
             model,
             optimizer,
+            None,
             None,  # type: ignore[arg-type]  # used only to measure the memory of a CPU
             torch.device("cuda"),
             first_step=5,

@@ -1,93 +1,78 @@
-"""Stock modules of PyTorch and `transformers` train without changes, from the values that they initialise
-themselves."""
+"""The examples of docs/how_to/bring_a_model.md: modules of PyTorch and `transformers` train without changes, from the
+values that they initialise themselves."""
 
 from __future__ import annotations
 
 import gc
 import json
+import re
+import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tomli
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 from tests.distributed import run_ranks
 from tests.train.jobs import read_metrics, run_job, this_rank
 from titan_launch.config.job import JobConfig
 from titan_launch.core.import_string import import_factory
-from titan_launch.models.factory import HostValues
+from titan_launch.models.build import build_model
+from titan_launch.models.host_values import HostValues
+from titan_launch.plan.layout import plan_layout
+from titan_launch.plan.report.unit_table import summary_of_job
+from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.build import build_run
 from titan_launch.train.run_folder.records import AUDIT_FILE
 
 SEED, VOCABULARY, TOKENS, STEPS = 3, 64, 16, 4
 
 
-class Encoder(nn.Module):
-    """Layers of PyTorch, BatchNorm over the features, and values initialised in common ways. The head is zero, so the
-    first loss is ln 64."""
+PAGE = Path(__file__).parents[2] / "docs" / "how_to" / "bring_a_model.md"
+EXAMPLES = re.findall(r"^```python\n(.*?)^```\s+```toml\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+"""The examples of the page: the source of a factory, and its job."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 32)
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, num_layers=2)
-        self.norm = nn.BatchNorm1d(32)
-        self.output = nn.Linear(32, VOCABULARY)
-        self.apply(self._init_weights)
-        nn.init.zeros_(self.output.weight)
-        nn.init.zeros_(self.output.bias)
+JOBS = {tomli.loads(job)["model"]["name"].partition(":")[2]: tomli.loads(job) for _, job in EXAMPLES}
+"""The jobs by the name of the factory."""
 
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=0.02)
+TEXT, IMAGE = {"dim": 32, "layers": 2, "vocab_size": VOCABULARY}, {"classes": 3}
+TINY: dict[str, dict[str, Any]] = {
+    "Encoder": TEXT,
+    "cnn": {**IMAGE, "side": 6},
+    "Stages": {**IMAGE, "width": 8},
+    "llama": TEXT,
+    "gpt2": {**TEXT, "dropout": 0.0},
+    "vit": {**IMAGE, "dim": 16, "layers": 2, "side": 6},
+    "resnet": {**IMAGE, "width": 8},
+}
+"""Arguments of the factories that make tiny models."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.encoder(self.embedding(tokens))
-        return self.output(self.norm(x.transpose(1, 2)).transpose(1, 2))
-
-
-def cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(8, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(16 * 3 * 3, 3),
-    )
+BLOCKS = {
+    "Encoder": "2 of layers.* (TransformerEncoderLayer), the entries of nn.ModuleList",
+    "cnn": "none; the model is one FSDP2 unit, except modules with precision rules; model.blocks chooses blocks",
+    "Stages": "4 of layer1.*, layer2.* (BasicBlock), the repeated modules in nn.Sequential",
+    "llama": "2 of model.layers.* (LlamaDecoderLayer), the entries of nn.ModuleList",
+    "gpt2": "2 of transformer.h.* (GPT2Block), the entries of nn.ModuleList",
+    "vit": "2 of vit.layers.* (ViTLayer), the entries of nn.ModuleList",
+    "resnet": "2 of resnet.encoder.stages.* (ResNetStage), the entries of nn.ModuleList",
+}
+"""The line `blocks` in the header of a run."""
 
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **shape))
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    no_dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, **no_dropout))
-
-
-def resnet() -> nn.Module:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    shape = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
-    return ResNetForImageClassification(ResNetConfig(num_channels=1, num_labels=3, **shape))
-
-
-NORM = {"Encoder": "LayerNorm", "llama": "LlamaRMSNorm", "gpt2": "LayerNorm"}
-"""The norms that a rule computes in fp32. BatchNorm needs no rule."""
-
-IMAGES = ("cnn", "resnet")
+@pytest.fixture(scope="module", autouse=True)
+def my_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Write the factories of the page into one module, as a reader does, and make it importable."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "my_models.py").write_text("\n\n".join(source for source, _ in EXAMPLES))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -100,20 +85,21 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def stock_job(folder: Path, name: str, dtype: str, images: str) -> dict[str, Any]:
-    """Return a job with one microbatch of eight samples on each of two ranks, and BatchNorm over all of them."""
+def example_job(folder: Path, name: str, dtype: str, images: str) -> dict[str, Any]:
+    """Return the job of an example with tiny data and sizes: one microbatch of eight samples on each of two ranks."""
+    job = JOBS[name]
     text: dict[str, Any] = {"kind": "synthetic", "vocab_size": VOCABULARY, "num_samples": 40}
     picture: dict[str, Any] = {"kind": "images", "path": images, "validation_percent": 30, "mean": 0.0, "std": 1.0}
-    data = {**picture, "split": "train"} if name in IMAGES else text
-    held_out = {**picture, "split": "validation"} if name in IMAGES else {**text, "num_samples": 8, "seed": 1}
-    rules = [{"type": NORM[name], "param_dtype": "float32"}] if name in NORM else []
+    is_picture = job.get("data", {}).get("kind") == "images"
+    data = {**picture, "split": "train"} if is_picture else text
+    held_out = {**picture, "split": "validation"} if is_picture else {**text, "num_samples": 8, "seed": 1}
     return {
         "job": {"name": "tiny", "dump_folder": str(folder), "device": "cpu"},
-        "model": {"name": f"{__name__}:{name}"},
+        "model": {**job["model"], "args": TINY[name]},
         "data": data,
         "training": {"seq_len": TOKENS, "global_batch_size": 8, "steps": STEPS, "seed": SEED, "max_norm": 1.0},
-        "precision": {"param_dtype": dtype, "rules": rules},
-        "batchnorm": {} if name in ("llama", "gpt2") else {"statistics": "synchronized"},
+        "precision": {**job.get("precision", {}), "param_dtype": dtype},
+        "batchnorm": job.get("batchnorm", {}),
         # The gradient of a bias before BatchNorm is only rounding error, which AdamW's division would amplify.
         "optimizer": {"lr": 1e-2, "eps": 1e-4},
         "metrics": {"log_freq": 1, "enable_tensorboard": False},
@@ -121,10 +107,11 @@ def stock_job(folder: Path, name: str, dtype: str, images: str) -> dict[str, Any
     }
 
 
-def train_all(folder: Path, dtype: str, images: str, world_size: int) -> None:
+def train_all(folder: Path, models: Path, dtype: str, images: str, world_size: int) -> None:
+    sys.path.insert(0, str(models))
     torch.set_num_threads(1)
-    for name in (*NORM, *IMAGES):
-        job = stock_job(folder / name, name, dtype, images)
+    for name in JOBS:
+        job = example_job(folder / name, name, dtype, images)
         job["training"]["local_batch_size"] = 8 // world_size
         run_job(job)
 
@@ -137,26 +124,28 @@ def first_loss_in_plain_pytorch(job: dict[str, Any]) -> float:
         gc.collect()
         assert not any(isinstance(thing, HostValues) for thing in gc.get_objects())  # their memory is freed
     torch.manual_seed(SEED)
-    outputs = import_factory(job["model"]["name"])()(inputs)
+    outputs = import_factory(job["model"]["name"])(**job["model"]["args"])(inputs)
     logits = getattr(outputs, "logits", outputs)
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten()).item()
 
 
-def plain_first_losses(folder: Path, images: str) -> dict[str, float]:
+def plain_first_losses(folder: Path, models: Path, images: str) -> dict[str, float]:
+    sys.path.insert(0, str(models))
     losses = {}
-    for name in (*NORM, *IMAGES):
-        job = stock_job(folder / name, name, "float32", images)
+    for name in JOBS:
+        job = example_job(folder / name, name, "float32", images)
         job["training"]["local_batch_size"] = 8
         losses[name] = first_loss_in_plain_pytorch(job)
     return losses
 
 
-def test_stock_models_train_alike_on_one_rank_two_ranks_and_in_plain_pytorch(tmp_path: Path, images: str) -> None:
+def test_stock_models_train_alike_on_one_rank_two_ranks_and_in_plain_pytorch(
+    tmp_path: Path, my_models: Path, images: str
+) -> None:
     for world_size in (1, 2):
-        run_ranks(train_all, world_size, tmp_path / str(world_size), "float32", images, world_size)
-    plain = run_ranks(plain_first_losses, 1, tmp_path / "plain", images)[0]
-    assert plain["Encoder"] == pytest.approx(np.log(VOCABULARY), abs=1e-6)
-    for name in (*NORM, *IMAGES):
+        run_ranks(train_all, world_size, tmp_path / str(world_size), my_models, "float32", images, world_size)
+    plain = run_ranks(plain_first_losses, 1, tmp_path / "plain", my_models, images)[0]
+    for name in JOBS:
         one, two = (read_metrics(tmp_path / world_size / name) for world_size in ("1", "2"))
         assert one[0]["train/loss"] == pytest.approx(plain[name], rel=1e-6), name
         assert len(one) == STEPS
@@ -165,12 +154,22 @@ def test_stock_models_train_alike_on_one_rank_two_ranks_and_in_plain_pytorch(tmp
             assert of_one and of_one == pytest.approx(of_two, rel=1e-5), (name, tag)
 
 
-def test_stock_models_in_bf16_with_fp32_norms_have_the_planned_dtypes(tmp_path: Path, images: str) -> None:
-    run_ranks(train_all, 2, tmp_path, "bfloat16", images, 2)
-    for name in (*NORM, *IMAGES):
+def test_stock_models_in_bf16_with_fp32_norms_have_the_planned_dtypes(
+    tmp_path: Path, my_models: Path, images: str
+) -> None:
+    run_ranks(train_all, 2, tmp_path, my_models, "bfloat16", images, 2)
+    for name in JOBS:
         audit = json.loads((tmp_path / name / "tiny" / AUDIT_FILE).read_text())
         assert audit["differences"] == [], name
         norms = [module for module in audit["modules"] if "Norm" in module["class"]]
         assert norms and all(norm["dtypes"]["parameters"]["observed"] == ["float32"] for norm in norms), name
         losses = [report["train/loss"] for report in read_metrics(tmp_path / name)]
         assert losses[-1] < losses[0], (name, losses)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_header_names_the_blocks(name: str, tmp_path: Path, images: str) -> None:
+    config = JobConfig.model_validate(example_job(tmp_path, name, "bfloat16", images))
+    plan = plan_precision(config, build_model(config.model, TOKENS))
+    lines = dict(summary_of_job(config, plan, plan_layout(config.parallelism, config.training, 1)))
+    assert lines["blocks"] == BLOCKS[name]

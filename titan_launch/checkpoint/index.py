@@ -14,7 +14,7 @@ import os
 import struct
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from titan_launch.checkpoint.manifest import MANIFEST_FILE, DamagedCheckpointError
+from titan_launch.core.errors import UserError
 from titan_launch.core.files import read_regular
 
 INDEX_FILE = "index.json"
@@ -205,6 +206,32 @@ class IndexReader(FileSystemReader):
         return done
 
 
+def model_tensors(folder: Path, ema: bool = False) -> Index:
+    """Return the parameters and buffers of the model in a checkpoint, by full name.
+
+    With `ema`, return the moving average in place of each parameter that has one. A moving average has the key
+    `ema.NAME`, and the tensor itself `model.NAME`. Raises DamagedCheckpointError, and UserError if the checkpoint has
+    no moving average.
+    """
+    index = read_index(folder)
+    if ema and not any(key.startswith("ema.") for key in index):
+        raise UserError(f"error: the checkpoint {folder} has no moving average of the weights (ema.decay was not set)")
+    names = [key.removeprefix("model.") for key in index if key.startswith("model.")]
+    return {name: index.get(f"ema.{name}" if ema else "", index[f"model.{name}"]) for name in names}
+
+
+def read_tensor(folder: Path, tensor: IndexedTensor) -> Tensor:
+    """Read a whole tensor, which any number of ranks may have written. Raises DamagedCheckpointError."""
+    dtype = getattr(torch, tensor.dtype)
+    if [chunk.sizes for chunk in tensor.chunks] == [tensor.shape]:
+        return read_chunk(folder, tensor.chunks[0], dtype)
+    whole = torch.empty(tensor.shape, dtype=dtype)
+    for chunk in tensor.chunks:
+        place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        whole[place] = read_chunk(folder, chunk, dtype)
+    return whole
+
+
 def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     """Return a part of a tensor, read as plain bytes. Raises DamagedCheckpointError for an unreadable or invalid
     record."""
@@ -222,6 +249,15 @@ def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # the tensor is only read
         return torch.frombuffer(content, dtype=dtype, count=num_elements).view(chunk.sizes)
+
+
+def read_weights(folder: Path, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and buffer of a valid checkpoint, unsharded on the host, with its name in the model.
+
+    `ema` and the errors are those of `model_tensors`.
+    """
+    for name, tensor in model_tensors(folder, ema).items():
+        yield name, read_tensor(folder, tensor)
 
 
 def _content_of(record: bytes) -> memoryview | None:

@@ -89,7 +89,7 @@ def find_checkpoint(path: Path, key: KeyPath) -> Path:
     return path
 
 
-EXCLUDED_PARTS = ("optimizer", "step", "data", "random")
+EXCLUDED_PARTS = ("optimizer", "ema", "step", "data", "random")
 """Values of `checkpoint.exclude_from_loading` besides globs of parameters and buffers."""
 
 _EXCLUDE: KeyPath = ("checkpoint", "exclude_from_loading")
@@ -171,12 +171,13 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
         state.random.seed_new_stream(int(target["progress"]["step"]))
     if has_statistics:
         state.local_statistics.load_state_dict(target["local_statistics"][own])
+    _log_ema(state, saved, selection)
 
 
 def _take_over(state: TrainingState, target: Mapping[str, Any], selection: Selection) -> None:
     state.weights.load_state_dict({"model": target["model"], "optimizer": target["optimizer"]})
     for name, part in state.parts.items():
-        part.load_state_dict({k: value for k, value in target[name].items() if selection.takes(_part_of(name, k))})
+        part.load_state_dict({k: value for k, value in target[name].items() if _takes(selection, name, k)})
 
 
 def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> bool:
@@ -188,10 +189,21 @@ def _has_local_statistics(state: TrainingState, saved: Mapping[str, Any]) -> boo
     return all(on_all_ranks(lambda: state.local_statistics.targets().keys() == _below(rank_key(), there).keys()))
 
 
-def _part_of(name: str, key: str) -> str:
-    """Return `"data"` for a value of the position in the data, and `"step"` for any other value. The result is an entry
-    of `EXCLUDED_PARTS`. `name`: a part of the training state. `key`: one of its values."""
-    return "data" if (name, key) in (("progress", "samples_seen"), ("progress", "samples_skipped")) else "step"
+def _takes(selection: Selection, part: str, key: str) -> bool:
+    """Return True if the value `key` of a part of the training state is loaded."""
+    if part == "ema":
+        return selection.takes("ema") and selection.takes_tensor(key)
+    return selection.takes("data" if key in ("samples_seen", "samples_skipped") and part == "progress" else "step")
+
+
+def _log_ema(state: TrainingState, saved: Mapping[str, Any], selection: Selection) -> None:
+    """Log if the run begins a moving average of the weights, or drops that of the checkpoint."""
+    is_loaded = selection.takes("ema") and bool(_below("ema", saved))
+    if "ema" in state.parts and not is_loaded:
+        reason = "it is not loaded" if _below("ema", saved) else "the checkpoint has none"
+        _log.info("moving average of the weights: %s; it begins with the loaded parameters", reason)
+    elif "ema" not in state.parts and is_loaded:
+        warn(_log, "the moving average of the weights in the checkpoint is dropped, because ema.decay is not set")
 
 
 def _below(prefix: str, saved: Mapping[str, Any]) -> dict[str, Any]:

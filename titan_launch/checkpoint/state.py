@@ -15,11 +15,11 @@ from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.random_state import RandomState, random_key
 
 Values = dict[str, Tensor]
-"""A flat dict of tensors, equal on all ranks."""
+"""A flat dict of tensors: DTensors, or plain tensors that are equal on all ranks."""
 
 
 class Part(Protocol):
-    """A part of the training state besides model and optimizer. It is equal on all ranks."""
+    """A part of the training state besides model and optimizer."""
 
     def state_dict(self) -> Values:
         """Return the state as tensors."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import SUPPRESS, Namespace
 
-from titan_launch.commands.parser import Parser, load_to_train
+from titan_launch.commands.parser import Parser, check_weights, load_to_train
 from titan_launch.commands.train import add_dry_run, add_verbose, dry_run, is_dry_run
 from titan_launch.core.errors import UserError
 from titan_launch.core.process import BAD_INPUT
@@ -35,5 +35,6 @@ def run(arguments: Namespace) -> int:
             raise UserError(f"error: --fake-world-size {fake}: {reason}")
         dry_run(arguments)
     loaded = load_to_train(arguments, world_size, is_elastic=world_size is None)
+    check_weights(loaded)
     worker_args = ["--config", arguments.config, *["--verbose"] * arguments.verbose, *arguments.overrides]
     return launch(processes, worker_args, final_statuses=(BAD_INPUT,), run_folder=loaded.config.job.run_folder)

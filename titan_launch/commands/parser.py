@@ -63,7 +63,11 @@ class Parser(ArgumentParser):
             action = self._option_string_actions.get(option)
             if not equals and name.startswith("--") and (action is None or action.nargs != 0):
                 words += [value := rest.pop(0)] if rest and not rest[0].startswith("--") else []
-            if action is None:
+            if not name.startswith("-") and self._get_positional_actions():
+                options += words
+            elif action is None:
+                if self._get_positional_actions():
+                    self._refuse_unknown(name)
                 if name.startswith("-") and not _is_key(name):
                     self._refuse_unknown(name)
                 overrides += words
@@ -148,12 +152,38 @@ def load(arguments: Namespace, world_size: int | None, is_elastic: bool = False)
 
     rules = (planned_device_exists, elastic_rule, layout_rule)
     loaded = load_job(arguments.config, arguments.overrides, rules, arguments.key_options)
-    checkpoint = loaded.config.checkpoint
-    named = [path for path in (checkpoint.load, checkpoint.initial_load_path) if os.sep in str(path)]
+    config = loaded.config
+    paths = (config.checkpoint.load, config.checkpoint.initial_load_path, config.model.weights, config.model.path)
+    named = [path for path in paths if os.sep in str(path)]
     refuse_imports_from(
         [loaded.config.job.run_folder, *map(Path, map(str, named))], Path(loaded.config.job.dump_folder)
     )
     return loaded
+
+
+def check_weights(loaded: LoadedJob) -> None:
+    """Raise UserError if `model.weights` does not hold the tensors of the model. Values are not read.
+
+    A run that resumes does not need the folder. Modules of a user's own model are only known with torch; then only the
+    files are checked.
+    """
+    config = loaded.config
+    if config.model.weights is None:
+        return
+    from titan_launch.plan.memory.analytic.engine import ANALYTIC_MODELS, model_inventory
+    from titan_launch.train.run_folder.folder import resumes
+
+    if resumes(config.job.run_folder, config, config.checkpoint.load):
+        return
+    from titan_launch.models.weights.folder import find_weights, open_weights
+
+    try:
+        if config.model.name in ANALYTIC_MODELS:
+            find_weights(config.model, model_inventory(config))
+        else:
+            open_weights(config.model)
+    except ConfigError as error:
+        raise UserError(loaded.provenance.describe(error.problems)) from None
 
 
 def load_to_train(arguments: Namespace, world_size: int | None, is_elastic: bool = False) -> LoadedJob:

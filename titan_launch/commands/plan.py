@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NoReturn, get_args
 
-from titan_launch.commands.parser import Parser, at_least, load
+from titan_launch.commands.parser import Parser, at_least, check_weights, load
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import PlannerConfig
 from titan_launch.core.errors import UserError
@@ -93,6 +93,7 @@ def run(arguments: Namespace) -> NoReturn:
     if options.plot is not None:
         check_plot(options.plot)
     loaded, world_size = load(arguments, arguments.world_size), arguments.world_size
+    check_weights(loaded)
     run_and_exit(
         lambda: print_plan(loaded.config, world_size, loaded.provenance.place, options), loaded.provenance.describe
     )
@@ -197,7 +198,7 @@ def _plan(config: JobConfig, world_size: int, options: PlanOptions) -> _Planned:
 def _subject(config: JobConfig, layout: Layout, hardware: Hardware, wanted: EngineName | None) -> _Subject:
     from titan_launch.plan.memory.analytic.engine import analytic_engine, model_inventory, unknown_part
 
-    unknown = unknown_part(config)
+    unknown = unknown_part(config, hardware.kernels)
     if wanted == "analytic" and unknown is not None:
         raise UserError(f"--engine analytic: does not support {unknown}; use --engine trace")
     if wanted == "trace" or unknown is not None:

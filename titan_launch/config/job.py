@@ -12,6 +12,7 @@ from titan_launch.config.sections.parallelism import ActivationCheckpointConfig,
 from titan_launch.config.sections.precision import BatchNormConfig, Float8Config, KernelsConfig, PrecisionConfig
 from titan_launch.config.sections.run import CommConfig, DebugConfig, GeneralConfig, MetricsConfig, PlannerConfig
 from titan_launch.config.sections.training import (
+    EMAConfig,
     GradientAccumulationConfig,
     LossConfig,
     OptimizerConfig,
@@ -40,6 +41,7 @@ class JobConfig(Section):
     parallelism: ParallelismConfig = Field(default_factory=ParallelismConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     lr_scheduler: SchedulerConfig = Field(default_factory=WarmupStableDecay)
+    ema: EMAConfig = Field(default_factory=EMAConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)

@@ -11,12 +11,13 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from titan_launch.config.architectures import ARCHITECTURES, Architecture
+from titan_launch.config.architectures.base import ModelArgs
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.foreign_keys import COMMON_NAMES, TORCHTITAN_KEYS, foreign_key
 from titan_launch.config.loading.provenance import toml_value
@@ -256,8 +257,7 @@ def _sections() -> Iterator[str]:
             (section,) = alternatives(field.annotation)
             yield from _table(heading, name, section)
         if name == "model":
-            for model, architecture in ARCHITECTURES.items():
-                yield from _architecture(model, architecture)
+            yield from _architectures()
 
 
 def _table(heading: str, path: str, section: type[Section]) -> Iterator[str]:
@@ -284,19 +284,39 @@ def _tagged_table(heading: str, kinds: Kinds) -> Iterator[str]:
         yield from _describe(f'### `kind = "{kind}"`', section_doc(section), own_fields)
 
 
-def _architecture(name: str, architecture: Architecture) -> Iterator[str]:
-    """Yield the arguments and the size table of one model."""
-    fields = {field_name: field | {"required": False} for field_name, field in _fields(architecture.args).items()}
-    doc = f"{section_doc(architecture.args)} Omitted arguments have the value of the flavor, or else the default."
-    yield from _describe(f"### `[model.args]` of `{name}`", doc, fields)
-    for field_name, field in architecture.args.model_fields.items():
+def _architectures() -> Iterator[str]:
+    """Yield the arguments of every class of models, then the size tables of its models."""
+    models: dict[type[ModelArgs], list[str]] = {}
+    for name, architecture in ARCHITECTURES.items():
+        models.setdefault(architecture.args, []).append(name)
+    for args, names in models.items():
+        yield from _args(args, names)
+        for name in names:
+            yield from _flavors(name, ARCHITECTURES[name])
+
+
+def _args(args: type[ModelArgs], names: Sequence[str]) -> Iterator[str]:
+    fields = {field_name: field | {"required": False} for field_name, field in _fields(args).items()}
+    doc = f"{section_doc(args)} Omitted arguments have the value of the flavor, or else the default."
+    yield from _describe(f"### `[model.args]` of {', '.join(f'`{name}`' for name in names)}", doc, fields)
+    for field_name, field in args.model_fields.items():
         for section in filter(is_section, alternatives(field.annotation)):
             yield from _describe(f"#### `[model.args.{field_name}]`", section_doc(section), _fields(section))
+
+
+def _flavors(name: str, architecture: Architecture) -> Iterator[str]:
+    """Yield a size table. Arguments with one value in all flavors are listed above it."""
     yield f"#### Flavors of `{name}`\n"
-    columns = list(dict.fromkeys(column for row in architecture.flavors.values() for column in row))
+    flavors = architecture.flavors
+    first, *others = flavors.values()
+    common = {key: value for key, value in first.items() if all(key in row and row[key] == value for row in others)}
+    if common:
+        yield f"All flavors: {', '.join(f'`{key} = {toml_value(value)}`' for key, value in common.items())}.\n"
+    varied = {key for row in flavors.values() for key in row} - common.keys()
+    columns = [key for key in architecture.args.model_fields if key in varied]
     yield _row(["flavor", *(f"`{column}`" for column in columns)])
     yield _row(["---"] * (len(columns) + 1))
-    for flavor, row in architecture.flavors.items():
+    for flavor, row in flavors.items():
         yield _row([f"`{flavor}`", *(toml_value(row[column]) if column in row else "" for column in columns)])
     yield ""
 

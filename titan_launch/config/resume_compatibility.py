@@ -19,7 +19,11 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "name": "model",
         "flavor": "model",
         "args": "model",
+        "path": "operation",
         "blocks": "operation",
+        "loss": "experiment",
+        "weights": "operation",
+        "exclude_from_weights": "operation",
     },
     "tokenizer": "experiment",
     "data": {
@@ -85,6 +89,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "implementation": "operation",
     },
     "lr_scheduler": "experiment",
+    "ema": "operation",
     "checkpoint": "operation",
     "validation": "operation",
     "metrics": "operation",
@@ -93,8 +98,9 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
     "debug": "operation",
 }
 """The role of every section, or of each key of the section. `training.steps` is `operation`, because a larger value
-only extends the run, and moves a decay at the end of the schedule. `data.path` is `operation`, because the files may be
-moved: a resumed run compares the content of the data instead."""
+only extends the run, and moves a decay at the end of the schedule. `data.path` and `model.weights` are `operation`,
+because the files may be moved: a resumed run compares the content of the files instead. `model.path` is `operation`,
+because `model.args` has the content of its file."""
 
 
 class Difference(NamedTuple):

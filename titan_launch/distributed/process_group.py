@@ -40,6 +40,11 @@ class Ranks:
         """Number of ranks on this host (torchrun's LOCAL_WORLD_SIZE). Without torchrun: the world size."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
 
+    @property
+    def first_on_host(self) -> int:
+        """The lowest rank on this host. The ranks of a host are consecutive."""
+        return self.rank - int(os.environ.get("LOCAL_RANK", self.rank % self.on_host))
+
 
 @contextmanager
 def process_group(

@@ -253,6 +253,20 @@ TAGS = [
         console="accuracy {:7.2%}",
     ),
     Tag(
+        "validation/ema_loss",
+        "same",
+        "`validation/loss` of the moving average of the weights (`[ema]`).",
+        chart=("loss", "loss"),
+        console="EMA loss {:8.4f}",
+    ),
+    Tag(
+        "validation/ema_accuracy",
+        "same",
+        "`validation/accuracy` of the moving average of the weights (`[ema]`).",
+        chart=("loss", "accuracy"),
+        console="EMA accuracy {:7.2%}",
+    ),
+    Tag(
         "batchnorm/running_mean_divergence",
         "same",
         "Largest distance of a rank's running mean from the pooled mean, in pooled standard deviations. Reported at "

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from titan_launch.config.architectures import resolve_args
-from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 from titan_launch.core.errors import ConfigError, Problem
 from titan_launch.core.globs import matches
 from titan_launch.core.import_string import import_factory
-from titan_launch.models import llama3, resnet
+from titan_launch.models import decoder, huggingface, resnet, vit
+from titan_launch.models.blocks import Blocks, choose_blocks, find_blocks, find_pipeline_order, has_forward
 from titan_launch.models.factory import (
     HostBuild,
-    HostValues,
+    build_buffers_on_host,
     build_for_planning,
     build_on_host,
     build_on_meta,
+    build_without_values,
+    scalars_as_vectors,
     uses_meta_device,
 )
+from titan_launch.models.host_values import HostValues
 from titan_launch.models.initializers import Initializer, call_reset_parameters
 from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
-from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, enclosing, full_name, parent
-from titan_launch.plan.units.rule_assignment import nothing_matched
+from titan_launch.plan.types import Inventory, ModuleInfo, TensorInfo, full_name
 
 
 def take_inventory(
@@ -38,6 +42,7 @@ def take_inventory(
     embeddings: tuple[str, ...] = (),
     pipeline_order: tuple[str, ...] = (),
     output_layer: str | None = None,
+    blocks_origin: str = "",
 ) -> Inventory:
     """Return the table of the modules of a model that is not wrapped yet. The model may be on the meta device.
 
@@ -56,17 +61,13 @@ def take_inventory(
         )
         for path, module in model.named_modules(remove_duplicate=False)
     )
-    return Inventory(modules, blocks, head, embeddings, pipeline_order, output_layer)
-
-
-def has_forward(module: nn.Module) -> bool:
-    """Return True if a module has a forward; containers (`nn.ModuleList`, `nn.ModuleDict`) have none."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    return Inventory(modules, blocks, head, embeddings, pipeline_order, output_layer, blocks_origin)
 
 
 def _class_names(module: nn.Module) -> tuple[str, ...]:
     mro = type(module).__mro__
-    return tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in mro[: max(1, mro.index(nn.Module))])
+    names = (f"{cls.__module__}.{cls.__qualname__}" for cls in mro[: max(1, mro.index(nn.Module))])
+    return tuple(dict.fromkeys(names))  # the subclass of a module with scalars has the name of its base
 
 
 def _tensors(
@@ -91,9 +92,12 @@ def _tensors(
     return tuple(infos)
 
 
+T = TypeVar("T")
+
 SPECS: dict[str, ModelSpec] = {
-    "llama3": llama3.SPEC,
+    **decoder.SPECS,
     "resnet": resnet.SPEC,
+    "vit": vit.SPEC,
 }
 """The models of this package, by `model.name`."""
 
@@ -132,6 +136,12 @@ class BuiltModel:
     attention: AttentionHeads | None = None
     """Numbers of heads and features in the model's attention; None if unknown."""
 
+    blocks_origin: str = ""
+    """The reason for the choice of blocks, in words; empty for the blocks that a model of this package declares."""
+
+
+_BY_KEY = "by model.blocks"
+
 
 def build_model(config: ModelConfig, seq_len: int, host: HostBuild | None = None) -> BuiltModel:
     """Build the model that `model.name` selects: a model of this package, or a user's factory by its import string.
@@ -143,24 +153,34 @@ def build_model(config: ModelConfig, seq_len: int, host: HostBuild | None = None
     `tensor_parallel` and `context_parallel`, which `ModelSpec` explains. Raise ConfigError for errors of a user's
     model. (`titan_launch.config` has already checked the arguments of this package's models.)
     """
-    if ":" in config.name:
+    if not config.is_of_package:
         return _build_users_own(config, seq_len, host)
     spec = SPECS[config.name]
     args = resolve_args(config.name, config.flavor, config.args)
     with torch.device("meta"):
         module = spec.build(args, seq_len)
+    names = [name for name, _ in (*module.named_modules(), *module.named_buffers())]
+
+    def exists(pattern: str) -> bool:
+        return any(matches(pattern, name) for name in names)
+
     return BuiltModel(
         module=module,
         blocks=find_blocks(module, spec.blocks if config.blocks is None else config.blocks),
+        blocks_origin="" if config.blocks is None else _BY_KEY,
         head=spec.head,
         flops_per_sample=args.flops_per_sample(seq_len),
         initializer=spec.initializer(args),
-        embeddings=spec.embeddings,
-        pipeline_order=find_pipeline_order(module, spec.pipeline_order),
-        tensor_parallel=spec.tensor_parallel,
-        context_parallel=spec.context_parallel,
-        attention=None if spec.attention is None else spec.attention(args),
+        embeddings=tuple(filter(exists, spec.embeddings)),
+        pipeline_order=find_pipeline_order(module, tuple(filter(exists, spec.pipeline_order))),
+        tensor_parallel=_rows_that(exists, spec.tensor_parallel),
+        context_parallel=_rows_that(exists, spec.context_parallel),
+        attention=None if spec.attention is None else spec.attention(args, seq_len),
     )
+
+
+def _rows_that(exists: Callable[[str], bool], table: Mapping[str, T] | None) -> dict[str, T] | None:
+    return None if table is None else {pattern: value for pattern, value in table.items() if exists(pattern)}
 
 
 def recorded_model(config_file: str | Path) -> nn.Module:
@@ -170,27 +190,39 @@ def recorded_model(config_file: str | Path) -> nn.Module:
     """
     recorded = json.loads(Path(config_file).read_text())
     config = ModelConfig.model_validate(recorded["model"])
-    if ":" in config.name:
-        module: nn.Module = import_factory(config.name)(**config.args)
+    if not config.is_of_package:
+        module: nn.Module = _factory(config, recorded["training"]["seq_len"])(**config.args)
+        scalars_as_vectors(module)
         return module
     args = resolve_args(config.name, config.flavor, config.args)
     return SPECS[config.name].build(args, recorded["training"]["seq_len"])
 
 
+def _factory(config: ModelConfig, seq_len: int) -> Callable[..., Any]:
+    if config.name == HUGGINGFACE:
+        return partial(huggingface.build, seq_len)
+    return import_factory(config.name)
+
+
 def _build_users_own(config: ModelConfig, seq_len: int, host: HostBuild | None) -> BuiltModel:
-    factory = import_factory(config.name)
+    factory = _factory(config, seq_len)
     initializer: Initializer | HostValues = call_reset_parameters
     if uses_meta_device(factory):
         module = build_on_meta(config, factory)
     elif host is None:
         module = build_for_planning(config, factory)
+    elif config.name == HUGGINGFACE and config.weights is not None and not config.exclude_from_weights:
+        module, initializer = build_buffers_on_host(config, factory)
     else:
-        module, initializer = build_on_host(config, factory, host)
+        build = build_without_values if host.on_meta else build_on_host
+        module, initializer = build(config, factory, host)
     _check_declarations(module)
+    blocks = choose_blocks(module) if config.blocks is None else Blocks(find_blocks(module, config.blocks), _BY_KEY)
     count_flops = getattr(module, "flops_per_sample", None)
     return BuiltModel(
         module=module,
-        blocks=tuple(_list_entries(module)) if config.blocks is None else find_blocks(module, config.blocks),
+        blocks=blocks.paths,
+        blocks_origin=blocks.origin,
         head=(),
         flops_per_sample=None if count_flops is None else count_flops(seq_len),
         initializer=initializer,
@@ -218,70 +250,3 @@ def _is_table(declared: Any, kind: type) -> bool:
     return isinstance(declared, Mapping) and all(
         isinstance(key, str) and isinstance(value, kind) for key, value in declared.items()
     )
-
-
-def find_blocks(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the paths of the modules that the globs match, in the order of `named_modules`.
-
-    A block needs a forward, so a ModuleList or ModuleDict cannot be one. Raise ConfigError on `model.blocks` for every
-    glob that matches nothing.
-    """
-    paths, containers = _paths(module)
-    unused = [
-        Problem(("model", "blocks", index), nothing_matched(pattern, paths, containers), pattern)
-        for index, pattern in enumerate(patterns)
-        if not any(matches(pattern, path) for path in paths)
-    ]
-    if unused:
-        raise ConfigError(unused)
-    return tuple(path for path in paths if any(matches(pattern, path) for pattern in patterns))
-
-
-def find_pipeline_order(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the paths that the globs of `pipeline_order` match, glob by glob, each in the order of `named_modules`.
-
-    Raise ConfigError on `model.name` in three cases: a glob matches no module with a forward, a module is listed twice,
-    or both a module and its submodule are listed.
-    """
-    paths, containers = _paths(module)
-    pipeline_order: list[str] = []
-    problems = []
-    for pattern in patterns:
-        found = [path for path in paths if matches(pattern, path)]
-        if not found:
-            problems.append(
-                f'the model\'s pipeline_order has "{pattern}", which {nothing_matched(pattern, paths, containers)}'
-            )
-        pipeline_order += found
-    problems += [
-        f"the model's pipeline_order has {path} twice, or also has a module that contains this module; list each "
-        "module once"
-        for path in pipeline_order
-        if pipeline_order.count(path) > 1 or enclosing(parent(path), pipeline_order)
-    ]
-    if problems:
-        raise ConfigError(Problem(("model", "name"), reason) for reason in dict.fromkeys(problems))
-    return tuple(pipeline_order)
-
-
-def _paths(module: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the paths of the modules with a forward, and of the containers without one."""
-    runnable: list[str] = []
-    containers: list[str] = []
-    for path, child in module.named_modules():
-        if path:
-            (runnable if has_forward(child) else containers).append(path)
-    return runnable, containers
-
-
-def _list_entries(module: nn.Module, path: str = "") -> Iterator[str]:
-    """Yield the paths of the entries of all outermost ModuleLists. Entries without parameters are skipped.
-
-    If an entry is a container without a forward, its own entries are yielded instead.
-    """
-    for name, child in module.named_children():
-        child_path = full_name(path, name)
-        if not isinstance(module, nn.ModuleList) or not has_forward(child):
-            yield from _list_entries(child, child_path)
-        elif any(True for _ in child.parameters()):
-            yield child_path

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import random
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
@@ -24,15 +26,9 @@ from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError, Problem, config_error, did_you_mean
 from titan_launch.core.import_string import user_traceback
 from titan_launch.core.patches import replaced
-from titan_launch.models.initializers import check_reset_parameters, own_tensors
+from titan_launch.models.host_values import HostValues, meta_twin, num_bytes, take_values
+from titan_launch.models.initializers import check_reset_parameters
 from titan_launch.plan.hardware import GIB, free_memory_gib
-from titan_launch.plan.types import full_name
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtypes by their size in bytes."""
-
-_COLUMNS = 512
-"""Columns of the table in which `_digest` arranges the elements of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -43,27 +39,10 @@ class HostBuild:
     """Seed of the generators of PyTorch, Python and NumPy."""
 
     free_bytes: int
-    """Free memory of the host before any rank calls the factory."""
+    """Free memory of the host before the factory is called."""
 
-    ranks: int = 1
-    """Number of ranks that call the factory at the same time on this host."""
-
-
-@dataclass(frozen=True)
-class HostValues:
-    """The values that a factory gave its module's tensors."""
-
-    by_name: Mapping[str, Tensor]
-    """Parameters and buffers on the host, by full name. A shared tensor has several names."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Host memory of the values in bytes. A shared tensor counts once."""
-        return _num_bytes(self.by_name.values())
-
-    def digests(self) -> dict[str, str]:
-        """Return a digest of each tensor's dtype, shape and elements, by full name."""
-        return {name: _digest(tensor) for name, tensor in self.by_name.items()}
+    on_meta: bool = False
+    """Build the module on the meta device, without values."""
 
 
 def uses_meta_device(factory: Callable[..., Any]) -> bool:
@@ -109,7 +88,7 @@ def build_on_host(config: ModelConfig, factory: Callable[..., Any], host: HostBu
     Return the module with its tensors on the meta device, and the values of these tensors. Raise ConfigError if the
     factory fails, if the tensors do not fit into free host memory, or if a tensor is on another device.
     """
-    with _seeded(host.seed), _memory_limited(host.free_bytes // host.ranks):
+    with _seeded(host.seed), _memory_limited(host.free_bytes):
         try:
             module = _call(config, factory)
         except _OutOfHostMemory as error:
@@ -118,7 +97,44 @@ def build_on_host(config: ModelConfig, factory: Callable[..., Any], host: HostBu
     _check_is_not_shared(module)
     if not module.training:  # `from_pretrained` returns a module in evaluation mode
         module.train()
-    return module, _take_values(module)
+    return module, take_values(module)
+
+
+def build_without_values(
+    config: ModelConfig, factory: Callable[..., Any], host: HostBuild
+) -> tuple[nn.Module, HostValues]:
+    """Build a factory's module on the meta device, for a rank that gets the values from another rank.
+
+    `torch.load` returns tensors without values meanwhile. Raise ConfigError if the factory fails.
+    """
+
+    def load_without_values(*args: Any, **kwargs: Any) -> Any:
+        return load(*args, **{**kwargs, "map_location": "meta"})
+
+    load = torch.load
+    with _seeded(host.seed), warnings.catch_warnings(), replaced(torch, "load", load_without_values):
+        warnings.simplefilter("ignore")  # `load_state_dict` warns that it does nothing
+        with torch.device("meta"):
+            module = _call(config, factory)
+    return module.train(), take_values(module)
+
+
+def build_buffers_on_host(config: ModelConfig, factory: Callable[..., Any]) -> tuple[nn.Module, HostValues]:
+    """Build a factory's module for weights that are read later. Only its buffers get values, which are returned.
+
+    Parameters move to the meta device when they are registered, before a layer initialises them.
+    """
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
+        return parameter if parameter.is_meta else meta_twin(parameter)
+
+    moved = register_module_parameter_registration_hook(move)
+    try:
+        module = _call(config, factory)
+    finally:
+        moved.remove()
+    values = take_values(module.train())
+    return module, replace(values, by_name={name: value for name, value in values.by_name.items() if not value.is_meta})
 
 
 def _call(config: ModelConfig, factory: Callable[..., Any], where: str = "") -> nn.Module:
@@ -144,7 +160,44 @@ def _call(config: ModelConfig, factory: Callable[..., Any], where: str = "") -> 
     if problem is not None:
         raise config_error(("model", "name"), problem, config.name)
     _check_shapes(module)
+    scalars_as_vectors(module)
     return module
+
+
+def scalars_as_vectors(module: nn.Module) -> None:
+    """Give the scalar parameters of a module the shape (1,), in place, since FSDP2 shards along the first axis.
+
+    The module's code still reads scalars: a module that owns one becomes an instance of a subclass of its class, in
+    which the name of the parameter is a property. Checkpoints have the shape (1,).
+    """
+    vectors: dict[nn.Parameter, nn.Parameter] = {}
+    for child in module.modules():
+        scalars = {name: p for name, p in child._parameters.items() if p is not None and not is_lazy(p) and not p.ndim}
+        for name, scalar in scalars.items():
+            if scalar not in vectors:
+                vectors[scalar] = nn.Parameter(scalar.detach().reshape(1), scalar.requires_grad)
+                vars(vectors[scalar]).update(vars(scalar))
+            child._parameters[name] = vectors[scalar]
+        if scalars:
+            cls: Any = type(child)
+            child.__class__ = _with_scalars(cls, tuple(scalars))
+
+
+@cache
+def _with_scalars(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Return a subclass, with the name of `cls`, whose parameters `names` are read as scalars."""
+
+    def scalar(name: str) -> property:
+        def read(module: nn.Module) -> Tensor | None:
+            parameter = module._parameters[name]
+            if parameter is None or isinstance(parameter, DTensor):
+                return parameter  # FSDP2 reads its shards by this name
+            return parameter.reshape(())
+
+        return property(read)
+
+    same: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (cls,), {**same, **{name: scalar(name) for name in names}})
 
 
 def _check_arguments(factory: Callable[..., Any], config: ModelConfig) -> None:
@@ -161,16 +214,11 @@ def _check_arguments(factory: Callable[..., Any], config: ModelConfig) -> None:
 
 
 def _check_shapes(module: nn.Module) -> None:
-    """Raise ConfigError for parameters that FSDP2 cannot shard."""
-    problems = []
-    for name, parameter in module.named_parameters():
-        if is_lazy(parameter):
-            problems.append(f"the parameter {name} is lazy and has no shape; give its module the number of features")
-        elif parameter.ndim == 0:
-            reason = "is a scalar, and FSDP2 shards along the first axis; give it the shape (1,)"
-            problems.append(f"the parameter {name} {reason}")
-    if problems:
-        raise ConfigError(Problem(("model", "name"), reason) for reason in problems)
+    """Raise ConfigError for parameters without a shape."""
+    reason = "the parameter {} is lazy and has no shape; give its module the number of features"
+    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ConfigError(Problem(("model", "name"), reason.format(name)) for name in lazy)
 
 
 def _check_is_on_host(module: nn.Module) -> None:
@@ -186,20 +234,6 @@ def _check_is_on_host(module: nn.Module) -> None:
             raise config_error(("model", "name"), reason)
 
 
-def _take_values(module: nn.Module) -> HostValues:
-    """Move a module's tensors to the meta device, in place, and return their values. Shared tensors stay shared."""
-    values: dict[str, Tensor] = {}
-    twins: dict[Tensor, Tensor] = {}
-    for path, owner in module.named_modules():
-        for name, tensor in own_tensors(owner).items():
-            values[full_name(path, name)] = tensor.detach()
-            if tensor not in twins:
-                twins[tensor] = _meta_twin(tensor)
-            table: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
-            table[name] = twins[tensor]
-    return HostValues(values)
-
-
 def _check_is_not_shared(module: nn.Module) -> None:
     """Raise ConfigError if two parameters use the same memory: FSDP2 would shard and update them separately."""
     names: dict[int, str] = {}
@@ -210,15 +244,6 @@ def _check_is_not_shared(module: nn.Module) -> None:
                 f"has two parameters in the same memory, {other} and {name}; to tie them, assign one parameter to both"
             )
             raise config_error(("model", "name"), reason)
-
-
-def _meta_twin(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor on the meta device with the same shape, dtype and attributes."""
-    twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    if isinstance(tensor, nn.Parameter):
-        twin = nn.Parameter(twin, tensor.requires_grad)
-    vars(twin).update(vars(tensor))
-    return twin
 
 
 @contextmanager
@@ -285,32 +310,11 @@ def _too_large(
     try:
         with torch.device("meta"):
             module = factory(**config.args)
-        needed, qualifier = _num_bytes([*module.parameters(), *module.buffers()]), ""
+        needed, qualifier = num_bytes([*module.parameters(), *module.buffers()]), ""
     except Exception:  # the factory needs values, so only the bytes before the error are known
         needed, qualifier = error.counted_bytes, "more than "
     reason = (
-        f"needs {qualifier}{needed / GIB:.1f} GiB of host memory on each of {host.ranks} ranks of this host, "
-        f"{needed * host.ranks / GIB:.1f} GiB in all, but only {host.free_bytes / GIB:.1f} GiB are free; start fewer "
-        "ranks per host, or give the factory the attribute meta_device = True and let reset_parameters fill the module"
+        f"needs {qualifier}{needed / GIB:.1f} GiB of host memory, but only {host.free_bytes / GIB:.1f} GiB are free; "
+        "give the factory the attribute meta_device = True and let reset_parameters fill the module"
     )
     return config_error(("model", "name"), reason, config.name)
-
-
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum({tensor.untyped_storage().data_ptr() or id(tensor): tensor.nbytes for tensor in tensors}.values())
-
-
-def _digest(tensor: Tensor) -> str:
-    """Return a hexadecimal digest of a tensor's dtype, shape and elements.
-
-    The elements are arranged in a table. Their bits are summed as integers along its rows and along its columns. These
-    sums run at memory bandwidth, and they change if elements are permuted.
-    """
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    bits = plain.reshape(-1).view(_INTEGERS[plain.element_size()])
-    rows = len(bits) // _COLUMNS
-    table, rest = bits[: rows * _COLUMNS].view(rows, _COLUMNS), bits[rows * _COLUMNS :]
-    digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
-    for part in (table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64), rest):
-        digest.update(part.numpy().tobytes())
-    return digest.hexdigest()

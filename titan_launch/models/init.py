@@ -1,7 +1,8 @@
 """Initial parameters and buffers, which are the same for every sharding and every number of ranks.
 
 Every rank computes the unsharded tensors of one module at a time, and keeps its shards of them. The random seed depends
-only on the job's seed and the module's path. Nothing is communicated.
+only on the job's seed and the module's path. Nothing is communicated. The values of a user's factory are an exception:
+one rank of each host has them, and sends every rank its shards.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from titan_launch.distributed.dtensor import local_tensor, own_part
-from titan_launch.models.factory import HostValues
+from titan_launch.distributed.dtensor import local_tensor, own_box, own_part
+from titan_launch.models.host_values import Box, HostValues
 from titan_launch.models.initializers import Initializer, own_tensors
+from titan_launch.models.weights.folder import Weights
 from titan_launch.plan.types import full_name
 
 
@@ -36,11 +38,11 @@ def allocate(model: nn.Module, device: torch.device, parameters_on_host: bool = 
 
 
 def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: int, device: torch.device) -> None:
-    """Fill the tensors of an allocated model, sharded or not, in place. `HostValues` are copied into them.
+    """Fill the tensors of an allocated model, sharded or not, in place. Collective if `initializer` is a HostValues.
 
     Values are computed on `device` even if the parameters are on the host, so offloading does not change them. A shared
     tensor is filled once, by the first module in `named_modules` that owns it. Children are filled before parents.
-    Nothing is communicated. Extra memory: the largest single module, unsharded and in fp32.
+    Extra memory: the largest single module, unsharded and in fp32.
     """
     if isinstance(initializer, HostValues):
         _copy_values(model, initializer)
@@ -55,9 +57,37 @@ def initialize(model: nn.Module, initializer: Initializer | HostValues, seed: in
 
 @torch.no_grad()
 def _copy_values(model: nn.Module, values: HostValues) -> None:
+    targets = {
+        full_name(path, name): own_tensors(module)[name] for path, module, names in _owners(model) for name in names
+    }
+    for name, part in values.take_parts({name: _box(target) for name, target in targets.items()}):
+        local_tensor(targets[name]).copy_(part)
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, weights: Weights) -> int:
+    """Copy the weights into a model that is allocated, sharded or not, in place. Tensors that `weights` does not have
+    keep their values. Return the bytes that were copied.
+
+    Nothing is communicated: this rank reads its parts of the tensors.
+    """
+    num_bytes = 0
     for path, module, names in _owners(model):
-        for name in names:
-            _copy_shard(own_tensors(module)[name], values.by_name[full_name(path, name)])
+        for name in (name for name in names if full_name(path, name) in weights.pieces):
+            target = own_tensors(module)[name]
+            offsets, lengths = _box(target)
+            if 0 not in lengths:
+                part = weights.read(full_name(path, name), offsets, lengths)
+                local_tensor(target).copy_(part)
+                num_bytes += part.nbytes
+    return num_bytes
+
+
+def _box(target: Tensor) -> Box:
+    """Return the part of a whole tensor that this rank has."""
+    if isinstance(target, DTensor):
+        return own_box(target.shape, target.device_mesh, target.placements)
+    return (0,) * target.ndim, tuple(target.shape)
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:

@@ -1,14 +1,17 @@
-"""Layers that language models share: attention with rotary position embedding, norms, and the feed-forward layer."""
+"""Layers of decoders: position embeddings, attention, norms, and the feed-forward layer."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_launch.config.architectures.llama3 import NormKind, RopeScaling
+from titan_launch.config.architectures.decoder import Activation, DecoderArgs, RopeScaling
+from titan_launch.models.attention import attend
 
 
 class RotaryEmbedding(nn.Module):
@@ -72,58 +75,91 @@ def rotary_frequencies(
 ) -> Tensor:
     """Return the angle per token of each channel pair in radians, [head_dim / 2]: theta^(-2 i / head_dim).
 
-    With `scaling`, as in Llama 3.1, the frequencies of slow pairs are divided by `factor`, and those of fast pairs are
-    unchanged. In between, the scale is interpolated linearly in the number of turns within the original context
-    (Meta's `apply_scaling` in `llama-models`).
+    Linear scaling divides all frequencies by `factor`. Llama 3.1 divides the frequencies of slow pairs and keeps those
+    of fast pairs. Between, it interpolates linearly by the number of turns within the original context (Meta's
+    `apply_scaling` in `llama-models`).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / theta**exponents
     if scaling is None:
         return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     unscaled = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     unscaled = unscaled.clamp(0.0, 1.0)
     return frequencies * (unscaled + (1 - unscaled) / scaling.factor)
 
 
+class LearnedPositions(nn.Embedding):
+    """A table of vectors, one for each position, that are added to the stream (GPT-2).
+
+    The rows of the stream's tokens are a buffer. Ranks that share sequences divide the buffer like the tokens.
+    """
+
+    rows: Tensor
+    """The row of each token of a sequence: (max_positions)."""
+
+    def __init__(self, max_positions: int, dim: int):
+        super().__init__(max_positions, dim)
+        self.register_buffer("rows", torch.arange(max_positions), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, tokens, dim) to the same shape."""
+        return x + super().forward(self.rows[: x.shape[1]])
+
+
+class ScaledEmbedding(nn.Embedding):
+    """An embedding whose vectors are multiplied by `sqrt(dim)` (Gemma)."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map token ids (batch, tokens) to (batch, tokens, dim)."""
+        return super().forward(tokens) * self.embedding_dim**0.5
+
+
+class CappedLinear(nn.Linear):
+    """An output layer whose logits are `cap * tanh(logit / cap)` (Gemma 2)."""
+
+    def __init__(self, dim: int, num_classes: int, cap: float):
+        super().__init__(dim, num_classes, bias=False)
+        self.cap = cap
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., dim) to (..., num_classes)."""
+        return self.adjust_logits(super().forward(x))
+
+    def adjust_logits(self, logits: Tensor) -> Tensor:
+        """Return capped logits. With `loss.chunks`, this elementwise function is applied to each chunk of logits."""
+        return self.cap * torch.tanh(logits / self.cap)
+
+
 class Attention(nn.Module):
     """Causal self-attention in which groups of query heads share a key and value head (arXiv:2305.13245)."""
 
-    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, rope: RotaryEmbedding):
-        """Create the layers. `dim` must be a multiple of `n_heads`, and `n_heads` a multiple of `n_kv_heads`."""
+    def __init__(self, args: DecoderArgs, window: int | None, rope: RotaryEmbedding | None):
+        """Make the layers. `window`: the sliding window of this layer, or None."""
         super().__init__()
-        self.head_dim = dim // n_heads
-        self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=False)
+        self.head_dim = args.head_width
+        self.scale, self.window, self.soft_cap = args.query_scale, window, args.attention_soft_cap
+        self.wq = nn.Linear(args.dim, args.query_width, bias=args.qkv_bias)
+        self.wk = nn.Linear(args.dim, args.kv_width, bias=args.qkv_bias)
+        self.wv = nn.Linear(args.dim, args.kv_width, bias=args.qkv_bias)
+        self.wo = nn.Linear(args.query_width, args.dim, bias=args.attention_output_bias)
+        self.q_norm = build_norm(args, args.head_width) if args.qk_norm else None
+        self.k_norm = build_norm(args, args.head_width) if args.qk_norm else None
         self.rope = rope
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, tokens, dim) to the same shape."""
         # [batch, tokens, heads, head_dim]; the number of heads follows from the weights
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
-        q, k = self.rope(q), self.rope(k)
-        attended = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            q, k = self.rope(q), self.rope(k)
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        attended = attend(*heads_first, scale=self.scale, window=self.window, soft_cap=self.soft_cap)
         return self.wo(attended.transpose(1, 2).flatten(-2))
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return causal attention of `q` (batch, heads, tokens, head_dim), in its shape. `k`, `v` may have fewer heads."""
-    num_groups = q.shape[1] // k.shape[1]
-    if num_groups > 1 and takes_equal_heads_only(q):
-        k, v = (t.repeat_interleave(num_groups, dim=1) for t in (k, v))
-        num_groups = 1
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_groups > 1)
-
-
-def takes_equal_heads_only(q: Tensor) -> bool:
-    """Return True for fp32 on CUDA: the fused kernel requires as many heads of keys and values as of queries.
-
-    With `enable_gqa`, PyTorch would use the kernel that stores all tokens x tokens scores. Once a release contains
-    https://github.com/pytorch/pytorch/pull/191085, this function is unnecessary.
-    """
-    return q.is_cuda and q.dtype == torch.float32
 
 
 class BatchNorm(nn.BatchNorm1d):
@@ -154,24 +190,41 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x.view_as(x))
 
 
-def build_norm(kind: NormKind, dim: int, eps: float, momentum: float) -> nn.Module:
-    """Return a norm over `dim` channels. `momentum`: weight of a microbatch in BatchNorm's running statistics."""
-    if kind == "batchnorm":
-        return BatchNorm(dim, eps=eps, momentum=momentum)
-    if kind == "layernorm":
-        return nn.LayerNorm(dim, eps=eps)
-    return RMSNorm(dim, eps=eps)
-
-
-class FeedForward(nn.Module):
-    """SwiGLU (arXiv:2002.05202): w2(silu(w1 x) * w3 x)."""
-
-    def __init__(self, dim: int, hidden_dim: int):
-        super().__init__()
-        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
-        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+class UnitOffsetRMSNorm(RMSNorm):
+    """RMSNorm whose weight is added to 1, in the weight's dtype (Gemma)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., dim) to the same shape."""
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return F.rms_norm(x.view_as(x), self.normalized_shape, self.weight + 1, self.eps)
+
+
+def build_norm(args: DecoderArgs, dim: int) -> nn.Module:
+    """Return a norm over `dim` channels, of the kind that the arguments name."""
+    if args.norm == "batchnorm":
+        return BatchNorm(dim, eps=args.norm_eps, momentum=args.batchnorm_momentum)
+    if args.norm == "layernorm":
+        return nn.LayerNorm(dim, eps=args.norm_eps)
+    return (UnitOffsetRMSNorm if args.norm_unit_offset else RMSNorm)(dim, eps=args.norm_eps)
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class FeedForward(nn.Module):
+    """w2(activation(w1 x) * w3 x), of which SwiGLU (arXiv:2002.05202) is one; w2(activation(w1 x)) without a gate."""
+
+    def __init__(self, args: DecoderArgs):
+        super().__init__()
+        self.activation = _ACTIVATIONS[args.activation]
+        self.w1 = nn.Linear(args.dim, args.hidden_dim, bias=args.feed_forward_bias)
+        self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=args.feed_forward_bias)
+        self.w3 = nn.Linear(args.dim, args.hidden_dim, bias=args.feed_forward_bias) if args.gated else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., dim) to the same shape."""
+        if self.w3 is None:
+            return self.w2(self.activation(self.w1(x)))
+        return self.w2(self.activation(self.w1(x)) * self.w3(x))

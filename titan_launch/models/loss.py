@@ -73,7 +73,13 @@ class Loss:
         finally:
             self.targets = None
 
-    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def takes(self, tensor: Tensor, targets: Tensor) -> bool:
+        """Return True if a tensor in a model's outputs has the shape of logits, or of `sums` from the output layer."""
+        if self._has_head:
+            return tensor.shape == (2,)
+        return tensor.ndim > 0 and tensor.shape[:-1] == targets.shape
+
+    def sums(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return two sums over the valid targets, in fp32, from what the model has returned.
 
         With gradients enabled: the loss, which is the cross-entropy plus the z-loss times its weight, and this z-loss

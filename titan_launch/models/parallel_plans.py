@@ -47,7 +47,7 @@ def shapes_explained(model: ModelConfig, degree: int) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        if degree == 1 or ":" not in model.name or not _ABOUT_SHAPES.search(str(error)):
+        if degree == 1 or model.is_of_package or not _ABOUT_SHAPES.search(str(error)):
             raise
         location, text = user_location(error), str(error).partition("\n")[0]
         reason = (
@@ -92,7 +92,7 @@ def _problems(
 ) -> Iterator[Problem]:
     degree = parallelism.tensor_parallel_degree
     if not styles:
-        reason = (
+        reason = getattr(model, "no_tensor_parallel", None) or (
             "the model does not declare how tensor parallelism divides it (attribute tensor_parallel of the module: a "
             "dict from globs of modules to styles; see docs/how_to/parallelism.md); declare it, or set 1"
         )
@@ -184,8 +184,12 @@ def _divided_ties(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterato
 
 
 def _not_by_sequence(model: nn.Module, found: Mapping[str, TensorStyle]) -> Iterator[Problem]:
-    """Yield a problem if sequence parallelism is enabled, but no module has the style `embedding`, or the model has a
-    BatchNorm. A BatchNorm needs all tokens for its statistics."""
+    """Yield a problem if sequence parallelism is enabled, but the forward needs all tokens, no module has the style
+    `embedding`, or the model has a BatchNorm. A BatchNorm needs all tokens for its statistics."""
+    if getattr(model, "sequence_parallel", True) is False:
+        reason = f"the forward of {type(model).__name__} needs all tokens between its layers; set false"
+        yield Problem(_SEQUENCE, reason, True, also=(_NAME,))
+        return
     if "embedding" not in found.values():
         reason = 'the model has no module of the style "embedding", whose output is divided by token; set false'
         yield Problem(_SEQUENCE, reason, True)

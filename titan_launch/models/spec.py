@@ -10,12 +10,13 @@ from torch import nn
 
 from titan_launch.models.initializers import Initializer
 
-TensorStyle = Literal["embedding", "sequence", "input", "colwise", "heads", "rowwise", "head"]
+TensorStyle = Literal["embedding", "positions", "sequence", "input", "colwise", "heads", "rowwise", "head"]
 """The style by which tensor parallelism divides a module over T ranks. "Stream" means the activations (batch, tokens,
 features) between layers. With sequence parallelism each rank has a part of the tokens, otherwise the whole stream.
 
     style       part of the module on each rank                     input -> output
     embedding   1/T of the rows of an nn.Embedding                  token ids -> stream
+    positions   all parameters; of its buffers the rows of the tokens    stream -> stream
     sequence    all parameters of a module that works per token     stream -> stream
     input       nothing; makes a module's first input whole         stream -> all tokens and features
     colwise     1/T of the output features of an nn.Linear          all features -> 1/T of the features (of the heads)
@@ -46,7 +47,8 @@ class AttentionHeads:
 class ModelSpec:
     """The construction of a model, its initial values, and how it can be divided.
 
-    `args` below are the arguments of the model, an object of `titan_launch.config.architectures`.
+    `args` below are the arguments of the model, an object of `titan_launch.config.architectures`. A glob may match
+    nothing, because a model may lack a module with some arguments.
     """
 
     build: Callable[[Any, int], nn.Module]
@@ -79,5 +81,6 @@ class ModelSpec:
     the tokens. A model with this table must let tokens interact only in `F.scaled_dot_product_attention`, on tensors
     (batch, heads, tokens, width) and with `is_causal=True`. None: context parallelism is not supported."""
 
-    attention: Callable[[Any], AttentionHeads] | None = None
-    """Function of args that describes the model's causal attention. None: the model has no causal attention."""
+    attention: Callable[[Any, int], AttentionHeads | None] | None = None
+    """Function of (args, seq_len) that describes the plain causal attention of sequences of `seq_len` tokens. None: the
+    model has no plain causal attention."""

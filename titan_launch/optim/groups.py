@@ -37,7 +37,7 @@ def group_parameters(model: nn.Module, config: OptimizerConfig, head: Collection
     """
     undecayed, inner = _undecayed(model), _inner_matrices(model, head)
     groups: dict[str, Group] = {}
-    for parameter, names in _trainable_paths(model).items():
+    for parameter, names in trainable_paths(model).items():
         index = first_match(config.param_groups, names)
         settings = settings_of(config, index, parameter in undecayed, parameter in inner)
         name = group_name(index, settings)
@@ -52,7 +52,7 @@ def check_param_groups(model: nn.Module, config: OptimizerConfig, head: Collecti
     algorithm for matrices (Muon) to a parameter that is not a matrix. `optimizer.name` is such an algorithm, but the
     model has no matrix for it, or the output layer of the model is unknown.
     """
-    paths = _trainable_paths(model)
+    paths = trainable_paths(model)
     decisions = {parameter: first_match(config.param_groups, names) for parameter, names in paths.items()}
     problems = list(_unused(config.param_groups, paths.values(), set(decisions.values())))
     for parameter, index in decisions.items():
@@ -90,7 +90,7 @@ def _without_matrices(model: nn.Module, config: OptimizerConfig, head: Collectio
         yield Problem(("optimizer", "name"), reason, config.name)
 
 
-def _trainable_paths(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+def trainable_paths(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Return the paths of every trainable parameter. A shared parameter has several paths."""
     paths: dict[nn.Parameter, list[str]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):

@@ -63,6 +63,7 @@ def _appliers(
 
     return {
         "embedding": apply(RowwiseParallel(input_layouts=replicated, output_layouts=stream)),
+        "positions": lambda module: _divide_positions(module, mesh, parallelism.sequence_parallel),
         "sequence": lambda module: _replicate(module, mesh, Partial() if parallelism.sequence_parallel else replicated),
         "input": lambda module: _gather_input(module, mesh, stream),
         "colwise": apply(ColwiseParallel()),
@@ -76,6 +77,25 @@ def _appliers(
             )
         ),
     }
+
+
+def _divide_positions(module: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Replicate a module's own parameters, and let its forward see the rows of this rank's tokens in its buffers."""
+    _replicate(module, mesh, Partial() if sequence_parallel else Replicate())
+    if not sequence_parallel:
+        return
+    whole, rank = module.forward, mesh.get_local_rank()
+
+    def forward(x: Tensor) -> Any:
+        buffers, length = dict(module._buffers), x.shape[TOKENS]
+        try:
+            parts = {name: None if b is None else b.narrow(0, rank * length, length) for name, b in buffers.items()}
+            module._buffers.update(parts)
+            return whole(x)
+        finally:
+            module._buffers.update(buffers)
+
+    module.forward = forward
 
 
 def _gather_input(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:

@@ -80,6 +80,8 @@ class Inventory:
 
     output_layer: str | None = None
     """Path of the `nn.Linear` whose output is the logits, unchanged; None if it is unknown."""
+    blocks_origin: str = ""
+    """The reason for the choice of blocks, in words. Empty: the model declares its blocks."""
 
     @cached_property
     def by_path(self) -> dict[str, ModuleInfo]:

@@ -10,6 +10,8 @@ Their outputs have the right shape, dtype and strides, and the tensors that they
 - Attention: CUDA runs flash attention for fp16 and bf16, and memory-efficient attention for fp32 or with a mask. The
   kernel that stores all scores runs for other shapes than (batch, heads, tokens, head_dim), and for grouped queries in
   fp32.
+- Attention with a sliding window, a soft cap or documents: CUDA runs FlexAttention, which saves its inputs, its output,
+  and an fp32 logarithm for each query. Its table of blocks is not counted.
 - BatchNorm needs no replacement: CUDA's native kernel, cuDNN's and the CPU's save the input and two fp32 numbers for
   each channel.
 
@@ -33,7 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from titan_launch.core.patches import replaced
 from titan_launch.distributed.torch_private import shard_to_send, unit_steps_wrapped
-from titan_launch.models import layers as attention
+from titan_launch.models import attention
 from titan_launch.plan.hardware import Kernels
 
 _aten = torch.ops.aten
@@ -54,6 +56,7 @@ def kernels_replaced(kernels: Kernels, backend: str = "auto") -> Iterator[None]:
                 stack.enter_context(replaced(owner, "layer_norm", _layer_norm))
             if backend != "math":
                 stack.enter_context(replaced(F, "scaled_dot_product_attention", scaled_dot_product_attention))
+            stack.enter_context(replaced(attention, "masked_attention", _flex_attention))
             stack.enter_context(replaced(attention, "takes_equal_heads_only", lambda q: q.dtype == torch.float32))
         if backend == "math":
             stack.enter_context(replaced(F, "scaled_dot_product_attention", _attention_of_all_scores))
@@ -159,6 +162,25 @@ def _attention_of_all_scores(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     )
+
+
+class _FlexAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, output, q.new_empty(q.shape[:3], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        saved = ctx.saved_tensors  # the kernel reads all of them
+        return tuple(torch.empty_like(x) for x in saved[:3])
+
+
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+    output: Tensor = _FlexAttention.apply(q, k, v)
+    return output
 
 
 def _first(outputs: tuple[Tensor, ...]) -> Tensor:

@@ -79,7 +79,7 @@ def _trace_short(
     try:
         shorter = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_from_shorter)
         longer = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_from_longer)
-        if ":" in config.model.name:
+        if not config.model.is_of_package:
             seen = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_for_check)
             if not _are_alike(_extrapolated(shorter, longer, 2), seen):
                 _log.warning(
@@ -152,7 +152,7 @@ def failures_explained(config: ModelConfig) -> Iterator[None]:
         if operation is not None:
             reason = _needs_values(operation, user_location(error, or_own=True))
             raise config_error(("model", "name"), reason, config.name) from error
-        if ":" not in config.name:
+        if config.is_of_package:
             raise
         reason = "failed in a trace, on tensors that have shapes but no values:"
         raise config_error(("model", "name"), f"{reason}\n{user_traceback(error)}", config.name) from error

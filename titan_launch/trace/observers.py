@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.metrics.memory import is_in_backward
 from titan_launch.metrics.traffic import TrafficCount
-from titan_launch.models.build import has_forward
+from titan_launch.models.blocks import has_forward
 from titan_launch.plan.communication import Exchange, Traffic
 from titan_launch.plan.memory.ledger import Ledger, StepPoint
 from titan_launch.plan.types import Inventory, full_name, outermost, parent

@@ -40,6 +40,7 @@ from titan_launch.plan.memory.ledger import (
     Footprint,
     Ledger,
     StepPoint,
+    ema_bytes,
     on_host,
     state_bytes,
     temporary_bytes,
@@ -89,7 +90,7 @@ def sample_format(config: JobConfig) -> tuple[tuple[int, ...], int]:
     if config.data.unit == "tokens":
         return (seq_len,), config.data.own_vocabulary() or build_tokenizer(config.tokenizer).vocab_size
     taken = images_taken(config.model)
-    if taken is not None:
+    if taken is not None and taken.height is not None and taken.width is not None:
         return (taken.channels, taken.height, taken.width), taken.num_classes
     source = build_source(config.data, build_tokenizer(config.tokenizer), seq_len)
     image, _ = source[0]
@@ -191,10 +192,11 @@ def _trace_microbatches(
         stack.enter_context(count_exchanges(mesh, count))
         groups = _group_sizes(config, model, plan)
         ledger.allocate(state_bytes(config.optimizer, groups), Category.OPTIMIZER)
+        ledger.allocate(ema_bytes(config.ema, groups), Category.EMA)
         memory.scope(Category.BUFFERS)
         statistics = RunningStatistics(model)  # a run holds this copy during the whole step
         memory.scope(None)
-        loss = build_loss(model, plan, config, batches.num_classes)
+        loss = build_loss(model, plan, config, batches.num_classes, has_values=False)
         traffic = _Accumulation(
             config, model, mesh.layout, num_microbatches, batches, loss, step_points, memory, count
         ).run()

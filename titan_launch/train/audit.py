@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 def audits(run: Run) -> bool:
     """Return True if `debug.audit_precision` enables the audit. By default it is on for custom and debug models."""
     model = run.config.model
-    by_default = ":" in model.name or model.flavor == "debug"
+    by_default = not model.is_of_package or model.flavor == "debug"
     wanted = run.config.debug.audit_precision
     return by_default if wanted is None else wanted
 

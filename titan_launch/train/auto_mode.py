@@ -49,7 +49,7 @@ def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
     Raises ConfigError for a forward with the wrong arguments, and for BatchNorm statistics, tensor parallelism or
     context parallelism that the classes of the model do not support.
     """
-    check_signature(built.module, config.data.unit)
+    check_signature(built.module, config.data.unit, config.model.loss is not None)
     check_batch_norms(built.module, config.batchnorm)
     check_tensor_plan(built.module, built.tensor_parallel, config.parallelism)
     context, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len
@@ -57,7 +57,15 @@ def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
     output_layer = built.head[-1] if built.head else None
     if output_layer is None and config.loss.chunks > 1 and config.data.unit == "tokens":
         output_layer = find_output_layer(built.module, seq_len)
-    return take_inventory(built.module, built.blocks, built.head, built.embeddings, built.pipeline_order, output_layer)
+    return take_inventory(
+        built.module,
+        built.blocks,
+        built.head,
+        built.embeddings,
+        built.pipeline_order,
+        output_layer,
+        built.blocks_origin,
+    )
 
 
 def plan_precision(config: JobConfig, built: BuiltModel) -> ModelPlan:
@@ -154,7 +162,7 @@ def _obstacles(config: JobConfig, choice: Choice) -> Iterator[str]:
 
 
 def _resolved(config: JobConfig, layout: Layout, built: BuiltModel, hardware: Hardware) -> Decision:
-    is_unknown = unknown_part(config) is not None
+    is_unknown = unknown_part(config, hardware.kernels) is not None
     if is_unknown and is_tested_release():
         return _resolved_by_trace(config, layout, hardware)
     inventory = inspect_model(config, built)
@@ -178,7 +186,7 @@ def _least_memory(config: JobConfig, layout: Layout, inventory: Inventory) -> De
 def _resolved_by_trace(config: JobConfig, layout: Layout, hardware: Hardware) -> Decision:
     _log.info(
         "auto: the job is traced to predict its memory, because the analytic engine does not support %s",
-        unknown_part(config),
+        unknown_part(config, hardware.kernels),
     )
     with ExitStack() as stack:
         resolved = TraceProcess(config, layout.world_size, hardware, stack).result()["resolved"]

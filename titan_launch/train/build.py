@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+from torch import nn
 from torch.optim import Optimizer
 
 from titan_launch.checkpoint.state import Progress, TrainingState
@@ -15,27 +16,41 @@ from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.process_group import Ranks, set_timeouts
 from titan_launch.metrics.sinks import ConsoleSink
+from titan_launch.optim.ema import WeightEMA
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.compile import cache_folder
 from titan_launch.parallel.float8 import scale_update
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.report.unit_table import KeyLocator, describe_units
-from titan_launch.train.batches import RunData, build_data, build_train_batches, build_validation_batches
+from titan_launch.train.batches import build_data, build_train_batches, build_validation_batches
 from titan_launch.train.health.coordination import StepCoordinator, StopRequest
 from titan_launch.train.health.flight_recorder import create_nccl_folder
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.kernel_choice import attention_dtypes, use_kernels
 from titan_launch.train.measure import MemoryCheck, StepMeasurements
-from titan_launch.train.model import AssembledModel, allocate_model, assemble_model, build_loss
+from titan_launch.train.model import (
+    AssembledModel,
+    allocate_model,
+    assemble_model,
+    begin_with_weights,
+    build_loss,
+    weights_source,
+)
 from titan_launch.train.resolve_job import ResolvedJob, resolve_job
 from titan_launch.train.run import Run, build_meter, build_sinks, log_job, log_run
 from titan_launch.train.run_folder.attempt import this_attempt
 from titan_launch.train.run_folder.folder import OpenRunFolder, effective_load, new_attempt_folder, prepare_run_folder
 from titan_launch.train.run_folder.logs import LogFile
 from titan_launch.train.run_folder.records import record_run, record_units
-from titan_launch.train.run_folder.resume import advice_without_folder, load_run, open_checkpoints, training_state
+from titan_launch.train.run_folder.resume import (
+    Sources,
+    advice_without_folder,
+    load_run,
+    open_checkpoints,
+    training_state,
+)
 from titan_launch.train.step import TrainStep
 
 
@@ -72,13 +87,15 @@ def build_run(
     set_timeouts(config.comm.init_timeout_seconds)
     allocate_model(model, config, ranks.device, stack)
     optimizer = build_optimizer(model.module, config.optimizer, job.built.head, config.training.seed)
+    ema = None if config.ema.decay is None else WeightEMA(model.module, optimizer, config.ema)
 
     folder = open_run_folder(job, ranks, log_file, watchdog, stack)
     progress, guard = Progress(), StepGuard(config.debug, ranks.device)
     step = build_step(config, model, optimizer, guard, ranks, data.num_classes)
-    state = training_state(config, model.module, optimizer, progress, guard, step.statistics, mesh, ranks)
-    checkpoints = open_checkpoints(job.requested, folder.path, state, progress, data.sources, ranks, stack)
-    load_or_begin(job, folder.path, state, progress, data, stack)
+    state = training_state(config, model.module, optimizer, progress, guard, ema, step.statistics, mesh, ranks)
+    sources: Sources = {**data.sources, **weights_source(config.model)}
+    checkpoints = open_checkpoints(job.requested, folder.path, state, progress, sources, ranks, stack)
+    load_or_begin(job, folder.path, state, progress, sources, model.module, ema, stack)
     on_rank_0(lambda: record_units(folder.path, describe_units(job.plan, job.layout, locate_key)))
     memory_check = MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_rank_0 else None
     log_run(job, ranks.device, memory_check, data.train, data.validation, folder.path)
@@ -94,6 +111,7 @@ def build_run(
         plan=job.plan,
         model=model.module,
         optimizer=optimizer,
+        ema=ema,
         step=step,
         guard=guard,
         progress=progress,
@@ -106,7 +124,7 @@ def build_run(
         checkpoints=checkpoints,
         meter=build_meter(job, ranks),
         measurements=StepMeasurements(
-            config.comm, model.module, optimizer, step, ranks.device, first_step, config.compile.enable, stack
+            config.comm, model.module, optimizer, ema, step, ranks.device, first_step, config.compile.enable, stack
         ),
         memory_check=memory_check,
         sinks=build_sinks(job, folder.path, progress, console, stack),
@@ -139,11 +157,22 @@ def open_run_folder(
 
 
 def load_or_begin(
-    job: ResolvedJob, folder: Path, state: TrainingState, progress: Progress, data: RunData, stack: ExitStack
+    job: ResolvedJob,
+    folder: Path,
+    state: TrainingState,
+    progress: Progress,
+    sources: Sources,
+    model: nn.Module,
+    ema: WeightEMA | None,
+    stack: ExitStack,
 ) -> None:
-    """Load the checkpoint from which the run starts, if any, and record the run in its folder. Collective."""
+    """Load the checkpoint from which the run starts, or else the weights that the job names, if any. Record the run in
+    its folder. Collective."""
     load = on_rank_0(lambda: effective_load(folder, job.requested, job.attempt))
-    load_run(job.requested, folder, load, state, progress, data.sources)
+    if not load_run(job.requested, folder, load, state, progress, sources) and job.config.model.weights is not None:
+        begin_with_weights(model, job.config.model, job.plan.inventory)
+        if ema is not None:
+            ema.load_state_dict({})  # the average begins with these weights
     on_rank_0(lambda: record_run(folder, job.requested, job.attempt, stack))
 
 

@@ -5,24 +5,26 @@ from __future__ import annotations
 import copy
 import inspect
 import linecache
+import math
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from titan_launch.config.sections.data import SampleUnit
+from titan_launch.config.sections.data import IGNORED_TARGET, SampleUnit
+from titan_launch.config.sections.training import LossConfig
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.import_string import is_user_file
 from titan_launch.distributed.torch_private import roots
-from titan_launch.models.build import has_forward
-from titan_launch.models.loss import LogitsCheck
+from titan_launch.models.blocks import has_forward
+from titan_launch.models.loss import LogitsCheck, Loss, count_valid
 
 FORWARD = "the model's forward "
 """The first words of every error of this module. The errors concern the key `model.name`."""
@@ -32,40 +34,158 @@ _LOGITS = {"tokens": "(batch, seq_len, classes)", "images": "(batch, classes)"}
 _DATA = {"tokens": "the vocabulary of the data has {} tokens", "images": "the images of the data have {} classes"}
 
 
-def check_signature(model: nn.Module, unit: SampleUnit) -> None:
-    """Raise ConfigError for a model whose forward cannot be called with the inputs as the only argument."""
+def check_signature(model: nn.Module, unit: SampleUnit, has_own_loss: bool = False) -> None:
+    """Raise ConfigError for a model whose forward cannot be called with the inputs as the only argument.
+
+    With `has_own_loss` the forward must also take `labels`.
+    """
+    contract = _own_loss_contract(unit) if has_own_loss else _logits_contract(unit)
     if not has_forward(model):
-        raise _error(f"is missing: {type(model).__name__} defines none", unit)
+        raise _error(f"is missing: {type(model).__name__} defines none", contract)
     try:
-        inspect.signature(model.forward).bind(None)
+        inspect.signature(model.forward).bind(None, **({"labels": None} if has_own_loss else {}))
     except TypeError as error:
         code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
         location = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
-        raise _error(f"{location} cannot be called with one argument ({error})".lstrip(), unit) from None
+        call = "the arguments (inputs, labels=targets)" if has_own_loss else "one argument"
+        raise _error(f"{location} cannot be called with {call} ({error})".lstrip(), contract) from None
 
 
 @contextmanager
-def forward_explained(model: nn.Module, inputs: Tensor) -> Iterator[None]:
-    """Raise ConfigError when `model(inputs)` fails because the forward does not accept one tensor, or because an
-    embedding has too few rows."""
+def forward_explained(model: nn.Module, inputs: Tensor, loss: Loss) -> Iterator[None]:
+    """Raise ConfigError when a model's forward fails because it expects other inputs, because an embedding has too few
+    rows, or because of a tensor on another device."""
     try:
         yield
     except Exception as error:
-        problem = _explanation(error, model, inputs)
+        contract = loss.contract if isinstance(loss, OwnLoss) else _logits_contract(_unit_of(inputs))
+        problem = _explanation(error, model, inputs, contract)
         if problem is None:
             raise
         raise problem from error
 
 
-def logits_of(outputs: Any, inputs: Tensor) -> Tensor:
-    """Return the logits in a model's outputs: `outputs.logits` (as in `transformers`), or else the outputs themselves.
+def label_arguments(model: nn.Module, targets: Tensor, loss: Loss) -> dict[str, Tensor]:
+    """Return the keyword arguments of a forward: with `OwnLoss`, the labels.
 
-    Raises ConfigError when the outputs hold no tensor of logits.
+    The language models of `transformers` shift `labels` by one token, and not `shift_labels`. Their forward passes
+    `shift_labels` on to `loss_function` among other keyword arguments.
     """
-    logits = getattr(outputs, "logits", outputs)
-    if not isinstance(logits, Tensor):
-        raise _error(f"returns a {type(outputs).__name__}", _unit_of(inputs))
+    if not isinstance(loss, OwnLoss):
+        return {}
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "shift_labels" in parameters or (takes_any and hasattr(model, "loss_function")):
+        return {"labels": targets, "shift_labels": targets}
+    return {"labels": targets}
+
+
+def select_outputs(outputs: Any, targets: Tensor, loss: Loss) -> Any:
+    """Return the outputs of a model that `loss` reads: the logits, or with `OwnLoss` a tuple of loss and logits.
+
+    The others, such as a cache of keys and values, are freed before the loss is computed. Raise ConfigError when the
+    outputs have neither.
+    """
+    if isinstance(loss, OwnLoss):
+        return loss.find(outputs), find_logits(outputs, targets, loss)
+    logits = outputs if isinstance(outputs, Tensor) else find_logits(outputs, targets, loss)
+    if logits is None:
+        contract = _logits_contract("tokens" if targets.ndim > 1 else "images")
+        raise _error(f"returns a {type(outputs).__name__}{_without_logits(outputs)}", contract)
     return logits
+
+
+def find_logits(outputs: Any, targets: Tensor, loss: Loss) -> Tensor | None:
+    """Return the logits in a model's outputs, or None. If the output layer computes `loss`, return its sums instead.
+
+    The logits are the outputs themselves, their attribute or entry `logits`, or the first floating-point tensor of
+    shape (*targets.shape, classes) in a tuple.
+    """
+    if isinstance(outputs, Tensor):
+        return outputs if outputs.ndim else None
+    logits = _entry(outputs, "logits")
+    if logits is None and isinstance(outputs, (tuple, list)):
+        tensors = (part for part in outputs if isinstance(part, Tensor) and part.is_floating_point())
+        logits = next((tensor for tensor in tensors if loss.takes(tensor, targets)), None)
+    return logits if isinstance(logits, Tensor) else None
+
+
+def _entry(outputs: Any, name: str) -> Any:
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+
+
+def _without_logits(outputs: Any) -> str:
+    if isinstance(outputs, Mapping):
+        return ' without an entry "logits"'
+    return " without logits" if isinstance(outputs, (tuple, list)) else ""
+
+
+class OwnLoss(Loss):
+    """The loss that a model computes itself, as the sum over the valid targets of a microbatch."""
+
+    def __init__(self, reduction: Literal["mean", "sum"], unit: SampleUnit, has_values: bool = True):
+        """`has_values`: False for a trace, whose tensors have no values to check."""
+        super().__init__(LossConfig(chunks=8))  # for `_check_shift`
+        self._reduction = reduction
+        self._checks_shift = has_values and unit == "tokens"
+        self.contract = _own_loss_contract(unit)
+        """The part of an error that says what a forward gets and must return."""
+
+    def find(self, outputs: Any) -> Tensor:
+        """Return the loss in a model's outputs, in fp32. Raise ConfigError if there is none."""
+        loss = _entry(outputs, "loss")
+        if loss is None:
+            loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = f" of the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+            raise _error(f"returns a {type(loss).__name__}{shape} instead of a loss", self.contract)
+        return loss.float().reshape(())
+
+    def sums(self, outputs: tuple[Tensor, Tensor | None], targets: Tensor) -> Tensor:
+        """Return two sums over the valid targets, in fp32. `outputs`: loss and logits.
+
+        The first is the loss: a mean is multiplied by the number of valid targets. The second is 0 with gradients
+        enabled. Without gradients it is the number of targets with the largest logit, or NaN without logits.
+
+        Raise ConfigError if the loss shifts the targets once more.
+        """
+        loss, logits = outputs
+        if logits is not None and not self.takes(logits, targets):
+            logits = None
+        if self._checks_shift:
+            self._check_shift(loss.detach(), logits, targets)
+        if self._reduction == "mean":
+            num_valid = count_valid(targets)
+            loss = (loss * num_valid).where(num_valid > 0, 0)  # a mean over no targets is NaN
+        second = torch.zeros_like(loss)
+        if not torch.is_grad_enabled():
+            second = torch.full_like(loss, math.nan) if logits is None else (logits.argmax(-1) == targets).sum()
+        return torch.stack([loss, second])
+
+    @torch.no_grad()
+    def _check_shift(self, loss: Tensor, logits: Tensor | None, targets: Tensor) -> None:
+        """Raise ConfigError if the loss is the cross-entropy of the targets shifted by one token.
+
+        The losses of both alignments are compared until they differ, usually in the first step. The host waits for
+        the device. Without logits there is no check.
+        """
+        if logits is None:
+            self._checks_shift = False
+            return
+        ignored = torch.full_like(targets[:, :1], IGNORED_TARGET)
+        expected, shifted = (
+            super(OwnLoss, self).sums(logits, wanted)[0] / (count_valid(wanted) if self._reduction == "mean" else 1)
+            for wanted in (targets, torch.cat([targets[:, 1:], ignored], 1))
+        )
+        if not (expected - shifted).abs() > 1e-3 * shifted.abs():
+            return
+        self._checks_shift = False
+        if (loss - shifted).abs() < 1e-4 * shifted.abs():
+            reason = (
+                "shifts the labels by one token, but the targets are shifted already; remove model.loss, so that the "
+                "launcher computes the loss of its logits, or compare the logits at each position with its label"
+            )
+            raise _error(reason)
 
 
 def logits_check(unit: SampleUnit, num_classes: int) -> LogitsCheck:
@@ -76,12 +196,14 @@ def logits_check(unit: SampleUnit, num_classes: int) -> LogitsCheck:
     a target beyond the classes would abort the process on a GPU.
     """
 
+    contract = _logits_contract(unit)
+
     def check(shape: Sequence[int], targets: Tensor) -> None:
         if not shape:
-            raise _error("returns a scalar, as if it computed the loss", unit)
+            raise _error("returns a scalar, as if it computed the loss", contract)
         if tuple(shape[:-1]) != targets.shape:
             shapes = f"{tuple(shape)} for targets of the shape {tuple(targets.shape)}"
-            raise _error(f"returns a tensor of the shape {shapes}", unit)
+            raise _error(f"returns a tensor of the shape {shapes}", contract)
         if shape[-1] < num_classes:
             reason = f"returns logits of {shape[-1]} classes, but {_DATA[unit].format(num_classes)}"
             raise _error(f"{reason}; give the model's last layer {num_classes} outputs")
@@ -102,7 +224,7 @@ def find_output_layer(model: nn.Module, seq_len: int) -> str | None:
     tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad():
-            logits = logits_of(copied(tokens), tokens)
+            logits = find_logits(copied(tokens), tokens, Loss())
     except Exception:  # the run itself reports errors of a forward
         return None
     found = next((path for path, output in ran if output is logits), None)
@@ -143,24 +265,32 @@ def check_embeddings(model: nn.Module, vocab_size: int) -> None:
                 handles.append(module.register_forward_pre_hook(partial(compare, path), prepend=True))
 
 
-def _error(reason: str, unit: SampleUnit | None = None) -> ConfigError:
-    """Return a ConfigError about the model's forward. With `unit`, the message explains which inputs the forward gets
-    and which logits it must return."""
-    if unit is not None:
-        reason += (
-            f"; forward(inputs) gets one tensor, {_INPUTS[unit]}, and must return the logits, a tensor "
-            f"{_LOGITS[unit]}; the launcher computes the loss"
-        )
-    return config_error(("model", "name"), FORWARD + reason)
+def _error(reason: str, contract: str = "") -> ConfigError:
+    """Return the error of a forward. `contract` explains the required arguments and outputs."""
+    return config_error(("model", "name"), FORWARD + reason + contract)
+
+
+def _logits_contract(unit: SampleUnit) -> str:
+    return (
+        f"; forward(inputs) gets one tensor, {_INPUTS[unit]}, and must return the logits, a tensor {_LOGITS[unit]}; "
+        'the launcher computes the loss, or uses that of forward(inputs, labels) with model.loss = "mean" or "sum"'
+    )
+
+
+def _own_loss_contract(unit: SampleUnit) -> str:
+    return (
+        f"; with model.loss, forward(inputs, labels=targets) gets {_INPUTS[unit]} and must return its loss, a scalar: "
+        'alone, first in a tuple, or as the attribute or entry "loss"'
+    )
 
 
 def _unit_of(inputs: Tensor) -> SampleUnit:
     return "images" if inputs.is_floating_point() else "tokens"
 
 
-def _explanation(error: Exception, model: nn.Module, inputs: Tensor) -> ConfigError | None:
-    """Return the ConfigError that replaces an error in a forward: wrong use of its arguments, or an embedding with too
-    few rows. Return None for any other error."""
+def _explanation(error: Exception, model: nn.Module, inputs: Tensor, contract: str) -> ConfigError | None:
+    """Return the ConfigError that replaces an error in a forward: wrong use of its arguments, an embedding with too
+    few rows, or a tensor that is a plain attribute on another device. Return None for any other error."""
     frames = list(traceback.walk_tb(error.__traceback__))
     user_frames = [(frame, line) for frame, line in frames if is_user_file(frame.f_code.co_filename)]
     if isinstance(error, ConfigError) or not user_frames:
@@ -169,11 +299,37 @@ def _explanation(error: Exception, model: nn.Module, inputs: Tensor) -> ConfigEr
     location = f"{frame.f_code.co_filename}:{line}"
     if str(error) == "index out of range in self":
         return _missing_row(frames[-2][0], model, location)
+    message = str(error).partition("\n")[0]
+    failure = f"fails at {location} ({type(error).__name__}: {message})"
+    if isinstance(error, RuntimeError) and _OTHER_DEVICE.search(message):
+        attribute = next(_plain_tensors(model, inputs.device), None)
+        return None if attribute is None else _error(f"{failure}; {attribute}")
     text = linecache.getline(frame.f_code.co_filename, line)
     if _misuses_inputs(error, frame, text, inputs) or _misses_arguments(error, frame, text, model):
-        message = str(error).partition("\n")[0]
-        return _error(f"fails at {location} ({type(error).__name__}: {message})", _unit_of(inputs))
+        return _error(failure, contract)
     return None
+
+
+_OTHER_DEVICE = re.compile("same device|expected device")
+
+
+def _plain_tensors(model: nn.Module, device: torch.device) -> Iterator[str]:
+    """Describe the tensors on other devices that modules hold as plain attributes, also in lists, tuples and dicts."""
+    attributes = ((path, module, *item) for path, module in model.named_modules() for item in vars(module).items())
+    for path, module, name, value in attributes:
+        inside = list(value.values()) if isinstance(value, dict) else value
+        values = inside if isinstance(inside, (list, tuple)) else [inside]
+        other = next((each for each in values if isinstance(each, Tensor) and each.device != device), None)
+        if other is not None and name not in _TABLES:
+            owner = f"{type(module).__name__} ({path or 'the model itself'})"
+            yield (
+                f"{owner} holds a tensor on {other.device} in the plain attribute {name}, and the launcher moves only "
+                f"parameters and buffers to {device}; register it in __init__: "
+                f'self.register_buffer("{name}", ..., persistent=False)'
+            )
+
+
+_TABLES = {"_parameters", "_buffers"}
 
 
 def _misuses_inputs(error: Exception, frame: FrameType, text: str, inputs: Tensor) -> bool:

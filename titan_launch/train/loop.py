@@ -133,7 +133,7 @@ def fit(run: Run) -> None:
                 continue  # the run has gone back to a checkpoint
             scalars = report(run, result, due) if due.report else {}
             if due.save:
-                save(run, scalars.get("validation/loss"))
+                save(run, scalars.get("validation/loss", scalars.get("validation/ema_loss")))
             elif run.checkpoints is not None:
                 run.checkpoints.poll()
             if run.progress.step == last_warm_up_step(run):
@@ -194,6 +194,8 @@ def train_one_step(run: Run) -> StepResult:
         audit_of_step(run, step) as before_update,
     ):
         result = run.step(microbatches, before_update)
+        if run.ema is not None:
+            run.ema.update(step, result.is_skipped)
     run.progress.step = step
     run.progress.samples_seen += run.layout.global_batch_size
     run.meter.end_step(result.valid_global)
@@ -303,12 +305,25 @@ def pool_statistics(run: Run, temporarily: bool) -> dict[str, float]:
 
 
 def validation_scalars(run: Run) -> dict[str, float]:
-    """Validate, and return the `validation/*` metrics by tag. Call this function after `pool_statistics`. The time does
-    not count as training time."""
+    """Validate the parameters, their moving average or both, and return the metrics by tag. Call this function after
+    `pool_statistics`. The time does not count as training time."""
+    weights = "parameters" if run.ema is None else run.config.ema.validate_with
+    scalars: dict[str, float] = {}
+    with run.meter.paused(), failures_explained(run):
+        if weights != "ema":
+            scalars |= validated(run)
+        if run.ema is not None and weights != "parameters":
+            with run.ema.in_model(run.step.parameters_changed):
+                of_average = validated(run)
+            scalars |= {tag.replace("/", "/ema_"): value for tag, value in of_average.items()}
+    return scalars
+
+
+def validated(run: Run) -> dict[str, float]:
+    """Validate the model as it is, and return `validation/loss` and `validation/accuracy`."""
     assert run.validation_batches is not None, "config.rules demands validation.data with validation.freq"
     batches = run.watchdog.each_batch_as_phase(run.validation_batches, "validating", run.progress.step)
-    with run.meter.paused(), failures_explained(run):
-        return validate(run.model, batches, run.ranks.device, run.step.loss)
+    return validate(run.model, batches, run.ranks.device, run.step.loss)
 
 
 def save(run: Run, validation_loss: float | None = None) -> None:

@@ -17,6 +17,7 @@ from titan_launch.core.errors import RunError, UserError, config_error
 from titan_launch.core.torch_release import is_tested_release
 from titan_launch.metrics.memory import track
 from titan_launch.metrics.traffic import TrafficCount, count_collectives, profile_exposed_time
+from titan_launch.optim.ema import WeightEMA
 from titan_launch.parallel.compile import compile_time
 from titan_launch.plan.hardware import GIB, Hardware
 from titan_launch.plan.job import configured_choice
@@ -69,13 +70,14 @@ class MemoryCheck:
                 "known; the command `plan` predicts the memory with bfloat16 instead of float8"
             )
             return
-        if unknown_part(config) is None:
+        if unknown_part(config, hardware.kernels) is None:
             footprint = analytic_engine(config, layout, hardware.kernels)(configured_choice(config))
             self._prediction = Prediction(footprint.peak_bytes / GIB, str(footprint.peak_point))
             return
         if layout.pipeline > 1 or (layout.model_parallel > 1 and hardware.kernels == "cpu"):
             _log.info(
-                "memory is not predicted during a run with %s; the command `plan` predicts it", unknown_part(config)
+                "memory is not predicted during a run with %s; the command `plan` predicts it",
+                unknown_part(config, hardware.kernels),
             )
             return
         try:
@@ -147,6 +149,7 @@ class StepMeasurements:
         config: CommConfig,
         model: nn.Module,
         optimizer: Optimizer,
+        ema: WeightEMA | None,
         train_step: TrainStep,
         device: torch.device,
         first_step: int,
@@ -158,6 +161,7 @@ class StepMeasurements:
         self._profile_freq = config.profile_freq
         self._model = model
         self._optimizer = optimizer
+        self._ema = ema
         self._train_step = train_step
         self._device = device
         self._first_step = first_step
@@ -221,6 +225,8 @@ class StepMeasurements:
         ledger = Ledger()
         ledger.enter(StepPoint(0, "step", ""))
         with track(self._model, ledger, self._optimizer) as memory:
+            if self._ema is not None:
+                memory.hold(self._ema.state_dict().values(), Category.EMA)
             memory.hold([self._train_step.statistics.saved], Category.BUFFERS)
             memory.hold(microbatches[0], Category.INPUTS)
             yield

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
+import time
 from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError, config_error, listed
 from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.build import BuiltModel, build_model
-from titan_launch.models.factory import HostBuild, HostValues
-from titan_launch.models.init import allocate, initialize
+from titan_launch.models.factory import HostBuild
+from titan_launch.models.host_values import HostValues, attributes_digest, describe_tensors, digest_of
+from titan_launch.models.init import allocate, initialize, load_weights
 from titan_launch.models.loss import Loss
 from titan_launch.models.stages import PassThrough
+from titan_launch.models.weights.folder import Weights, WeightsFolder, find_weights, open_weights
 from titan_launch.parallel.apply import parallelize
 from titan_launch.parallel.compile import compile_loss
 from titan_launch.parallel.context_parallel import SequencePart, divide_buffers, ring_attention
@@ -31,38 +34,70 @@ from titan_launch.parallel.pipeline import divide, pipeline_of
 from titan_launch.parallel.tensor_parallel import token_shards
 from titan_launch.plan.hardware import GIB, free_memory_gib
 from titan_launch.plan.module_selection import describe_loss
-from titan_launch.plan.types import ModelPlan
+from titan_launch.plan.types import Inventory, ModelPlan
 from titan_launch.precision.policy import torch_dtype
-from titan_launch.train.forward import check_embeddings, logits_check
+from titan_launch.train.forward import OwnLoss, check_embeddings, logits_check
 
 _log = logging.getLogger(__name__)
 
 
 def build_on_all_ranks(config: JobConfig, ranks: Ranks) -> BuiltModel:
-    """Build a job's model on each rank. Collective. A user's factory may also set the initial values.
+    """Build a job's model on each rank; collective. A factory of the user's own may give it initial values.
 
-    Raises the errors of `build_model` on all ranks, and ConfigError if a factory sets different values on two ranks.
+    One rank of each host calls the factory on the host and keeps the values. The other ranks call it on the meta
+    device. If the factory fails there, or makes another module, they call it on the host, one after another, and drop
+    the values.
+
+    Raises ConfigError, on all ranks alike, as `build_model` does, and if a factory makes different modules.
     """
-    if ":" not in config.model.name:
+    if config.model.is_of_package:
         return build_model(config.model, config.training.seq_len)
-    free_bytes = on_all_ranks(lambda: int(free_memory_gib() * GIB))[
-        ranks.rank
-    ]  # measured before any rank builds its model
-    host = HostBuild(config.training.seed, free_bytes, ranks.on_host)
-    models: list[BuiltModel] = []
+    owner, free = ranks.first_on_host, _free_bytes()
+    is_owner, compares_values = ranks.rank == owner, ranks.on_host < ranks.world_size
+    built: BuiltModel
 
-    def build() -> str:
-        models.append(build_model(config.model, config.training.seq_len, host))
-        return _digest(_host_digests(models[0]))
+    def build(on_meta: bool) -> _Identity:
+        nonlocal built
+        host = HostBuild(config.training.seed, _free_bytes(), on_meta)
+        built = build_model(config.model, config.training.seq_len, host)
+        if isinstance(built.initializer, HostValues) and not is_owner:
+            built = replace(built, initializer=built.initializer.owned_by(owner))
+        return _Identity.of(built, owner, is_owner and compares_values)
 
-    if len(set(on_all_ranks(build))) > 1:
-        raise _different_values(config, on_all_ranks(lambda: _host_digests(models[0])))
-    (built,) = models
-    if isinstance(built.initializer, HostValues):
-        size, free = _format_bytes(built.initializer.num_bytes), _format_bytes(free_bytes)
-        message = "initial values: from %s with seed %d, %s on each of %d ranks of this host; free: %s"
-        _log.info(message, config.model.name, host.seed, size, host.ranks, free)
-    return built
+    def build_first() -> _Identity:
+        if is_owner:
+            return build(on_meta=False)
+        with suppress(ConfigError):
+            return build(on_meta=True)
+        return _Identity(owner)
+
+    def keep() -> _Identity:
+        return made[ranks.rank]
+
+    made = on_all_ranks(build_first)
+    queues: dict[int, list[int]] = {}  # the ranks of each host that need values to build the module
+    for rank, identity in enumerate(made):
+        if identity.digests != made[identity.owner].digests:
+            queues.setdefault(identity.owner, []).append(rank)
+    if queues:
+        message = "%s makes another module on the meta device, so %d ranks call it on the host, one after another"
+        _log.info(message, config.model.name, sum(map(len, queues.values())))
+    for turn in zip_longest(*queues.values()):
+        made = on_all_ranks(partial(build, on_meta=False) if ranks.rank in turn else keep)
+    if any(identity.differs_from(made[0]) for identity in made):
+        raise _different_modules(config, on_all_ranks(lambda: _described(built, is_owner)))
+    values = built.initializer
+    if not isinstance(values, HostValues) or not is_owner:
+        return built
+    message = "initial values: from %s with seed %d, %s on one rank of each host; free: %s"
+    if config.model.weights is None:
+        _log.info(message, config.model.name, config.training.seed, *map(_format_bytes, (values.num_bytes, free)))
+    receivers = tuple(rank for rank, identity in enumerate(made) if identity.owner == owner != rank)
+    return replace(built, initializer=replace(values, receivers=receivers))
+
+
+def _free_bytes() -> int:
+    return int(free_memory_gib() * GIB)
 
 
 def _format_bytes(num_bytes: int) -> str:
@@ -70,31 +105,67 @@ def _format_bytes(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / GIB * 1024:.1f} MiB"
 
 
-def _host_digests(built: BuiltModel) -> dict[str, str]:
-    """Return digests of the values that a factory made, by full name. If the model has no values yet, return {}."""
-    return built.initializer.digests() if isinstance(built.initializer, HostValues) else {}
+@dataclass(frozen=True)
+class _Identity:
+    """Digests of the module that a factory made on one rank."""
+
+    owner: int
+    """The rank of the same host that has the values."""
+
+    digests: tuple[str, str] | None = None
+    """Digests of the tensors without values, and of the other attributes; None without a module."""
+
+    values: str = ""
+    """Digest of the values; empty on ranks that do not compare them."""
+
+    @classmethod
+    def of(cls, built: BuiltModel, owner: int, with_values: bool) -> _Identity:
+        """Return the digests of a module."""
+        tensors, values = _described(built, with_values)
+        return cls(owner, (digest_of(tensors), attributes_digest(built.module)), digest_of(values) if values else "")
+
+    def differs_from(self, first: _Identity) -> bool:
+        """Return True if the two ranks would not train the same model. Attributes may differ."""
+        assert self.digests is not None and first.digests is not None
+        return self.digests[0] != first.digests[0] or (self.values or first.values) != first.values
 
 
-def _digest(digests: Mapping[str, str]) -> str:
-    return hashlib.blake2b(json.dumps(digests).encode(), digest_size=16).hexdigest()
+_Described = tuple[dict[str, str], dict[str, str]]
+"""The tensors of a module in words, and digests of their values, both by full name."""
 
 
-def _different_values(config: JobConfig, digests: list[dict[str, str]]) -> ConfigError:
+def _described(built: BuiltModel, with_values: bool) -> _Described:
+    values = built.initializer.digests() if with_values and isinstance(built.initializer, HostValues) else {}
+    return describe_tensors(built.module), values
+
+
+def _different_modules(config: JobConfig, described: list[_Described]) -> ConfigError:
     """Return the error for the first rank whose tensors differ from those of rank 0."""
-    first = list(digests[0].items())
-    rank, other = next((rank, other) for rank, other in enumerate(digests) if list(other.items()) != first)
-    differing = [name for name in {**digests[0], **other} if digests[0].get(name) != other.get(name)]
-    if not differing:
+    first, first_values = described[0]
+    rank, (other, values) = next(
+        (rank, (tensors, values))
+        for rank, (tensors, values) in enumerate(described)
+        if list(tensors.items()) != list(first.items()) or (values or first_values) != first_values
+    )
+    differing = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+    only = "draw random numbers only from torch, random and numpy, whose seeds are equal on all ranks"
+    if differing:
+        name = differing[0]
+        instead = f"{name} is {other.get(name, 'missing')} instead of {first.get(name, 'missing')}"
+        reason = (
+            f"the factory makes other tensors on rank {rank} than on rank 0, {listed(differing)}: {instead}; {only}"
+        )
+    elif other and list(other) != list(first):
         reason = (
             f"the factory registers its tensors in another order on rank {rank} than on rank 0; iterate over lists, "
             "not over sets"
         )
-        return config_error(("model", "name"), reason, config.model.name)
-    reason = (
-        f"the factory makes other values on rank {rank} than on rank 0, in {listed(differing)}; fill every tensor "
-        "(torch.empty does not), and draw random numbers only from torch, random and numpy, whose seeds are equal on "
-        "all ranks"
-    )
+    else:
+        differing = [name for name in first_values if first_values[name] != values[name]]
+        reason = (
+            f"the factory makes other values on rank {rank} than on rank 0, in {listed(differing)}; fill every tensor "
+            f"(torch.empty does not), and {only}"
+        )
     return config_error(("model", "name"), reason, config.model.name)
 
 
@@ -205,11 +276,14 @@ def allocate_model(
         divide_buffers(model.module, axes, model.sequence_part, config.training.seq_len)
 
 
-def build_loss(model: nn.Module, plan: ModelPlan, config: JobConfig, num_classes: int) -> Loss:
-    """Return the loss of a job. If the plan has a loss head, that module of `model` then computes the loss, in place.
+def build_loss(model: nn.Module, plan: ModelPlan, config: JobConfig, num_classes: int, has_values: bool = True) -> Loss:
+    """Return the loss of a job: the model's own (`model.loss`), or the cross-entropy of logits.
 
-    `num_classes`: number of classes of the data.
+    If the plan has a loss head, that module of `model` then computes the loss, in place. `num_classes`: number of
+    classes of the data. `has_values`: False for a trace.
     """
+    if config.model.loss is not None:
+        return OwnLoss(config.model.loss, config.data.unit, has_values)
     description = describe_loss(config, plan)
     if description is not None:
         _log.info("loss: %s", description)
@@ -221,3 +295,30 @@ def build_loss(model: nn.Module, plan: ModelPlan, config: JobConfig, num_classes
         if not isinstance(head, PassThrough):  # else another pipeline rank has the head
             loss.compute_in(head, dtypes)
     return loss
+
+
+def weights_source(config: ModelConfig) -> Mapping[str, WeightsFolder]:
+    """Return the folder of `model.weights` by its key; empty if there is none, or if it cannot be read."""
+    with suppress(ConfigError):
+        return {} if config.weights is None else {"model.weights": open_weights(config)}
+    return {}
+
+
+def begin_with_weights(model: nn.Module, config: ModelConfig, inventory: Inventory) -> None:
+    """Copy the weights that `model.weights` names into an allocated model; collective. Each rank reads its own parts.
+
+    Raises ConfigError, on all ranks alike, if the folder does not hold the model's tensors.
+    """
+    start = time.perf_counter()
+    found: list[Weights] = []
+
+    def load() -> int:
+        found.append(find_weights(config, inventory, getattr(model, "names_in_files", None)))
+        return load_weights(model, found[0])
+
+    loaded, folder = on_all_ranks(load)[0], found[0].folder.config
+    for note in folder.notes:
+        _log.info("weights: %s", note)
+    message = "weights: from %s (%s); this rank read %s in %.1f s"
+    seconds = time.perf_counter() - start
+    _log.info(message, config.weights, folder.model_type or folder.name, _format_bytes(loaded), seconds)

@@ -22,6 +22,7 @@ from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.metrics.meter import Meter
 from titan_launch.metrics.sinks import SINKS, ConsoleSink, Sink
+from titan_launch.optim.ema import WeightEMA
 from titan_launch.plan.hardware import GIB, Hardware, find_device
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.table import format_gib
@@ -51,6 +52,9 @@ class Run:
     plan: ModelPlan
     model: nn.Module
     optimizer: Optimizer
+    ema: WeightEMA | None
+    """The moving average of the weights; None without `ema.decay`."""
+
     step: TrainStep
     guard: StepGuard
     progress: Progress

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from titan_launch.optim.registry import step_unless
 from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.fsdp import discard_pending
-from titan_launch.train.forward import forward_explained, logits_of
+from titan_launch.train.forward import forward_explained, label_arguments, select_outputs
 from titan_launch.train.health.step_guard import StepGuard
 
 if TYPE_CHECKING:
@@ -54,6 +54,9 @@ class StepResult:
 
     grad_norm: Tensor
     """Norm of the whole gradient before clipping."""
+
+    is_skipped: Tensor
+    """1 if the step did not change the parameters, else 0."""
 
 
 class TrainStep:
@@ -132,7 +135,8 @@ class TrainStep:
 
         has_loss = self._pipelined is None or self._pipelined.computes_loss
         valid_local = valid.local if has_loss else torch.zeros_like(valid.local)
-        return StepResult(loss_sum, z_loss, valid_local / self._mesh.layout.tensor, valid.total(), grad_norm)
+        valid_local = valid_local / self._mesh.layout.tensor
+        return StepResult(loss_sum, z_loss, valid_local, valid.total(), grad_norm, is_skipped)
 
     def parameters_changed(self) -> None:
         """Update the values that depend on parameters, such as float8 scales. The host does not wait for the device.
@@ -179,11 +183,11 @@ def forward_backward(
 
     `valid_global` returns the step's valid targets over all ranks. It is called after the forward.
 
-    The function frees inputs, logits and loss when it returns, before the next microbatch allocates its own.
+    The function frees inputs, outputs and loss when it returns, before the next microbatch allocates its own.
     """
     inputs, targets = (tensor.to(device, non_blocking=True) for tensor in microbatch)
-    with forward_explained(model, inputs), loss.given(targets):
-        outputs = logits_of(model(inputs), inputs)
+    with forward_explained(model, inputs, loss), loss.given(targets):
+        outputs = select_outputs(model(inputs, **label_arguments(model, targets, loss)), targets, loss)
     means = means_of_step(loss.sums(outputs, targets), valid_global())
     del outputs  # the autograd graph keeps the tensors that backward needs
     means[0].backward()
@@ -195,7 +199,8 @@ def validate(model: nn.Module, batches: Iterable[Microbatch], device: torch.devi
     """Return the `validation/*` metrics over all valid targets of all ranks, in evaluation mode. Collective.
 
     Every rank must have the same number of batches, since each forward all-gathers parameters. Without valid targets
-    the metrics are NaN. In a pipeline only the ranks with the last stage contribute.
+    the metrics are NaN. The accuracy is NaN for a model that returns its loss alone. In a pipeline only the ranks with
+    the last stage contribute.
     """
     totals = torch.zeros(3, dtype=torch.float64, device=device)
     was_training = {  # a frozen BatchNorm stays frozen
@@ -204,15 +209,15 @@ def validate(model: nn.Module, batches: Iterable[Microbatch], device: torch.devi
     for root in roots(model):
         root.eval()
     pipeline = pipeline_of(model)
-    outputs: Tensor | None
+    outputs: Any
     for batch in batches:
         inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
         with loss.given(targets):
             if pipeline is not None:
                 outputs = run_forward(pipeline, inputs, device)
             else:
-                with forward_explained(model, inputs):
-                    outputs = logits_of(model(inputs), inputs)
+                with forward_explained(model, inputs, loss):
+                    outputs = select_outputs(model(inputs, **label_arguments(model, targets, loss)), targets, loss)
         if outputs is not None:  # else another rank holds the last stage
             totals[:2] += loss.sums(outputs, targets)
             totals[2] += count_valid(targets)

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.speed.jobs import Job
 from benchmarks.speed.tools.tokens import random_sequences
-from titan_launch.config.architectures.llama3 import Llama3Args
-from titan_launch.models.llama3 import Llama3
+from titan_launch.config.architectures.decoder import DecoderArgs
+from titan_launch.models.decoder import Decoder
 
 
 def main(job: Job) -> None:
@@ -57,13 +57,13 @@ def prepare(job: Job) -> tuple[nn.Module, list[nn.Parameter], torch.optim.Optimi
     return model, parameters, optimizer
 
 
-def build(job: Job) -> Llama3:
+def build(job: Job) -> Decoder:
     """Return the launcher's Llama."""
     shape = {name: getattr(job, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim")}
-    return Llama3(Llama3Args(vocab_size=job.vocab_size, **shape), job.seq_len)
+    return Decoder(DecoderArgs(vocab_size=job.vocab_size, **shape), job.seq_len)
 
 
-def divide(model: Llama3, job: Job) -> nn.Module:
+def divide(model: Decoder, job: Job) -> nn.Module:
     """Shard the model over the ranks with FSDP2, in place."""
     if job.division == "whole":
         return model

@@ -83,7 +83,7 @@ GUESSES = {
     "precision": ["mode", "type"],
     "parallelism": ["mode", "backend"],
     "validation": ["path", "interval"],
-    "model": ["type", "path", "norm"],
+    "model": ["type", "dir", "norm"],
     "planner": ["mode", "name"],
     "float8": ["mode"],
     "batchnorm": ["mode", "eps2"],

@@ -24,6 +24,8 @@ def job(folder: Path, steps: int) -> dict[str, dict[str, object]]:
         checkpoint={"enable": True, "interval": 2},
         comm={"count_traffic": True},
         training={"steps": steps},
+        ema={"decay": 0.9},
+        loss={"z_loss": 1e-3},
     )
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titan_launch.config.architectures import llama3, resnet
+from titan_launch.config.architectures import huggingface, resnet, vit
 from titan_launch.config.architectures.base import ModelArgs
-from titan_launch.config.sections.data import ImageFormat
-from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.architectures.decoder import DecoderArgs
+from titan_launch.config.architectures.families import FAMILIES
+from titan_launch.config.sections.data import ImageFormat, SampleUnit
+from titan_launch.config.sections.model import HUGGINGFACE, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,15 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    "llama3": Architecture(llama3.Llama3Args, llama3.FLAVORS),
+    **{name: Architecture(DecoderArgs, flavors) for name, flavors in FAMILIES.items()},
     "resnet": Architecture(resnet.ResNetArgs, resnet.FLAVORS),
+    "vit": Architecture(vit.ViTArgs, vit.FLAVORS),
 }
 """The models of this package, by their name in `[model]`. `titan_launch.models.build.SPECS` has their modules."""
+
+
+ALL_IN_ARGS = "none"
+"""The flavor without values: `[model.args]` has all arguments of the model. Every model of this package has it."""
 
 
 def resolve_args(name: str, flavor: str, overrides: Mapping[str, Any]) -> ModelArgs:
@@ -38,7 +45,8 @@ def resolve_args(name: str, flavor: str, overrides: Mapping[str, Any]) -> ModelA
     Raises pydantic's ValidationError for wrong arguments, and KeyError for an unknown name or flavor.
     """
     architecture = ARCHITECTURES[name]
-    return architecture.args.model_validate({**architecture.flavors[flavor], **overrides})
+    row = {} if flavor == ALL_IN_ARGS else architecture.flavors[flavor]
+    return architecture.args.model_validate({**row, **overrides})
 
 
 def known_args(model: ModelConfig) -> ModelArgs | None:
@@ -50,11 +58,26 @@ def known_args(model: ModelConfig) -> ModelArgs | None:
         return None
 
 
+def unit_taken(model: ModelConfig) -> SampleUnit | None:
+    """Return the unit of a model's samples; None for an unknown name, and for a user's own model."""
+    if model.name == HUGGINGFACE:
+        return huggingface.unit_of(model.args)
+    return ARCHITECTURES[model.name].args.unit if model.name in ARCHITECTURES else None
+
+
+def vocabulary_taken(model: ModelConfig) -> int | None:
+    """Return the number of rows of a model's embedding of tokens; None if it is not known before the model is built."""
+    size = model.args.get("vocab_size") if model.name == HUGGINGFACE else None
+    return size if isinstance(size, int) else getattr(known_args(model), "vocab_size", None)
+
+
 def images_taken(model: ModelConfig) -> ImageFormat | None:
     """Return the format of the images that a model takes; None for a model of tokens, and for a user's own model.
 
     Raises the same errors as `resolve_args`.
     """
+    if model.name == HUGGINGFACE:
+        return huggingface.image_format(model.args)
     if model.name not in ARCHITECTURES:
         return None
     return resolve_args(model.name, model.flavor, model.args).images_taken()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.data import ImageFormat, SampleUnit
@@ -26,6 +26,24 @@ class ModelArgs(Section):
         """Yield (names of the arguments, reason) for each contradiction between arguments. The first name is the
         likeliest cause of the contradiction."""
         yield from ()
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield arguments that other arguments leave without effect, as (argument, reason and remedy)."""
+        yield from ()
+
+    def effective(self) -> dict[str, Any]:
+        """Return the arguments with their effective values in place of unset ones, without those that have no effect.
+        Two models with equal effective arguments compute the same."""
+        return self.model_dump(mode="json", exclude={name for name, _ in self.unused()})
+
+    def longest_sequence(self) -> tuple[str, int] | None:
+        """Return the argument that limits the length of sequences, and the limit; None if there is no limit."""
+        return None
+
+    def beyond_causal_attention(self, seq_len: int) -> str | None:
+        """Return the argument, with its value, by which attention in sequences of `seq_len` tokens is not plain causal
+        attention; None if it is."""
+        return None
 
     def images_taken(self) -> ImageFormat | None:
         """Return the format of the images that the model takes; None for a model of tokens."""

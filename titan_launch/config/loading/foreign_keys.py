@@ -9,7 +9,6 @@ from titan_launch.core.errors import KeyPath
 
 _NO_LORA = "LoRA is not supported; all parameters are trained, except those with requires_grad = False in your model"
 _NO_EXPERTS = "expert parallelism is not supported; remove this key"
-_NO_HUGGING_FACE = "the Hugging Face format is not supported; checkpoints have torch.distributed.checkpoint's format"
 _NO_STAGE_LAYERS = 'use "parallelism.pipeline_parallel_split_points": the first module of every stage but the first'
 _NO_TOKENIZER = 'tokenizer files are not supported; each byte is a token ("tokenizer.kind")'
 _NO_DATASET = 'named data sets are not supported; set "data.path" to a file, a folder or a glob'
@@ -74,10 +73,10 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "checkpoint.load_step": "checkpoint.load",
     "checkpoint.load_only": 'use "checkpoint.initial_load_path" with "checkpoint.enable" = false',
     "checkpoint.initial_load_model_only": '"checkpoint.initial_load_path" always loads only parameters and buffers',
-    "checkpoint.initial_load_in_hf": _NO_HUGGING_FACE,
-    "checkpoint.last_save_in_hf": _NO_HUGGING_FACE,
+    "checkpoint.initial_load_in_hf": 'use "model.weights" with the folder',
+    "checkpoint.last_save_in_hf": 'not needed; "titan-launch export" writes the Hugging Face format of a checkpoint',
     "checkpoint.last_save_model_only": "not supported, since every checkpoint can be resumed; remove this key",
-    "checkpoint.export_dtype": "export is not supported; a checkpoint has the dtypes of the training state",
+    "checkpoint.export_dtype": 'use "titan-launch export --dtype"; a checkpoint has the dtypes of the training state',
     "checkpoint.create_seed_checkpoint": 'not needed; initial parameters depend only on "training.seed"',
     "activation_checkpoint.enable": _MODE,
     "activation_checkpoint.type": "activation_checkpoint.mode",

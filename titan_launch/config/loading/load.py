@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from titan_launch.config.job import JobConfig
-from titan_launch.config.loading.files import read_job
-from titan_launch.config.loading.merge import Draft, parse_overrides
+from titan_launch.config.loading.files import JobFile, read_job
+from titan_launch.config.loading.merge import Draft, Override, parse_overrides
 from titan_launch.config.loading.provenance import Provenance, contains
 from titan_launch.config.loading.schema_walk import TAGGED
 from titan_launch.config.rules import RULES, Rule
-from titan_launch.core.errors import ConfigError, KeyPath, Problem, UserError
+from titan_launch.config.sections.model import HUGGINGFACE
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, UserError, config_error, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -59,17 +61,111 @@ def dump_job(config: JobConfig) -> str:
 
 def _merge_all(path: str, overrides: Sequence[str], aliases: Mapping[str, str] | None) -> tuple[Draft, list[Problem]]:
     """Return the merged files and overrides of a job, and the problems of overrides that cannot be applied."""
-    given = parse_overrides(overrides, aliases)
+    given, files = parse_overrides(overrides, aliases), read_job(path)
+    draft, problems = _merge(files, given)
+    try:
+        if folder := _model_of_folder(draft.table.get("model")):
+            draft, problems = _merge([folder, *files], given)
+    except ConfigError as error:
+        problems += error.problems
+    return draft, problems
+
+
+def _merge(files: Iterable[JobFile | FolderFile], overrides: Iterable[Override]) -> tuple[Draft, list[Problem]]:
     draft = Draft()
-    for file in read_job(path):
+    for file in files:
         draft.merge_file(file.table, file)
     problems: list[Problem] = []
-    for override in given:
+    for override in overrides:
         try:
             draft.override(override)
         except ConfigError as error:
             problems += error.problems
     return draft, problems
+
+
+@dataclass(frozen=True)
+class FolderFile:
+    """The `config.json` in a folder, as a job file that all others override."""
+
+    path: str
+    table: dict[str, Any]
+
+    def find(self, key: KeyPath) -> tuple[int, str]:
+        """Return no line, and the path of the file."""
+        return 0, self.path
+
+
+def _model_of_folder(model: Any) -> FolderFile | None:
+    """Return the keys of `[model]` that a job leaves to the `config.json` of its folder; None without such a folder."""
+    if not isinstance(model, dict):
+        return None
+    if model.get("name") == HUGGINGFACE:
+        return _class_of_folder(model)
+    return _model_of_weights(model)
+
+
+_WITHOUT_EFFECT = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
+"""Keys of a `config.json` that do not change a class of `transformers` here: the launcher chooses dtypes and cache."""
+
+_OVERRIDES = {"architectures": (), "num_labels": ("id2label", "label2id")}
+"""Keys that a job may set although `config.json` does not have them, with the keys that each replaces."""
+
+
+def _class_of_folder(model: Mapping[str, Any]) -> FolderFile | None:
+    """Return the arguments of a class of `transformers`, from the folder in `model.path` or `model.weights`.
+
+    The `config.json` of a run contains all arguments, so a run that starts from it does not read the folder. Raises
+    ConfigError for a folder without a valid `config.json`, and for arguments of the job that it does not have.
+    """
+    name = "path" if "path" in model else "weights"
+    folder, given = model.get(name), model.get("args", {})
+    if not isinstance(folder, str) or not isinstance(given, dict) or "model_type" in given:
+        return None
+    from titan_launch.config.huggingface.config_json import read_json
+    from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
+
+    path = Path(folder, CONFIG_FILE)
+    try:
+        table = read_json(path)
+    except WeightsError as error:
+        raise config_error(("model", name), str(error), folder, also=(("model", "args"),)) from None
+    unknown = [key for key in given if key not in table and key not in _OVERRIDES]
+    if unknown:
+        also: tuple[KeyPath, ...] = (("model", name),)
+        raise ConfigError(
+            Problem(("model", "args", key), f"{path} has no such key{did_you_mean(key, table)}", given[key], also)
+            for key in unknown
+        )
+    replaced = {*_WITHOUT_EFFECT, *(key for name in given for key in _OVERRIDES.get(name, ()))}
+    args = {key: value for key, value in table.items() if key not in replaced}
+    return FolderFile(str(path), {"model": {"args": args}})
+
+
+def _model_of_weights(model: Mapping[str, Any]) -> FolderFile | None:
+    """Return name and arguments of the model in `model.weights`, for a job that leaves them to the folder.
+
+    Raises ConfigError if the folder does not name a model of this package, or another one than the job.
+    """
+    if not isinstance(model.get("weights"), str):
+        return None
+    name, weights = model.get("name"), model["weights"]
+    if "flavor" in model or ":" in str(name):
+        return None
+    from titan_launch.config.huggingface.config_json import read_folder_config
+    from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
+
+    try:
+        folder = read_folder_config(weights)
+    except WeightsError as error:
+        raise config_error(("model", "weights"), str(error), weights, also=(("model",),)) from None
+    if ":" in folder.name:
+        reason = f"its {CONFIG_FILE} names the factory {folder.name}; a folder may not choose code: set model.name"
+        raise config_error(("model", "weights"), reason, weights, also=(("model",),))
+    if name not in (None, folder.name):
+        raise config_error(("model", "name"), f"{weights} holds the weights of {folder.name}", name, also=(("model",),))
+    table = {"name": folder.name, "flavor": folder.flavor, "args": dict(folder.args)}
+    return FolderFile(str(Path(weights, CONFIG_FILE)), {"model": table})
 
 
 def _parse(table: dict[str, Any]) -> tuple[JobConfig, list[Problem]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from titan_launch.config.architectures import known_args
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.precision import KernelsConfig
 from titan_launch.core.errors import KeyPath, Problem
@@ -148,5 +149,15 @@ def ring_attention_has_kernels(config: JobConfig) -> Iterator[Problem]:
         yield Problem(_ATTENTION, reason, "math", also=(("parallelism", "context_parallel_degree"),))
 
 
-KERNEL_RULES = (kernels_exist_on_the_device, ring_attention_has_kernels)
+def attention_backend_is_used(config: JobConfig) -> Iterator[Problem]:
+    """Yield a backend of `scaled_dot_product_attention` for a model whose attention runs as FlexAttention."""
+    args, backend = known_args(config.model), config.kernels.attention
+    option = args.beyond_causal_attention(config.training.seq_len) if args is not None else None
+    if backend != "auto" and option is not None:
+        reason = f'is a kernel for plain causal attention, which model.args.{option} is not; set "auto"'
+        model: tuple[KeyPath, ...] = (("model", "name"), ("model", "flavor"), ("model", "args"))
+        yield Problem(_ATTENTION, reason, backend, also=(*model, ("training", "seq_len")))
+
+
+KERNEL_RULES = (kernels_exist_on_the_device, ring_attention_has_kernels, attention_backend_is_used)
 """Rules for CUDA kernels."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from titan_launch.config.architectures import ARCHITECTURES, images_taken, known_args
+from titan_launch.config.architectures import images_taken, known_args, unit_taken, vocabulary_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.model import args_problem
 from titan_launch.config.sections.data import (
@@ -29,10 +29,9 @@ _NAME: KeyPath = ("model", "name")
 
 def data_suits_the_model(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each data table whose unit (tokens or images) is not the unit that the model takes."""
-    architecture = ARCHITECTURES.get(config.model.name)
+    unit = unit_taken(config.model)
     for source, data in _sources(config):
-        if architecture is not None and data.unit != architecture.args.unit:
-            unit = architecture.args.unit
+        if unit is not None and data.unit != unit:
             reason = f"the model {config.model.name} takes {unit}, not {data.unit}; set {_kinds_of(unit)}"
             yield Problem((*source, "kind"), reason, data.kind, also=(_NAME,))
 
@@ -41,14 +40,14 @@ def validation_has_the_unit_of_training(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if validation data and training data have different units (tokens, images). This rule is only
     for a factory; for the package's models, `data_suits_the_model` checks both."""
     held_out, unit = config.validation.data, config.data.unit
-    if ":" in config.model.name and held_out is not None and held_out.unit != unit:
+    if unit_taken(config.model) is None and held_out is not None and held_out.unit != unit:
         reason = f"consists of {held_out.unit}, but the training data consists of {unit}; set {_kinds_of(unit)}"
         yield Problem(("validation", "data", "kind"), reason, held_out.kind, also=(_NAME, ("data", "kind")))
 
 
 def vocabulary_is_large_enough(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the model's vocabulary is smaller than the vocabulary of its data."""
-    vocab_size = getattr(known_args(config.model), "vocab_size", None)
+    vocab_size = vocabulary_taken(config.model)
     for source, data in _sources(config):
         if data.unit != "tokens":
             continue
@@ -83,7 +82,7 @@ def image_files_exist(config: JobConfig) -> Iterator[Problem]:
 def digits_suit_the_model(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each difference between the images of `sklearn-digits` and those that the model takes. (A
     run checks other images when it reads them.)"""
-    taken = images_taken(config.model) if known_args(config.model) else None
+    taken = images_taken(config.model) if known_args(config.model) or not config.model.is_of_package else None
     for source, data in _sources(config):
         if taken is not None and isinstance(data, ImageData) and data.path == SKLEARN_DIGITS:
             for reason in misfits(DIGITS, taken):

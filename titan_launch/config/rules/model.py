@@ -4,46 +4,64 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from titan_launch.config.architectures import ARCHITECTURES, resolve_args
+from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, known_args, resolve_args
 from titan_launch.config.job import JobConfig
-from titan_launch.core.errors import KeyPath, Problem, did_you_mean
+from titan_launch.config.sections.model import HUGGINGFACE
+from titan_launch.config.sections.training import LossConfig
+from titan_launch.core.errors import KeyPath, Problem, did_you_mean, format_key
 
 _NAME, _FLAVOR, _ARGS = ("model", "name"), ("model", "flavor"), ("model", "args")
 
 
 def model_exists(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `model.name` is neither a model of this package nor a valid import string."""
+    """Report a problem if `model.name` is neither a known model nor a valid import string."""
     name = config.model.name
     if ":" in name:
         module, _, factory = name.partition(":")
         if not all(part.isidentifier() for part in [*module.split("."), *factory.split(".")]):
             yield Problem(_NAME, "must have the form package.module:factory for a model of your own", name)
-    elif name not in ARCHITECTURES:
-        known = ", ".join(f'"{known}"' for known in ARCHITECTURES)
-        hint = did_you_mean(name, ARCHITECTURES)
+    elif name not in (*ARCHITECTURES, HUGGINGFACE):
+        known = ", ".join(f'"{known}"' for known in (*ARCHITECTURES, HUGGINGFACE))
+        hint = did_you_mean(name, (*ARCHITECTURES, HUGGINGFACE))
         yield Problem(_NAME, f"unknown model; must be {known}, or package.module:factory for your own{hint}", name)
 
 
 def flavor_exists(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if `model.flavor` is not a row of the model's size table."""
     name, flavor = config.model.name, config.model.flavor
-    if name in ARCHITECTURES and flavor not in ARCHITECTURES[name].flavors:
+    if name in ARCHITECTURES and flavor not in (ALL_IN_ARGS, *ARCHITECTURES[name].flavors):
         flavors = ARCHITECTURES[name].flavors
         reason = f"unknown flavor; {name} has {', '.join(flavors)}{did_you_mean(flavor, flavors)}"
         yield Problem(_FLAVOR, reason, flavor, also=(_NAME,))
 
 
-def factory_has_no_flavor(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `model.flavor` is set with a factory, which has no size table. (The default value is
-    accepted, because the `config.json` of a run contains every key.)"""
-    if ":" in config.model.name:
+def other_models_have_no_flavor(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if `model.flavor` is set with a factory or `huggingface`, which have no size table. (The default
+    value is accepted, because the `config.json` of a run contains every key.)"""
+    if not config.model.is_of_package:
         reason = f"{config.model.name} has no flavors; remove this key, and set arguments in [model.args]"
         for _, flavor in config.model.changed("flavor"):
             yield Problem(_FLAVOR, reason, flavor, also=(_NAME,))
+
+
+def huggingface_has_a_config(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if `huggingface` has no `config.json`, or if `model.path` is set for another model."""
+    model, key = config.model, ("model", "path")
+    if model.name != HUGGINGFACE:
+        if model.path is not None:
+            reason = f'applies only to model.name = "{HUGGINGFACE}"; remove this key, or set that name'
+            yield Problem(key, reason, model.path, also=(_NAME,))
+    elif "model_type" not in model.args:
+        if model.path is None:
+            reason = f'"{HUGGINGFACE}" needs model.path, the folder with the config.json of the class'
+            yield Problem(_NAME, reason, model.name, also=(key, _ARGS))
+        else:
+            yield Problem(key, "its config.json has no model_type, which names the class's configuration", model.path)
 
 
 def model_args_are_valid(config: JobConfig) -> Iterator[Problem]:
@@ -62,24 +80,104 @@ def model_args_are_valid(config: JobConfig) -> Iterator[Problem]:
             yield args_problem(config, fields, reason)
 
 
+def model_args_have_an_effect(config: JobConfig) -> Iterator[Problem]:
+    """Yield arguments that the job sets, but that other arguments leave without effect."""
+    args = known_args(config.model)
+    for name, reason in args.unused() if args is not None else ():
+        if name in config.model.args:
+            yield args_problem(config, (name,), reason)
+
+
+def sequences_have_positions(config: JobConfig) -> Iterator[Problem]:
+    """Yield sequences that are longer than a model's table of positions."""
+    args, seq_len = known_args(config.model), config.training.seq_len
+    limit = args.longest_sequence() if args is not None else None
+    if limit is not None and seq_len > limit[1]:
+        name, longest = limit
+        reason = f"is longer than the model's {longest} positions (model.args.{name}); set at most {longest}, or more "
+        yield Problem(("training", "seq_len"), f"{reason}positions", seq_len, also=(_NAME, _FLAVOR, (*_ARGS, name)))
+
+
 def factory_args_can_be_recorded(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each factory argument that JSON cannot represent, because the run folder stores the
     configuration as `config.json`."""
+    values = (bool, int, float, str, *((type(None),) if config.model.name == HUGGINGFACE else ()))
     for key, value in _leaves(config.model.args, _ARGS):
         if isinstance(value, float) and not math.isfinite(value):
             yield Problem(key, "must be a finite number, because the run stores its configuration as JSON", value)
-        elif not isinstance(value, (bool, int, float, str)):
+        elif not isinstance(value, values):
             yield Problem(
                 key, "must be a string, a number or a bool, because the run stores its configuration as JSON", value
             )
 
 
+def own_loss_is_whole(config: JobConfig) -> Iterator[Problem]:
+    """Report `model.loss` with a model of this package, and with options that divide or replace the loss."""
+    loss, key = config.model.loss, ("model", "loss")
+    if loss is None:
+        return
+    if config.model.name in ARCHITECTURES:
+        reason = f"{config.model.name} returns logits and computes no loss; remove this key"
+        yield Problem(key, reason, loss, also=(_NAME,))
+    parallelism = config.parallelism
+    obstacles: tuple[tuple[KeyPath, bool], ...] = (
+        (("parallelism", "tensor_parallel_degree"), parallelism.tensor_parallel_degree > 1),
+        (("parallelism", "pipeline_parallel_degree"), parallelism.pipeline_parallel_degree > 1),
+        (("parallelism", "context_parallel_degree"), parallelism.context_parallel_degree > 1),
+        *((("loss", name), value != getattr(LossConfig(), name)) for name, value in config.loss),
+        (("compile", "components"), config.compile.enable and "loss" in config.compile.components),
+    )
+    for other, is_set in obstacles:
+        if is_set:
+            reason = f"cannot be used with {format_key(other)}, for which the launcher computes the loss; remove either"
+            yield Problem(key, reason, loss, also=(other,))
+
+
+def weights_are_of_the_model(config: JobConfig) -> Iterator[Problem]:
+    """Yield a folder of weights of another model, and each argument that differs from the folder's. (A missing folder
+    is found when it is read: a run that resumes does not need it.)"""
+    model, key = config.model, ("model", "weights")
+    if model.weights is None:
+        if model.exclude_from_weights:
+            reason = "applies only to model.weights, which is unset; remove this key"
+            yield Problem(("model", "exclude_from_weights"), reason, list(model.exclude_from_weights), also=(key,))
+        return
+    if config.checkpoint.initial_load_path is not None:
+        other: KeyPath = ("checkpoint", "initial_load_path")
+        reason = "a run starts with one set of weights, and checkpoint.initial_load_path names another; remove one"
+        yield Problem(key, reason, model.weights, also=(other,))
+    args = known_args(model)
+    if args is None or not Path(model.weights).exists():
+        return
+    from titan_launch.config.huggingface.config_json import differences, read_folder_config
+    from titan_launch.config.huggingface.features import WeightsError
+    from titan_launch.config.loading.provenance import toml_value
+
+    try:
+        folder = read_folder_config(model.weights)
+        if folder.name != model.name:
+            reason = f"holds the weights of {folder.name}, not of {model.name}"
+            yield Problem(key, reason, model.weights, also=(_NAME,))
+            return
+        for argument, own, theirs in differences(model.name, args, folder):
+            values = f"{argument} is {toml_value(own)} in this job, and {toml_value(theirs)} in {model.weights}"
+            reason = f"{values}; remove the key from the job"
+            yield args_problem(config, (argument,), reason, also=(key,))
+    except WeightsError as error:
+        yield Problem(key, str(error), model.weights)
+
+
 MODEL_RULES = (
     model_exists,
     flavor_exists,
-    factory_has_no_flavor,
+    other_models_have_no_flavor,
+    huggingface_has_a_config,
     model_args_are_valid,
+    model_args_have_an_effect,
+    sequences_have_positions,
     factory_args_can_be_recorded,
+    own_loss_is_whole,
+    weights_are_of_the_model,
 )
 """The rules of this file."""
 

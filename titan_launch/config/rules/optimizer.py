@@ -94,6 +94,24 @@ def implementation_is_pytorchs(config: JobConfig) -> Iterator[Problem]:
         yield Problem(("optimizer", "implementation"), reason, optimizer.implementation, also=(("optimizer", chosen),))
 
 
+def ema_settings_have_an_effect(config: JobConfig) -> Iterator[Problem]:
+    """Report settings of `[ema]` without `ema.decay`, weights to validate without a validation, and an average that the
+    run ends without. (Defaults are accepted: the `config.json` of a run contains them.)"""
+    ema, decay, steps = config.ema, ("ema", "decay"), config.training.steps
+    if ema.decay is None:
+        for name, value in ema.changed():
+            reason = "has no effect without ema.decay; set a decay such as 0.999, or remove this key"
+            yield Problem(("ema", name), reason, value, also=(decay,))
+        return
+    if not config.validation.freq and ema.validate_with != "both":
+        reason = "has no effect with validation.freq = 0; set validation.freq, or remove this key"
+        yield Problem(("ema", "validate_with"), reason, ema.validate_with, also=(("validation", "freq"),))
+    if ema.start_step + ema.every_steps > steps:
+        name = "every_steps" if ema.every_steps > steps else "start_step"
+        reason = f"leaves no update of the average in {steps} steps (training.steps); set less"
+        yield Problem(("ema", name), reason, getattr(ema, name), also=(("training", "steps"),))
+
+
 OPTIMIZER_RULES = (
     settings_are_of_a_used_algorithm,
     nesterov_has_momentum,
@@ -101,6 +119,7 @@ OPTIMIZER_RULES = (
     masters_are_of_bfloat16,
     stochastic_rounding_is_of_bfloat16,
     implementation_is_pytorchs,
+    ema_settings_have_an_effect,
 )
 """The rules of this file."""
 

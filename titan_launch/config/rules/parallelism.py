@@ -69,15 +69,33 @@ def models_can_be_divided(config: JobConfig) -> Iterator[Problem]:
             yield Problem(key, reason, degree, also=_MODEL)
 
 
-def context_parallel_has_sequences(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if a user's own model for images has context parallelism, which divides sequences of tokens.
+def ring_attention_is_causal(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if context parallelism meets a sliding window or a soft cap, which ring attention lacks."""
+    args, degree = known_args(config.model), config.parallelism.context_parallel_degree
+    option = args.beyond_causal_attention(config.training.seq_len) if args is not None else None
+    if degree > 1 and option is not None:
+        reason = f"is not supported with model.args.{option}: ring attention is plain causal attention; set 1"
+        yield Problem(_CONTEXT, reason, degree, also=(*_MODEL, _SEQ_LEN))
 
-    (`models_can_be_divided` checks the package's models.)
+
+def only_sequences_are_divided(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if context or sequence parallelism divides images: both divide sequences of tokens.
+
+    (`models_can_be_divided` reports the package's models that support no such parallelism at all.)
     """
-    degree = config.parallelism.context_parallel_degree
-    if degree > 1 and config.data.unit != "tokens" and config.model.name not in ARCHITECTURES:
-        reason = f'divides sequences of tokens, but data.kind = "{config.data.kind}" gives {config.data.unit}; set 1'
-        yield Problem(_CONTEXT, reason, degree, also=(("data", "kind"), *_MODEL))
+    if config.data.unit == "tokens":
+        return
+    parallelism, architecture = config.parallelism, ARCHITECTURES.get(config.model.name)
+    problems: list[tuple[KeyPath, int | bool, str]] = []
+    if parallelism.context_parallel_degree > 1 and architecture is None:
+        problems.append((_CONTEXT, parallelism.context_parallel_degree, "1"))
+    can_divide = architecture is None or architecture.args.supports_tensor_parallel
+    if parallelism.tensor_parallel_degree > 1 and parallelism.sequence_parallel and can_divide:
+        problems.append((_SEQUENCE, True, "false"))
+    for key, value, remedy in problems:
+        what = f'data.kind = "{config.data.kind}" gives {config.data.unit}'
+        reason = f"divides sequences of tokens, but {what}; set {remedy}"
+        yield Problem(key, reason, value, also=(("data", "kind"), _TENSOR, *_MODEL))
 
 
 def sequences_can_be_divided(config: JobConfig) -> Iterator[Problem]:
@@ -133,7 +151,8 @@ PARALLELISM_RULES = (
     options_have_a_degree,
     matrices_can_be_divided,
     models_can_be_divided,
-    context_parallel_has_sequences,
+    ring_attention_is_causal,
+    only_sequences_are_divided,
     sequences_can_be_divided,
     batch_norm_sees_whole_sequences,
     ring_attention_is_on_gpus,

@@ -59,11 +59,11 @@ class CheckpointConfig(Section):
     resumes from its newest one instead."""
 
     exclude_from_loading: Array[str] = ()
-    """Parts of a checkpoint that are not loaded; they start as in a new run. `optimizer`: the optimizer state. `data`:
-    the position in the data. `random`: the states of random number generators. `step`: the step and the schedule (only
-    if `load` is a path). Globs select parameters and buffers (`output.**`). This key applies only to a checkpoint that
-    `initial_load_path` names, or `load` as a number or a path. A run that resumes from its own latest checkpoint loads
-    all parts."""
+    """Parts of a checkpoint that are not loaded; they start as in a new run. `optimizer`: the optimizer state. `ema`:
+    the moving average of the weights, which then begins with the loaded parameters. `data`: the position in the data.
+    `random`: the states of random number generators. `step`: the step and the schedule (only if `load` is a path).
+    Globs select parameters and buffers (`output.**`). This key applies only to a checkpoint that `initial_load_path`
+    names, or `load` as a number or a path. A run that resumes from its own latest checkpoint loads all parts."""
 
     accept_changes: bool = False
     """Resume even if the experiment has changed: its configuration differs from the one in the run folder, or the

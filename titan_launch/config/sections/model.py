@@ -2,26 +2,60 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from titan_launch.config.sections.base import Array, Section, Table
+
+HUGGINGFACE = "huggingface"
+"""The name in `[model]` of all classes of the library `transformers`."""
 
 
 class ModelConfig(Section):
     """The module to train."""
 
     name: str = "llama3"
-    """The model: one of this package (the reference lists them below `[model]`), or `package.module:factory` for a
-    callable of your own that returns an `nn.Module`."""
+    """The model: one of this package (the reference lists them below `[model]`), `package.module:factory` for a
+    callable of your own that returns an `nn.Module`, or `huggingface` for a class of the library `transformers`. With
+    `weights` it may be omitted: the folder names its model."""
+
+    path: str | None = None
+    """With `name = "huggingface"`: the folder with the `config.json` of the class, relative to the working directory;
+    default: `weights`. Its keys become `[model.args]`, and the `config.json` of the run records them. Only `weights`
+    reads the weights in a folder."""
 
     flavor: str = "debug"
-    """Size of the model: a row of its size table (the reference shows the table after the model's arguments). Not used
-    with a factory."""
+    """Size of the model: a row of its size table (the reference shows the table after the model's arguments), or `none`
+    if `[model.args]` has all arguments. Not used with a factory or `huggingface`. With `weights` it may be omitted."""
 
     args: Table = Field(default_factory=dict)
-    """Arguments of the model. They override the values of the flavor. With a factory: its keyword arguments."""
+    """Arguments of the model. They override the values of the flavor. With a factory: its keyword arguments. With
+    `huggingface`: keys that override those of `config.json`."""
 
     blocks: Array[str] | None = None
-    """Globs of module paths. Each matching module becomes one FSDP2 unit (a `fully_shard` call). Default: the blocks of
-    the model; with a factory, the entries of the model's outermost `nn.ModuleList`s. `*` matches within one segment of
-    a module path, `**` crosses dots."""
+    """Globs of module paths. Each matching module becomes one FSDP2 unit (a `fully_shard` call). `*` matches within one
+    segment of a module path, `**` crosses dots. Default: the blocks of the model; with a factory or `huggingface`, the
+    entries of the outermost `nn.ModuleList`s, else the repeated modules in `nn.Sequential`s, else the instances of the
+    most repeated class. A run logs the choice."""
+
+    weights: str | None = None
+    """Folder with the initial values of the parameters: a Hugging Face folder (`config.json` and `*.safetensors`), or a
+    folder that `titan-launch import` or `export --format plain` wrote. If the job sets no `flavor`, `name` and `args`
+    come from the folder. Other arguments than the folder's are an error, except for a larger `vocab_size`: the
+    additional rows are zeros. A run that resumes does not read the folder."""
+
+    exclude_from_weights: Array[str] = ()
+    """Globs of parameters that keep the model's own initial values, such as `output.*` for a new head, and of tensors
+    in `weights` that the model does not have."""
+
+    loss: Literal["mean", "sum"] | None = None
+    """Use the loss that a model of your own computes when it is called as `model(inputs, labels=targets)`. `mean`: the
+    loss is the mean over the valid targets of the call. `sum`: the loss is the sum over them. The launcher scales both
+    so that every target of a step has the same weight. A model of `transformers` also gets `shift_labels=targets`,
+    because the targets are already shifted. Unset: the launcher computes the cross-entropy of the logits."""
+
+    @property
+    def is_of_package(self) -> bool:
+        """False for the model of a factory, and for a class of `transformers`."""
+        return ":" not in self.name and self.name != HUGGINGFACE

@@ -1,4 +1,4 @@
-"""`[training]`, `[loss]`, `[gradient_accumulation]`, `[optimizer]` and `[lr_scheduler]`: the optimizer step."""
+"""`[training]`, `[loss]`, `[gradient_accumulation]`, `[optimizer]`, `[lr_scheduler]`, `[ema]`: the optimizer step."""
 
 from __future__ import annotations
 
@@ -243,3 +243,30 @@ class Constant(_Schedule):
 
 
 SchedulerConfig = Annotated[WarmupStableDecay | Cosine | Linear | Constant, Field(discriminator="kind")]
+
+
+class EMAConfig(Section):
+    """An exponential moving average of the trained parameters. It does not change training. Models are often better
+    with the average than with the last parameters.
+
+    The average is in float32, sharded like the parameters: bfloat16 would round off the updates. BatchNorm's running
+    statistics are moving averages themselves. They are not averaged again."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Weight of the previous average in an update, such as 0.999; the parameters have the weight `1 - decay`. The
+    average then covers about the last `1 / (1 - decay)` updates. Unset: no average."""
+
+    warmup: bool = False
+    """Use the decay `(1 + n) / (10 + n)` in update number n, counted from 0, while that is smaller than `decay`. The
+    first parameters then do not dominate the average of a short run."""
+
+    start_step: Annotated[int, Field(ge=0)] = 0
+    """Last step after which the average is a copy of the parameters. Averaging begins with the next update."""
+
+    every_steps: Annotated[int, Field(ge=1)] = 1
+    """Steps between updates of the average. A skipped step does not change the average."""
+
+    validate_with: Literal["both", "ema", "parameters"] = "both"
+    """Weights to validate. `ema`: the average, with the metrics `validation/ema_loss` and `validation/ema_accuracy`.
+    `parameters`: the parameters, with `validation/loss` and `validation/accuracy`. `both` takes twice the time.
+    `checkpoint.keep_best` compares `validation/loss`; with `ema`, `validation/ema_loss`."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from titan_launch.config.optimizers import ALGORITHMS, GroupSizes, has_master
 from titan_launch.config.sections.base import DTYPE_BYTES
-from titan_launch.config.sections.training import OptimizerConfig, TrainingConfig
+from titan_launch.config.sections.training import EMAConfig, OptimizerConfig, TrainingConfig
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.param_groups import is_mixed
 
@@ -52,6 +52,9 @@ class Category(IntEnum):
 
     OPTIMIZER_TEMPORARIES = 11
     """Temporary tensors of the optimizer's update."""
+
+    EMA = 12
+    """Moving average of the weights."""
 
     @property
     def label(self) -> str:
@@ -271,7 +274,7 @@ def _along(a: Peak, b: Peak, factor: float) -> Peak:
 
 
 _OFFLOADED = frozenset(
-    {Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER, Category.OPTIMIZER_TEMPORARIES},
+    {Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER, Category.OPTIMIZER_TEMPORARIES, Category.EMA},
 )
 
 
@@ -289,6 +292,12 @@ def state_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes]) -> int:
             size = num_tensors * DTYPE_BYTES[config.state_dtype or shard.dtype]
             total += shard.num_elements * (size + (4 if has_master(config, shard.dtype) else 0))
     return total
+
+
+def ema_bytes(config: EMAConfig, groups: Sequence[GroupSizes]) -> int:
+    """Return the bytes of the moving average of the weights, which is in float32. (Its update is never the peak: the
+    gradients are freed before.)"""
+    return 0 if config.decay is None else 4 * sum(shard.num_elements for group in groups for shard in group.shards)
 
 
 def temporary_bytes(config: OptimizerConfig, groups: Sequence[GroupSizes], ranks: int) -> int:

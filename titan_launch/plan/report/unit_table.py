@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
+from titan_launch.config.architectures.huggingface import class_name
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.provenance import toml_value
+from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.config.sections.training import GradientAccumulationConfig
-from titan_launch.core.errors import KeyPath, format_key
+from titan_launch.core.errors import KeyPath, format_key, listed
 from titan_launch.plan.communication import (
     Collectives,
     collectives_of_step,
@@ -22,7 +25,7 @@ from titan_launch.plan.layout import Layout
 from titan_launch.plan.module_selection import describe_float8
 from titan_launch.plan.pipeline import stage_part
 from titan_launch.plan.report.table import aligned
-from titan_launch.plan.types import ModelPlan, Unit, enclosing, full_name
+from titan_launch.plan.types import Inventory, ModelPlan, Unit, enclosing, full_name
 from titan_launch.plan.units.rule_assignment import BATCH_NORM_DEFAULT, is_batch_norm
 
 KeyLocator = Callable[[KeyPath], str]
@@ -173,6 +176,7 @@ def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[L
     kernels = ", ".join(f"{name} = {toml_value(value)}" for name, value in config.kernels.changed())
     lines = [
         ("model", f"{model_name(config)}, {plan.inventory.num_parameters:,} parameters"),
+        ("blocks", _blocks(plan.inventory)),
         *summary_of_batch(layout),
         ("precision", _precision(config, plan)),
         ("float8", describe_float8(config.float8, plan) if plan.float8 else ""),
@@ -181,14 +185,28 @@ def summary_of_job(config: JobConfig, plan: ModelPlan, layout: Layout) -> list[L
         ("torch.compile", compiled),
         ("kernels", kernels),
         ("optimizer", f"{optimizer.name}, learning rate {optimizer.lr:g}, {schedule.warmup_steps} warm-up steps"),
+        ("moving average of weights", "" if config.ema.decay is None else f"decay {config.ema.decay:g}, float32"),
         ("steps", f"{config.training.steps:,}"),
     ]
     return [(name, value) for name, value in lines if value]
 
 
+def _blocks(inventory: Inventory) -> str:
+    """Return the number of blocks, where they are, and why: `12 of layers.* (Block), the entries of nn.ModuleList`."""
+    if not inventory.blocks:
+        return "none; the model is one FSDP2 unit, except modules with precision rules; model.blocks chooses blocks"
+    globs = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in inventory.blocks)
+    classes = dict.fromkeys(inventory.by_path[path].class_name for path in inventory.blocks)
+    origin = f", {inventory.blocks_origin}" if inventory.blocks_origin else ""
+    return f"{len(inventory.blocks)} of {listed([*globs])} ({', '.join(classes)}){origin}"
+
+
 def model_name(config: JobConfig) -> str:
-    """Return the model's name, with its flavor if the package defines the model."""
-    return config.model.name if ":" in config.model.name else f"{config.model.name} {config.model.flavor}"
+    """Return the model's name, with its flavor if the package defines the model, or with its class of
+    `transformers`."""
+    model = config.model
+    detail = model.flavor if model.is_of_package else class_name(model.args) if model.name == HUGGINGFACE else ""
+    return f"{model.name} {detail}".rstrip()
 
 
 def summary_of_batch(layout: Layout) -> list[Line]:

@@ -88,7 +88,7 @@ def check_earlier_run(folder: Path, config: JobConfig, load: Load) -> None:
         is_complete = bool(complete_steps(checkpoints))
         if changed and not (is_complete and config.checkpoint.accept_changes and not _is_other_model(changed)):
             raise _other_experiment_error(folder, config, load, changed, is_complete)
-    if not _resumes(folder, config, load):
+    if not resumes(folder, config, load):
         _check_loads_from_elsewhere(folder, config, load)
 
 
@@ -107,8 +107,8 @@ def effective_load(folder: Path, config: JobConfig, attempt: Attempt) -> Load:
 def recorded_modes(folder: Path, config: JobConfig, attempt: Attempt) -> Choice | None:
     """Return the modes of gradient accumulation and activation checkpointing of the run to resume. If no run is
     resumed, return None."""
-    resumes = _resumes(folder, config, effective_load(folder, config, attempt))
-    saved = recorded_table(folder, config) if resumes else None
+    does_resume = resumes(folder, config, effective_load(folder, config, attempt))
+    saved = recorded_table(folder, config) if does_resume else None
     if saved is None:
         return None
     with damage_explained(folder / CONFIG_FILE, f"move {folder} away", config):
@@ -207,7 +207,7 @@ def _prepare(folder: Path, config: JobConfig, attempt: Attempt, stack: ExitStack
         _check_path_goes_with_folder(folder, config, load)
         if not _has_begun(folder):
             os.utime(folder / LOCK_FILE)  # start time of this run, which `_move_aside` reads
-        elif not (_resumes(folder, config, load) or _restarts_without_checkpoint(folder, config, attempt)):
+        elif not (resumes(folder, config, load) or _restarts_without_checkpoint(folder, config, attempt)):
             _move_aside(folder)
             folder.mkdir()
             _lock(folder, config, stack)
@@ -258,7 +258,7 @@ def _restarts_without_checkpoint(folder: Path, config: JobConfig, attempt: Attem
     return _is_restart(folder, config, attempt) and not checkpoint_steps(checkpoint_folder(folder))
 
 
-def _resumes(folder: Path, config: JobConfig, load: Load) -> bool:
+def resumes(folder: Path, config: JobConfig, load: Load) -> bool:
     """Return True if the run resumes from a checkpoint in its own folder."""
     possible = config.checkpoint.enable and load != "none" and not _is_path(load)
     return possible and bool(checkpoint_steps(checkpoint_folder(folder)))  # also if they are damaged

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,7 +20,7 @@ from titan_launch.checkpoint.state import LocalStatistics, Part, Progress, Train
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
 from titan_launch.core.errors import config_error
-from titan_launch.data.sources import SampleSource
+from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, warn
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
@@ -34,14 +35,26 @@ NOTHING_SAVED = "nothing was saved (checkpoint.enable and checkpoint.save_last a
 SAME_COMMAND = "run the same command again"
 """Advice for a run that resumes without further options."""
 
-Sources = Mapping[str, SampleSource]
-"""Data sources by section of the job file: `data`, and `validation.data` if the run validates."""
+
+class Source(Protocol):
+    """Files that a run reads."""
+
+    def fingerprint(self, seed: int) -> Fingerprint | None:
+        """Return the fingerprint of the files; None if there are none."""
+
+    def __len__(self) -> int:
+        """Return the number of samples, or of tensors."""
+
+
+Sources = Mapping[str, Source]
+"""Files that the run reads, by section of the job file: `data`, `validation.data` if the run validates, and
+`model.weights` if there is such a folder."""
 
 
 def load_run(
     config: JobConfig, folder: Path, load: Load, state: TrainingState, progress: Progress, sources: Sources
-) -> None:
-    """Load the checkpoint with which a run starts, if any, into `state`. Collective.
+) -> bool:
+    """Load the checkpoint with which a run starts, if any, into `state`. Return False if there is none. Collective.
 
     `load`: result of `effective_load`. `progress`: one of the parts of `state`. Raises ConfigError or UserError on all
     ranks in two cases. The checkpoint is missing, damaged or of another model. The training data has changed since this
@@ -58,6 +71,9 @@ def load_run(
     elif config.checkpoint.initial_load_path is not None:
         path = find_checkpoint(Path(config.checkpoint.initial_load_path), ("checkpoint", "initial_load_path"))
         _load(path, state, Selection(config.checkpoint.exclude_from_loading, only_weights=True))
+    else:
+        return False
+    return True
 
 
 def open_checkpoints(
@@ -98,6 +114,7 @@ def training_state(
     optimizer: Optimizer,
     progress: Progress,
     guard: Part,
+    ema: Part | None,
     statistics: LocalStatistics,
     mesh: Mesh,
     ranks: Ranks,
@@ -105,6 +122,8 @@ def training_state(
     """Return the state that checkpoints save: model, optimizer, random generators, progress, the skipped-step counters
     and history of `guard` (a StepGuard), and BatchNorm statistics of this rank."""
     parts: dict[str, Part] = {"progress": progress, "guard": guard}
+    if ema is not None:
+        parts["ema"] = ema
     stream = random_stream(ranks.rank, config.parallelism)
     seed, pipeline = config.training.seed, mesh.pipeline_group
     return TrainingState(model, optimizer, parts, statistics, ranks.device, seed, stream, pipeline)
@@ -149,7 +168,15 @@ def _resume(
 ) -> None:
     """Resume from a checkpoint of this run. Log a warning if the validation data has changed.
 
-    Raises ConfigError if the training data has changed and `checkpoint.accept_changes` is false."""
+    Raises ConfigError if the training data or the weights that the run began with have changed, and
+    `checkpoint.accept_changes` is false."""
+    if (change := _data_change(checkpoint, "model.weights", sources)) and not config.checkpoint.accept_changes:
+        raise config_error(
+            ("model", "weights"),
+            f"the folder has {change}; this run resumes from its checkpoint and does not read the weights: restore the "
+            "folder, or resume with --checkpoint.accept_changes=true, or start anew with --checkpoint.load=none",
+            config.model.weights,
+        )
     change = _data_change(checkpoint, "data", sources) if selection.takes("data") else ""
     if change and not config.checkpoint.accept_changes:
         name = "path" if "path" in type(config.data).model_fields else "kind"

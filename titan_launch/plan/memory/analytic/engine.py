@@ -7,22 +7,23 @@ from functools import cache
 
 from titan_launch.config.architectures import resolve_args
 from titan_launch.config.architectures.base import ModelArgs
+from titan_launch.config.architectures.families import FAMILIES
 from titan_launch.config.job import JobConfig
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice, plan_units, with_choice
 from titan_launch.plan.layout import Layout
-from titan_launch.plan.memory.analytic import llama3
+from titan_launch.plan.memory.analytic import decoder
 from titan_launch.plan.memory.analytic.replay import AnalyticModel, Replay
 from titan_launch.plan.memory.depth import block_signatures, find_shortcut, without_blocks
 from titan_launch.plan.memory.ledger import Footprint, extrapolate
 from titan_launch.plan.module_selection import checkpointed_modules
 from titan_launch.plan.types import Inventory, ModelPlan
 
-ANALYTIC_MODELS: dict[str, AnalyticModel] = {"llama3": llama3.ANALYTIC}
+ANALYTIC_MODELS: dict[str, AnalyticModel] = dict.fromkeys(FAMILIES, decoder.ANALYTIC)
 """The models that the engine supports, by their name in `[model]`. Other models are traced."""
 
 
-def unknown_part(config: JobConfig) -> str | None:
+def unknown_part(config: JobConfig, kernels: Kernels) -> str | None:
     """Return the part of a job that this engine does not support, in words; None if it supports the whole job.
 
     `model.blocks` is not supported, because other blocks change the units. Only a trace supports them.
@@ -34,7 +35,7 @@ def unknown_part(config: JobConfig) -> str | None:
         return f"{config.model.name} with model.blocks"
     if config.kernels.attention in ("math", "efficient"):
         return f'kernels.attention = "{config.kernels.attention}"'
-    unknown = model.unknown_part(config)
+    unknown = model.unknown_part(config, _args(config), kernels)
     if unknown is not None:
         return unknown
     for name in ("pipeline_parallel_degree", "tensor_parallel_degree", "context_parallel_degree"):

@@ -43,8 +43,8 @@ def embedding(autograd: Autograd, weight: Tensor, num_tokens: int, width: int) -
     return _record(autograd, autograd.new(num_tokens * width, weight.dtype), (weight,), backward)
 
 
-def linear(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int) -> Tensor:
-    """Multiply with the transpose of a weight [width_out, width_in]. The transpose is a view."""
+def linear(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int, bias: Tensor | None = None) -> Tensor:
+    """Multiply with the transpose of a weight [width_out, width_in], and add a bias. The transpose is a view."""
     weight = view(autograd, weight)
     numel, dtype = x.numel, x.dtype
     needs_input, needs_weight = x.node is not None, weight.node is not None
@@ -52,11 +52,50 @@ def linear(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int) -> Tens
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         for_weight = autograd.new(weight.numel, weight.dtype, _GRADIENT) if needs_weight else None
-        return autograd.new(numel, dtype, _BACKWARD) if needs_input else None, for_weight
+        for_x = autograd.new(numel, dtype, _BACKWARD) if needs_input else None
+        if bias is None:
+            return for_x, for_weight
+        return for_x, for_weight, autograd.new(bias.numel, bias.dtype, _GRADIENT) if bias.node is not None else None
 
     num_results = numel // width_in * (weight.numel // width_in)
     output = autograd.run_costly("mm", lambda: autograd.new(num_results, dtype)).detached()
-    return autograd.record(output, (x, weight), backward, saved)
+    return autograd.record(output, (x, weight) if bias is None else (x, weight, bias), backward, saved)
+
+
+def add_rows(autograd: Autograd, x: Tensor, rows: Tensor) -> Tensor:
+    """Add the same rows to each sequence. Their gradient is a sum over the sequences."""
+    num_rows, dtype = rows.numel, rows.dtype
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return gradient[0], autograd.new(num_rows, dtype, _BACKWARD)
+
+    return _record(autograd, autograd.new(x.numel, x.dtype), (x, rows), backward)
+
+
+def add_number(autograd: Autograd, x: Tensor) -> Tensor:
+    """Add a number to each element. The gradient is that of the result."""
+    return _record(autograd, autograd.new(x.numel, x.dtype), (x,), lambda gradient, saved: (gradient.pop(),))
+
+
+def scale(autograd: Autograd, x: Tensor) -> Tensor:
+    """Multiply with a number. Nothing is saved."""
+    numel, dtype = x.numel, x.dtype
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return (autograd.new(numel, dtype, _BACKWARD),)
+
+    return _record(autograd, autograd.new(numel, dtype), (x,), backward)
+
+
+def tanh(autograd: Autograd, x: Tensor) -> Tensor:
+    """Compute tanh(x), and save the result."""
+    numel, dtype, output = x.numel, x.dtype, autograd.new(x.numel, x.dtype)
+    saved = autograd.save(output)
+
+    def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return (autograd.new(numel, dtype, _BACKWARD),)
+
+    return _record(autograd, output, (x,), backward, saved)
 
 
 def add(autograd: Autograd, a: Tensor, b: Tensor) -> Tensor:
@@ -78,8 +117,8 @@ def multiply(autograd: Autograd, a: Tensor, b: Tensor) -> Tensor:
     return _record(autograd, autograd.new(numel, dtype), (a, b), backward, saved)
 
 
-def silu(autograd: Autograd, x: Tensor) -> Tensor:
-    """Compute x sigmoid(x)."""
+def activation(autograd: Autograd, x: Tensor) -> Tensor:
+    """Compute an activation function, SiLU or GELU, and save its input."""
     saved, numel, dtype = autograd.save(x), x.numel, x.dtype
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -122,7 +161,35 @@ def attention(
         num_rows = num_rows // seq_len * (-(-seq_len // 32) * 32)
         if k.numel < q.numel:
             k, v = (_repeat(autograd, x, q.numel) for x in (k, v))
-    saved = autograd.save(q, k, v)
+    return _fused_attention(autograd, q, k, v, num_rows)
+
+
+def masked_attention(
+    autograd: Autograd, q: Tensor, k: Tensor, v: Tensor, num_rows: int, seq_len: int, kernels: Kernels
+) -> Tensor:
+    """Compute attention with a sliding window, or on CUDA with a soft cap: `models.attention.masked_attention`.
+
+    On CUDA, FlexAttention saves the tensors of flash attention. Selective activation checkpointing does not save its
+    results. A CPU runs flash attention with a mask, which is made from a table of allowed pairs.
+    """
+    if kernels == "cuda":
+        return _fused_attention(autograd, q, k, v, num_rows, is_costly=False)
+    allowed = autograd.new(seq_len**2, "bool")
+    output = _fused_attention(autograd, q, k, v, num_rows, (autograd.new(seq_len**2, q.dtype),))
+    del allowed
+    return output
+
+
+def _fused_attention(
+    autograd: Autograd,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_rows: int,
+    mask: tuple[Tensor, ...] = (),
+    is_costly: bool = True,
+) -> Tensor:
+    saved = autograd.save(q, k, v, *mask)
     shapes = [(x.numel, x.dtype) for x in (q, k, v)]
 
     def compute() -> tuple[Tensor, Tensor]:
@@ -131,7 +198,7 @@ def attention(
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return [autograd.new(numel, dtype, _BACKWARD) for numel, dtype in shapes]
 
-    output, logarithms = autograd.run_costly("attention", compute)
+    output, logarithms = autograd.run_costly("attention", compute) if is_costly else compute()
     results = autograd.save(output, logarithms)
     return autograd.record(output.detached(), (q, k, v), backward, saved, results)
 
@@ -278,10 +345,12 @@ def cross_entropy(autograd: Autograd, logits: Tensor) -> Tensor:
     return _negative_log_likelihood(autograd, _log_softmax(autograd, wide))
 
 
-def chunked_loss(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int, num_chunks: int) -> Tensor:
+def chunked_loss(
+    autograd: Autograd, x: Tensor, weight: Tensor, width_in: int, num_chunks: int, is_capped: bool = False
+) -> Tensor:
     """Compute the loss in the output layer, in chunks of classes (`models.chunked_loss`): a scalar.
 
-    It saves its inputs and two fp32 numbers for each token.
+    It saves its inputs and two fp32 numbers for each token. `is_capped`: logits have a soft cap.
     """
     x = view(autograd, x)
     rows, dtype, new = x.numel // width_in, x.dtype, autograd.new
@@ -290,7 +359,14 @@ def chunked_loss(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int, n
     sizes = [rows * min(largest, num_classes - first) for first in range(0, num_classes, largest)]
     running = new(3 * rows, "float32")
     for size in sizes:
-        logits, exponentials = new(size, dtype), new(size, "float32")
+        logits = new(size, dtype)
+        if is_capped:
+            quotient = new(size, dtype)
+            tangent = new(size, dtype)
+            del quotient
+            logits = new(size, dtype)  # the product is freed only now
+            del tangent
+        exponentials = new(size, "float32")
         of_rows = new(6 * rows, "float32")  # indices, and the next running numbers
         del logits, exponentials, of_rows
     needs_input, needs_weight = x.node is not None, weight.node is not None
@@ -302,9 +378,19 @@ def chunked_loss(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int, n
         summed = new(rows * width_in, "float32", _BACKWARD) if needs_input else None
         for_weight = new(weight.numel, weight.dtype, _GRADIENT) if needs_weight else None
         for size in sizes:
-            logits, wide = new(size, dtype, _BACKWARD), new(size, "float32", _BACKWARD)
+            logits = new(size, dtype, _BACKWARD)
+            capped = [new(size, dtype, _BACKWARD) for _ in range(3)] if is_capped else []  # quotient, tanh, logits
+            del capped[:1]
+            wide = new(size, "float32", _BACKWARD)
             of_logits = wide if dtype == "float32" else new(size, dtype, _BACKWARD)
-            del logits, wide
+            del wide
+            if is_capped:  # gradients of the product, of tanh and of the quotient
+                of_product = new(size, dtype, _BACKWARD)
+                of_tanh = new(size, dtype, _BACKWARD)
+                del of_product, capped[:1]
+                of_logits = new(size, dtype, _BACKWARD)
+                del of_tanh, capped[:]
+            del logits
             product = new(rows * width_in, dtype, _BACKWARD) if needs_input else None
             del product, of_logits
         del factors

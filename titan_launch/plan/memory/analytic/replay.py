@@ -25,6 +25,7 @@ from titan_launch.plan.memory.ledger import (
     Footprint,
     Ledger,
     StepPoint,
+    ema_bytes,
     on_host,
     state_bytes,
     temporary_bytes,
@@ -86,8 +87,9 @@ class AnalyticModel:
     build: Callable[[Any, ReplayContext], Forward]
     """Function of (args, context) that returns the forward of the model."""
 
-    unknown_part: Callable[[JobConfig], str | None] = lambda config: None
-    """Returns the part of a job that the engine does not support for this model, in words; None if there is none."""
+    unknown_part: Callable[[JobConfig, Any, Kernels], str | None] = lambda config, args, kernels: None
+    """(config, args, kernels) to the part of a job that the engine does not support for this model, in words; None if
+    there is none."""
 
 
 def group_sizes(plan: ModelPlan, config: OptimizerConfig, layout: Layout) -> list[GroupSizes]:
@@ -197,6 +199,7 @@ class Replay:
             size = unit.padded // self._layout.shard * DTYPE_BYTES[unit.unit.storage_dtype]
             self._ledger.allocate(size, Category.PARAMETERS)
         self._ledger.allocate(state_bytes(self._config.optimizer, self._groups), Category.OPTIMIZER)
+        self._ledger.allocate(ema_bytes(self._config.ema, self._groups), Category.EMA)
         self._ledger.allocate(sum(self._buffer_bytes()), Category.BUFFERS)
 
     def _buffer_bytes(self) -> Iterator[int]:

@@ -1,0 +1,137 @@
+"""Attention against its formula, with every option and on every path."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_launch.models import attention
+from titan_launch.models.attention import attend, causal_attention, flex_attention, make_block_mask, soft_capped
+
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 3 + [2] * 2, [7] * 10])
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": {"scale": 0.1},
+    "window": {"window": 3},
+    "window of one": {"window": 1},
+    "window over all tokens": {"window": 10},
+    "soft cap": {"soft_cap": 0.5, "scale": 0.7},
+    "soft cap and window": {"soft_cap": 0.5, "window": 4},
+    "documents": {"documents": DOCUMENTS},
+    "documents and window": {"documents": DOCUMENTS, "window": 2},
+    "all": {"documents": DOCUMENTS, "window": 4, "soft_cap": 0.5, "scale": 0.7},
+}
+
+MASKED = [name for name in OPTIONS if name not in ("plain", "scale", "window over all tokens")]
+
+
+def explicit_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    documents: Tensor | None = None,
+) -> Tensor:
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+    excluded = distance < 0
+    if window is not None:
+        excluded = excluded | (distance >= window)
+    if documents is not None:
+        excluded = (excluded | (documents[:, :, None] != documents[:, None, :]))[:, None]
+    return scores.masked_fill(excluded.to(q.device), -torch.inf).softmax(-1) @ v
+
+
+def _inputs(n_kv_heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 10, heads, 16) for heads in (6, n_kv_heads, n_kv_heads)]  # tokens before heads, as in a model
+    return [torch.randn(shape, generator=generator).to(dtype).transpose(1, 2).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_attention_is_its_formula(name: str, n_kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_QUERIES", 4)  # 4 + 4 + 2 queries
+    inputs, upstream = _inputs(n_kv_heads), torch.randn(2, 6, 10, 16)
+    actual, expected = attend(*inputs, **OPTIONS[name]), explicit_attention(*inputs, **OPTIONS[name])
+    torch.testing.assert_close(actual, expected)
+    gradients = [torch.autograd.grad(output, inputs, upstream) for output in (actual, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_result_has_the_dtype_of_the_queries(name: str) -> None:
+    inputs = _inputs(2, torch.bfloat16)
+    actual = attend(*inputs, **OPTIONS[name])
+    expected = explicit_attention(*(x.float() for x in inputs), **OPTIONS[name])
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_plain_attention_is_pytorchs_own() -> None:
+    """A window that excludes nothing changes no bit."""
+    q, k, v = _inputs(6)
+    own = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.equal(attend(q, k, v, window=10), own)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_the_functions_of_flex_attention_say_the_same(name: str) -> None:
+    """Its forward runs on a CPU without compilation; a kernel needs a GPU."""
+    options = dict(OPTIONS[name])
+    q, k, v = (x.detach() for x in _inputs(2))
+    block_mask = make_block_mask(10, options.get("window"), options.get("documents"), q.device)
+    cap = options.get("soft_cap")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it is slow without compilation
+        actual = flex_attention()(
+            q,
+            k,
+            v,
+            score_mod=None if cap is None else soft_capped(cap),
+            block_mask=block_mask,
+            scale=options.get("scale"),
+            enable_gqa=True,
+        )
+    torch.testing.assert_close(actual, attend(q, k, v, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_causal_attention_has_a_fused_kernel_on_cuda(dtype: torch.dtype) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k = (torch.randn(2, heads, 64, 64, device="cuda", dtype=dtype) for heads in (8, 2))
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+        attended = causal_attention(q, k, k)
+    expected = explicit_attention(*(t.float().cpu() for t in (q, k, k)))
+    torch.testing.assert_close(attended.float().cpu(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MASKED)
+def test_flex_attention_on_cuda(name: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    inputs = [x.detach().cuda().requires_grad_() for x in _inputs(2)]
+    options = {key: x.cuda() if isinstance(x, Tensor) else x for key, x in OPTIONS[name].items()}
+    upstream = torch.randn(2, 6, 10, 16, device="cuda")
+    actual = attend(*inputs, **options)
+    own = [x.detach().cpu().requires_grad_() for x in inputs]
+    expected = explicit_attention(*own, **OPTIONS[name])
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-2, atol=1e-2)
+    wanted = torch.autograd.grad(expected, own, upstream.cpu())
+    for gradient, of_formula in zip(torch.autograd.grad(actual, inputs, upstream), wanted, strict=True):
+        torch.testing.assert_close(gradient.cpu(), of_formula, rtol=1e-2, atol=1e-2)

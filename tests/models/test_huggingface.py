@@ -1,0 +1,180 @@
+"""Classes of `transformers` from a `config.json`: the module that is built, and errors of classes that cannot be."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_ranks
+from tests.models.huggingface_folders import CONFIGS, POSITIONS, VOCABULARY, needs_transformers, write_config
+from titan_launch.config.architectures.decoder import DecoderArgs
+from titan_launch.config.job import JobConfig
+from titan_launch.config.loading.load import dump_job, load_job
+from titan_launch.config.sections.model import ModelConfig
+from titan_launch.core.errors import ConfigError
+from titan_launch.models import huggingface
+from titan_launch.models.build import BuiltModel, build_model
+from titan_launch.models.factory import HostBuild
+from titan_launch.models.host_values import HostValues
+from titan_launch.models.weights.folder import find_weights
+from titan_launch.train.auto_mode import inspect_model
+
+TOKENS = 16
+
+
+def test_a_job_takes_the_keys_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job's own keys override those of the folder. A recorded job needs no folder."""
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path / "vit", "vit")
+    (tmp_path / "job.toml").write_text(
+        '[model]\nname = "huggingface"\npath = "vit"\nargs = { num_labels = 10, image_size = 8 }\n'
+        '[data]\nkind = "images"\npath = "sklearn-digits"\n'
+    )
+    config = load_job("job.toml").config
+    labels = {"id2label", "label2id"}
+    expected = {key: value for key, value in CONFIGS["vit"].items() if key not in labels}
+    assert config.model.args == {**expected, "num_labels": 10, "image_size": 8}
+    (tmp_path / "config.json").write_text(dump_job(config))
+    (tmp_path / "vit/config.json").unlink()
+    assert load_job("config.json").config == config
+
+
+def _built(name: str, weights: str | None = None, seq_len: int = TOKENS, **args: Any) -> BuiltModel:
+    config = ModelConfig(name="huggingface", args={**CONFIGS[name], **args}, weights=weights)
+    return build_model(config, seq_len, HostBuild(0, 2**34))
+
+
+def _check_modules() -> None:
+    llama = _built("llama")
+    assert llama.blocks == ("model.layers.0", "model.layers.1")
+    config: Any = llama.module.config
+    assert config.use_cache is False and config._attn_implementation == "sdpa"
+    keys = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size")
+    sizes = dict(zip(keys, (32, 48, 2, 4, 2, VOCABULARY), strict=True))
+    assert llama.flops_per_sample == DecoderArgs(**sizes).flops_per_sample(TOKENS)
+    assert _built("resnet").flops_per_sample is None  # it takes images of any size
+    assert (_built("vit").flops_per_sample or 0) > 0
+    qwen = _built("qwen2", weights="anywhere")  # only buffers are computed
+    assert isinstance(qwen.initializer, HostValues)
+    assert set(qwen.initializer.by_name) == {"model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"}
+    inverse = 1e4 ** -(torch.arange(0, 8, 2) / 8)
+    torch.testing.assert_close(qwen.initializer.by_name["model.rotary_emb.inv_freq"], inverse)
+    module: Any = qwen.module
+    assert module.lm_head.weight is module.model.embed_tokens.weight and module.lm_head.weight.is_meta
+
+
+def _found(name: str, weights: Path, exclude: tuple[str, ...] = (), **args: Any) -> set[str] | str:
+    """Return the tensors of a model that a folder has, or the error."""
+    built = _built(name, **args)
+    model = ModelConfig(name="huggingface", weights=str(weights), exclude_from_weights=exclude)
+    names: Any = built.module.names_in_files
+    try:
+        return set(find_weights(model, inspect_model(JobConfig(), built), names).pieces)
+    except ConfigError as error:
+        return " ".join(str(error).split())
+
+
+def _check_weights(folder: Path) -> None:
+    for name, base in (("vit", None), ("gpt2", "transformer")):
+        module: Any = huggingface.build(TOKENS, **CONFIGS[name])
+        (getattr(module, base) if base else module).save_pretrained(folder / name)
+    vit = set(_built("vit").module.state_dict())
+    assert _found("vit", folder / "vit") == vit  # the files have names of earlier releases
+    own = {name for name, _ in _built("gpt2").module.named_parameters()}
+    assert _found("gpt2", folder / "gpt2") == own  # the files are those of the base model
+    head = {"num_labels": 5, "id2label": None, "label2id": None}
+    assert _found("vit", folder / "vit", **head) == (
+        "model.weights: its tensors are not those of the model: 2 of another shape: classifier.weight [3, 32], not "
+        "[5, 32], classifier.bias [3], not [5] model.exclude_from_weights names tensors that are not loaded"
+    )
+    assert _found("vit", folder / "vit", ("classifier.*",), **head) == vit - {"classifier.weight", "classifier.bias"}
+    assert "12 missing: transformer.h.2." in str(_found("gpt2", folder / "gpt2", n_layer=3))
+    assert "unexpected: h.1." in str(_found("gpt2", folder / "gpt2", n_layer=1))
+
+
+TWO = {"tensor_parallel_degree": 2}
+ERRORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "an unknown type": (
+        {"name": "llama", "model_type": "lama"},
+        {},
+        "has no model_type 'lama'; did you mean \"llama\"?",
+    ),
+    "remote code": (
+        {"name": "llama", "model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Model"}},
+        {},
+        "has no model_type 'own': its class is code in the folder "
+        "(auto_map), which is never run; use a class of transformers",
+    ),
+    "another kind of model": (
+        {"name": "llama", "architectures": ["LlamaForSequenceClassification"]},
+        {},
+        "model.args.architectures: must name a language model (ForCausalLM) or an image classifier of transformers; of "
+        "the model_type llama: LlamaForCausalLM",
+    ),
+    "quantized weights": (
+        {"name": "llama", "quantization_config": {"quant_method": "fp8"}},
+        {},
+        "model.args.quantization_config: quantized weights cannot be trained; use the folder of the original weights",
+    ),
+    "a wrong value": (
+        {"name": "llama", "hidden_size": "wide"},
+        {},
+        "model.args: LlamaConfig refuses them: ",
+    ),
+    "long sequences": (
+        {"name": "gpt2", "seq_len": POSITIONS + 1},
+        {},
+        f"training.seq_len: the model takes sequences of up to {POSITIONS} tokens (model.args.n_positions); set "
+        f"{POSITIONS} or less",
+    ),
+    "no plan of tensor parallelism": (
+        {"name": "gpt2"},
+        TWO,
+        "parallelism.tensor_parallel_degree: GPT2LMHeadModel of transformers has no plan for tensor parallelism; set 1",
+    ),
+    "divided tokens": (
+        {"name": "llama"},
+        TWO,
+        "parallelism.sequence_parallel: the forward of LlamaForCausalLM needs all tokens between its layers; set false",
+    ),
+    "another plan of tensor parallelism": (
+        {"name": "llama", "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "pad_token_id": 0},
+        {**TWO, "sequence_parallel": False},
+        "parallelism.tensor_parallel_degree: Phi3ForCausalLM divides modules in a way that is not supported: "
+        "model.layers.*.self_attn.qkv_proj (colwise_gather_output) and 3 more; set 1",
+    ),
+}
+"""Arguments, `[parallelism]` and a part of the error."""
+
+
+def _error(args: dict[str, Any], parallelism: dict[str, Any]) -> str:
+    try:
+        built = _built(**args)
+        inspect_model(JobConfig.model_validate({"parallelism": parallelism}), built)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def _check_all(folder: Path) -> list[str]:
+    _check_modules()
+    _check_weights(folder)
+    return [_error(args, parallelism) for args, parallelism, _ in ERRORS.values()]
+
+
+@needs_transformers
+def test_modules_tensors_in_folders_and_classes_that_cannot_be_trained(tmp_path: Path) -> None:
+    """In one process, because importing the library takes seconds."""
+    for name, error in zip(ERRORS, run_ranks(_check_all, 1, tmp_path)[0], strict=True):
+        assert ERRORS[name][2] in error, (name, error)
+
+
+def test_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.models.auto.configuration_auto", None)  # its import fails
+    with pytest.raises(ConfigError) as caught:
+        _built("llama")
+    assert "model.name: needs the library transformers: pip install 'titan-launch[hf]'" in str(caught.value)

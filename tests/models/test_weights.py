@@ -1,0 +1,357 @@
+"""Weights of Hugging Face folders: parity of all families, the sizes of published models, and folders that are
+refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.parity import CASES, VOCABULARY, parity, random_model, read_model, samples, tensors_of
+from titan_launch.cli import main
+from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, resolve_args
+from titan_launch.config.architectures.decoder import DecoderArgs
+from titan_launch.config.huggingface.config_json import arguments_of, config_of, differences, read_folder_config
+from titan_launch.config.huggingface.families import FAMILIES
+from titan_launch.config.huggingface.features import WeightsError
+from titan_launch.models.weights.folder import INDEX, WeightsFolder
+
+pytest.importorskip("transformers")
+
+JOB = """
+[model]
+weights = "hf"
+
+[data]
+kind = "synthetic"
+vocab_size = 61
+"""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_of_transformers_and_ours_are_equal(case: str, tmp_path: Path) -> None:
+    found = parity(case, tmp_path)
+    assert found.logits < 1e-5 and found.gradients < 1e-4 and found.comes_back
+
+
+def test_every_family_has_a_case() -> None:
+    assert {model_type for model_type, _ in CASES.values()} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_published_sizes_are_expressed_as_transformers_reads_them(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    name = FAMILIES[model_type].name
+    for flavor in ARCHITECTURES[name].flavors:
+        args = resolve_args(name, flavor, {})
+        assert isinstance(args, DecoderArgs)
+        config = config_of(name, args, "bfloat16", 4096)
+        assert resolve_args(name, ALL_IN_ARGS, arguments_of(config)).num_layers() == args.n_layers
+        read = AutoConfig.for_model(**json.loads(json.dumps(config))).to_dict()  # it changes tables in place
+        assert config_of(name, resolve_args(name, ALL_IN_ARGS, arguments_of(read)), "bfloat16", 4096) == config
+
+
+def sizes(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, vocabulary: int) -> dict[str, Any]:
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    return {**dict(zip(names, (dim, layers, heads, kv_heads, hidden), strict=True)), "vocab_size": vocabulary}
+
+
+LLAMA_3_1 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+GEMMA = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6}
+
+PUBLISHED: dict[tuple[str, str], dict[str, Any]] = {
+    ("llama3", "8B"): {
+        **sizes(4096, 32, 32, 8, 14336, 128256),
+        "model_type": "llama",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": LLAMA_3_1,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "tie_word_embeddings": False,
+    },
+    ("qwen2", "0.5B"): {
+        **sizes(896, 24, 14, 2, 4864, 151936),
+        "model_type": "qwen2",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "max_window_layers": 24,
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+    },
+    ("qwen3", "0.6B"): {
+        **sizes(1024, 28, 16, 8, 3072, 151936),
+        "model_type": "qwen3",
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "rope_scaling": None,
+        "max_window_layers": 28,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "tie_word_embeddings": True,
+    },
+    ("mistral", "7B"): {
+        **sizes(4096, 32, 32, 8, 14336, 32000),
+        "model_type": "mistral",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+    },
+    ("gemma2", "2B"): {
+        **sizes(2304, 26, 8, 4, 9216, 256000),
+        "model_type": "gemma2",
+        **GEMMA,
+        "hidden_act": "gelu_pytorch_tanh",
+        "rope_theta": 10000.0,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+    },
+    ("gemma3", "1B"): {
+        **sizes(1152, 26, 4, 1, 6912, 262144),
+        "model_type": "gemma3_text",
+        **GEMMA,
+        "rope_theta": 1000000,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    },
+    ("gpt2", "124M"): {
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "n_ctx": 1024,
+        "vocab_size": 50257,
+        "layer_norm_epsilon": 1e-5,
+        "activation_function": "gelu_new",
+        "attn_pdrop": 0.1,
+    },
+    ("phi3", "mini-4k"): {
+        **sizes(3072, 32, 32, 32, 8192, 32064),
+        "model_type": "phi3",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "sliding_window": 2047,
+        "original_max_position_embeddings": 4096,
+        "attention_bias": False,
+    },
+}
+"""The keys of published `config.json` files that decide the computation, by model and flavor."""
+
+
+@pytest.mark.parametrize(("name", "flavor"), PUBLISHED)
+def test_a_published_config_is_the_flavor(name: str, flavor: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name, flavor]))
+    found = read_folder_config(tmp_path)
+    assert found.name == name and differences(name, resolve_args(name, flavor, {}), found) == []
+    assert ("dropout is not applied: attn_pdrop = 0.1" in found.notes) == (name == "gpt2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument"),
+    [({"qk_norm": True}, "qk_norm"), ({"norm": "batchnorm"}, "norm"), ({"full_attention_every": 2}, "sliding_window")],
+)
+def test_a_model_that_no_class_computes_is_not_written(changes: dict[str, Any], argument: str) -> None:
+    window = {"sliding_window": 8} if argument == "sliding_window" else {}
+    args = resolve_args("llama3", "debug", {**changes, **window})
+    assert isinstance(args, DecoderArgs)
+    with pytest.raises(
+        WeightsError, match=f"LlamaForCausalLM of transformers has no counterpart of model.args.{argument} "
+    ):
+        config_of("llama3", args, "float32", 64)
+
+
+def test_files_without_prefix_with_unused_tensors_and_a_tied_head_are_read(tmp_path: Path) -> None:
+    """The published GPT-2 is such a file."""
+    from safetensors.torch import save_file
+
+    theirs = random_model("GPT-2", tmp_path)
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors_of(tmp_path).items()}
+    tensors |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "lm_head.weight": tensors["wte.weight"].clone()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    ours, _ = read_model(tmp_path)
+    tokens, _ = samples()
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama") / "hf"
+    random_model("Llama 3.1, RoPE scaling", path)
+    return path
+
+
+Change = Callable[[Path], object]
+
+
+def config(**changes: Any) -> Change:
+    """Return a function that changes keys of `config.json`; None removes a key."""
+
+    def change(folder: Path) -> None:
+        table = {**json.loads((folder / "config.json").read_text()), **changes}
+        (folder / "config.json").write_text(json.dumps({key: v for key, v in table.items() if v is not None}))
+
+    return change
+
+
+def tensors(change: Callable[[dict[str, Tensor]], object]) -> Change:
+    """Return a function that changes the tensors of the file."""
+
+    def apply(folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        found = tensors_of(folder)
+        change(found)
+        save_file(found, folder / "model.safetensors")
+
+    return apply
+
+
+def index(**weight_map: str) -> Change:
+    """Return a function that replaces the file by an index."""
+
+    def apply(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "x.safetensors")
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "x.safetensors", **weight_map}}))
+
+    return apply
+
+
+def truncated(size: int) -> Change:
+    """Return a function that keeps only the first bytes of the file."""
+    return lambda folder: os.truncate(folder / "model.safetensors", size)
+
+
+Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
+
+BAD: dict[str, tuple[Change, str]] = {
+    "architecture": (
+        config(model_type="bert"),
+        'model_type "bert", which no model .* known: llama, qwen2.*"huggingface"',
+    ),
+    "rope": (config(rope_parameters={"rope_type": "yarn", "factor": 4.0}), 'rope_parameters.rope_type = "yarn"'),
+    "old_rope": (config(rope_parameters=None, rope_scaling={"type": "dynamic", "factor": 2}), 'rope_type = "dynamic"'),
+    "rotates_a_part": (config(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    "incomplete_rope": (config(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "has no low_freq_factor, high"),
+    "quantized": (config(quantization_config={"bits": 4}), "has quantization_config: quantized weights"),
+    "activation": (config(hidden_act="gelu"), 'hidden_act = "gelu", which is not supported .supported: silu'),
+    "wrong_type": (config(num_hidden_layers="2"), 'n_layers would be "2"'),
+    "key_missing": (config(hidden_size=None), "config.json has no hidden_size$"),
+    "odd_heads": (config(num_key_value_heads=3), "must be a multiple of n_kv_heads"),
+    "no_json": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not valid JSON"),
+    "no_config": (lambda folder: (folder / "config.json").unlink(), "has no config.json; name a folder"),
+    "missing": (config(num_hidden_layers=3), r"9 missing: model.layers.2.input_layernorm.weight.* and 1 more"),
+    "unexpected": (config(num_hidden_layers=1), "9 unexpected: model.layers.1.input_layernorm.weight"),
+    "shape": (config(intermediate_size=40), r"6 of another shape: .*gate_proj.weight \[48, 32\], not \[40, 32\]"),
+    "vocabulary": (config(vocab_size=70), r"2 of another shape: model.embed_tokens.weight \[61, 32\], not \[70, 32\]"),
+    "dtype": (
+        tensors(lambda found: found.update({Q: found[Q].to(torch.float8_e4m3fn), K: found[K].int()})),
+        f"2 of a dtype that is not supported: {Q} F8_E4M3, {K} I32",
+    ),
+    "truncated": (truncated(20_000), "model.safetensors is truncated or damaged"),
+    "empty": (truncated(0), "model.safetensors is truncated or damaged"),
+    "no_weights": (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
+    "pickle": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        "pytorch_model.bin: pickles, which can run code .* convert",
+    ),
+    "outside": (index(a="../y.safetensors"), r'names "../y.safetensors", which is not a \*.safetensors file in the'),
+    "missing_shards": (index(a="y.safetensors", b="z.safetensors"), "of its 3 files 2 are missing: y.safetensors, z"),
+    "not_in_its_shard": (index(a="x.safetensors"), "x.safetensors lacks tensors that .* lists: a"),
+    "fifo": (
+        lambda folder: ((folder / "model.safetensors").unlink(), os.mkfifo(folder / "model.safetensors")),
+        "of its 1 files 1 are missing: model.safetensors",
+    ),
+}
+"""Damage to a good folder, and the error."""
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_folder_is_one_error(
+    case: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hf").mkdir()
+    for file in folder.iterdir():
+        Path("hf", file.name).write_bytes(file.read_bytes())
+    Path("job.toml").write_text(JOB)
+    change, message = BAD[case]
+    change(Path("hf"))
+    assert main(["check", "--config", "job.toml"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith('error: job.toml:3: model.weights = "hf": ') and error.count("error") == 1
+    assert main(["import", "hf", "out"]) == 2
+    imported = capsys.readouterr().err
+    assert imported.startswith("error: hf: ") and not any(Path(".").glob("out*"))
+    for text in (error, imported):
+        assert re.search(message, text.rstrip(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--model.args.vocab_size=64"], ""),
+        (["--model.name=llama3"], ""),
+        (["--model.exclude_from_weights=['output.*']"], ""),
+        (["--model.exclude_from_weights=['output.*', 'head']"], 'exclude_from_weights.1 = "head": matches no tensor'),
+        (["--model.args.vocab_size=60"], "vocab_size is 60 in this job, and 61 in hf; remove the key from the job"),
+        (["--model.flavor=debug"], "dim is 256 in this job, and 32 in hf; remove the key from the job"),
+        (["--model.name=qwen2"], 'model.name = "qwen2": hf holds the weights of llama3'),
+        (["--model.name=qwen2", "--model.flavor=debug"], "holds the weights of llama3, not of qwen2"),
+        (["--model.weights=no"], "there is no such folder; name a folder with config.json"),
+        (["--checkpoint.initial_load_path=outputs/x"], "a run starts with one set of weights"),
+    ],
+)
+def test_the_job_is_compared_with_the_folder(
+    overrides: list[str],
+    message: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hf").symlink_to(folder)
+    Path("job.toml").write_text(JOB)
+    status = main(["check", "--config", "job.toml", *overrides])
+    error = capsys.readouterr().err
+    assert (status, bool(error)) == ((2, True) if message else (0, False)) and message in error
+
+
+def test_without_the_library_the_error_names_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(WeightsError, match=r"pip install 'titan-launch\[hf\]'"):
+        WeightsFolder(folder)
+
+
+def test_a_folder_is_checked_without_torch(folder: Path) -> None:
+    code = (
+        "import sys; from titan_launch.config.loading.load import load_job; from titan_launch.commands import parser;"
+        f"job = load_job({str(folder / 'job.toml')!r}); parser.check_weights(job);"
+        f"assert job.config.model.args['vocab_size'] == {VOCABULARY}; print('torch' in sys.modules)"
+    )
+    (folder / "job.toml").write_text(JOB.replace('"hf"', json.dumps(str(folder))))
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

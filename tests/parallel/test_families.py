@@ -1,0 +1,70 @@
+"""The decoder families divided over ranks train like one process."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.distributed import run_ranks
+from tests.parallel.ring_on_cpu import ring_attention_on_cpu
+from tests.parallel.test_tensor_parallel import TWO, assert_close, train_one
+from tests.train.jobs import TINY_ARGS
+
+SEQUENCES_WHOLE = {**TWO, "sequence_parallel": False}
+CONTEXT, PIPELINE = {"context_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
+BOTH = {**TWO, **CONTEXT}
+
+SHAPE = {**TINY_ARGS, "vocab_size": 64, "n_layers": 3}
+WINDOW = {"sliding_window": 5, "full_attention_every": 2}
+ARGS: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, **WINDOW},
+    "gemma3": {"head_dim": 16, **WINDOW, "tie_embeddings": False},
+    "gpt2": {"n_kv_heads": 4, "max_positions": 20, "tie_embeddings": False},
+}
+
+CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    2: [
+        ("qwen2", TWO),
+        ("qwen3", TWO),
+        ("gemma2", {}),
+        ("gemma2", TWO),
+        ("gemma3", TWO),
+        ("gemma3", PIPELINE),
+        ("gpt2", TWO),
+        ("gpt2", SEQUENCES_WHOLE),
+        ("gpt2", CONTEXT),
+        ("gpt2", PIPELINE),
+    ],
+    4: [("gpt2", BOTH)],
+}
+"""Families and divisions, by number of ranks. Rotary embedding is divided in the other tests of this folder."""
+
+
+def train(cases: list[tuple[str, dict[str, Any]]], folder: Path) -> list[dict[str, Tensor]]:
+    """Train jobs one after the other. Return the loss and the gradient norm of each step, and the parameters."""
+    trained = []
+    for index, (family, parallelism) in enumerate(cases):
+        job = {"model": {"name": family, "args": {**SHAPE, **ARGS[family]}}, "parallelism": parallelism}
+        with ExitStack() as stack:
+            if parallelism.get("context_parallel_degree"):
+                stack.enter_context(ring_attention_on_cpu())
+            trained.append(train_one(job, folder / str(index)))
+    return trained
+
+
+def test_families_train_like_one_process(tmp_path: Path) -> None:
+    ((*alone,),) = run_ranks(train, 1, [(family, {}) for family in ARGS], tmp_path / "1")
+    expected = dict(zip(ARGS, alone, strict=True))
+    for ranks, cases in CASES.items():
+        for by_case in run_ranks(train, ranks, cases, tmp_path / str(ranks)):
+            for (family, parallelism), trained in zip(cases, by_case, strict=True):
+                # A pipeline stage has some of the parameters. Rows of positions are divided with the sequence.
+                own = {name: value for name, value in trained.items() if not name.endswith(".rows")}
+                assert_close(f"{family} {parallelism}", own, {name: expected[family][name] for name in own}, 1e-5)
+                assert torch.all(trained["train/grad_norm"] > 0.1)

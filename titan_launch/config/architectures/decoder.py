@@ -1,0 +1,328 @@
+"""`[model.args]` of the decoder families: Llama, Qwen, Mistral, Gemma, GPT-2 and Phi.
+
+`titan_launch.config.architectures.families` has their size tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from titan_launch.config.architectures.base import ModelArgs
+from titan_launch.config.sections.base import Section
+
+Positive = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Theta = Annotated[float, Field(gt=1)]
+NormKind = Literal["rmsnorm", "layernorm", "batchnorm"]
+Activation = Literal["silu", "gelu_tanh"]
+
+
+class RopeScaling(Section):
+    """Scaling of rotary frequencies, for sequences longer than those of pre-training."""
+
+    kind: Literal["llama3", "linear"] = "llama3"
+    """`llama3`: low frequencies are divided by `factor` (Llama 3.1). `linear`: all frequencies are divided by `factor`
+    (Gemma 3)."""
+
+    factor: Annotated[float, Field(ge=1)] = 8.0
+    """Divisor of the frequencies."""
+
+    low_freq_factor: PositiveFloat = 1.0
+    """With `llama3`: wavelengths longer than `original_max_position / low_freq_factor` are scaled fully."""
+
+    high_freq_factor: PositiveFloat = 4.0
+    """With `llama3`: wavelengths shorter than `original_max_position / high_freq_factor` are not scaled. Between the
+    two wavelengths the scaling changes smoothly."""
+
+    original_max_position: Positive = 8192
+    """With `llama3`: sequence length of pre-training."""
+
+
+class DecoderArgs(ModelArgs):
+    """Sizes and options of a decoder: a transformer whose tokens attend to earlier tokens."""
+
+    supports_tensor_parallel: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True  # tokens interact only in attention
+
+    dim: Positive
+    """Width of the residual stream."""
+
+    n_layers: Positive
+    """Number of blocks."""
+
+    n_heads: Positive
+    """Number of query heads. Unless `head_dim` is set, it must divide `dim`."""
+
+    n_kv_heads: Positive
+    """Number of key and value heads (grouped-query attention). It must divide `n_heads`."""
+
+    head_dim: Positive | None = None
+    """Width of one attention head. Unset: `dim / n_heads`."""
+
+    hidden_dim: Positive
+    """Width of the feed-forward layer."""
+
+    vocab_size: Positive
+    """Number of rows of the embedding: at least the tokenizer's vocabulary size."""
+
+    norm: NormKind = "rmsnorm"
+    """Kind of the normalization layers. `batchnorm` normalizes each channel over all tokens of a microbatch. A token's
+    output then depends on later tokens: see `docs/how_to/batchnorm.md`."""
+
+    norm_eps: PositiveFloat = 1e-5
+    """Number added to the variance."""
+
+    batchnorm_momentum: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Weight of a microbatch in the running statistics of `batchnorm`."""
+
+    norm_unit_offset: bool = False
+    """Add 1 to the weights of the norms, whose initial values are 0 (Gemma). Only for `rmsnorm`."""
+
+    post_norms: bool = False
+    """Also normalize the outputs of attention and of the feed-forward layer (Gemma)."""
+
+    positions: Literal["rope", "learned"] = "rope"
+    """Kind of the position embedding. `rope`: rotary embedding of queries and keys. `learned`: a table whose rows are
+    added to the token embeddings (GPT-2)."""
+
+    rope_theta: Theta = 500_000.0
+    """Base of the rotary frequencies."""
+
+    rope_scaling: RopeScaling | None = None
+    """Scaling of the rotary frequencies, except for layers with `local_rope_theta`. Unset: no scaling."""
+
+    local_rope_theta: Theta | None = None
+    """Base of the rotary frequencies of layers with a sliding window (Gemma 3). Unset: `rope_theta`."""
+
+    max_positions: Positive | None = None
+    """Number of rows of the table of `learned` positions. Sequences cannot be longer."""
+
+    qkv_bias: bool = False
+    """Add a bias to queries, keys and values (Qwen 2.5, GPT-2)."""
+
+    attention_output_bias: bool = False
+    """Add a bias to the output of attention (GPT-2)."""
+
+    feed_forward_bias: bool = False
+    """Add biases in the feed-forward layer (GPT-2)."""
+
+    qk_norm: bool = False
+    """Normalize each head of queries and keys, before rotary embedding (Qwen 3, Gemma 3)."""
+
+    sliding_window: Positive | None = None
+    """Number of tokens that a token attends to, itself included. Unset: all earlier tokens."""
+
+    full_attention_every: Positive | None = None
+    """Interval of the layers without a sliding window. With N, these are the layers N, 2 N and so on, counted from 1.
+    Unset: all layers have the window."""
+
+    attention_soft_cap: PositiveFloat | None = None
+    """Cap of the attention scores: `cap * tanh(score / cap)` (Gemma 2). Unset: no cap."""
+
+    logits_soft_cap: PositiveFloat | None = None
+    """Cap of the logits: `cap * tanh(logit / cap)` (Gemma 2). Unset: no cap."""
+
+    query_scale: PositiveFloat | None = None
+    """Factor of the attention scores. Unset: `head_dim ** -0.5`."""
+
+    activation: Activation = "silu"
+    """Activation function of the feed-forward layer. `gelu_tanh`: GELU in its approximation with tanh."""
+
+    gated: bool = True
+    """Gate the feed-forward layer: `w2(activation(w1 x) * w3 x)`. `false`: `w2(activation(w1 x))`, without `w3`."""
+
+    tie_embeddings: bool = False
+    """Share one weight between the embedding and the output layer."""
+
+    scale_embeddings: bool = False
+    """Multiply token embeddings by `sqrt(dim)` (Gemma)."""
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head, set or not."""
+        return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def query_width(self) -> int:
+        """Width of all query heads."""
+        return self.n_heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads, which is that of all value heads."""
+        return self.n_kv_heads * self.head_width
+
+    @property
+    def num_positions(self) -> int:
+        """Rows of the table of learned positions; 0 with rotary embedding."""
+        return (self.max_positions or 0) if self.positions == "learned" else 0
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the sliding window of a layer, counted from 0; None if it attends to all earlier tokens."""
+        every = self.full_attention_every
+        return None if every is not None and (layer + 1) % every == 0 else self.sliding_window
+
+    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield a problem for each contradiction between arguments."""
+        dim, n_heads, n_kv_heads = self.dim, self.n_heads, self.n_kv_heads
+        if n_heads % n_kv_heads:
+            yield ("n_kv_heads", "n_heads"), f"n_heads ({n_heads}) must be a multiple of n_kv_heads ({n_kv_heads})"
+        width = ("n_heads", "dim") if self.head_dim is None else ("head_dim",)
+        if self.head_dim is None and dim % n_heads:
+            yield width, f"dim ({dim}) must be a multiple of n_heads ({n_heads})"
+        elif self.positions == "rope" and self.head_width % 2:
+            kind = "the width of a head, dim / n_heads," if self.head_dim is None else "head_dim"
+            yield width, f"{kind} must be even for rotary embeddings, but is {self.head_width}"
+        if self.positions == "learned" and self.max_positions is None:
+            reason = "needs max_positions, the rows of the table; set it to the length of the longest sequence"
+            yield ("positions", "max_positions"), reason
+        if self.norm_unit_offset and self.norm != "rmsnorm":
+            reason = f'norm_unit_offset is for norm = "rmsnorm", but norm = "{self.norm}"; set norm_unit_offset = false'
+            yield ("norm_unit_offset", "norm"), reason
+        if self.qk_norm and self.norm == "batchnorm":
+            reason = 'qk_norm normalizes the heads of one token, which norm = "batchnorm" cannot; set qk_norm = false'
+            yield ("qk_norm", "norm"), reason
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield arguments that other arguments leave without effect."""
+        rope = ("rope_theta", "rope_scaling", "local_rope_theta")
+        of_windows = ("full_attention_every", "local_rope_theta")
+        for names, reason, has_no_effect in (
+            (rope, 'with positions = "learned"', self.positions == "learned"),
+            (("max_positions",), 'with positions = "rope"', self.positions == "rope"),
+            (of_windows, "without sliding_window", self.sliding_window is None),
+        ):
+            for name, _ in self.changed(*names) if has_no_effect else ():
+                yield name, f"has no effect {reason}; remove this argument"
+        if self.rope_scaling is not None and self.rope_scaling.kind == "linear":
+            llamas = ("low_freq_factor", "high_freq_factor", "original_max_position")
+            for name, _ in self.rope_scaling.changed(*llamas):
+                yield "rope_scaling", f'has {name}, which has no effect with kind = "linear"; remove {name}'
+
+    def effective(self) -> dict[str, Any]:
+        """Return the arguments with their effective values in place of unset ones, without those that have no
+        effect."""
+        table = super().effective()
+        table["head_dim"] = self.head_width
+        table["query_scale"] = self.query_scale or self.head_width**-0.5
+        if self.rope_scaling is None and table.get("local_rope_theta") is None:
+            table["local_rope_theta"] = self.rope_theta
+        if self.norm != "batchnorm":
+            del table["batchnorm_momentum"]
+        return table
+
+    def longest_sequence(self) -> tuple[str, int] | None:
+        """Return the number of learned positions; None with rotary embedding."""
+        return ("max_positions", self.num_positions) if self.num_positions else None
+
+    def beyond_causal_attention(self, seq_len: int) -> str | None:
+        """Return the argument, with its value, by which attention is not plain causal attention."""
+        if self.attention_soft_cap is not None:
+            return f"attention_soft_cap = {self.attention_soft_cap}"
+        if any(self.is_cut(layer, seq_len) for layer in range(self.n_layers)):
+            return f"sliding_window = {self.sliding_window}"
+        return None
+
+    def is_cut(self, layer: int, seq_len: int) -> bool:
+        """Return True if the sliding window of a layer, counted from 0, excludes tokens of such a sequence."""
+        window = self.window_of(layer)
+        return window is not None and window < seq_len
+
+    def flops_per_sample(self, seq_len: int) -> int:
+        """Return the FLOPs of forward and backward for one sequence."""
+        return seq_len * flops_per_token(self, seq_len)
+
+    def checkpointed_block_flops(self, seq_len: int, saves_costly_ops: bool) -> int:
+        """Return the FLOPs per sequence that activation checkpointing of one block adds."""
+        return seq_len * checkpointed_flops_per_token(self, seq_len, saves_costly_ops)
+
+    def num_layers(self) -> int:
+        """Return the number of blocks."""
+        return self.n_layers
+
+    def tied_by(self) -> str | None:
+        """Return the argument that ties the output layer to the embedding."""
+        return "tie_embeddings" if self.tie_embeddings else None
+
+    def tensor_parallel_sizes(self) -> Mapping[str, int]:
+        """Return the numbers of heads, the width of the feed-forward layer, and the vocabulary size, by argument."""
+        names = ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
+        return {name: int(getattr(self, name)) for name in names}
+
+    def batchnorm_over_tokens(self) -> str | None:
+        """Return the setting in `[model.args]` that selects BatchNorm, such as `norm = "batchnorm"`; None for other
+        norms."""
+        return 'norm = "batchnorm"' if self.norm == "batchnorm" else None
+
+
+def num_parameters(args: DecoderArgs) -> int:
+    """Return the number of parameters of the model. Shared parameters count once.
+
+    D = `dim`, F = `hidden_dim`, V = `vocab_size`, Q and K = the width of all query heads and of all key heads:
+
+        embedding   V D, and D for each learned position
+        block       attention 2 D Q + 2 D K (wq, wo; wk, wv), feed-forward 3 D F, or 2 D F without a gate
+                    biases: Q + 2 K of wq, wk and wv; D of wo; F of w1, F of w3 if it is gated, and D of w2
+                    two norms, or four with `post_norms`; with `qk_norm` also two norms of one head
+        head        one norm, output V D unless tied
+
+    A norm has a weight for each channel; `layernorm` and `batchnorm` also have a bias.
+    """
+    per_channel = 1 if args.norm == "rmsnorm" else 2
+    norm = per_channel * args.dim
+    block = _block_matmul_weights(args) + (4 if args.post_norms else 2) * norm
+    block += args.qkv_bias * (args.query_width + 2 * args.kv_width) + args.attention_output_bias * args.dim
+    block += args.feed_forward_bias * ((2 if args.gated else 1) * args.hidden_dim + args.dim)
+    block += args.qk_norm * 2 * per_channel * args.head_width
+    embedding = args.vocab_size * args.dim
+    output = 0 if args.tie_embeddings else embedding
+    return embedding + args.num_positions * args.dim + args.n_layers * block + norm + output
+
+
+def flops_per_token(args: DecoderArgs, seq_len: int) -> int:
+    """Return the FLOPs of forward and backward per token: 6 N + 12 Q (T of each layer).
+
+    N is the number of weights that are multiplied with every token: the matrices of the blocks and the output layer
+    (tied or not). The embedding is a look-up, and does not count. Each weight takes a multiplication and an addition in
+    forward, and twice that in backward. Attention adds 4 Q T per layer in forward (scores and weighted sum: Q T
+    multiply-adds each), and twice that in backward. Q is the width of all query heads. Every pair of tokens counts,
+    although causal attention needs half of the pairs. In a layer with a sliding window, T is min(T, window).
+    Activation checkpointing does not count. PaLM (arXiv:2204.02311, appendix B) and TorchTitan use the same convention,
+    so MFUs can be compared.
+    """
+    matmul_weights = args.n_layers * _block_matmul_weights(args) + args.vocab_size * args.dim
+    return 6 * matmul_weights + 12 * args.query_width * sum(_keys_by_layer(args, seq_len))
+
+
+def checkpointed_flops_per_token(args: DecoderArgs, seq_len: int, saves_costly_ops: bool) -> int:
+    """Return the FLOPs per token that activation checkpointing of one block adds, counted as in `flops_per_token`.
+
+    If blocks have different sliding windows, this is their mean. The second forward stops after the last tensor that
+    backward needs: the input of `w2`, or its output with `post_norms`. It repeats all other products:
+    2 (N_block - D F) + 4 Q T. `selective_ac_option = "op"` saves plain causal attention, and every second matrix
+    product. Of wq, wk, wv, wo, w1, w3, w2, in this order, the second forward then repeats wk, wo and w3. Without a gate
+    there is no w3, and w2 is repeated if `post_norms` needs its output.
+    """
+    dim, hidden, attention = args.dim, args.dim * args.hidden_dim, 4 * args.query_width
+    if not saves_costly_ops:
+        products = _block_matmul_weights(args) - (0 if args.post_norms else hidden)
+        return 2 * products + attention * sum(_keys_by_layer(args, seq_len)) // args.n_layers
+    is_capped = args.attention_soft_cap is not None
+    repeated = [
+        keys for layer, keys in enumerate(_keys_by_layer(args, seq_len)) if is_capped or args.is_cut(layer, seq_len)
+    ]
+    products = dim * args.kv_width + dim * args.query_width + (hidden if args.gated or args.post_norms else 0)
+    return 2 * products + attention * sum(repeated) // args.n_layers
+
+
+def _keys_by_layer(args: DecoderArgs, seq_len: int) -> list[int]:
+    """Return the number of keys of each layer: the tokens of a sequence, or the sliding window."""
+    return [min(seq_len, args.window_of(layer) or seq_len) for layer in range(args.n_layers)]
+
+
+def _block_matmul_weights(args: DecoderArgs) -> int:
+    feed_forward = (3 if args.gated else 2) * args.dim * args.hidden_dim
+    return 2 * args.dim * (args.query_width + args.kv_width) + feed_forward

@@ -1,0 +1,155 @@
+"""`[model.args]` of `vit`, and its size table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from titan_launch.config.architectures.base import ModelArgs
+from titan_launch.config.sections.data import ImageFormat, SampleUnit
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class ViTArgs(ModelArgs):
+    """Sizes and options of a Vision Transformer."""
+
+    unit: ClassVar[SampleUnit] = "images"
+    supports_tensor_parallel: ClassVar[bool] = True
+
+    image_size: Positive
+    """Height and width of the images: a multiple of `patch_size`."""
+
+    patch_size: Positive
+    """Height and width of a patch in pixels. Each patch is a token."""
+
+    dim: Positive
+    """Width of the residual stream."""
+
+    n_layers: Positive
+    """Number of blocks."""
+
+    n_heads: Positive
+    """Number of attention heads. It must divide `dim`."""
+
+    hidden_dim: Positive
+    """Width of the feed-forward layer."""
+
+    in_channels: Positive = 3
+    """Channels of the images: 1 for gray images."""
+
+    num_classes: Positive = 1000
+    """Number of classes. It must be larger than the largest label."""
+
+    pool: Literal["class_token", "mean"] = "class_token"
+    """Input of the last layer. `class_token`: a token with learned values, which attends to all patches. `mean`: the
+    mean of all patches; there is no class token (arXiv:2205.01580)."""
+
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    """Number added to the variance."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.dim // self.n_heads
+
+    @property
+    def num_patches(self) -> int:
+        """Number of patches of an image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of an image: its patches, and the class token if there is one."""
+        return self.num_patches + (self.pool == "class_token")
+
+    def problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield sizes that do not divide evenly."""
+        for whole, part in (("image_size", "patch_size"), ("dim", "n_heads")):
+            if getattr(self, whole) % getattr(self, part):
+                reason = f"{whole} ({getattr(self, whole)}) must be a multiple of {part} ({getattr(self, part)})"
+                yield (part, whole), reason
+
+    def images_taken(self) -> ImageFormat:
+        """Return the format of the images that the model takes."""
+        return ImageFormat(self.in_channels, self.image_size, self.image_size, self.num_classes)
+
+    def flops_per_sample(self, seq_len: int) -> int:
+        """Return the FLOPs of forward and backward for one image."""
+        return flops_per_image(self)
+
+    def checkpointed_block_flops(self, seq_len: int, saves_costly_ops: bool) -> int:
+        """Return the FLOPs per image that activation checkpointing of one block adds.
+
+        The second forward stops after the last tensor that backward needs: the input of `w2`. It repeats all products
+        but that of `w2`. `selective_ac_option = "op"` saves attention and every second matrix product. Of wq, wk, wv,
+        wo, w1, w2, in this order, the second forward then repeats wk and wo.
+        """
+        if saves_costly_ops:
+            return 4 * self.num_tokens * self.dim**2
+        products = _block_matmul_weights(self) - self.dim * self.hidden_dim
+        return 2 * self.num_tokens * products + 4 * self.num_tokens**2 * self.dim
+
+    def num_layers(self) -> int:
+        """Return the number of blocks."""
+        return self.n_layers
+
+    def tensor_parallel_sizes(self) -> Mapping[str, int]:
+        """Return the number of heads, the width of the feed-forward layer, and the number of classes, by argument."""
+        return {name: int(getattr(self, name)) for name in ("n_heads", "hidden_dim", "num_classes")}
+
+
+def num_parameters(args: ViTArgs) -> int:
+    """Return the number of parameters of the model.
+
+    D = `dim`, F = `hidden_dim`, K = `num_classes`, C = `in_channels`, P = `patch_size`, T tokens, L = `n_layers`:
+
+        embedding   projection (C P P + 1) D, positions T D, class token D if there is one
+        block       attention 4 D D + 4 D, feed-forward 2 D F + F + D, two norms 2 D each
+        head        one norm 2 D, output (D + 1) K
+    """
+    dim, class_token = args.dim, args.num_tokens - args.num_patches
+    embedding = _patch_weights(args) + (1 + args.num_tokens + class_token) * dim
+    block = _block_matmul_weights(args) + 9 * dim + args.hidden_dim
+    return embedding + args.n_layers * block + 2 * dim + (dim + 1) * args.num_classes
+
+
+def flops_per_image(args: ViTArgs) -> int:
+    """Return the FLOPs of forward and backward for one image: 6 M - 2 S.
+
+    M is the number of multiply-adds of forward: every weight of the blocks for each of the T tokens, 2 T T D per block
+    for attention, S = C P P D for each patch, and D K for the output layer. Each is two FLOPs in forward, and four in
+    backward. Backward computes no gradient of the images, which saves two FLOPs for each multiply-add of the patches.
+    Biases, norms and GELU (a few operations per element) do not count.
+    """
+    tokens, patches = args.num_tokens, args.num_patches * _patch_weights(args)
+    block = tokens * _block_matmul_weights(args) + 2 * tokens**2 * args.dim
+    return 4 * patches + 6 * (args.n_layers * block + args.dim * args.num_classes)
+
+
+def _patch_weights(args: ViTArgs) -> int:
+    return args.in_channels * args.patch_size**2 * args.dim
+
+
+def _block_matmul_weights(args: ViTArgs) -> int:
+    return 4 * args.dim**2 + 2 * args.dim * args.hidden_dim
+
+
+def _size(patch_size: int, dim: int, n_layers: int, n_heads: int, hidden_dim: int) -> dict[str, Any]:
+    shape = {"patch_size": patch_size, "dim": dim, "n_layers": n_layers, "n_heads": n_heads, "hidden_dim": hidden_dim}
+    return {"image_size": 224, **shape}
+
+
+# The ViTs have the sizes published for ImageNet: B, L and H in arXiv:2010.11929 (table 1), Ti and S in arXiv:2012.12877
+# and arXiv:2106.10270. The number after the size is that of the patches. `debug` is for the 8x8 digits of scikit-learn
+# on a CPU.
+FLAVORS: dict[str, dict[str, Any]] = {
+    "debug": {**_size(2, 64, 4, 4, 256), "image_size": 8, "in_channels": 1, "num_classes": 10},
+    "Ti/16": _size(16, 192, 12, 3, 768),
+    "S/16": _size(16, 384, 12, 6, 1536),
+    "B/16": _size(16, 768, 12, 12, 3072),
+    "L/16": _size(16, 1024, 24, 16, 4096),
+    "H/14": _size(14, 1280, 32, 16, 5120),
+}

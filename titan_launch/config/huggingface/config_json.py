@@ -1,0 +1,182 @@
+"""The `config.json` of a folder of weights: read into the arguments of a model, and written from them. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, resolve_args
+from titan_launch.config.architectures.base import ModelArgs
+from titan_launch.config.architectures.decoder import DecoderArgs
+from titan_launch.config.huggingface.families import DROPOUT, FAMILIES, REFUSED, WITHOUT_EFFECT, Family
+from titan_launch.config.huggingface.features import CONFIG_FILE, Config, WeightsError, unsupported
+from titan_launch.core.errors import did_you_mean, format_key
+from titan_launch.core.files import read_regular
+
+
+@dataclass(frozen=True)
+class FolderConfig:
+    """The model whose weights a folder holds, by the folder's `config.json`."""
+
+    name: str
+    """Name of the model in `[model]`."""
+
+    flavor: str
+    args: Mapping[str, Any]
+    model_type: str | None
+    """Row of `FAMILIES`; None for a folder in this package's own format."""
+
+    config: Config
+    """The whole `config.json`."""
+
+    notes: tuple[str, ...] = ()
+    """Sentences for the log about keys that have no effect here."""
+
+
+def read_folder_config(folder: str | Path) -> FolderConfig:
+    """Read the `config.json` of a Hugging Face folder, or of a folder that `import` or `export --format plain` wrote.
+
+    Raises WeightsError, also for each feature that is not supported.
+    """
+    config = read_json(Path(folder) / CONFIG_FILE)
+    if "model" in config and "model_type" not in config:
+        model = config["model"]
+        if not isinstance(model, dict) or not isinstance(model.get("name"), str):
+            raise WeightsError(f"{CONFIG_FILE} is neither of Hugging Face nor of titan_launch")
+        return FolderConfig(model["name"], model.get("flavor", ALL_IN_ARGS), model.get("args", {}), None, config)
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        hint = did_you_mean(str(model_type), FAMILIES)
+        reason = f"{CONFIG_FILE} has the model_type {json.dumps(model_type)}, which no model of this package computes"
+        raise WeightsError(f'{reason}; known: {known}{hint}; any other class trains with model.name = "huggingface"')
+    args = arguments_of(config)
+    family = FAMILIES[model_type]
+    return FolderConfig(family.name, ALL_IN_ARGS, args, model_type, config, tuple(_notes(family, config)))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises WeightsError."""
+    try:
+        table = json.loads(read_regular(path))
+    except FileNotFoundError:
+        where = "there is no such folder" if not path.parent.exists() else f"it has no {path.name}"
+        raise WeightsError(f"{where}; name a folder with {CONFIG_FILE} and *.safetensors") from None
+    except OSError as error:
+        raise WeightsError(f"{path.name} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{path.name} is not valid JSON: {error}") from None
+    if not isinstance(table, dict):
+        raise WeightsError(f"{path.name} must be a JSON object")
+    return table
+
+
+def arguments_of(config: Config) -> dict[str, Any]:
+    """Return the `[model.args]` of a Hugging Face `config.json`, without those that have their default.
+
+    Raises WeightsError with all keys that are not supported.
+    """
+    family = FAMILIES[config["model_type"]]
+    problems = [f"{CONFIG_FILE} has {key}: {reason}" for key, reason in REFUSED.items() if config.get(key)]
+    for key, value in family.neutral.items():
+        if config.get(key, value) not in (value, None):
+            problems.append(str(unsupported(key, config[key], f"supported: {json.dumps(value)}")))
+    given: dict[str, Any] = dict(family.fixed)
+    for feature in family.features:
+        try:
+            given |= feature.read(config)
+        except WeightsError as error:
+            problems.append(str(error))
+        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+            problems.append(f"{CONFIG_FILE}: {', '.join(feature.keys)}: a value is missing or has the wrong type")
+    if problems:
+        raise WeightsError("; ".join(dict.fromkeys(problems)))
+    try:
+        args = ARCHITECTURES[family.name].args.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        value = json.dumps(first["input"], default=str)
+        reason = f"the model's argument {format_key(first['loc'])} would be {value}: {first['msg']}"
+        raise WeightsError(f"{CONFIG_FILE} has an impossible value: {reason}") from None
+    if impossible := [reason for _, reason in args.problems()]:
+        raise WeightsError(f"{CONFIG_FILE} has an impossible value: {impossible[0]}")
+    without_effect = {name for name, _ in args.unused()}
+    return args.model_dump(mode="json", exclude_defaults=True, exclude=without_effect)
+
+
+def config_of(
+    name: str, args: DecoderArgs, dtype: str, max_positions: int, original: Config | None = None
+) -> dict[str, Any]:
+    """Return the Hugging Face `config.json` of a model of this package.
+
+    `dtype`: dtype of the weights. `max_positions`: sequence length of training. `original`: the `config.json` that the
+    weights came with; its keys without effect on the computation (token ids, say) are kept. Raises WeightsError if no
+    class of `transformers` computes the model.
+    """
+    model_type = model_type_of(name)
+    family = FAMILIES[model_type]
+    kept = dict(original) if original is not None and original.get("model_type") == model_type else None
+    if kept is None:
+        kept = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        scaling = args.rope_scaling
+        kept["max_position_embeddings"] = max_positions
+        if scaling is not None and scaling.kind == "llama3":
+            longest = int(scaling.factor * scaling.original_max_position)
+            kept["max_position_embeddings"] = max(max_positions, longest)
+    for key in (*(key for feature in family.features for key in feature.keys), "dtype", "torch_dtype"):
+        kept.pop(key, None)
+    written = {"architectures": [family.model_class], "model_type": model_type, "torch_dtype": dtype}
+    for feature in family.features:
+        written |= feature.write(args)
+    config = {**kept, **written}
+    if lost := _differing(args, resolve_args(name, ALL_IN_ARGS, arguments_of(config))):
+        key, own, other = lost[0]
+        reason = f"{family.model_class} of transformers has no counterpart of model.args.{key} = {json.dumps(own)}"
+        raise WeightsError(f"{reason} (it computes with {json.dumps(other)}); --format plain writes any model")
+    return config
+
+
+def model_type_of(name: str) -> str:
+    """Return the `model_type` of a model of this package. Raises WeightsError if `transformers` has none."""
+    for model_type, family in FAMILIES.items():
+        if family.name == name:
+            return model_type
+    known = ", ".join(family.name for family in FAMILIES.values())
+    raise WeightsError(
+        f"no class of transformers computes the model {name}; known: {known}; --format plain writes any model"
+    )
+
+
+def differences(name: str, own: ModelArgs, folder: FolderConfig) -> list[tuple[str, Any, Any]]:
+    """Return the arguments that differ between a job and a folder, as (argument, value of the job, value of the
+    folder). A larger vocabulary of the job is no difference: its last rows are padding."""
+    theirs = resolve_args(folder.name, folder.flavor, folder.args)
+    differing = _differing(own, theirs)
+    return [(key, a, b) for key, a, b in differing if not (key == "vocab_size" and a > b)]
+
+
+def _differing(own: ModelArgs, other: ModelArgs) -> list[tuple[str, Any, Any]]:
+    ours, theirs = own.effective(), other.effective()
+    return [
+        (key, ours.get(key), theirs.get(key))
+        for key in {**ours, **theirs}
+        if ours.get(key) != theirs.get(key) and getattr(own, key) != getattr(other, key)
+    ]
+
+
+def _notes(family: Family, config: Config) -> list[str]:
+    notes = []
+    if dropout := [f"{key} = {config[key]}" for key in DROPOUT if config.get(key)]:
+        notes.append(f"dropout is not applied: {', '.join(dropout)}")
+    known = {*WITHOUT_EFFECT, *DROPOUT, *family.neutral, *REFUSED}
+    known |= {key for feature in family.features for key in feature.keys}
+    if unknown := [key for key in config if key not in known]:
+        notes.append(
+            f"keys of {CONFIG_FILE} that {family.model_class} does not have are not used: {', '.join(unknown)}"
+        )
+    return notes

@@ -1,0 +1,187 @@
+"""The computation of attention: the one place that chooses among PyTorch's implementations.
+
+    attention                          CUDA                      CPU
+    plain causal                       scaled_dot_product_attention with is_causal, on both
+    sliding window, documents          FlexAttention, compiled   scaled_dot_product_attention with a mask
+    soft cap, with or without these    FlexAttention, compiled   explicit scores in fp32, for some queries at a time
+
+FlexAttention (arXiv:2412.05496) skips blocks of tokens that a mask excludes, and never stores the scores. On a CPU it
+has no backward. The paths for CPUs are exact, and serve small models and tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_QUERIES = 256
+"""Queries of which the scores with a soft cap are computed at a time on a CPU."""
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """Return the causal attention of `q` (batch, heads, tokens, head_dim); `k` and `v` may have fewer heads.
+
+    `scale`: factor of the scores, by default `head_dim ** -0.5`. `window`: number of tokens that a token attends to,
+    itself included. `soft_cap`: scores become `soft_cap * tanh(score / soft_cap)`. `documents`: a whole number for each
+    token (batch, tokens); a token attends to tokens with the same number only. The result has the dtype of `q`. Soft
+    cap and softmax are computed in fp32.
+    """
+    if window is not None and window >= q.shape[2]:
+        window = None
+    if window is None and soft_cap is None and documents is None:
+        return causal_attention(q, k, v, scale)
+    return masked_attention(q, k, v, scale, window, soft_cap, documents)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """Return plain causal attention, by a fused kernel if PyTorch has one for the device."""
+    num_groups = q.shape[1] // k.shape[1]
+    if num_groups > 1 and takes_equal_heads_only(q):
+        k, v = (t.repeat_interleave(num_groups, dim=1) for t in (k, v))
+        num_groups = 1
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=num_groups > 1)
+
+
+def takes_equal_heads_only(q: Tensor) -> bool:
+    """Return True for fp32 on CUDA: the fused kernel requires as many heads of keys and values as of queries.
+
+    With `enable_gqa`, PyTorch would use the kernel that stores all tokens x tokens scores. Once a release contains
+    https://github.com/pytorch/pytorch/pull/191085, this function is unnecessary.
+    """
+    return q.is_cuda and q.dtype == torch.float32
+
+
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    window: int | None,
+    soft_cap: float | None,
+    documents: Tensor | None,
+) -> Tensor:
+    """Return causal attention with a window, a soft cap or documents. (A trace replaces this function.)"""
+    if q.is_cuda:
+        return _flex_attention(q, k, v, scale, window, soft_cap, documents)
+    if soft_cap is not None:
+        return _capped_attention(q, k, v, scale, window, soft_cap, documents)
+    tokens = slice(0, q.shape[2])
+    mask = _allowed(tokens, tokens, window, documents, q.device)[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] > k.shape[1])
+
+
+def _allowed(queries: slice, keys: slice, window: int | None, documents: Tensor | None, device: torch.device) -> Tensor:
+    """Return True for each pair of tokens of which the query attends to the key: (1 or batch, queries, keys)."""
+    offset = queries.start - keys.start
+    pairs = torch.ones((queries.stop - queries.start, keys.stop - keys.start), dtype=torch.bool, device=device)
+    pairs = pairs.tril_(offset)
+    if window is not None:
+        pairs = pairs.triu_(offset - window + 1)
+    if documents is None:
+        return pairs[None]
+    return pairs & (documents[:, queries, None] == documents[:, None, keys])
+
+
+def _capped_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    window: int | None,
+    soft_cap: float,
+    documents: Tensor | None,
+) -> Tensor:
+    """Return attention with a soft cap, from explicit scores in fp32. Keys that no query attends to are left out."""
+    num_heads, num_tokens, width = q.shape[1:]
+    scale, num_kv_heads = width**-0.5 if scale is None else scale, k.shape[1]
+    wide_q, wide_k, wide_v = (x.float() for x in (q, k, v))
+    results = []
+    for start in range(0, num_tokens, _QUERIES):
+        queries = slice(start, min(start + _QUERIES, num_tokens))
+        keys = slice(0 if window is None else max(0, start - window + 1), queries.stop)
+        # [batch, key heads, query heads of a key head x queries, width]
+        rows = wide_q[:, :, queries].unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
+        scores = soft_cap * torch.tanh((rows @ wide_k[:, :, keys].mT) * (scale / soft_cap))
+        scores = scores.unflatten(2, (num_heads // num_kv_heads, -1))
+        allowed = _allowed(queries, keys, window, documents, q.device)[:, None, None]
+        shares = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+        results.append((shares.flatten(2, 3) @ wide_v[:, :, keys]).unflatten(2, (num_heads // num_kv_heads, -1)))
+    return torch.cat(results, dim=3).flatten(1, 2).to(q.dtype)
+
+
+def _flex_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    window: int | None,
+    soft_cap: float | None,
+    documents: Tensor | None,
+) -> Tensor:
+    cap = None if soft_cap is None else soft_capped(soft_cap)
+    options: dict[str, Any] = {"score_mod": cap, "scale": scale, "enable_gqa": q.shape[1] > k.shape[1]}
+    num_tokens, device = q.shape[2], q.device
+    if torch.compiler.is_compiling():  # the graph of `[compile]` contains FlexAttention and the block mask
+        block_mask = make_block_mask(num_tokens, window, documents, device)
+        return flex_attention()(q, k, v, block_mask=block_mask, **options)
+    if documents is None:
+        block_mask = _block_mask_of_length(num_tokens, window, device)
+    else:
+        block_mask = make_block_mask(num_tokens, window, documents, device)
+    with torch.compiler.set_stance("default"):  # the precision audit runs compiled modules eagerly
+        return _compiled_flex_attention()(q, k, v, block_mask=block_mask, **options)
+
+
+def flex_attention() -> Callable[..., Tensor]:
+    """Return PyTorch's FlexAttention, which is imported at its first use."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention
+
+
+@cache
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    """Return FlexAttention as a fused kernel; without compilation it stores all scores."""
+    return torch.compile(flex_attention(), dynamic=False)
+
+
+def soft_capped(soft_cap: float) -> Callable[..., Tensor]:
+    """Return FlexAttention's function of a score, which is fp32 and scaled."""
+    return lambda score, batch, head, query, key: soft_cap * torch.tanh(score / soft_cap)
+
+
+def make_block_mask(num_tokens: int, window: int | None, documents: Tensor | None, device: torch.device) -> Any:
+    """Return FlexAttention's table of the blocks of tokens that contain allowed pairs."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def is_allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        allowed = query >= key
+        if window is not None:
+            allowed = allowed & (query - key < window)
+        if documents is not None:
+            allowed = allowed & (documents[batch, query] == documents[batch, key])
+        return allowed
+
+    batch_size = None if documents is None else len(documents)
+    return create_block_mask(is_allowed, batch_size, None, num_tokens, num_tokens, device=device)
+
+
+@lru_cache(maxsize=16)
+def _block_mask_of_length(num_tokens: int, window: int | None, device: torch.device) -> Any:
+    """Return a block mask that all layers with the window share."""
+    with torch.inference_mode(False):  # a mask that validation makes first is also for training
+        return make_block_mask(num_tokens, window, None, device)

@@ -1,0 +1,152 @@
+"""The modules of a model that the launcher chooses by path: the blocks, and the pipeline order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from titan_launch.core.errors import ConfigError, Problem
+from titan_launch.core.globs import matches
+from titan_launch.plan.types import enclosing, full_name, outermost, parent
+from titan_launch.plan.units.rule_assignment import nothing_matched
+
+
+class Blocks(NamedTuple):
+    """The modules that become one FSDP2 unit each."""
+
+    paths: tuple[str, ...]
+    origin: str
+    """The reason for the choice, in words."""
+
+
+def choose_blocks(module: nn.Module) -> Blocks:
+    """Return the blocks of a model that declares none.
+
+    They are the entries of its outermost `nn.ModuleList`s. A model without such entries has repeated modules, which
+    must hold most of its parameters: the entries of `nn.Sequential`s, or else the instances of one class.
+    """
+    entries = tuple(_list_entries(module))
+    if entries:
+        return Blocks(entries, "the entries of nn.ModuleList")
+    entries = _repeated(module, _sequential_entries(module))
+    if _share(module, entries) > 0.5:
+        return Blocks(entries, "the repeated modules in nn.Sequential")
+    by_class: dict[type[nn.Module], list[str]] = {}
+    for path, child in module.named_modules():
+        if path and has_forward(child) and _is_composite(child):
+            by_class.setdefault(type(child), []).append(path)
+    classes = [paths for names in by_class.values() if len(paths := outermost(names)) > 1]
+    largest = max((_share(module, paths) for paths in classes), default=0)
+    if largest > 0.5:
+        almost = (paths for paths in classes if _share(module, paths) > 0.9 * largest)
+        return Blocks(max(almost, key=len), "the most repeated class")
+    return Blocks((), "")
+
+
+def _list_entries(module: nn.Module, path: str = "") -> Iterator[str]:
+    """Yield the paths of the entries of all outermost ModuleLists. Entries without parameters are skipped.
+
+    If an entry is a container without a forward, its own entries are yielded instead.
+    """
+    for name, child in module.named_children():
+        child_path = full_name(path, name)
+        if not isinstance(module, nn.ModuleList) or not has_forward(child):
+            yield from _list_entries(child, child_path)
+        elif any(True for _ in child.parameters()):
+            yield child_path
+
+
+def _sequential_entries(module: nn.Module, path: str = "") -> Iterator[str]:
+    """Yield the paths of the composite entries of the outermost Sequentials.
+
+    An entry that is itself a Sequential with composite entries is replaced by these.
+    """
+    for name, child in module.named_children():
+        child_path = full_name(path, name)
+        is_container = isinstance(child, nn.Sequential) and any(map(_is_composite, child.children()))
+        if is_container or not isinstance(module, nn.Sequential):
+            yield from _sequential_entries(child, child_path)
+        elif _is_composite(child):
+            yield child_path
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Return True if submodules of a module have parameters."""
+    return any(True for child in module.children() for _ in child.parameters())
+
+
+def _repeated(module: nn.Module, paths: Iterator[str]) -> tuple[str, ...]:
+    """Return those of the paths whose class occurs more than once among them."""
+    classes = {path: type(module.get_submodule(path)) for path in paths}
+    counts = Counter(classes.values())
+    return tuple(path for path, cls in classes.items() if counts[cls] > 1)
+
+
+def _share(module: nn.Module, paths: Sequence[str]) -> float:
+    """Return the share of the parameters outside of embeddings that modules hold."""
+    embeddings = {p for child in module.modules() if isinstance(child, nn.Embedding) for p in child.parameters()}
+    inside = {p for path in paths for p in module.get_submodule(path).parameters()}
+    others = set(module.parameters()) - embeddings
+    return sum(p.numel() for p in inside - embeddings) / max(1, sum(p.numel() for p in others))
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return True if a module has a forward; containers (`nn.ModuleList`, `nn.ModuleDict`) have none."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def find_blocks(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Return the paths of the modules that the globs match, in the order of `named_modules`.
+
+    A block needs a forward, so a ModuleList or ModuleDict cannot be one. Raise ConfigError on `model.blocks` for every
+    glob that matches nothing.
+    """
+    paths, containers = _paths(module)
+    unused = [
+        Problem(("model", "blocks", index), nothing_matched(pattern, paths, containers), pattern)
+        for index, pattern in enumerate(patterns)
+        if not any(matches(pattern, path) for path in paths)
+    ]
+    if unused:
+        raise ConfigError(unused)
+    return tuple(path for path in paths if any(matches(pattern, path) for pattern in patterns))
+
+
+def find_pipeline_order(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Return the paths that the globs of `pipeline_order` match, glob by glob, each in the order of `named_modules`.
+
+    Raise ConfigError on `model.name` in three cases: a glob matches no module with a forward, a module is listed twice,
+    or both a module and its submodule are listed.
+    """
+    paths, containers = _paths(module)
+    pipeline_order: list[str] = []
+    problems = []
+    for pattern in patterns:
+        found = [path for path in paths if matches(pattern, path)]
+        if not found:
+            problems.append(
+                f'the model\'s pipeline_order has "{pattern}", which {nothing_matched(pattern, paths, containers)}'
+            )
+        pipeline_order += found
+    problems += [
+        f"the model's pipeline_order has {path} twice, or also has a module that contains this module; list each "
+        "module once"
+        for path in pipeline_order
+        if pipeline_order.count(path) > 1 or enclosing(parent(path), pipeline_order)
+    ]
+    if problems:
+        raise ConfigError(Problem(("model", "name"), reason) for reason in dict.fromkeys(problems))
+    return tuple(pipeline_order)
+
+
+def _paths(module: nn.Module) -> tuple[list[str], list[str]]:
+    """Return the paths of the modules with a forward, and of the containers without one."""
+    runnable: list[str] = []
+    containers: list[str] = []
+    for path, child in module.named_modules():
+        if path:
+            (runnable if has_forward(child) else containers).append(path)
+    return runnable, containers

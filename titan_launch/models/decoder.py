@@ -1,0 +1,204 @@
+"""Decoders: Llama 3 (arXiv:2407.21783), Qwen 2.5 and 3, Mistral, Gemma 2 and 3, GPT-2 and Phi-3.
+
+    tokens -> tok_embeddings [-> pos_embeddings]
+           -> n_layers x [ x + attention(attention_norm(x)), x + feed_forward(ffn_norm(x)) ]
+           -> norm -> output -> logits
+
+The families are tables of arguments. A module exists only if the arguments ask for it. Module names are those of
+TorchTitan and Meta, not of Hugging Face. The arguments, and the formulas of parameters and FLOPs, are in
+`titan_launch.config.architectures.decoder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from titan_launch.config.architectures.decoder import DecoderArgs
+from titan_launch.config.architectures.families import FAMILIES
+from titan_launch.models.initializers import (
+    Fill,
+    InitTable,
+    constant,
+    from_reset_parameters,
+    normal,
+    truncated_normal,
+)
+from titan_launch.models.layers import (
+    Attention,
+    CappedLinear,
+    FeedForward,
+    LearnedPositions,
+    RotaryEmbedding,
+    ScaledEmbedding,
+    build_norm,
+)
+from titan_launch.models.spec import AttentionHeads, ModelSpec, TensorStyle
+
+
+class TransformerBlock(nn.Module):
+    """A transformer block: attention and a feed-forward layer, each with a norm before it and a residual connection.
+
+    With `post_norms`, each also has a norm after it.
+    """
+
+    def __init__(self, args: DecoderArgs, window: int | None, rope: RotaryEmbedding | None):
+        super().__init__()
+        self.attention_norm = build_norm(args, args.dim)
+        self.attention = Attention(args, window, rope)
+        self.attention_post_norm = build_norm(args, args.dim) if args.post_norms else None
+        self.ffn_norm = build_norm(args, args.dim)
+        self.feed_forward = FeedForward(args)
+        self.ffn_post_norm = build_norm(args, args.dim) if args.post_norms else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, tokens, dim) to the same shape."""
+        x = x + _normalized(self.attention(self.attention_norm(x)), self.attention_post_norm)
+        return x + _normalized(self.feed_forward(self.ffn_norm(x)), self.ffn_post_norm)
+
+
+def _normalized(x: Tensor, norm: nn.Module | None) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+class Decoder(nn.Module):
+    """A decoder model for sequences of up to `max_seq_len` tokens."""
+
+    def __init__(self, args: DecoderArgs, max_seq_len: int):
+        super().__init__()
+        is_rotary = args.positions == "rope"
+        self.rope = self.local_rope = None
+        if is_rotary:
+            self.rope = RotaryEmbedding(args.head_width, max_seq_len, args.rope_theta, args.rope_scaling)
+            if args.local_rope_theta is not None:
+                self.local_rope = RotaryEmbedding(args.head_width, max_seq_len, args.local_rope_theta)
+        self.tok_embeddings = (ScaledEmbedding if args.scale_embeddings else nn.Embedding)(args.vocab_size, args.dim)
+        self.pos_embeddings = None if is_rotary else LearnedPositions(args.num_positions, args.dim)
+        self.layers = nn.ModuleList(self._block(args, args.window_of(index)) for index in range(args.n_layers))
+        self.norm = build_norm(args, args.dim)
+        if args.logits_soft_cap is None:
+            self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        else:
+            self.output = CappedLinear(args.dim, args.vocab_size, args.logits_soft_cap)
+        if args.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    def _block(self, args: DecoderArgs, window: int | None) -> TransformerBlock:
+        has_local_rope = window is not None and self.local_rope is not None
+        return TransformerBlock(args, window, self.local_rope if has_local_rope else self.rope)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map token ids (batch, tokens) to logits (batch, tokens, vocab_size)."""
+        x = self.tok_embeddings(tokens)
+        if self.pos_embeddings is not None:
+            x = self.pos_embeddings(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))
+
+
+def llama_values(args: DecoderArgs) -> InitTable:
+    """Return TorchTitan's initial values: the logits' standard deviation is near 1, and deeper blocks add less.
+
+    A tied embedding gets the values of the output matrix. With an embedding's usual standard deviation of 1, the
+    logits would have a standard deviation of `sqrt(dim)`.
+    """
+    output, linear = truncated_normal(args.dim**-0.5), truncated_normal(0.02)
+    return _init_table(
+        args,
+        embedding=output if args.tie_embeddings else normal(1.0),
+        positions=linear,
+        linear=linear,
+        into_stream=[truncated_normal(0.02 / (2 * (index + 1)) ** 0.5) for index in range(args.n_layers)],
+        output=output,
+    )
+
+
+def gpt2_values(args: DecoderArgs) -> InitTable:
+    """Return GPT-2's initial values: normal, and smaller for the matrices whose outputs are added to the stream."""
+    linear, into_stream = normal(0.02), normal(0.02 / (2 * args.n_layers) ** 0.5)
+    return _init_table(args, linear, normal(0.01), linear, [into_stream] * args.n_layers, linear)
+
+
+def normal_values(args: DecoderArgs) -> InitTable:
+    """Return the initial values of Hugging Face's models: normal, with the published `initializer_range` of 0.02."""
+    linear = normal(0.02)
+    return _init_table(args, linear, linear, linear, [linear] * args.n_layers, linear)
+
+
+def _init_table(
+    args: DecoderArgs, embedding: Fill, positions: Fill, linear: Fill, into_stream: Sequence[Fill], output: Fill
+) -> InitTable:
+    """Return the table of initial values. `into_stream`: of `wo` and `w2`, by layer."""
+    norms = ("layers.*.*_norm", "layers.*.attention.[qk]_norm", "norm")
+    norm_values = {**_NORM_VALUES, "weight": constant(0.0 if args.norm_unit_offset else 1.0)}
+    return InitTable(
+        [
+            ("*rope.*", from_reset_parameters),
+            ("tok_embeddings.weight", embedding),
+            ("pos_embeddings.weight", positions),
+            ("pos_embeddings.rows", lambda rows, module: torch.arange(len(rows), out=rows)),
+            ("output.weight", output),
+            ("layers.*.attention.w[qkv].weight", linear),
+            ("layers.*.feed_forward.w[13].weight", linear),
+            ("layers.*.*.w?.bias", constant(0.0)),
+            *((f"{norm}.{name}", fill) for norm in norms for name, fill in norm_values.items()),
+            *(
+                (f"layers.{index}.{name}.weight", fill)
+                for index, fill in enumerate(into_stream)
+                for name in ("attention.wo", "feed_forward.w2")
+            ),
+        ]
+    )
+
+
+_NORM_VALUES = {
+    "bias": constant(0.0),
+    "running_mean": constant(0.0),
+    "running_var": constant(1.0),
+    "num_batches_tracked": constant(0),
+}
+
+TENSOR_PARALLEL: dict[str, TensorStyle] = {
+    "tok_embeddings": "embedding",
+    "pos_embeddings": "positions",
+    "layers.*.*_norm": "sequence",
+    "layers.*.attention": "input",
+    "layers.*.attention.w[qkv]": "colwise",
+    "layers.*.attention.[qk]_norm": "heads",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.feed_forward": "input",
+    "layers.*.feed_forward.w[13]": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+    "norm": "sequence",
+    "output": "head",
+}
+
+
+def attention_heads(args: DecoderArgs, seq_len: int) -> AttentionHeads | None:
+    """Return the shape of plain causal attention; None if no layer has it."""
+    is_cut = all(args.is_cut(layer, seq_len) for layer in range(args.n_layers))
+    if is_cut or args.attention_soft_cap is not None:
+        return None
+    return AttentionHeads(args.n_heads, args.n_kv_heads, args.head_width, "layers.*.attention.wq")
+
+
+def _spec(initial_values: Callable[[DecoderArgs], InitTable]) -> ModelSpec:
+    return ModelSpec(
+        build=Decoder,
+        blocks=("layers.*",),
+        head=("norm", "output"),
+        embeddings=("tok_embeddings", "pos_embeddings"),
+        initializer=initial_values,
+        pipeline_order=("tok_embeddings", "pos_embeddings", "layers.*", "norm", "output"),
+        tensor_parallel=TENSOR_PARALLEL,
+        context_parallel={"rope.table": 0, "local_rope.table": 0, "pos_embeddings.rows": 0},
+        attention=attention_heads,
+    )
+
+
+_OWN_VALUES = {"llama3": llama_values, "gpt2": gpt2_values}
+
+SPECS = {family: _spec(_OWN_VALUES.get(family, normal_values)) for family in FAMILIES}

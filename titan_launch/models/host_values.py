@@ -1,0 +1,178 @@
+"""The values that a factory gave its module: on one rank of each host, which hands every rank its part."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan_launch.models.initializers import own_tensors
+from titan_launch.plan.types import full_name
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtypes by their size in bytes."""
+
+_COLUMNS = 512
+"""Columns of the table in which `_digest` arranges the elements of a tensor."""
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and lengths of a part of a tensor, by dim."""
+
+
+@dataclass(frozen=True)
+class HostValues:
+    """The values that a factory gave its module's tensors."""
+
+    by_name: dict[str, Tensor]
+    """Tensors on the host by full name. A shared tensor has several names. On a rank without values, the tensors are on
+    the meta device."""
+
+    owner: int | None = None
+    """The rank that has the values; None: this rank."""
+
+    receivers: tuple[int, ...] = ()
+    """The ranks to which this rank hands their parts."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory of the values in bytes. A shared tensor counts once."""
+        return num_bytes(self.by_name.values())
+
+    def digests(self) -> dict[str, str]:
+        """Return a digest of each tensor's dtype, shape and elements, by full name."""
+        return {name: _digest(tensor) for name, tensor in self.by_name.items()}
+
+    def owned_by(self, rank: int) -> HostValues:
+        """Return the same tensors without values. The values are on another rank."""
+        return replace(self, by_name={name: value.to("meta") for name, value in self.by_name.items()}, owner=rank)
+
+    def take_parts(self, boxes: Mapping[str, Box]) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's parts of the values with their names. Collective over the ranks that share the values.
+
+        The rank with the values drops each of them as soon as all ranks have their parts.
+        """
+        if self.owner is not None:
+            dist.send_object_list([dict(boxes)], self.owner)
+            for name in filter(boxes.__contains__, self.by_name):
+                part = torch.empty(boxes[name][1], dtype=self.by_name[name].dtype)
+                if part.numel():
+                    dist.recv(part, self.owner)
+                yield name, part
+            return
+        requests = {rank: _received_boxes(rank) for rank in self.receivers}
+        for name in list(self.by_name):
+            value = self.by_name.pop(name)
+            for rank, others in requests.items():
+                if name in others and (part := _part(value, others[name])).numel():
+                    dist.send(part.contiguous(), rank)
+            if name in boxes:
+                yield name, _part(value, boxes[name])
+
+
+def _received_boxes(rank: int) -> dict[str, Box]:
+    received: list[Any] = [None]
+    dist.recv_object_list(received, rank)
+    boxes: dict[str, Box] = received[0]
+    return boxes
+
+
+def _part(value: Tensor, box: Box) -> Tensor:
+    for dim, (offset, length) in enumerate(zip(*box, strict=True)):
+        value = value.narrow(dim, offset, length)
+    return value
+
+
+def take_values(module: nn.Module) -> HostValues:
+    """Move a module's tensors to the meta device, in place, and return their values. Shared tensors stay shared."""
+    values: dict[str, Tensor] = {}
+    twins: dict[Tensor, Tensor] = {}
+    for path, owner in module.named_modules():
+        for name, tensor in own_tensors(owner).items():
+            values[full_name(path, name)] = tensor.detach()
+            if tensor not in twins:
+                twins[tensor] = meta_twin(tensor)
+            table: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+            table[name] = twins[tensor]
+    return HostValues(values)
+
+
+def meta_twin(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor on the meta device with the same shape, dtype and attributes."""
+    twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        twin = nn.Parameter(twin, tensor.requires_grad)
+    vars(twin).update(vars(tensor))
+    return twin
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the memory of tensors in bytes; a shared storage counts once."""
+    return sum({tensor.untyped_storage().data_ptr() or id(tensor): tensor.nbytes for tensor in tensors}.values())
+
+
+def describe_tensors(module: nn.Module) -> dict[str, str]:
+    """Return the shape and the dtype of each tensor of a module, and the tensor that it is tied to, by full name."""
+    first: dict[Tensor, str] = {}
+    described = {}
+    for path, owner in module.named_modules():
+        for name, tensor in own_tensors(owner).items():
+            own = full_name(path, name)
+            kind = "trained" if tensor.requires_grad else "not trained"
+            tied = f", tied to {first[tensor]}" if tensor in first else ""
+            described[own] = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}, {kind}{tied}"
+            first.setdefault(tensor, own)
+    return described
+
+
+def attributes_digest(module: nn.Module) -> str:
+    """Return a digest of the classes of a module's submodules, and of their attributes that are not tensors of the
+    module: numbers, texts, plain tensors, and containers of these. Other objects count by their class."""
+    attributes = [
+        (path, type(child).__qualname__, _plain({key: vars(child)[key] for key in vars(child).keys() - _OF_MODULES}))
+        for path, child in module.named_modules()
+    ]
+    return digest_of(attributes)
+
+
+_OF_MODULES = vars(nn.Module()).keys()
+
+
+def _plain(value: Any, depth: int = 4) -> Any:
+    """Return an object as a text, or as a list of texts."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)} on meta" if value.is_meta else _digest(value.detach())
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value)
+    if depth and isinstance(value, Mapping):
+        return sorted([repr(key), _plain(item, depth - 1)] for key, item in value.items())
+    if depth and isinstance(value, (list, tuple, set, frozenset)):
+        items = [_plain(item, depth - 1) for item in value]
+        return sorted(map(repr, items)) if isinstance(value, (set, frozenset)) else items
+    return type(value).__qualname__
+
+
+def digest_of(value: Any) -> str:
+    """Return a digest of lists, dicts and texts."""
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+
+
+def _digest(tensor: Tensor) -> str:
+    """Return a hexadecimal digest of a tensor's dtype, shape and elements.
+
+    The elements are arranged in a table. Their bits are summed as integers along its rows and along its columns. These
+    sums run at memory bandwidth, and they change if elements are permuted.
+    """
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = plain.reshape(-1).view(_INTEGERS[plain.element_size()])
+    rows = len(bits) // _COLUMNS
+    table, rest = bits[: rows * _COLUMNS].view(rows, _COLUMNS), bits[rows * _COLUMNS :]
+    digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
+    for part in (table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64), rest):
+        digest.update(part.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,201 @@
+"""Folders of safetensors files, written tensor by tensor: at most one tensor is in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_launch.config.huggingface.config_json import read_json
+from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
+from titan_launch.core.errors import UserError
+from titan_launch.core.files import remove, sync_folder
+from titan_launch.models.weights.folder import FILE, INDEX, in_halves
+from titan_launch.models.weights.tensor_names import Piece, Shape
+
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+}
+"""Names of dtypes in the header of a file."""
+
+_ALIGNMENT = 8  # of the tensors' bytes, which readers map into memory
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to write."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder that gets the name `path` when the block ends without an error.
+
+    Until then the folder is `<path>.tmp`, so a folder with its final name is complete. Raises UserError if `path`
+    exists, unless it is an empty folder.
+    """
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UserError(f"error: {path} exists already; choose another name, or remove it")
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        remove(temporary)
+        temporary.mkdir(parents=True)
+        yield temporary
+        sync_folder(temporary)
+        temporary.rename(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise UserError(f"error: {path} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_tensors(
+    folder: Path, entries: Sequence[Entry], read: Callable[[Entry], Tensor], max_file_bytes: int | None = None
+) -> int:
+    """Write tensors into one file, or into several of at most `max_file_bytes` with an index. Return their bytes.
+
+    `read` returns a contiguous tensor with the shape and dtype of its entry. A tensor that is larger than
+    `max_file_bytes` gets a file of its own.
+    """
+    files = _divide(sorted(entries, key=lambda entry: -entry.dtype.itemsize), max_file_bytes)  # keeps all aligned
+    names = [FILE] if len(files) == 1 else [_file_name(number, len(files)) for number in range(1, len(files) + 1)]
+    for name, group in zip(names, files, strict=True):
+        _write_file(folder / name, group, read)
+    total = sum(entry.num_bytes for entry in entries)
+    if len(files) > 1:
+        weight_map = {entry.name: name for name, group in zip(names, files, strict=True) for entry in group}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return total
+
+
+def write_json(path: Path, table: Mapping[str, Any]) -> None:
+    """Write a JSON object, indented."""
+    path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
+def _file_name(number: int, count: int) -> str:
+    return f"model-{number:05}-of-{count:05}.safetensors"
+
+
+def _divide(entries: Sequence[Entry], max_bytes: int | None) -> list[list[Entry]]:
+    """Return the entries of each file, in order."""
+    files: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if max_bytes is not None and files[-1] and size + entry.num_bytes > max_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(entry)
+        size += entry.num_bytes
+    return files
+
+
+def _write_file(path: Path, entries: Sequence[Entry], read: Callable[[Entry], Tensor]) -> None:
+    """Write a safetensors file: the length of the header in 8 bytes, the header in JSON, the bytes of all tensors."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        start, end = end, end + entry.num_bytes
+        header[entry.name] = {
+            "dtype": _CODES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for entry in entries:
+            tensor = read(entry)
+            assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype) and tensor.is_contiguous()
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            del tensor
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def in_file_layout(
+    tensor: str, shape: Shape, dtype: torch.dtype, pieces: Mapping[str, Piece], read: Callable[[str], Tensor]
+) -> Tensor:
+    """Return a tensor of a file, from the parameters of this package that it consists of.
+
+    `pieces`: places of the parameters. `read` returns a whole parameter. Rows beyond those of the file are dropped.
+    """
+    whole = torch.empty(shape, dtype=dtype)
+    rows = whole.mT if any(p.is_transposed for p in pieces.values() if p.tensor == tensor) else whole
+    for name, piece in pieces.items():
+        if piece.tensor == tensor:
+            own = read(name)
+            if not shape:
+                return own.to(dtype)
+            if piece.rotary_width:
+                own = in_halves(own, piece.rotary_width)
+            place = rows[piece.start :][: own.shape[0]]
+            place.copy_(own[: place.shape[0]])
+            del own
+    return whole
+
+
+COMPANIONS = "huggingface"
+"""Folder, in a folder with the names of this package, of the Hugging Face files that the weights came with."""
+
+_COMPANION_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def companions_of(folder: Path) -> Path | None:
+    """Return the folder with the Hugging Face files that belong to the weights in `folder`; None if there is none."""
+    for candidate in (folder / COMPANIONS, folder):
+        with suppress(WeightsError):
+            if "model_type" in read_json(candidate / CONFIG_FILE):
+                return candidate
+    return None
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy `config.json`, `generation_config.json` and the files of the tokenizer, as far as they exist."""
+    target.mkdir(exist_ok=True)
+    for name in _COMPANION_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as `5GB` or `500MB`. Raises WeightsError for any other text."""
+    number, unit = text[:-2], {"KB": 10**3, "MB": 10**6, "GB": 10**9}.get(text[-2:].upper())
+    if unit is None or not number.isdecimal() or int(number) == 0:
+        raise WeightsError(f'"{text}" is not a size; write 5GB or 500MB')
+    return int(number) * unit
