@@ -86,7 +86,7 @@ def train_in_turns(job: Job, pairs: int, result: Path) -> None:
 
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group("cpu", timeout_seconds=300))
-        steps = (bare_step(job, ranks.rank), launcher_step(job, stack, ranks))
+        steps = (bare_step(job, ranks.rank), launcher_step(job, result.parent, stack, ranks))
         gc.disable()
         times = [_time_pair(steps, number) for number in range(WARM_UP + pairs)][WARM_UP:]
         if ranks.is_rank_0:
@@ -121,8 +121,11 @@ def bare_step(job: Job, rank: int) -> Callable[[], object]:
     return lambda: train_step(model, parameters, optimizer, [next(batches)], job)
 
 
-def launcher_step(job: Job, stack: ExitStack, ranks: object) -> Callable[[], object]:
-    """Return a function that runs one step of the launcher's loop, with everything that a step without a report has."""
+def launcher_step(job: Job, folder: Path, stack: ExitStack, ranks: object) -> Callable[[], object]:
+    """Return a function that runs one step of the launcher's loop, with everything that a step without a report has.
+
+    All ranks have their run in `folder`.
+    """
     from titan_launch.config.job import JobConfig
     from titan_launch.distributed.process_group import Ranks
     from titan_launch.train.build import build_run
@@ -130,7 +133,6 @@ def launcher_step(job: Job, stack: ExitStack, ranks: object) -> Callable[[], obj
     from titan_launch.train.loop import due_now, looks_for_skipped_steps, train_one_step
 
     assert isinstance(ranks, Ranks)
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     sections = launcher_sections(Job(**vars(job) | {"steps": 10_000}), folder)
     run = build_run(JobConfig.model_validate(sections), ranks, stack)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from benchmarks.speed import compilation, latency, scaling, training, turns, variants
+from benchmarks.speed import compilation, in_turns, latency, scaling, training, turns, variants
 from benchmarks.speed.contestants import CONTESTANTS, Environments, launcher_sections, to_toml
 from benchmarks.speed.jobs import Job
 from benchmarks.speed.plots import plot_scaling, plot_worlds
@@ -99,3 +99,5 @@ def test_two_programs_run_their_steps_in_turns() -> None:
     times = turns.measure(entries, 3, Environments())
     assert list(times) == ["bare-whole", "bare-ddp"] and all(len(own) == 3 for own in times.values())
     assert "| bare loop without FSDP2 | 3 |" in turns.table(entries, times)
+    sharded = replace(job, ranks=2, division="sharded")
+    assert "| 2 processes, float32 | 2 |" in in_turns.table([(sharded, in_turns.measure(sharded, 2))])

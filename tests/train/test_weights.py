@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.distributed import run_command, run_ranks
 from tests.models.parity import VOCABULARY, random_model, read_model, samples, tensors_of
@@ -169,9 +169,24 @@ def test_a_run_that_resumes_does_not_read_the_weights_but_notices_other_ones(
     assert "there is no such folder" in capsys.readouterr().err
 
 
+class Normalized(nn.Module):
+    """A model with BatchNorm over the channels of all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.output = nn.Linear(8, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        normalized: Tensor = self.norm(self.embedding(tokens).mT)
+        logits: Tensor = self.output(normalized.mT)
+        return logits
+
+
 def test_a_model_of_the_users_own_goes_out_and_comes_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its BatchNorm has buffers, which are exported too."""
-    name = "tests.train.test_stock_models:Encoder"
+    name = "tests.train.test_weights:Normalized"
     data = {"kind": "synthetic", "vocab_size": 64, "num_samples": 40}
     job = tiny_job(tmp_path, data=data, checkpoint={"enable": True, "async_mode": "disabled"}, training={"steps": 1})
     job["model"] = {"name": name}

@@ -136,13 +136,15 @@ class _Writer(FileSystemWriter):
 
 
 class _Planner(DefaultSavePlanner):
-    """DCP's planner, which also resolves a `Shard` to its tensor. Records hold contiguous tensors."""
+    """DCP's planner of a save, for state with entries of the class `Shard` of this package, which hold a tensor each.
+
+    Tensors are made contiguous, because a checkpoint is read as plain bytes."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
         value = value.local if isinstance(value, Shard) else super().lookup_object(index)
         assert isinstance(value, Tensor), f"{index.fqn} is a {type(value).__name__}"
-        return value.resolve_conj().resolve_neg().contiguous()  # a record is read as plain bytes
+        return value.resolve_conj().resolve_neg().contiguous()
 
 
 class _RecordingFileSystem(FileSystem):

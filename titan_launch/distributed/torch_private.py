@@ -36,10 +36,10 @@ def warn_of_untested_release() -> None:
     """Log one line if the installed torch is newer than every tested release."""
     if not is_tested_release():
         _log.warning(
-            "torch %d.%d is newer than the newest tested release, %d.%d. These features are off: traces, "
-            "predicted memory, measured memory on a CPU, counted traffic, dtypes of collectives in the precision audit "
-            "(its differences are only logged), all-reduces that overlap with backward on a CPU, prefetching by "
-            "microbatch in pipelines, the workaround for gloo's all-gather",
+            "torch %d.%d is newer than the newest tested release, %d.%d. These features are off: traces; "
+            "predicted memory; measured memory on a CPU; counted traffic; the check of the collectives' dtypes in the "
+            "precision audit; overlap of all-reduces with backward on a CPU; prefetching by microbatch in pipelines; "
+            "the workaround for gloo's all-gather. The precision audit logs differences and does not end the run",
             *torch_release(),
             *NEWEST_TESTED,
         )

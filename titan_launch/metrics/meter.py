@@ -46,7 +46,7 @@ class Meter:
     ):
         """`world_size`: number of ranks of the default process group; with 1 no group is needed.
 
-        `unit`: unit in which throughput is counted; each unit has one target.
+        `unit`: the kind of sample that throughput counts. A token and an image have one target each.
 
         `flops_per_step_per_device`: FLOPs including ignored positions. If None, no TFLOP/s are reported. `peak_flops`:
         peak of one device in FLOP/s. If None, no MFU is reported.

@@ -105,7 +105,8 @@ class MatrixGather:
     def _all_to_all(self, parts: Sequence[Tensor], received: Sequence[int]) -> Tensor:
         """Send the i-th part to the i-th rank, and return the elements that this rank receives, in one flat tensor.
 
-        `received`: number of elements from each rank. Both lists may end before the last rank.
+        `received`: number of elements from each rank. Both lists may be shorter than the group: the missing ranks
+        exchange no elements.
         """
         assert self.mesh is not None and self._axis is not None
         device = self.mesh.device_type

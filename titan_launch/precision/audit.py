@@ -128,11 +128,11 @@ def _remark(info: ModuleInfo, seen: Seen) -> str:
 def _gradient_dtypes(unit: Unit) -> tuple[str, ...]:
     """Return the dtypes that the gradients of unsharded parameters may have when autograd passes them to hooks.
 
-    Before torch 2.15, autograd converts gradients to the compute dtype. From torch 2.15 on, FSDP2 decides (read in
-    2.15.0, `_set_unsharded_grad_dtypes`). If the reduce dtype is not larger than the compute dtype, autograd converts
-    gradients to the reduce dtype. Otherwise most gradients keep the dtype of their operation. Two kinds may have the
-    reduce dtype: the first gradient of a step with deferred reduction, and gradients of parameters that tensor
-    parallelism replicates.
+    Before torch 2.15, autograd converts gradients to the compute dtype. From torch 2.15 on, FSDP2 chooses the dtype
+    (`_set_unsharded_grad_dtypes` in its source). If the reduce dtype is not larger than the compute dtype, autograd
+    converts gradients to the reduce dtype. Otherwise a gradient keeps the dtype in which its backward operation
+    computed it. There are two exceptions, which may have the reduce dtype: the first gradient of a step with deferred
+    reduction, and the gradient of a parameter that tensor parallelism replicates.
     """
     compute, reduce = unit.compute_dtype, unit.reduce_dtype
     if not ACCUMULATES_IN_GRAD:

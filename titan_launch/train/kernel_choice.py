@@ -118,7 +118,9 @@ def set_precision(kernels: KernelsConfig) -> None:
     torch.backends.cudnn.allow_tf32 = is_reduced
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = kernels.bf16_reduced_precision_reduction
     sums = "bfloat16 allowed" if kernels.bf16_reduced_precision_reduction else "float32"
-    _log.info("float32 products: %s; partial sums of bfloat16 products: %s", kernels.float32_precision, sums)
+    _log.info(
+        "float32 matrix products: %s; partial sums of bfloat16 matrix products: %s", kernels.float32_precision, sums
+    )
 
 
 def priority(capability: tuple[int, int]) -> tuple[str, ...]:

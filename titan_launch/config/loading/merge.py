@@ -196,7 +196,8 @@ def _name_in(container: Any, part: str, key: KeyPath) -> str | int:
         return part
     if part.isdecimal() and int(part) <= len(container):
         return int(part)
-    raise config_error(key, _index_reason(format_key(key[:-1]), len(container)))
+    wrong = "" if part.isdecimal() else f'"{part}" is not an index; '
+    raise config_error(key, wrong + _index_reason(format_key(key[:-1]), len(container)))
 
 
 def _index_reason(array: str, length: int) -> str:

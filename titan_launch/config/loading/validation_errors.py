@@ -116,7 +116,7 @@ def _whole_number_hint(value: Any) -> str:
 
 def _bool_hint(value: Any) -> str:
     is_word = isinstance(value, str) and value.lower() in ("true", "false")
-    return f"; write {value.lower()}, without quotes" if is_word else ""
+    return f"; write {value.lower()}, in lower case and without quotes" if is_word else ""
 
 
 def _string_hint(value: Any) -> str:
@@ -222,10 +222,10 @@ def _tables_with(name: str) -> dict[str, KeyPath]:
 
 
 def _nearest_anywhere(name: str) -> KeyPath | None:
-    """Return the key of any table that is most similar to `name`; None if no key is similar enough.
+    """Search the keys of all tables, and return the key that is most similar to `name`.
 
-    Keys in arrays of tables are not searched, because they have no fixed path. Return None if several tables have the
-    most similar key.
+    Return None if no key is similar enough, or if several tables have the most similar key. Keys in arrays of tables
+    are not searched, because they have no fixed path.
     """
     keys: dict[str, list[KeyPath]] = {}
     for table in _all_tables():

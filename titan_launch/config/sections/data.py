@@ -184,10 +184,11 @@ classes that read the data."""
 
 
 def expand_text_paths(path: str | tuple[str, ...]) -> list[tuple[str, Path]]:
-    """Return the files that a `path` of `TextData` names, as (name, file), in the same order on every machine.
+    """Return (name, file) for each file that `path` names: one entry or several, each a file, a folder or a glob.
 
-    The pairs are sorted by name within each entry. The name is relative to the given folder, so that a corpus keeps its
-    split when it is moved. Raises FileNotFoundError(entry) for the first entry that matches no file.
+    The order is the same on every machine: the order of the entries, and by name within an entry. A name is relative to
+    the folder in its entry. So the same samples are held out for validation after a corpus was moved. Raises
+    FileNotFoundError(entry) for the first entry that matches no file.
     """
     files: dict[Path, str] = {}
     for entry in (path,) if isinstance(path, str) else path:

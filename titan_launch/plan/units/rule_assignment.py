@@ -78,10 +78,10 @@ class RuleAssignments:
         return self.own.get(module.path) if is_batch_norm(module) else self.governing(module.path)
 
     def around(self, path: str) -> str:
-        """Return the dtype of the inputs of a module that a rule covers, if the rule does not cast inputs.
+        """Return the dtype in which a module gets its inputs if its precision rule does not cast inputs.
 
-        The inputs come from outside of the nearest module that the rule matches directly. Their dtype is the compute
-        dtype of that module's parent.
+        A rule matches a module by class or path, and also covers the modules inside of it. The inputs come from the
+        parent of the module that the rule matches, and have the compute dtype of this parent.
         """
         while path and path not in self.own:
             path = parent(path)

@@ -116,9 +116,9 @@ def next_attempt(logs: Path) -> int:
 
 
 def _agent_of(environment: Mapping[str, str]) -> AgentProcess | None:
-    """Return this rank's agent on the first rank of each host, and None on other ranks.
+    """Return the torchrun agent that started this rank. Return None unless this is the first rank of its host.
 
-    The path of torchrun's error file of a rank is three levels below torchrun's folder of the launch."""
+    The agent's folder identifies the launch. It is three levels above the error file that torchrun gives this rank."""
     error_file = environment.get("TORCHELASTIC_ERROR_FILE")
     if error_file is None or environment.get("LOCAL_RANK", "0") != "0":
         return None
