@@ -13,7 +13,7 @@ from titan_launch.plan.communication import traffic_of_step
 from titan_launch.plan.hardware import Kernels
 from titan_launch.plan.job import Choice
 from titan_launch.plan.layout import plan_layout
-from titan_launch.plan.memory.analytic.engine import analytic_engine
+from titan_launch.plan.memory.analytic.engine import analytic_engine, unknown_part
 from titan_launch.trace.step import trace_step
 from titan_launch.train.auto_mode import plan_precision
 
@@ -169,3 +169,10 @@ def test_the_analytic_peak_and_traffic_are_the_traced_ones(name: str) -> None:
         traced_there = pytest.approx(traced.footprint.peaks[point].total, rel=0.005, abs=256)
         assert analytic.peaks[point].total == traced_there, point
     assert traced.traffic == traffic_of_step(plan, layout, choice.accumulation)
+
+
+def test_a_job_that_casts_chunks_of_logits_is_traced() -> None:
+    rule = {"match": "output", "param_dtype": "bfloat16", "output_dtype": "float32"}
+    for chunks, expected in ((1, None), (2, "loss.chunks with output_dtype in precision.rules")):
+        config = JobConfig.model_validate({"loss": {"chunks": chunks}, "precision": {"rules": [rule]}})
+        assert unknown_part(config, "cuda") == expected

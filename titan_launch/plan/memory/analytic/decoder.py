@@ -259,13 +259,16 @@ def unknown_part(config: JobConfig, args: DecoderArgs, kernels: Kernels) -> str 
     """Return the part of a job that the replay does not support; None if it supports the whole job.
 
     Activation checkpointing of a rotary embedding is not supported, because layers share this module. Attention with a
-    soft cap is not supported on a CPU, where it is many operations.
+    soft cap is not supported on a CPU, where it is many operations. Chunks of logits that a rule may cast are not
+    supported.
     """
     paths = ("rope", "local_rope", "layers.0.attention.rope")
     if any(matches(glob, path) for glob in config.activation_checkpoint.modules for path in paths):
         return "activation_checkpoint.modules with the rotary embedding, which layers share"
     if args.attention_soft_cap is not None and kernels == "cpu":
         return f"model.args.attention_soft_cap = {args.attention_soft_cap} on a CPU"
+    if config.loss.chunks > 1 and any(rule.output_dtype is not None for rule in config.precision.rules):
+        return "loss.chunks with output_dtype in precision.rules"
     return None
 
 
