@@ -58,7 +58,8 @@ def measure(chunks: int, folder: str) -> tuple[float, float, float, float]:
         "debug": {"audit_precision": False},
         "checkpoint": {"save_last": False},
     }
-    times, seen = [], {}
+    times: list[float] = []
+    seen: dict[str, float] = {}
     with ExitStack() as stack:
         run = build_run(JobConfig.model_validate(job), Ranks(0, 1, torch.device("cpu")), stack)
         for _ in range(STEPS):
