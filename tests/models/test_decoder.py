@@ -123,7 +123,7 @@ def test_flops_of_8b_are_those_of_torchtitans_published_mfu() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flops_equal_those_that_torch_counts(family: str) -> None:
-    """Windows and soft caps are left out: torch counts a masked product as a whole one."""
+    """Windows and soft caps are not compared, because torch counts a masked product as a whole one."""
     shape = tiny_args().model_dump(exclude_defaults=True)
     row = {**FAMILIES[family]["debug"], **shape, "sliding_window": None, "attention_soft_cap": None}
     seq_len, args = 16, DecoderArgs.model_validate(row)

@@ -105,7 +105,7 @@ def _capped_attention(
     soft_cap: float,
     documents: Tensor | None,
 ) -> Tensor:
-    """Return attention with a soft cap, from explicit scores in fp32. Keys that no query attends to are left out."""
+    """Return attention with a soft cap, from explicit scores in fp32, without the keys that no query attends to."""
     num_heads, num_tokens, width = q.shape[1:]
     scale, num_kv_heads = width**-0.5 if scale is None else scale, k.shape[1]
     wide_q, wide_k, wide_v = (x.float() for x in (q, k, v))
