@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the sum of the cross-entropy over all targets that are not ignored, in fp32."""
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum")
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), targets.flatten(), reduction="sum")
 
 
 class Operations(TorchDispatchMode):

@@ -100,4 +100,4 @@ def test_two_programs_run_their_steps_in_turns() -> None:
     assert list(times) == ["bare-whole", "bare-ddp"] and all(len(own) == 3 for own in times.values())
     assert "| bare loop without FSDP2 | 3 |" in turns.table(entries, times)
     sharded = replace(job, ranks=2, division="sharded")
-    assert "| 2 processes, float32 | 2 |" in in_turns.table([(sharded, in_turns.measure(sharded, 2))])
+    assert "| 2 processes, bfloat16 | 2 |" in in_turns.table([(sharded, in_turns.measure(sharded, 2))])
