@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import nn
 
-from titan_launch.config.architectures.decoder import DecoderArgs
+from titan_launch.config.architectures import resolve_args
 from titan_launch.config.architectures.families import FAMILIES
-from titan_launch.models.decoder import Decoder
+from titan_launch.config.sections.model import ModelConfig
+from titan_launch.models.build import SPECS, take_inventory
+from titan_launch.models.init import load_weights
+from titan_launch.models.weights.folder import find_weights
 
 TOKENS = 24
 SHAPE = {"dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 40}
@@ -90,7 +93,7 @@ TWINS = {
 }
 
 
-def twin_of(family: str) -> torch.nn.Module:
+def twin_of(family: str) -> nn.Module:
     """Return the class of `transformers` with random weights, large enough to bend every function."""
     transformers = pytest.importorskip("transformers")
     twin, kv_heads = TWINS[family], TWINS[family].args.get("n_kv_heads", SHAPE["n_kv_heads"])
@@ -113,76 +116,33 @@ def twin_of(family: str) -> torch.nn.Module:
     return model
 
 
-def by_our_names(tensors: Mapping[str, Tensor], args: DecoderArgs) -> dict[str, Tensor]:
-    """Return the tensors of `transformers` by our names, with the rotated pairs of channels side by side."""
-    found = {}
-    for name, tensor in _separate(tensors, args):
-        for theirs, ours in {**_NAMES, **(_GEMMA_NAMES if args.post_norms else {})}.items():
-            name = re.sub(theirs, ours, name)
-        if args.positions == "rope" and re.search(r"\.(wq|wk|q_norm|k_norm)\.", name):
-            tensor = tensor.unflatten(0, (-1, 2, args.head_width // 2)).transpose(1, 2).reshape(tensor.shape)
-        found[name] = tensor
-    return found
-
-
-_NAMES = {
-    r"^(model|transformer)\.": "",
-    r"^h\.": "layers.",
-    r"^(embed_tokens|wte)": "tok_embeddings",
-    r"^wpe": "pos_embeddings",
-    r"^lm_head": "output",
-    r"^ln_f": "norm",
-    r"\.(self_attn|attn)\.": ".attention.",
-    r"\.mlp\.": ".feed_forward.",
-    r"\.(input_layernorm|ln_1)": ".attention_norm",
-    r"\.(post_attention_layernorm|ln_2)": ".ffn_norm",
-    r"attention\.(o_proj|c_proj)": "attention.wo",
-    r"\.([qkv])_proj": r".w\1",
-    r"gate_proj|c_fc": "w1",
-    r"down_proj|c_proj": "w2",
-    r"up_proj": "w3",
-}
-_GEMMA_NAMES = {
-    r"\.(post_attention_layernorm|ffn_norm)": ".attention_post_norm",
-    r"pre_feedforward_layernorm": "ffn_norm",
-    r"post_feedforward_layernorm": "ffn_post_norm",
-}
-
-
-def _separate(tensors: Mapping[str, Tensor], args: DecoderArgs) -> Iterator[tuple[str, Tensor]]:
-    """Yield separate matrices [width_out, width_in], where `transformers` has several in one, or transposed ones."""
-    qkv, gate = [args.query_width, args.kv_width, args.kv_width], [args.hidden_dim] * 2
-    for name, tensor in tensors.items():
-        if "c_" in name and tensor.ndim == 2:
-            tensor = tensor.T
-        fused = re.search("c_attn|qkv_proj|gate_up_proj", name)
-        if fused is None:
-            yield name, tensor
-            continue
-        is_gate = fused[0] == "gate_up_proj"
-        parts = zip(("gate", "up") if is_gate else "qkv", tensor.split(gate if is_gate else qkv), strict=True)
-        yield from ((name.replace(fused[0], f"{part}_proj"), rows) for part, rows in parts)
+def in_our_model(twin: Any, family: str, folder: Path) -> nn.Module:
+    """Return our model with the parameters of a twin, read from its files as a run reads them."""
+    twin.save_pretrained(folder)
+    args = {**SHAPE, **TWINS[family].args}
+    model = SPECS[family].build(resolve_args(family, "debug", args), TOKENS)
+    config = ModelConfig(name=family, flavor="debug", args=args, weights=str(folder))
+    load_weights(model, find_weights(config, take_inventory(model, ())))
+    return model
 
 
 @pytest.mark.parametrize("family", TWINS)
-def test_logits_and_gradients_are_those_of_transformers(family: str) -> None:
+def test_logits_and_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     twin = twin_of(family)
-    row = {**FAMILIES[family]["debug"], **SHAPE, **TWINS[family].args}
-    args = DecoderArgs.model_validate(row)
-    model = Decoder(args, TOKENS)
-    values = by_our_names(dict(twin.named_parameters()), args)
-    model.load_state_dict(values, strict=False)
-    assert values.keys() == dict(model.named_parameters()).keys()
-    tokens = torch.randint(0, args.vocab_size, (2, TOKENS + 1))
+    model = in_our_model(twin, family, tmp_path / "parameters")
+    tokens = torch.randint(0, SHAPE["vocab_size"], (2, TOKENS + 1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     expected, actual = twin(inputs, use_cache=False).logits, model(inputs)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     for logits in (expected, actual):
         F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
-    gradients = by_our_names({name: p.grad for name, p in twin.named_parameters()}, args)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.copy_(parameter.grad)
+    gradients = dict(in_our_model(twin, family, tmp_path / "gradients").named_parameters())
     for name, parameter in model.named_parameters():
         largest = float(gradients[name].abs().max())  # 0 but for rounding, of the biases of GPT-2's keys
-        torch.testing.assert_close(parameter.grad, gradients[name], rtol=0, atol=1e-4 * largest + 1e-6, msg=name)
+        torch.testing.assert_close(parameter.grad, gradients[name].data, rtol=0, atol=1e-4 * largest + 1e-6, msg=name)
 
 
 def test_every_family_has_a_twin() -> None:
