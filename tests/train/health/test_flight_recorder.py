@@ -43,6 +43,8 @@ def wait_for_the_last_rank(folder: Path) -> int:
     time.sleep(0.2)
     dump_flight_recorder(folder)
     number = collectives_started()
+    while len(list((folder / FOLDER).iterdir())) < dist.get_world_size():  # the record of each rank, before the rest
+        time.sleep(0.01)
     if is_last:
         dist.all_reduce(torch.ones(1), group=pair)
         dist.all_reduce(torch.ones(1))
