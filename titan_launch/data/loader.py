@@ -1,18 +1,16 @@
-"""Order of samples, and loaders of batches. The order does not depend on the number of ranks or workers.
+"""Loaders of batches. Which samples a step has does not depend on the number of ranks, microbatches or workers.
 
-A run's position in the stream of samples is one integer: the number of samples consumed so far. Checkpoints save only
-this integer, so a run can resume with another world size. The state of torchdata's loader is not used, because it
-describes the workers of one rank.
+Checkpoints save only the run's position in the stream of samples, one integer, so a run can resume with another world
+size. The state of torchdata's loader is not used, because it describes the workers of one rank.
 """
 
 from __future__ import annotations
 
 import atexit
-import hashlib
 import itertools
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,52 +20,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_launch.config.sections.data import IGNORED_TARGET
 from titan_launch.core.signals import ignore_stop_signals
-from titan_launch.data.sources import SampleSource
+from titan_launch.data.order import Order
+from titan_launch.data.sources import SampleSource, read_batch
 from titan_launch.plan.layout import Layout
-
-# Four rounds make a Feistel network indistinguishable from a random permutation of a large domain (Luby and Rackoff
-# 1988). The small domain of a tiny data set needs more rounds.
-_ROUNDS = 8
-
-
-@dataclass(frozen=True)
-class SampleOrder:
-    """Function from a position in an endless stream of epochs to a sample index. An epoch contains each sample once.
-
-    The order is a pure function of (`seed`, epoch, index): any rank can look up any position without state. A shuffled
-    epoch is a keyed permutation of [0, n), computed per index. The permutation is a Feistel network over the next power
-    of 4. A result outside [0, n) is permuted again until it lies inside ("cycle walking"; Black and Rogaway, "Ciphers
-    with Arbitrary Finite Domains", 2002). The domain is smaller than 4n, so this takes less than 4 rounds on average.
-    """
-
-    num_samples: int
-    """Number of samples in an epoch, at least 1."""
-
-    seed: int
-    shuffle: bool
-    """False: every epoch has the order of the source."""
-
-    def __call__(self, position: int) -> int:
-        """Return the index of the sample at `position` (0, 1, 2, ...) of the stream."""
-        epoch, index = divmod(position, self.num_samples)
-        return self._permute(index, f"{self.seed}/{epoch}") if self.shuffle else index
-
-    def _permute(self, index: int, key: str) -> int:
-        half_bits = max(1, ((self.num_samples - 1).bit_length() + 1) // 2)
-        while True:
-            index = _feistel(index, half_bits, key)
-            if index < self.num_samples:
-                return index
-
-
-def _feistel(value: int, half_bits: int, key: str) -> int:
-    """Return the image of `value` under the permutation of [0, 4 ** `half_bits`) that `key` selects."""
-    mask = (1 << half_bits) - 1
-    left, right = value >> half_bits, value & mask
-    for step in range(_ROUNDS):
-        digest = hashlib.blake2b(f"{key}/{step}/{right}".encode(), digest_size=8).digest()
-        left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
-    return left << half_bits | right
 
 
 class Loader:
@@ -83,7 +38,7 @@ class Loader:
         atexit.register(self.close)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return (tuple(batch) for batch in self._loader)  # collation returns a list
+        return (tuple(batch) for batch in self._loader)  # pinning the memory of a tuple returns a list
 
     def close(self) -> None:
         """End the worker processes and wait for them. Further calls do nothing."""
@@ -107,7 +62,7 @@ class Loader:
 
 def build_train_loader(
     source: SampleSource,
-    order: SampleOrder,
+    order: Order,
     layout: Layout,
     dp_rank: int,
     *,
@@ -125,7 +80,7 @@ def build_train_loader(
     return Loader(source, batches, num_workers=num_workers, pin_memory=pin_memory)
 
 
-def samples_of_step(order: SampleOrder, layout: Layout, position: int) -> list[list[list[int]]]:
+def samples_of_step(order: Order, layout: Layout, position: int) -> list[list[list[int]]]:
     """Return the sample indices of the step that begins at `position`: result[data-parallel rank][microbatch]."""
     ranks = (_TrainBatches(order, layout, rank, position) for rank in range(layout.data_parallel))
     return [list(itertools.islice(batches, layout.num_microbatches)) for batches in ranks]
@@ -156,7 +111,7 @@ def build_validation_loader(
 class _TrainBatches:
     """Iterable over the sample indices of each microbatch of one rank."""
 
-    order: SampleOrder
+    order: Order
     layout: Layout
     dp_rank: int
     start: int
@@ -192,9 +147,22 @@ class _Padded:
     source: SampleSource
     num_samples: int
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.source[min(index, self.num_samples - 1)]
-        return inputs, targets if index < self.num_samples else torch.full_like(targets, IGNORED_TARGET)
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        inputs, targets, *documents = read_batch(self.source, [min(index, self.num_samples - 1) for index in indices])
+        if max(indices) >= self.num_samples:
+            targets = targets.clone()
+            targets[torch.tensor(indices) >= self.num_samples] = IGNORED_TARGET
+        return inputs, targets, *documents
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """The data set of PyTorch's loader, which asks for a whole batch at once."""
+
+    source: SampleSource | _Padded
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        return read_batch(self.source, indices)
 
 
 def _build_data_loader(source: Any, batches: Iterable[list[int]], num_workers: int, pin_memory: bool) -> Any:
@@ -202,8 +170,9 @@ def _build_data_loader(source: Any, batches: Iterable[list[int]], num_workers: i
         # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates. The user cannot change that.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         return StatefulDataLoader(
-            source,
+            _Batches(source),
             batch_sampler=batches,
+            collate_fn=tuple,  # the data set returns batches, so nothing is left to collate
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,

@@ -12,7 +12,8 @@ from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import DataSource
 from titan_launch.core.errors import KeyPath
-from titan_launch.data.loader import Loader, SampleOrder, build_train_loader, build_validation_loader
+from titan_launch.data.loader import Loader, build_train_loader, build_validation_loader
+from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import SampleSource, build_source
 from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.distributed.mesh import Mesh

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from titan_launch.config.sections.data import ImageFormat
@@ -38,6 +40,18 @@ class SampleSource(Protocol):
 
         `seed` selects the samples that are hashed. Keys that only transform samples do not change the result.
         """
+
+
+def read_batch(source: Any, indices: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return samples, stacked along a new first axis.
+
+    A source may have a method `__getitems__(indices)` that returns this at once, which is faster than `__getitem__` for
+    each sample.
+    """
+    if hasattr(source, "__getitems__"):
+        batch: tuple[Tensor, ...] = source.__getitems__(indices)
+        return batch
+    return tuple(map(torch.stack, zip(*(source[index] for index in indices), strict=True)))
 
 
 @dataclass(frozen=True)
