@@ -234,6 +234,11 @@ def _files_like(pattern: str) -> Iterator[tuple[str, Path]]:
     return ((name, Path(name)) for name in glob.iglob(pattern, recursive=True) if Path(name).is_file())
 
 
+def separates_documents(data: DataSource) -> bool:
+    """Return True if samples have document numbers, which separate attention and positions of documents."""
+    return getattr(data, "packing", "concat") == "documents"
+
+
 VOCABULARY_SIZES = {"bytes": 257}
 """Vocabulary sizes of the tokenizers with a fixed vocabulary."""
 

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
-from torch import Tensor
 
 from titan_launch.core.errors import KeyPath, config_error, format_key
 from titan_launch.core.fingerprint import Fingerprint
-from titan_launch.data.sources.base import SampleSource, read_batch
+from titan_launch.data.sources.base import Sample, SampleSource, read_batch
 
 
 class MixtureSource:
@@ -46,17 +45,19 @@ class MixtureSource:
     def fingerprint(self, seed: int) -> Fingerprint | None:
         """Return None: a run compares the fingerprints of the sources."""
 
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return tuple(column[0] for column in self.__getitems__([index]))
+    def __getitem__(self, index: int) -> Sample:
+        """Return sample `index`. A sample without documents becomes one document if other sources have documents."""
+        return tuple(column[0] for column in self.read_batch([index], None))
 
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return samples, stacked. A sample without documents becomes one document if other sources have documents."""
+    def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> Sample:
+        """Return samples, stacked, as `__getitem__` returns them."""
         rows: dict[int, list[int]] = {}
         for row, index in enumerate(indices):
             rows.setdefault(bisect_right(self._starts, index) - 1, []).append(row)
         parts = []
         for source, chosen in rows.items():
-            part = read_batch(self._sources[source], [indices[row] - self._starts[source] for row in chosen])
+            of_source = [indices[row] - self._starts[source] for row in chosen]
+            part = read_batch(self._sources[source], of_source, positions and [positions[row] for row in chosen])
             if self._has_documents and len(part) == 2:
                 part = (*part, torch.zeros_like(part[0], dtype=torch.int32))
             parts.append(part)
