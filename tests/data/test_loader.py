@@ -45,8 +45,8 @@ def global_batches(split: Layout, steps: int, start: int = 0, num_workers: int =
     by_rank = []
     for rank in range(split.data_parallel):
         with train_loader(split, rank, start, num_workers) as loader:
-            microbatches = [batch.targets.tolist() for batch in itertools.islice(loader, steps * split.num_microbatches)]
-        n = split.num_microbatches
+            n = split.num_microbatches
+            microbatches = [batch.targets.tolist() for batch in itertools.islice(loader, steps * n)]
         by_rank.append([list(itertools.chain(*microbatches[k * n : (k + 1) * n])) for k in range(steps)])
     return [list(step) for step in zip(*by_rank, strict=True)]
 
@@ -105,7 +105,7 @@ def validation_batches(dp: int, local: int, max_samples: int | None, num_workers
             local_batch_size=local,
             dp_rank=rank,
             dp_size=dp,
-            max_samples=max_samples,
+            parts=[range(min(NUM_SAMPLES, max_samples or NUM_SAMPLES))],
             num_workers=num_workers,
         ) as loader:
             first = [batch.targets for batch in loader]

@@ -68,6 +68,10 @@ seeds = st.integers(0, 2**32 - 1)
 weights = st.one_of(st.integers(1, 50), st.floats(0.01, 100)).map(lambda weight: Fraction(str(weight)))
 
 
+def named(orders: Sequence[SampleOrder]) -> dict[str, SampleOrder]:
+    return {str(index): order for index, order in enumerate(orders)}
+
+
 @st.composite
 def mixtures(draw: st.DrawFn, after: int = 0) -> MixtureOrder:
     """Return a mixture of one to four sources, whose weights change up to twice. Later weights may be 0."""
@@ -75,7 +79,7 @@ def mixtures(draw: st.DrawFn, after: int = 0) -> MixtureOrder:
     orders = [SampleOrder(draw(sizes), draw(seeds), draw(st.booleans())) for _ in range(number)]
     starts = draw(st.lists(st.integers(1, 400), max_size=2, unique=True))
     some = st.lists(st.one_of(st.just(Fraction(0)), weights), min_size=number, max_size=number).filter(any)
-    return MixtureOrder(orders, [(start, draw(some)) for start in [0, *sorted(starts)]], draw(seeds))
+    return MixtureOrder(named(orders), [(start, draw(some)) for start in [0, *sorted(starts)]], draw(seeds))
 
 
 @repeatable
@@ -86,8 +90,8 @@ def test_every_epoch_of_any_size_is_a_permutation(num_samples: int, seed: int, n
 
 def sources_of(order: MixtureOrder, stop: int) -> list[list[int]]:
     """Return the samples that each source gives before `stop`, in order."""
-    offsets = [0, *itertools.accumulate(one.num_samples for one in order.orders)]
-    taken: list[list[int]] = [[] for _ in order.orders]
+    offsets = [0, *itertools.accumulate(one.num_samples for one in order.sources.values())]
+    taken: list[list[int]] = [[] for _ in order.sources.values()]
     for index in map(order, range(stop)):
         source = max(i for i, offset in enumerate(offsets[:-1]) if offset <= index)
         taken[source].append(index - offsets[source])
@@ -98,14 +102,14 @@ def sources_of(order: MixtureOrder, stop: int) -> list[list[int]]:
 @given(mixtures(), st.integers(0, 700))
 def test_a_mixture_reads_every_source_in_the_order_that_it_has_alone(order: MixtureOrder, stop: int) -> None:
     taken = sources_of(order, stop)
-    assert taken == [[alone(i) for i in range(len(t))] for alone, t in zip(order.orders, taken, strict=True)]
+    assert taken == [[alone(i) for i in range(len(t))] for alone, t in zip(order.sources.values(), taken, strict=True)]
     assert order.consumed(stop) == tuple(map(len, taken))
 
 
 @repeatable
 @given(st.lists(weights, min_size=1, max_size=5), seeds, st.integers(0, 10**12))
 def test_shares_after_whole_blocks_are_exact(given_weights: list[Fraction], seed: int, blocks: int) -> None:
-    order = MixtureOrder([SampleOrder(10, 0, True)] * len(given_weights), [(0, given_weights)], seed)
+    order = MixtureOrder(named([SampleOrder(10, 0, True)] * len(given_weights)), [(0, given_weights)], seed)
     size = block_size(given_weights)
     before, after = order.consumed(blocks * size), order.consumed((blocks + 1) * size)
     assert sum(before) == blocks * size
@@ -120,9 +124,9 @@ def test_later_weights_and_further_sources_do_not_change_earlier_positions(
     order: MixtureOrder, one: Fraction, other: Fraction, start: int
 ) -> None:
     stages = [(first, [*given_weights, Fraction(0)]) for first, given_weights in order.stages if first < start]
-    last = stages[-1][1] if stages else [one] * (len(order.orders) + 1)
+    last = stages[-1][1] if stages else [one] * (len(order.sources) + 1)
     changed = MixtureOrder(
-        [*order.orders, SampleOrder(7, 0, True)], [*stages, (start, [*(last[:-1]), other])], order.seed
+        named([*order.sources.values(), SampleOrder(7, 0, True)]), [*stages, (start, [*(last[:-1]), other])], order.seed
     )
     assert [changed(position) for position in range(start)] == [order(position) for position in range(start)]
     assert changed.consumed(start)[:-1] == order.consumed(start)
@@ -130,7 +134,7 @@ def test_later_weights_and_further_sources_do_not_change_earlier_positions(
 
 def test_one_source_in_a_mixture_has_its_own_order() -> None:
     alone = SampleOrder(23, seed=5, shuffle=True)
-    mixed = MixtureOrder([alone], [(0, [Fraction(3)]), (17, [Fraction(1)])], seed=5)
+    mixed = MixtureOrder(named([alone]), [(0, [Fraction(3)]), (17, [Fraction(1)])], seed=5)
     assert [mixed(position) for position in range(200)] == [alone(position) for position in range(200)]
 
 
@@ -162,7 +166,7 @@ def streams(draw: st.DrawFn) -> tuple[Order, SampleSource]:
         order = SampleOrder(draw(sizes), draw(seeds), draw(st.booleans()))
         return order, Counting(order.num_samples, 0)
     mixture, sources, start = draw(mixtures()), {}, 0
-    for index, alone in enumerate(mixture.orders):
+    for index, alone in enumerate(mixture.sources.values()):
         kind = draw(st.sampled_from([Counting, CountingBatches]))
         sources[str(index)] = kind(alone.num_samples, start)
         start += alone.num_samples

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -26,6 +26,10 @@ _CACHED_HASHES = 1 << 16
 
 class Order(Protocol):
     """A function from a position in an endless stream of samples to the index of a sample."""
+
+    @property
+    def num_samples(self) -> int:
+        """Number of different samples."""
 
     def __call__(self, position: int, /) -> int:
         """Return the index of the sample at `position` (0, 1, 2, ...) of the stream."""
@@ -72,12 +76,14 @@ class MixtureOrder:
     differs by less than 1 from its exact share. All numbers are integers, so this holds for every length of the stream.
     """
 
-    def __init__(self, orders: Sequence[SampleOrder], stages: Sequence[tuple[int, Sequence[Fraction]]], seed: int):
-        """`stages`: the first position, and the weights of all sources from there on. The first stage begins at 0."""
-        self.orders, self.stages, self.seed = orders, stages, seed
-        self._offsets = [0, *accumulate(order.num_samples for order in orders)]
+    def __init__(self, sources: Mapping[str, SampleOrder], stages: Sequence[tuple[int, Sequence[Fraction]]], seed: int):
+        """`sources`: the order of each source, by name. `stages`: the first position, and the weights of all sources
+        from there on. The first stage begins at 0."""
+        self.sources, self.stages, self.seed = sources, stages, seed
+        self._orders = list(sources.values())
+        *self._offsets, self.num_samples = [0, *accumulate(order.num_samples for order in self._orders)]
         self._stages: list[_Stage] = []
-        before = (0,) * len(orders)
+        before = (0,) * len(sources)
         for start, weights in stages:
             before = self.consumed(start) if self._stages else before
             self._stages.append(_Stage(start, _whole(weights), before, seed))
@@ -87,7 +93,7 @@ class MixtureOrder:
         stage = self._stage_at(position)
         block, slot = divmod(position - stage.start, stage.block_size)
         source, number = stage.block(block)[slot]
-        return self._offsets[source] + self.orders[source](number)
+        return self._offsets[source] + self._orders[source](number)
 
     def consumed(self, position: int) -> tuple[int, ...]:
         """Return the number of samples of each source before `position`."""
@@ -98,10 +104,12 @@ class MixtureOrder:
             counts[source] = number + 1
         return tuple(counts)
 
-    def shares(self, position: int) -> tuple[float, ...]:
-        """Return the share of each source according to the weights at `position`. The sum is 1."""
-        weights = self._stage_at(position).weights
-        return tuple(weight / sum(weights) for weight in weights)
+    def progress(self, position: int) -> dict[str, tuple[float, float]]:
+        """Return for each source its share of the samples before `position`, and the number of its epochs."""
+        return {
+            name: (count / max(position, 1), count / order.num_samples)
+            for (name, order), count in zip(self.sources.items(), self.consumed(position), strict=True)
+        }
 
     def _stage_at(self, position: int) -> _Stage:
         return self._stages[bisect_right(self._stages, position, key=lambda stage: stage.start) - 1]

@@ -65,3 +65,8 @@ class MixtureSource:
             return parts[0]
         order = torch.tensor([row for chosen in rows.values() for row in chosen]).argsort()
         return tuple(torch.cat(columns)[order] for columns in zip(*parts, strict=True))
+
+
+def single_sources(source: SampleSource) -> dict[str, SampleSource]:
+    """Return the sources of a mixture by name. The name of any other source is ""."""
+    return source.sources if isinstance(source, MixtureSource) else {"": source}
