@@ -49,7 +49,6 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "checkpointed": ("llama3", 1, {"activation_checkpoint": {"mode": "full"}, **DEFERRED}),
     "selective": ("llama3", 1, {"activation_checkpoint": {"mode": "selective"}, "loss": {"chunks": 3}}),
     "window and soft cap": ("gemma2", 1, {}),
-    "compiled": ("llama3", 1, {"compile": {"enable": True, "backend": "aot_eager"}}),
     "FSDP": ("gemma2", 2, DEFERRED),
     "replicas": ("llama3", 2, REPLICAS),
     "TP": ("llama3", 2, TP),
