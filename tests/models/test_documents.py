@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +53,18 @@ def test_logits_and_gradients_are_those_of_each_document_alone(name: str) -> Non
     torch.testing.assert_close(logits.flatten(0, 1), torch.cat(sequences, 1)[0], rtol=1e-5, atol=1e-5)
     largest = max(float(gradient.abs().max()) for gradient in expected)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * largest)
+
+
+def test_the_module_in_the_docs_separates_documents() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how_to" / "bring_a_model.md").read_text()
+    (source,) = [block for block in re.findall(r"^```python\n(.*?)^```", page, re.S | re.M) if "positions_in" in block]
+    names: dict[str, Any] = {}
+    exec(source, names)
+    model = names["PackedEncoder"](dim=16, layers=2, vocab_size=30)
+    check_documents(model, 24, ("data", "packing"))
+    tokens = torch.randint(0, 30, DOCUMENTS.shape)
+    alone = [model(tokens[row, None, first:end]) for row, first, end in BOUNDS]
+    torch.testing.assert_close(model(tokens, DOCUMENTS).flatten(0, 1), torch.cat(alone, 1)[0], rtol=1e-5, atol=1e-5)
 
 
 class Own(nn.Module):
