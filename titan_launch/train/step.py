@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.mesh import Mesh
+from titan_launch.models.documents import document_arguments
 from titan_launch.models.loss import Loss, count_valid, means_of_step
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.registry import step_unless
 from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.fsdp import discard_pending
-from titan_launch.train.forward import document_arguments, forward_explained, label_arguments, select_outputs
+from titan_launch.train.forward import forward_explained, label_arguments, select_outputs
 from titan_launch.train.health.step_guard import StepGuard
 
 if TYPE_CHECKING:

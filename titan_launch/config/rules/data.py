@@ -24,6 +24,7 @@ from titan_launch.config.sections.data import (
     TokensData,
     misfits,
     names_a_file,
+    separates_documents,
 )
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, special_token, vocabulary_size
 from titan_launch.core.errors import UNSET, ConfigError, KeyPath, Problem, format_key
@@ -283,6 +284,11 @@ def _why_no_weight(source: MixtureEntry, is_training: bool) -> str | None:
 def _plain(value: object) -> object:
     """Return arrays as lists, as errors show them."""
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def keys_of_packed_documents(config: JobConfig) -> Iterator[KeyPath]:
+    """Yield the key `packing` of each data table with `packing = "documents"`."""
+    return ((*key, "packing") for key, data in _sources(config) if separates_documents(data))
 
 
 def _kinds_of(unit: SampleUnit) -> str:
