@@ -46,7 +46,7 @@ class Documents:
 
     A decoder makes one object for each microbatch and passes it to all layers. On CUDA it holds a block mask for each
     window, so the layers, and the second forward of activation checkpointing, share the masks. The class is no
-    dataclass, because FSDP2 would copy that for each unit.
+    dataclass, because each FSDP2 unit copies the dataclasses among its inputs.
     """
 
     def __init__(self, numbers: Tensor, windows: Iterable[int | None]):

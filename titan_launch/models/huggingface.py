@@ -114,7 +114,7 @@ def _check_length(config: Any, seq_len: int) -> None:
 def _declare_tensor_parallel(module: Any) -> None:
     """Give a module the styles of this package for its own plan, or the reason why it cannot be divided.
 
-    The plan of `transformers` leaves out the modules that every rank computes alike.
+    The plan of `transformers` omits the modules that every rank computes alike.
     """
     name, plan = type(module).__name__, getattr(module, "tp_plan", None)
     if not plan:
