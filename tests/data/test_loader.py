@@ -45,7 +45,8 @@ def global_batches(split: Layout, steps: int, start: int = 0, num_workers: int =
     by_rank = []
     for rank in range(split.data_parallel):
         with train_loader(split, rank, start, num_workers) as loader:
-            microbatches = [targets.tolist() for _, targets in itertools.islice(loader, steps * split.num_microbatches)]
+            batches = itertools.islice(loader, steps * split.num_microbatches)
+            microbatches = [batch.targets.tolist() for batch in batches]
         n = split.num_microbatches
         by_rank.append([list(itertools.chain(*microbatches[k * n : (k + 1) * n])) for k in range(steps)])
     return [list(step) for step in zip(*by_rank, strict=True)]
@@ -91,7 +92,7 @@ def test_workers_do_not_change_the_batches() -> None:
 
 def test_batches_are_stacked_samples() -> None:
     with train_loader(layout(2, 4), rank=1) as loader:
-        inputs, targets = next(iter(loader))
+        inputs, targets, _ = next(iter(loader))
     assert inputs.shape == (4, 2, 3)
     assert targets.shape == (4,)
     assert torch.equal(inputs[:, 0, 0], targets.float())
@@ -108,8 +109,8 @@ def validation_batches(dp: int, local: int, max_samples: int | None, num_workers
             max_samples=max_samples,
             num_workers=num_workers,
         ) as loader:
-            first = [targets for _, targets in loader]
-            assert [targets.tolist() for _, targets in loader] == [targets.tolist() for targets in first]
+            first = [batch.targets for batch in loader]
+            assert [batch.targets.tolist() for batch in loader] == [targets.tolist() for targets in first]
         by_rank.append(first)
     return by_rank
 
@@ -175,7 +176,7 @@ def test_workers_survive_signals_to_the_process_group() -> None:
         for worker in workers:
             os.kill(worker, signal.SIGINT)
             os.kill(worker, signal.SIGTERM)
-        rest = [targets.tolist() for _, targets in itertools.islice(batches, 11)]
+        rest = [batch.targets.tolist() for batch in itertools.islice(batches, 11)]
     order = SampleOrder(NUM_SAMPLES, seed=1, shuffle=True)
     assert list(itertools.chain(*rest)) == [order(position) for position in range(2, 24)]
 

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_launch.config.sections.data import IGNORED_TARGET
 from titan_launch.core.signals import ignore_stop_signals
-from titan_launch.data.sources import SampleSource
+from titan_launch.data.sources import Batch, Sample, SampleSource
 from titan_launch.plan.layout import Layout
 
 # Four rounds make a Feistel network indistinguishable from a random permutation of a large domain (Luby and Rackoff
@@ -71,7 +70,7 @@ def _feistel(value: int, half_bits: int, key: str) -> int:
 
 
 class Loader:
-    """Iterable over the batches of one rank. A batch is (inputs, targets), both `[local_batch_size, ...]`.
+    """Iterable over the batches of one rank, each of `local_batch_size` samples.
 
     Worker processes stay alive between iterations, until `close`. Call `close`, or use the loader as a context manager.
     """
@@ -82,8 +81,8 @@ class Loader:
         # this call must end them before.
         atexit.register(self.close)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return (tuple(batch) for batch in self._loader)  # collation returns a list
+    def __iter__(self) -> Iterator[Batch]:
+        return (Batch(*tensors) for tensors in self._loader)  # collation returns a list
 
     def close(self) -> None:
         """End the worker processes and wait for them. Further calls do nothing."""
@@ -192,9 +191,11 @@ class _Padded:
     source: SampleSource
     num_samples: int
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.source[min(index, self.num_samples - 1)]
-        return inputs, targets if index < self.num_samples else torch.full_like(targets, IGNORED_TARGET)
+    def __getitem__(self, index: int) -> Sample:
+        inputs, targets, *documents = self.source[min(index, self.num_samples - 1)]
+        if index >= self.num_samples:
+            targets = torch.full_like(targets, IGNORED_TARGET)
+        return inputs, targets, *documents
 
 
 def _build_data_loader(source: Any, batches: Iterable[list[int]], num_workers: int, pin_memory: bool) -> Any:

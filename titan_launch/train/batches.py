@@ -13,13 +13,12 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import DataSource
 from titan_launch.core.errors import KeyPath
 from titan_launch.data.loader import Loader, SampleOrder, build_train_loader, build_validation_loader
-from titan_launch.data.sources import SampleSource, build_source
+from titan_launch.data.sources import Batch, SampleSource, build_source
 from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.parallel.context_parallel import SequencePart, part_of, sequence_part
 from titan_launch.plan.layout import Layout
-from titan_launch.train.step import Microbatch
 
 
 class TrainBatches:
@@ -34,10 +33,10 @@ class TrainBatches:
         self._build = build
         self._begin(position)
 
-    def __iter__(self) -> Iterator[Microbatch]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> Microbatch:
+    def __next__(self) -> Batch:
         return next(self._batches)
 
     def move_to(self, position: int) -> None:
@@ -80,8 +79,8 @@ class RunData:
 
     def meta_inputs(self) -> Tensor:
         """Return the inputs of one microbatch on this rank, on the meta device. Reads one sample."""
-        sample, _ = self.train[0]
-        return sample.to("meta").expand(self.local_batch_size, *sample.shape)
+        inputs = self.train[0][0]
+        return inputs.to("meta").expand(self.local_batch_size, *inputs.shape)
 
 
 def build_data(config: JobConfig, mesh: Mesh) -> RunData:
@@ -126,7 +125,7 @@ def sample_order(config: JobConfig, epoch_size: int) -> SampleOrder:
 
 def build_validation_batches(
     config: JobConfig, source: SampleSource | None, layout: Layout, ranks: Ranks, stack: ExitStack
-) -> Iterable[Microbatch] | None:
+) -> Iterable[Batch] | None:
     """Return this rank's batches of the validation source; None if the run has no validation source. Closing `stack`
     ends the data workers."""
     if source is None:

@@ -16,7 +16,7 @@ from titan_launch.checkpoint.manager import CheckpointManager
 from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
-from titan_launch.data.sources import SampleSource
+from titan_launch.data.sources import Batch, SampleSource
 from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
@@ -36,7 +36,7 @@ from titan_launch.train.measure import PREDICTED, MemoryCheck, StepMeasurements
 from titan_launch.train.resolve_job import ResolvedJob
 from titan_launch.train.run_folder.folder import OpenRunFolder
 from titan_launch.train.run_folder.records import UNITS_FILE
-from titan_launch.train.step import Microbatch, TrainStep
+from titan_launch.train.step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Run:
     train_batches: TrainBatches
     """An endless iterator over this rank's microbatches."""
 
-    validation_batches: Iterable[Microbatch] | None
+    validation_batches: Iterable[Batch] | None
     checkpoints: CheckpointManager | None
     meter: Meter
     measurements: StepMeasurements

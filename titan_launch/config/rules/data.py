@@ -20,6 +20,7 @@ from titan_launch.config.sections.data import (
     TokensData,
     misfits,
     names_a_file,
+    separates_documents,
 )
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, special_token, vocabulary_size
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, format_key
@@ -186,6 +187,11 @@ def _sources(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
     yield ("data",), config.data
     if config.validation.data is not None:
         yield ("validation", "data"), config.validation.data
+
+
+def keys_of_packed_documents(config: JobConfig) -> Iterator[KeyPath]:
+    """Yield the key `packing` of each data table with `packing = "documents"`."""
+    return ((*key, "packing") for key, data in _sources(config) if separates_documents(data))
 
 
 def _kinds_of(unit: SampleUnit) -> str:

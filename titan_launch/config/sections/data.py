@@ -255,6 +255,11 @@ def _files_like(pattern: str) -> Iterator[tuple[str, Path]]:
     return ((name, Path(name)) for name in glob.iglob(pattern, recursive=True) if Path(name).is_file())
 
 
+def separates_documents(data: DataSource) -> bool:
+    """Return True if samples have document numbers, which separate attention and positions of documents."""
+    return getattr(data, "packing", "concat") == "documents"
+
+
 class ValidationConfig(Section):
     """Loss and accuracy on data held out from training. Both are means over the targets of all ranks, with the same
     weight for each target. The model is in evaluation mode."""
