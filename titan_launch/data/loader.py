@@ -10,9 +10,10 @@ from __future__ import annotations
 import atexit
 import hashlib
 import itertools
+import operator
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_launch.config.sections.data import IGNORED_TARGET
 from titan_launch.core.signals import ignore_stop_signals
-from titan_launch.data.sources import SampleSource
+from titan_launch.data.sources import AugmentedSource, SampleSource
 from titan_launch.plan.layout import Layout
 
 # Four rounds make a Feistel network indistinguishable from a random permutation of a large domain (Luby and Rackoff
@@ -121,8 +122,11 @@ def build_train_loader(
     begin at `start + k * global_batch_size`. Its first microbatch takes the first of these positions, in rank order.
     The next microbatch takes the next positions. So the samples of a step do not depend on ranks and microbatches.
     """
-    batches = _TrainBatches(order, layout, dp_rank, start)
-    return Loader(source, batches, num_workers=num_workers, pin_memory=pin_memory)
+    batches: Iterable[list[int]] = _TrainBatches(order, layout, dp_rank, start)
+    samples: Any = source
+    if isinstance(source, AugmentedSource):
+        samples, batches = _AtPositions(source, order), _TrainBatches(operator.index, layout, dp_rank, start)
+    return Loader(samples, batches, num_workers=num_workers, pin_memory=pin_memory)
 
 
 def samples_of_step(order: SampleOrder, layout: Layout, position: int) -> list[list[list[int]]]:
@@ -153,10 +157,21 @@ def build_validation_loader(
 
 
 @dataclass(frozen=True)
-class _TrainBatches:
-    """Iterable over the sample indices of each microbatch of one rank."""
+class _AtPositions:
+    """The samples of an augmented source by their position in the stream."""
 
-    order: SampleOrder
+    source: AugmentedSource
+    order: Callable[[int], int]
+
+    def __getitem__(self, position: int) -> tuple[Tensor, Tensor]:
+        return self.source.at(self.order(position), position)
+
+
+@dataclass(frozen=True)
+class _TrainBatches:
+    """Iterable over the sample indices of each microbatch of one rank; over positions, if `order` is the identity."""
+
+    order: Callable[[int], int]
     layout: Layout
     dp_rank: int
     start: int

@@ -7,13 +7,13 @@ from typing import Any
 
 from titan_launch.config.sections.data import DataSource, ImageFormat
 from titan_launch.core.errors import KeyPath
-from titan_launch.data.sources.base import SampleSource, SourceContext
+from titan_launch.data.sources.base import AugmentedSource, SampleSource, SourceContext
 from titan_launch.data.sources.images import build_images
 from titan_launch.data.sources.synthetic import build_synthetic
 from titan_launch.data.sources.text import build_text
 from titan_launch.data.tokenizers import Tokenizer
 
-__all__ = ["SampleSource", "build_source"]
+__all__ = ["AugmentedSource", "SampleSource", "build_source"]
 
 SOURCES: dict[str, Callable[[Any, SourceContext], SampleSource]] = {
     "text": build_text,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -38,6 +38,14 @@ class SampleSource(Protocol):
 
         `seed` selects the samples that are hashed. Keys that only transform samples do not change the result.
         """
+
+
+@runtime_checkable
+class AugmentedSource(SampleSource, Protocol):
+    """A source whose training samples also depend on their position in the stream, by random changes."""
+
+    def at(self, index: int, position: int, /) -> tuple[Tensor, Tensor]:
+        """Return sample `index` as it occurs at `position` of the stream of training samples."""
 
 
 @dataclass(frozen=True)
