@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from titan_launch.config.sections.data import ImageData
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.data.images.transform import Transform
 
+PAGE = Path(__file__).parents[3] / "docs/how_to/images.md"
 IMAGE = torch.arange(3 * 8 * 12, dtype=torch.uint8).reshape(3, 8, 12)
 
 
@@ -137,7 +139,18 @@ def test_unusable_transforms_are_refused() -> None:
 @pytest.mark.parametrize(("resize", "crop"), [(5, None), (None, 5), (6, 5), (13, 10)])
 def test_resize_and_crop_are_those_of_torchvision(resize: int | None, crop: int | None) -> None:
     v2 = pytest.importorskip("torchvision.transforms.v2", exc_type=ImportError)
-    theirs: Path | Tensor = IMAGE
+    theirs = IMAGE
     for size, function in ((resize, v2.Resize), (crop, v2.CenterCrop)):
         theirs = function(size)(theirs) if size else theirs
     assert torch.equal(transform(resize=resize, crop=crop)(IMAGE, 0, None), theirs.float())
+
+
+def test_the_transform_in_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchvision.transforms.v2", exc_type=ImportError)
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    (tmp_path / "my_transforms.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    for key, position in ((("data",), 7), (("validation", "data"), None)):
+        mine = transform(key, transform="my_transforms:build")
+        first = mine(IMAGE.repeat(1, 40, 40), 3, position)
+        assert first.shape == (3, 224, 224) and torch.equal(mine(IMAGE.repeat(1, 40, 40), 3, position), first)

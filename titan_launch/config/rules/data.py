@@ -112,9 +112,7 @@ def validation_has_the_classes_of_training(config: JobConfig) -> Iterator[Proble
     train, held_out = config.data, config.validation.data
     if not (isinstance(train, ImageData) and isinstance(held_out, ImageData) and config.validation.freq):
         return
-    if any(images_named(data.path) != "folder" for data in (train, held_out)):
-        return
-    ours, theirs = (set(class_folders(data.path)) for data in (held_out, train))
+    ours, theirs = _classes_of(held_out.path), _classes_of(train.path)
     differences = [("lacks", theirs - ours), ("also has", ours - theirs)]
     if ours and theirs and ours != theirs:
         found = " and ".join(f"{verb} {listed(sorted(names))}" for verb, names in differences if names)
@@ -218,6 +216,14 @@ def _why_not_augment(data: ImageData, is_training: bool) -> str | None:
     if data.crop is None and ("resized_crop" in data.augment or ("crop" in data.augment and not data.padding)):
         return "needs the size of the random part; set the key crop"
     return None
+
+
+def _classes_of(path: str) -> set[str]:
+    """Return the names of the class folders in a readable folder; an empty set for other paths."""
+    try:
+        return set(class_folders(path)) if images_named(path) == "folder" else set()
+    except OSError:
+        return set()  # `image_files_exist` reports the error
 
 
 def _why_no_images(path: str) -> str | None:
