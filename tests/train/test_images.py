@@ -180,9 +180,8 @@ def class_folders(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("name", ["resnet", "vit"])
 def test_augmented_images_of_a_folder_train_alike_on_any_number_of_ranks_and_workers(
-    tmp_path: Path, class_folders: str, name: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, class_folders: str, name: str
 ) -> None:
-    monkeypatch.setenv("TITAN_LAUNCH_CACHE", str(tmp_path / "cache"))
     model = VIT if name == "vit" else {**RESNET, "args": {**RESNET["args"], "image_size": 8, "in_channels": 3}}
     size = {"resize": 9, "crop": 8}
     reports = []

@@ -16,6 +16,7 @@ import torch
 
 from titan_launch.config.sections.data import ImageData, ImageFormat
 from titan_launch.core.errors import ConfigError, UserError
+from titan_launch.data.cache import VARIABLE
 from titan_launch.data.sources import SampleSource, build_source
 from titan_launch.data.tokenizers import ByteTokenizer
 
@@ -23,12 +24,6 @@ Image = pytest.importorskip("PIL.Image")
 
 SIDE = 6
 CLASSES = ("cat", "dog", "owl")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TITAN_LAUNCH_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def encoded(number: int, ending: str = "png", size: tuple[int, int] = (SIDE, SIDE)) -> bytes:
@@ -116,7 +111,9 @@ def test_folders_shards_and_arrays_of_the_same_images_have_the_same_samples(tmp_
     assert_same(build(tmp_path / "{json-00,json-01}.tar", label_field="y"), expected)
 
 
-def test_the_index_is_built_once_and_again_after_a_change(tmp_path: Path, cache: Path) -> None:
+def test_the_index_is_built_once_and_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv(VARIABLE, str(cache))
     root = write_folder(tmp_path / "folder")
     first = build(root).fingerprint(0)
     (index,) = (cache / "images").glob("*/index.npz")

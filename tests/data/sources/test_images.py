@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch import Tensor
 
 from titan_launch.config.sections.data import IGNORED_TARGET, ImageData, ImageFormat
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.data.images.arrays import map_npz
 from titan_launch.data.loader import SampleOrder, build_train_loader, build_validation_loader
-from titan_launch.data.sources import SampleSource, build_source
+from titan_launch.data.sources import AugmentedSource, SampleSource, build_source
 from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.plan.layout import Layout
 
@@ -119,6 +120,30 @@ def test_global_batches_do_not_depend_on_ranks_microbatches_or_workers(tmp_path:
     for ranks, local in ((1, 2), (2, 2), (4, 2)):
         assert global_batches(source, ranks, local, steps=7) == expected
     assert global_batches(source, 2, 2, steps=7, num_workers=1) == expected
+
+
+def test_augmented_samples_follow_from_their_position_in_the_stream(tmp_path: Path) -> None:
+    """They depend on neither ranks nor microbatches nor workers, nor on where a run was resumed. They differ in every
+    epoch."""
+    images = np.random.default_rng(0).normal(size=(6, 4, 4))
+    source = build(path=write(tmp_path / "a.npz", images, np.arange(6)), augment=["crop", "flip"], padding=2)
+    assert isinstance(source, AugmentedSource)
+    order = SampleOrder(6, seed=1, shuffle=True)
+    expected = [source.at(order(position), position)[0] for position in range(24)]
+    assert len({tuple(image.flatten().tolist()) for image in expected}) > 20
+
+    def stream(ranks: int, local: int, start: int, num_workers: int = 0) -> list[Tensor]:
+        layout = Layout(replicate=1, shard=ranks, local_batch_size=local, num_microbatches=4 // (ranks * local))
+        microbatches: list[list[Tensor]] = []
+        for rank in range(ranks):
+            with build_train_loader(source, order, layout, rank, start=start, num_workers=num_workers) as loader:
+                count = (24 - start) // 4 * layout.num_microbatches
+                microbatches.append([inputs for inputs, _ in itertools.islice(loader, count)])
+        return [image for of_ranks in zip(*microbatches, strict=True) for inputs in of_ranks for image in inputs]
+
+    for ranks, local, start, num_workers in ((1, 4, 0, 0), (2, 1, 8, 0), (4, 1, 4, 0), (2, 2, 0, 1)):
+        found = stream(ranks, local, start, num_workers)
+        assert len(found) == 24 - start and all(map(torch.equal, found, expected[start:]))
 
 
 def test_validation_pads_with_images_without_a_class(tmp_path: Path) -> None:
