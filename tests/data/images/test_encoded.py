@@ -120,7 +120,10 @@ def test_the_index_is_built_once_and_again_after_a_change(tmp_path: Path, monkey
     assert build(root).fingerprint(0) == first and list((cache / "images").glob("*/index.npz")) == [index]
     (root / "dog" / "part" / "new.png").write_bytes(encoded(99))
     now = build(root).fingerprint(0)
-    assert first and now and first.changed_to(now) == "it now has 13 samples (before: 12) and 13 files (before: 12)"
+    (root / "cat" / "0.PNG").rename(root / "cat" / "00.PNG")
+    renamed = build(root).fingerprint(0)
+    assert now and renamed and now.changed_to(renamed) == "the names or the sizes of its files differ"
+    assert first and now and first.changed_to(now) == "it now has 13 samples (before: 12)"
 
 
 def test_a_split_of_a_folder_follows_from_the_names(tmp_path: Path) -> None:

@@ -34,11 +34,11 @@ class ArrayImages:
         self.note = ""
         self._path, self._images = path, images
 
-    def files(self, chosen: npt.NDArray[np.int64]) -> list[tuple[str, int]]:
-        """Return the array of the chosen images as if it were one file: (dtype and shape, bytes)."""
+    def as_file(self, chosen: npt.NDArray[np.int64]) -> tuple[str, int]:
+        """Return the chosen images as if they were one file: dtype and shape, and bytes."""
         images, labels = self._images, self.labels
         image_bytes = images.dtype.itemsize * int(np.prod(images.shape[1:]))
-        return [(f"{images.dtype} {images.shape[1:]}", len(chosen) * (image_bytes + labels.itemsize))]
+        return f"{images.dtype} {images.shape[1:]}", len(chosen) * (image_bytes + labels.itemsize)
 
     def hashes(self) -> npt.NDArray[np.uint32]:
         """Return a hash of each image's index."""

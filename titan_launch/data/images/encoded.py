@@ -6,6 +6,7 @@ cache folder, and is mapped into memory: ranks and workers share its pages.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import logging
@@ -45,7 +46,7 @@ class _Listing:
     """Lists of an index while it is built. An image is a range of bytes in a file."""
 
     names: list[str] = field(default_factory=list)
-    file_sizes: list[int] = field(default_factory=list)
+    """Names of the files."""
     files: list[int] = field(default_factory=list)
     """File of each image, as an index into `names`."""
     offsets: list[int] = field(default_factory=list)
@@ -55,10 +56,6 @@ class _Listing:
     """Hash of each image's name, or of its index. It decides to which split the image belongs."""
     skipped: list[str] = field(default_factory=list)
     """Names of the files that are not images."""
-
-    def add_file(self, name: str, size: int) -> None:
-        self.names.append(name)
-        self.file_sizes.append(size)
 
     def add_image(self, offset: int, size: int, label: int, hashed: str) -> None:
         """Add an image of the last file."""
@@ -72,7 +69,7 @@ class _Listing:
         """Write the index. All names are stored as one array of bytes, with the end of each name."""
         names = [os.fsencode(name) for name in self.names]
         arrays: dict[str, Any] = {
-            name: np.array(getattr(self, name), np.int64) for name in ("file_sizes", "offsets", "sizes", "labels")
+            name: np.array(getattr(self, name), np.int64) for name in ("offsets", "sizes", "labels")
         }
         np.savez(
             folder / _INDEX_FILE,
@@ -106,10 +103,12 @@ class EncodedImages:
         self._root, self._index_file, self._mode = root, index, _MODES[channels]
         self._arrays = arrays
 
-    def files(self, chosen: npt.NDArray[np.int64]) -> list[tuple[str, int]]:
-        """Return name and size of each file that contains one of the chosen images."""
-        sizes = self._arrays["file_sizes"]
-        return [(self._file_name(file), int(sizes[file])) for file in np.unique(self._arrays["files"][chosen])]
+    def as_file(self, chosen: npt.NDArray[np.int64]) -> tuple[str, int]:
+        """Return the chosen images as if they were one file: a digest of their names, sizes and classes, and bytes."""
+        digest = hashlib.blake2b(digest_size=16)
+        for column in ("hashes", "sizes", "labels"):
+            digest.update(self._arrays[column][chosen].tobytes())
+        return digest.hexdigest(), int(self._arrays["sizes"][chosen].sum())
 
     def hashes(self) -> npt.NDArray[np.uint32]:
         """Return a hash of each image: of its name in a folder, and of its index in shards."""
@@ -165,15 +164,12 @@ class EncodedImages:
             raise UserError(f"{self.name(index)} is not a valid image ({reason}); replace or remove it") from None
         return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).permute(2, 0, 1)
 
-    def _file_name(self, file: int) -> str:
-        ends = self._arrays["name_ends"]
-        return os.fsdecode(self._arrays["names"][ends[file - 1] if file else 0 : ends[file]].tobytes())
-
     def _path(self, index: int) -> Path:
-        return self._root / self._file_name(int(self._arrays["files"][index]))
+        ends, file = self._arrays["name_ends"], int(self._arrays["files"][index])
+        return self._root / os.fsdecode(self._arrays["names"][ends[file - 1] if file else 0 : ends[file]].tobytes())
 
 
-_ARRAYS = ("labels", "files", "offsets", "sizes", "hashes", "file_sizes", "names", "name_ends", "note")
+_ARRAYS = ("labels", "files", "offsets", "sizes", "hashes", "names", "name_ends", "note")
 
 
 def open_folder(path: str, channels: int, path_key: KeyPath) -> EncodedImages:
@@ -215,8 +211,8 @@ def open_shards(path: str, label_field: str | None, channels: int, path_key: Key
 
     def build(folder: Path) -> None:
         listing = _Listing()
-        for name, state in zip(names, states, strict=True):
-            listing.add_file(name, state.st_size)
+        for name in names:
+            listing.names.append(name)
             try:
                 _list_shard(root / name, label_field, listing)
             except _ShardError as error:
@@ -273,7 +269,7 @@ def _list_class(root: Path, name: str, label: int, listing: _Listing) -> int:
             path = str(Path(entry.path).relative_to(root))
             if entry.is_file() and entry.name.lower().endswith(SUFFIXES) and entry.name[0] != ".":
                 size = entry.stat().st_size
-                listing.add_file(path, size)
+                listing.names.append(path)
                 listing.add_image(0, size, label, path)
             else:
                 listing.skipped.append(path)

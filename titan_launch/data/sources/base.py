@@ -41,7 +41,7 @@ class SampleSource(Protocol):
 
 
 @runtime_checkable
-class AugmentedSource(SampleSource, Protocol):
+class AugmentedSource(Protocol):
     """A source whose training samples also depend on their position in the stream, by random changes."""
 
     def at(self, index: int, position: int, /) -> tuple[Tensor, Tensor]:

@@ -29,8 +29,8 @@ class Images(Protocol):
     note: str
     """Text for a log line, such as the number of skipped files."""
 
-    def files(self, chosen: Indices) -> list[tuple[str, int]]:
-        """Return name and size of the files that contain the chosen images."""
+    def as_file(self, chosen: Indices) -> tuple[str, int]:
+        """Return the chosen images as if they were one file: a name that follows from what they are, and bytes."""
 
     def hashes(self) -> npt.NDArray[np.uint32]:
         """Return a number for each image that decides to which split the image belongs."""
@@ -64,14 +64,14 @@ class ImageSource:
         return f"{len(self):,} images {tuple(self.shape)} of {self.num_classes:,} classes{self._images.note}"
 
     def fingerprint(self, seed: int) -> Fingerprint:
-        """Return the fingerprint of the stored images and labels. Arrays count as one file."""
+        """Return the fingerprint of the stored images and labels, which count as one file."""
         images = self._images
 
         def sample(index: int) -> bytes:
             image = self._chosen[index]
             return images.content(image) + images.labels[image].tobytes()
 
-        return fingerprint_of(images.files(self._chosen), len(self), sample, seed)
+        return fingerprint_of([images.as_file(self._chosen)], len(self), sample, seed)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a float32 image `[channels, height, width]` without augmentation, and its class, an int64 scalar.
