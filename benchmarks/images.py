@@ -31,7 +31,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from titan_launch.config.sections.data import ImageData
 from titan_launch.data.cache import VARIABLE
-from titan_launch.data.loader import SampleOrder, build_train_loader
+from titan_launch.data.loader import build_train_loader
+from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.plan.layout import Layout
@@ -69,7 +70,7 @@ def launcher(path: Path) -> Contestant:
         layout = Layout(replicate=1, shard=1, local_batch_size=BATCH, num_microbatches=1)
         order = SampleOrder(len(source), seed=0, shuffle=True)
         with build_train_loader(source, order, layout, 0, start=0, num_workers=num_workers) as loader:
-            yield from (inputs for inputs, _ in loader)
+            yield from (batch.inputs for batch in loader)
 
     return batches
 

@@ -17,6 +17,7 @@ import torch
 from titan_launch.config.sections.data import ImageData, ImageFormat
 from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.data.cache import VARIABLE
+from titan_launch.data.loader import build_validation_loader
 from titan_launch.data.sources import SampleSource, build_source
 from titan_launch.data.tokenizers import ByteTokenizer
 
@@ -197,6 +198,15 @@ def test_a_damaged_image_is_named_when_it_is_read(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=reason):
             source[1]
     source[2]
+    for num_workers in (0, 1):
+        with (
+            build_validation_loader(
+                source, local_batch_size=4, dp_rank=0, dp_size=1, num_workers=num_workers
+            ) as loader,
+            pytest.raises(UserError) as caught,
+        ):
+            list(loader)
+        assert str(caught.value) == f"{path} cannot be read: No such file or directory; restore the file"
     (root / "dog" / "2.PNG").write_bytes(encoded(1, size=(9, 5)))
     with pytest.raises(
         UserError, match=r"2.PNG becomes a sample \(3, 9, 5\), but other samples are \(3, 6, 6\); set resize"
