@@ -18,6 +18,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_launch.config.sections.data import IGNORED_TARGET
+from titan_launch.core.errors import UserError
 from titan_launch.core.signals import ignore_stop_signals
 from titan_launch.data.order import Order
 from titan_launch.data.sources import Batch, Sample, SampleSource, read_batch
@@ -38,7 +39,11 @@ class Loader:
         atexit.register(self.close)
 
     def __iter__(self) -> Iterator[Batch]:
-        return (Batch(*tensors) for tensors in self._loader)
+        """Yield batches. Raises UserError if a sample cannot be read, such as a damaged image."""
+        for tensors in self._loader:
+            if isinstance(tensors[0], UserError):
+                raise tensors[0]
+            yield Batch(*tensors)
 
     def close(self) -> None:
         """End the worker processes and wait for them. Further calls do nothing."""
@@ -181,6 +186,19 @@ class _ValidationReader:
         return inputs, targets, *documents
 
 
+@dataclass(frozen=True)
+class _ErrorsAsBatches:
+    """A reader that returns a UserError in place of a batch. PyTorch would add the worker's traceback to its text."""
+
+    reader: BatchReader
+
+    def __getitems__(self, numbers: Sequence[int]) -> tuple[Any, ...]:
+        try:
+            return self.reader.__getitems__(numbers)
+        except UserError as error:
+            return (UserError(str(error)),)  # a ConfigError cannot be pickled
+
+
 def _build_data_loader(
     reader: BatchReader, batches: Iterable[Sequence[int]], num_workers: int, pin_memory: bool
 ) -> Any:
@@ -188,7 +206,7 @@ def _build_data_loader(
         # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates. The user cannot change that.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         return StatefulDataLoader(
-            reader,
+            _ErrorsAsBatches(reader),
             batch_sampler=batches,
             collate_fn=tuple,  # the reader has collated the samples
             num_workers=num_workers,
