@@ -14,7 +14,9 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of `export`."""
     parser.usage = "titan-launch export RUN OUT [options]"
     parser.epilog = "example:\n  titan-launch export outputs/llama_bn exported --format plain"
-    parser.add_argument("source", metavar="RUN", help="run folder, or a folder that `import` wrote")
+    parser.add_argument(
+        "source", metavar="RUN", help="run folder, a folder that `import` wrote, or a Hugging Face folder"
+    )
     parser.add_argument("out", metavar="OUT", help="folder to write, which must not exist")
     parser.add_argument("--step", type=at_least(0), metavar="N", help="checkpoint of this step (default: the newest)")
     text = "hf: config.json, *.safetensors and tokenizer of Hugging Face (the default); plain: one model.safetensors "
@@ -33,7 +35,7 @@ def run(arguments: Namespace) -> int:
     """Write the folder, and print what it holds."""
     from titan_launch.checkpoint.manifest import DamagedCheckpointError
     from titan_launch.config.huggingface.features import WeightsError
-    from titan_launch.train.export import DEFAULT_SHARD_SIZE, ExportOptions, export
+    from titan_launch.inference.export import DEFAULT_SHARD_SIZE, ExportOptions, export
 
     if arguments.format == "plain":
         for option in ("max_shard_size", "vocab_size"):

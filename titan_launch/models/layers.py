@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_launch.config.architectures.decoder import Activation, DecoderArgs, RopeScaling
-from titan_launch.models.attention import attend
+from titan_launch.models.attention import KeyValueCache, attend
 
 
 class RotaryEmbedding(nn.Module):
@@ -21,6 +21,9 @@ class RotaryEmbedding(nn.Module):
     of a wrapped module to the compute dtype, and bf16 cannot distinguish position 8000 from 8001. Checkpoints do not
     contain the table. `reset_parameters` computes it for a model that was built on the meta device.
     """
+
+    position: int = 0
+    """Position of the first token of the input. It is not 0 while a cache has earlier tokens."""
 
     table: Tensor
     """Cosine and sine of each angle: (max_seq_len, head_dim / 2, 2)."""
@@ -47,10 +50,10 @@ class RotaryEmbedding(nn.Module):
 
         Raise ValueError for more tokens than the table has.
         """
-        num_tokens, max_tokens = x.shape[1], self.table.shape[0]
-        if num_tokens > max_tokens:
-            raise ValueError(f"{num_tokens} tokens, but the rotary table has {max_tokens} (training.seq_len)")
-        table = self.table[:num_tokens, None].float()  # [tokens, 1, head_dim / 2, 2]
+        stop, max_tokens = self.position + x.shape[1], self.table.shape[0]
+        if stop > max_tokens:
+            raise ValueError(f"{stop} tokens, but the rotary table has {max_tokens} (training.seq_len)")
+        table = self.table[self.position : stop, None].float()  # [tokens, 1, head_dim / 2, 2]
         pairs = x.float().unflatten(-1, (-1, 2))
         rotated = _rotated_by_parts(pairs, table) if torch.compiler.is_compiling() else _rotated(pairs, table)
         return rotated.flatten(-2).to(x.dtype)
@@ -97,6 +100,9 @@ class LearnedPositions(nn.Embedding):
     The rows of the stream's tokens are a buffer. Ranks that share sequences divide the buffer like the tokens.
     """
 
+    position: int = 0
+    """Position of the first token of the input. It is not 0 while a cache has earlier tokens."""
+
     rows: Tensor
     """The row of each token of a sequence: (max_positions)."""
 
@@ -106,7 +112,7 @@ class LearnedPositions(nn.Embedding):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, tokens, dim) to the same shape."""
-        return x + super().forward(self.rows[: x.shape[1]])
+        return x + super().forward(self.rows[self.position : self.position + x.shape[1]])
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -136,6 +142,9 @@ class CappedLinear(nn.Linear):
 class Attention(nn.Module):
     """Causal self-attention in which groups of query heads share a key and value head (arXiv:2305.13245)."""
 
+    cache: KeyValueCache | None = None
+    """Keys and values of earlier tokens, during generation."""
+
     def __init__(self, args: DecoderArgs, window: int | None, rope: RotaryEmbedding | None):
         """Make the layers. `window`: the sliding window of this layer, or None."""
         super().__init__()
@@ -157,8 +166,10 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = self.rope(q), self.rope(k)
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        attended = attend(*heads_first, scale=self.scale, window=self.window, soft_cap=self.soft_cap)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if self.cache is not None:
+            k, v = self.cache.append(k, v, self.window)
+        attended = attend(q, k, v, scale=self.scale, window=self.window, soft_cap=self.soft_cap)
         return self.wo(attended.transpose(1, 2).flatten(-2))
 
 
