@@ -93,9 +93,13 @@ class EvaluatedModel(TemplateLM):
 
     def _generate(self, context: str, options: Mapping[str, Any]) -> str:
         given = normalize_gen_kwargs(dict(options))
-        most = min(given["max_gen_toks"], self.model.max_tokens - 1)
-        tokens = self.tok_encode(context)[-(self.model.max_tokens - most) :] or [self.prefix_token_id]
-        sampling = Sampling(given["temperature"], given.get("top_k") or None, given.get("top_p", 1.0))
+        most, longest = given["max_gen_toks"], self.model.max_tokens
+        if most >= longest:
+            reason = f"a task generates up to {most} tokens, but the model takes {longest} at most"
+            raise UserError(f"error: {reason}; set max_gen_toks in generation_kwargs of the task")
+        tokens = self.tok_encode(context)[most - longest :] or [self.prefix_token_id]
+        temperature = given.get("temperature", 1.0 if given["do_sample"] else 0.0)
+        sampling = Sampling(temperature, given.get("top_k") or None, given.get("top_p", 1.0))
         stop = [text for text in given["until"] if text]
         generator = torch.Generator().manual_seed(0)
         return "".join(generate_text(self.model, tokens, most, sampling, generator, stop))
