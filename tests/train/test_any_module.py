@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from tests.distributed import run_ranks
 from tests.tensors import assert_equal
 from tests.train.jobs import read_metrics, run_job, tiny_job
-from titan_launch.config.sections.data import SyntheticData, TokenizerConfig
+from titan_launch.config.sections.data import SyntheticData
 from titan_launch.config.sections.model import ModelConfig
+from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.models.build import build_model, recorded_model, take_inventory

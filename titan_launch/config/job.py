@@ -6,11 +6,12 @@ from pydantic import Field
 
 from titan_launch.config.sections.base import Section
 from titan_launch.config.sections.checkpoint import CheckpointConfig
-from titan_launch.config.sections.data import DataSource, TextData, TokenizerConfig, ValidationConfig
+from titan_launch.config.sections.data import DataSource, TextData, ValidationConfig
 from titan_launch.config.sections.model import ModelConfig
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from titan_launch.config.sections.precision import BatchNormConfig, Float8Config, KernelsConfig, PrecisionConfig
 from titan_launch.config.sections.run import CommConfig, DebugConfig, GeneralConfig, MetricsConfig, PlannerConfig
+from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.config.sections.training import (
     EMAConfig,
     GradientAccumulationConfig,

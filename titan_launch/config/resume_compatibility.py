@@ -25,7 +25,12 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "weights": "operation",
         "exclude_from_weights": "operation",
     },
-    "tokenizer": "experiment",
+    "tokenizer": {
+        "kind": "experiment",
+        "path": "operation",
+        "end_of_document": "experiment",
+        "begin_of_document": "experiment",
+    },
     "data": {
         "kind": "experiment",
         "path": "operation",

@@ -1,28 +1,43 @@
-"""Tokenizers."""
+"""Tokenizers: bytes, and the `tokenizer.json` files of Hugging Face."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from titan_launch.config.sections.data import TokenizerConfig
+from titan_launch.config.sections.tokenizer import TokenizerConfig, read_tokenizer_json, special_token
+from titan_launch.core.errors import config_error
+from titan_launch.data.token_files import Tokens, token_dtype
 
 
 class Tokenizer(Protocol):
-    """A conversion between UTF-8 documents and token ids."""
+    """A conversion between text and token ids."""
 
     @property
     def vocab_size(self) -> int:
         """Number of distinct tokens, which are 0 to `vocab_size` - 1."""
 
-    def encode_document(self, data: bytes) -> npt.NDArray[np.uint16]:
-        """Return the tokens `[n]` of a UTF-8 document, including the end-of-document token."""
+    @property
+    def end_of_document(self) -> int:
+        """Token that ends a document."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of everything that decides the tokens of a document."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of `text`, without tokens around it. Names of special tokens in it are plain text."""
+
+    def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
+        """Return the tokens of each UTF-8 document, including the tokens that begin and end it."""
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of `tokens`. Invalid text becomes U+FFFD; end-of-document tokens are dropped."""
+        """Return the text of `tokens`. Invalid text becomes U+FFFD; special tokens are dropped."""
 
 
 class ByteTokenizer:
@@ -30,19 +45,85 @@ class ByteTokenizer:
 
     vocab_size = 257
     end_of_document = 256
+    digest = "bytes"
 
-    def encode_document(self, data: bytes) -> npt.NDArray[np.uint16]:
-        """Return the n bytes of `data` and the end-of-document token: `[n + 1]`."""
-        tokens = np.empty(len(data) + 1, dtype=np.uint16)
-        tokens[:-1] = np.frombuffer(data, dtype=np.uint8)
-        tokens[-1] = self.end_of_document
-        return tokens
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes of `text` in UTF-8."""
+        return list(text.encode())
+
+    def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
+        """Return the n bytes of each document and the end-of-document token: `[n + 1]`."""
+        return [self._encode(data) for data in documents]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of `tokens`. Invalid UTF-8 becomes U+FFFD; end-of-document tokens are dropped."""
         return bytes(int(token) for token in tokens if token < self.end_of_document).decode("utf-8", errors="replace")
 
+    def _encode(self, data: bytes) -> npt.NDArray[np.uint16]:
+        tokens = np.empty(len(data) + 1, dtype=np.uint16)
+        tokens[:-1] = np.frombuffer(data, dtype=np.uint8)
+        tokens[-1] = self.end_of_document
+        return tokens
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer that a `tokenizer.json` describes, run by the package `tokenizers`."""
+
+    def __init__(self, config: TokenizerConfig):
+        """Load the file. Raises ConfigError on `tokenizer.path`, or on the key of a special token that it lacks."""
+        content = read_tokenizer_json(config)
+        self._tokenizer = _load(config, content)
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self._dtype = token_dtype(self.vocab_size)
+        self._begin = [] if config.begin_of_document is None else [self.token(config.begin_of_document)]
+        self.end_of_document = self.token(special_token(config))
+        digest = hashlib.blake2b(content, digest_size=16)
+        digest.update(f"{self._begin} {self.end_of_document}".encode())
+        self.digest = digest.hexdigest()
+
+    def token(self, name: str) -> int:
+        """Return the id of the token `name`, which `special_token` has checked."""
+        return int(self._tokenizer.token_to_id(name))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of `text`, without tokens around it. Names of special tokens in it are plain text."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_documents(self, documents: Sequence[bytes]) -> list[Tokens]:
+        """Return the tokens of each UTF-8 document, including the tokens that begin and end it."""
+        texts = [document.decode() for document in documents]
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        end = [self.end_of_document]
+        return [np.array([*self._begin, *encoding.ids, *end], dtype=self._dtype) for encoding in encodings]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of `tokens`. Invalid text becomes U+FFFD; special tokens are dropped."""
+        return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True))
+
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Return the tokenizer that `[tokenizer]` describes. The only kind is `bytes`."""
-    return ByteTokenizer()
+    """Return the tokenizer that `[tokenizer]` describes. Raises ConfigError for a file that cannot be used."""
+    return ByteTokenizer() if config.kind == "bytes" else HuggingFaceTokenizer(config)
+
+
+def _load(config: TokenizerConfig, content: bytes) -> Any:
+    key = ("tokenizer", "path")
+    try:
+        from tokenizers import Tokenizer as Fast  # optional, and slow to import
+    except ImportError:
+        reason = "needs the package tokenizers, which is not installed: pip install 'titan-launch[hf]'"
+        raise config_error(key, reason, config.path) from None
+    try:
+        tokenizer = Fast.from_buffer(content)
+    except Exception as error:  # tokenizers raises plain exceptions
+        reason = f"cannot be used: {error}; name a tokenizer.json of Hugging Face"
+        raise config_error(key, reason, config.path) from None
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def tokenizer_beside(folder: Path) -> TokenizerConfig | None:
+    """Return the configuration of the tokenizer in a Hugging Face folder; None if it has none."""
+    return TokenizerConfig(kind="huggingface", path=str(folder)) if (folder / "tokenizer.json").is_file() else None

@@ -69,7 +69,7 @@ def test_a_hint_names_a_key_with_a_similar_meaning(
 
 GUESSES = {
     "activation_checkpoint": ["enabled"],
-    "tokenizer": ["paths", "split"],
+    "tokenizer": ["split", "vocabulary"],
     "metrics": ["mode", "path", "name"],
     "comm": ["modules", "components"],
     "training": ["alpha", "enable", "mode", "momentum"],

@@ -10,7 +10,7 @@ from titan_launch.core.errors import KeyPath
 _NO_LORA = "LoRA is not supported; all parameters are trained, except those with requires_grad = False in your model"
 _NO_EXPERTS = "expert parallelism is not supported; remove this key"
 _NO_STAGE_LAYERS = 'use "parallelism.pipeline_parallel_split_points": the first module of every stage but the first'
-_NO_TOKENIZER = 'tokenizer files are not supported; each byte is a token ("tokenizer.kind")'
+_TOKENIZER = 'use "tokenizer.path" with tokenizer.kind = "huggingface"'
 _NO_DATASET = 'named data sets are not supported; set "data.path" to a file, a folder or a glob'
 _NO_TRACE = (
     'profiler traces are not supported; "comm.profile_freq" profiles single steps to report exposed communication'
@@ -37,10 +37,9 @@ TORCHTITAN_KEYS: dict[str, str] = {
     "job.description": "job.name",
     "model.converters": 'use "float8.enable"',
     "model.dim": "model.args.dim",
-    "model.hf_assets_path": _NO_TOKENIZER,
-    "model.tokenizer_path": _NO_TOKENIZER,
-    "tokenizer.path": _NO_TOKENIZER,
-    "tokenizer.name": _NO_TOKENIZER,
+    "model.hf_assets_path": _TOKENIZER,
+    "model.tokenizer_path": _TOKENIZER,
+    "tokenizer.name": _TOKENIZER,
     "training.dtype": "precision.storage_dtype",
     "training.mixed_precision_param": "precision.param_dtype",
     "training.mixed_precision_reduce": "precision.reduce_dtype",

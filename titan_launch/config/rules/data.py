@@ -12,16 +12,17 @@ from titan_launch.config.sections.data import (
     DATA_KINDS,
     DIGITS,
     SKLEARN_DIGITS,
-    VOCABULARY_SIZES,
     DataSource,
     ImageData,
     SampleUnit,
     SyntheticData,
     TextData,
+    TokensData,
     misfits,
     names_a_file,
 )
-from titan_launch.core.errors import KeyPath, Problem, format_key
+from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, special_token, vocabulary_size
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, format_key
 
 _Split = TextData | ImageData
 _NAME: KeyPath = ("model", "name")
@@ -45,9 +46,28 @@ def validation_has_the_unit_of_training(config: JobConfig) -> Iterator[Problem]:
         yield Problem(("validation", "data", "kind"), reason, held_out.kind, also=(_NAME, ("data", "kind")))
 
 
+def tokenizer_is_usable(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem if keys of the tokenizer contradict each other, or if its file cannot be used."""
+    tokenizer = config.tokenizer
+    if tokenizer.kind == "bytes":
+        for name, value in tokenizer.changed("path", "end_of_document", "begin_of_document"):
+            reason = 'is only for tokenizer.kind = "huggingface"; set it, or remove this key'
+            yield Problem(("tokenizer", name), reason, value, also=(("tokenizer", "kind"),))
+    elif tokenizer.path is None:
+        reason = f"needs tokenizer.path, a {TOKENIZER_FILE} or a folder that contains one"
+        yield Problem(("tokenizer", "kind"), reason, tokenizer.kind)
+    else:
+        try:
+            special_token(tokenizer)
+        except ConfigError as error:
+            yield from error.problems
+
+
 def vocabulary_is_large_enough(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the model's vocabulary is smaller than the vocabulary of its data."""
     vocab_size = vocabulary_taken(config.model)
+    if any(tokenizer_is_usable(config)):
+        return
     for source, data in _sources(config):
         if data.unit != "tokens":
             continue
@@ -69,6 +89,14 @@ def text_files_exist(config: JobConfig) -> Iterator[Problem]:
                 key = (*source, "path") if isinstance(data.path, str) else (*source, "path", index)
                 if not names_a_file(entry):
                     yield Problem(key, _why_no_file(entry), entry, also=((*source, "kind"),))
+
+
+def token_files_exist(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each `path` to token files that is not a folder."""
+    for source, data in _sources(config):
+        if isinstance(data, TokensData) and not os.path.isdir(data.path):
+            reason = "must be an existing folder of token files; write it with titan-launch prepare"
+            yield Problem((*source, "path"), reason, data.path, also=((*source, "kind"),))
 
 
 def image_files_exist(config: JobConfig) -> Iterator[Problem]:
@@ -139,8 +167,10 @@ def validation_images_are_normalized_as_in_training(config: JobConfig) -> Iterat
 DATA_RULES = (
     data_suits_the_model,
     validation_has_the_unit_of_training,
+    tokenizer_is_usable,
     vocabulary_is_large_enough,
     text_files_exist,
+    token_files_exist,
     image_files_exist,
     digits_suit_the_model,
     validation_has_data,
@@ -177,4 +207,4 @@ def _vocabulary(config: JobConfig, source: KeyPath, data: DataSource) -> tuple[i
     if own is not None:
         return own, f"[{format_key(source)}]", (*source, "vocab_size")
     kind = config.tokenizer.kind
-    return VOCABULARY_SIZES[kind], f'the "{kind}" tokenizer', ("tokenizer", "kind")
+    return vocabulary_size(config.tokenizer), f'the "{kind}" tokenizer', ("tokenizer", "kind")

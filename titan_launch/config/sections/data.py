@@ -1,4 +1,4 @@
-"""`[data]`, `[tokenizer]`, `[validation]` and `[validation.data]`: training data and validation data."""
+"""`[data]`, `[validation]` and `[validation.data]`: training data and validation data."""
 
 from __future__ import annotations
 
@@ -97,9 +97,25 @@ class DataSource(Section):
         return handler.generate_schema(Annotated[any_kind, Field(discriminator="kind")])
 
 
-class TextData(DataSource):
-    """Text files. They are read into memory, tokenized, concatenated and cut into sequences of `training.seq_len`
-    tokens."""
+class TokenizedData(DataSource):
+    """The keys of all kinds of data that become sequences of `training.seq_len` tokens."""
+
+
+class CorpusData(TokenizedData):
+    """The keys of all kinds of text. When a run starts, one process of each host tokenizes the text into the cache
+    folder: `$TITAN_LAUNCH_CACHE`, by default `~/.cache/titan_launch`. Later runs on the same text find the tokens
+    there."""
+
+    split: Literal["all", "train", "validation"] = "all"
+    """Documents to use. `validation`: `validation_percent` of the documents, chosen by a hash of their names. `train`:
+    all others. Training and validation can therefore use the same `path`."""
+
+    validation_percent: Annotated[int, Field(ge=1, le=99)] = 5
+    """Percentage of the documents that belong to the validation split."""
+
+
+class TextData(CorpusData):
+    """Text files. They are tokenized, concatenated and cut into sequences of `training.seq_len` tokens."""
 
     kind: Literal["text"] = "text"
     """Kind of data source. It decides which other keys are valid."""
@@ -107,15 +123,19 @@ class TextData(DataSource):
     path: str | Array[str] = PYTHON_STDLIB
     """A file, a folder (all files below it), a glob (`**` crosses folders), or an array of these, relative to the
     working directory. `python-stdlib` is the source code of the running Python's standard library: tens of MB of real
-    text that every machine has. Each file is one document. Files that are not text (valid UTF-8 without NUL bytes) are
-    skipped; the log reports their number."""
+    text that every machine has. Each file is one document, whose name is its path relative to the given folder. Files
+    that are not text (valid UTF-8 without NUL bytes) are skipped; the log reports their number."""
 
-    split: Literal["all", "train", "validation"] = "all"
-    """Documents to use. `validation`: `validation_percent` of the documents, chosen by a hash of their paths relative
-    to the given folder. `train`: all others. Training and validation can therefore use the same `path`."""
 
-    validation_percent: Annotated[int, Field(ge=1, le=99)] = 5
-    """Percentage of the documents that belong to the validation split."""
+class TokensData(TokenizedData):
+    """Token files that `titan-launch prepare` wrote. They are mapped into memory."""
+
+    kind: Literal["tokens"]
+    """Kind of data source. It decides which other keys are valid."""
+
+    path: str
+    """Folder of token files, relative to the working directory. The job's `[tokenizer]` must be the one that prepared
+    them."""
 
 
 class SyntheticData(DataSource):
@@ -176,6 +196,7 @@ class ImageData(DataSource):
 
 DATA_KINDS: dict[str, type[DataSource]] = {
     "text": TextData,
+    "tokens": TokensData,
     "synthetic": SyntheticData,
     "images": ImageData,
 }
@@ -232,18 +253,6 @@ def _files_like(pattern: str) -> Iterator[tuple[str, Path]]:
     import glob
 
     return ((name, Path(name)) for name in glob.iglob(pattern, recursive=True) if Path(name).is_file())
-
-
-VOCABULARY_SIZES = {"bytes": 257}
-"""Vocabulary sizes of the tokenizers with a fixed vocabulary."""
-
-
-class TokenizerConfig(Section):
-    """Conversion of text to tokens. Not used with images."""
-
-    kind: Literal["bytes"] = "bytes"
-    """The tokenizer. `bytes`: each byte of the UTF-8 text is a token (0 to 255), and token 256 ends a document; no
-    download is needed."""
 
 
 class ValidationConfig(Section):

@@ -10,13 +10,14 @@ from titan_launch.core.errors import KeyPath
 from titan_launch.data.sources.base import SampleSource, SourceContext
 from titan_launch.data.sources.images import build_images
 from titan_launch.data.sources.synthetic import build_synthetic
-from titan_launch.data.sources.text import build_text
+from titan_launch.data.sources.tokens import build_corpus, build_tokens
 from titan_launch.data.tokenizers import Tokenizer
 
 __all__ = ["SampleSource", "build_source"]
 
 SOURCES: dict[str, Callable[[Any, SourceContext], SampleSource]] = {
-    "text": build_text,
+    "text": build_corpus,
+    "tokens": build_tokens,
     "synthetic": build_synthetic,
     "images": build_images,
 }

@@ -7,8 +7,10 @@ import torch
 from tests.distributed import run_command
 from titan_launch.config.sections.data import TextData
 from titan_launch.core.errors import ConfigError
+from titan_launch.data.corpora.base import is_held_out
+from titan_launch.data.corpora.text import is_text
 from titan_launch.data.sources import build_source
-from titan_launch.data.sources.text import TokenSource, is_text, is_validation_document
+from titan_launch.data.sources.tokens import TokenSource
 from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.parallel.context_parallel import SequencePart, part_of
 
@@ -57,7 +59,7 @@ def test_the_split_is_disjoint_and_complete(tmp_path: Path) -> None:
         split: all_text(build(TextData(path=str(tmp_path), split=split, validation_percent=30), seq_len=1))
         for split in ("train", "validation", "all")
     }
-    held_out = [name for name in documents if is_validation_document(name, 30)]
+    held_out = [name for name in documents if is_held_out(name, 30)]
     assert 5 < len(held_out) < 35
     for name, text in documents.items():
         assert text in sides["all"]
@@ -67,8 +69,8 @@ def test_the_split_is_disjoint_and_complete(tmp_path: Path) -> None:
 
 def test_a_larger_validation_share_contains_a_smaller_one() -> None:
     names = [f"{i}.py" for i in range(200)]
-    small = {name for name in names if is_validation_document(name, 5)}
-    assert small < {name for name in names if is_validation_document(name, 20)}
+    small = {name for name in names if is_held_out(name, 5)}
+    assert small < {name for name in names if is_held_out(name, 20)}
 
 
 def test_the_standard_library_is_tens_of_megabytes() -> None:
@@ -133,7 +135,7 @@ def test_errors_name_the_key_and_the_remedy(tmp_path: Path) -> None:
         f"validation.data.{too_few}: 7 tokens in 2 files; {remedy}"
     )
     assert problem(TextData(path=(str(file), "nowhere/*.txt"))) == 'data.path: no file is found at "nowhere/*.txt"'
-    empty_side = "train" if is_validation_document("a.txt", 50) else "validation"
+    empty_side = "train" if is_held_out("a.txt", 50) else "validation"
     other_side = "validation" if empty_side == "train" else "train"
     assert problem(TextData(path=str(file), split=empty_side, validation_percent=50)) == (
         f'data.split: is empty: with validation_percent = 50, the only file belongs to "{other_side}"; provide '
@@ -147,7 +149,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     file = tmp_path / "a.txt"
     file.write_text("text")
-    monkeypatch.setattr(Path, "read_bytes", refuse)  # chmod does not stop root
+    monkeypatch.setattr("titan_launch.data.corpora.text.read_regular", refuse)  # chmod does not stop root
     remedy = "correct the permissions, or name other files"
     assert problem(TextData(path=str(file))) == f"data.path: cannot read {file}: Permission denied; {remedy}"
 
@@ -230,12 +232,12 @@ def test_a_run_logs_how_much_data_it_has_and_goes_on_with_no_other_data(tmp_path
     (tmp_path / "job.toml").write_text(JOB)
     status, printed, reported = run_command(["train", "--config", "job.toml"], tmp_path)
     assert (status, reported) == (0, "")
-    held_out = {name for name in documents if is_validation_document(name, 30)}
+    held_out = {name for name in documents if is_held_out(name, 30)}
     expected = {}
     for what, names in (("data", documents.keys() - held_out), ("validation data", held_out)):
         tokens = sum(len(documents[name]) + 1 for name in names)
         expected[what] = f"{len(names)} files, {tokens:,} tokens, {(tokens - 1) // 16} samples of 16"
-    skipping = "validation data" if is_validation_document(picture, 30) else "data"
+    skipping = "validation data" if is_held_out(picture, 30) else "data"
     expected[skipping] += r"; skipped 1 file that is not UTF-8 text, first: \udce9.png"
     expected["validation data"] += "; the first 2 samples are used"
     logged = [line.split(":", 1) for line in printed.splitlines() if "data: " in line]

@@ -1,0 +1,123 @@
+"""The interface of corpora. A corpus is documents in files, which `data.prepare` turns into token files."""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_launch.config.sections.data import CorpusData
+from titan_launch.core.errors import KeyPath
+from titan_launch.data.token_files import Encoded
+from titan_launch.data.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a corpus."""
+
+    name: str
+    """Path relative to the folder that the job names. It does not change when the folder is moved."""
+
+    path: Path
+    size: int
+    """Size in bytes."""
+
+    modified_ns: int
+    """Time of the last change, in nanoseconds."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The unit of work of one process, and one shard of the token files: some files, or a range of one file."""
+
+    files: tuple[File, ...]
+    start: int = 0
+    """First byte or row of the file. What a range counts depends on the corpus."""
+
+    stop: int | None = None
+    """End of the range; None: the end of the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the files in bytes, for the progress bar."""
+        return sum(file.size for file in self.files) if self.stop is None else self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document before its tokenization."""
+
+    name: str
+    """Name or content that decides to which split the document belongs."""
+
+    content: Any
+    """What the corpus encodes: UTF-8 bytes, unless it has an `encode` of its own."""
+
+    file: tuple[str, int] | None = None
+    """Name and size of the file, given with the first document of each file."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A file or a document that is not used."""
+
+    reason: str
+    """Such as `file that is not UTF-8 text`; counted by reason."""
+
+    name: str
+
+
+class Corpus(ABC):
+    """Documents in files. Instances are sent to worker processes."""
+
+    has_targets = False
+    """True if some tokens of the documents do not count as targets."""
+
+    def __init__(self, config: CorpusData, tokenizer: Tokenizer, key: KeyPath):
+        """`key`: path of the section in the job file, for errors."""
+        self.config, self.tokenizer, self.key = config, tokenizer, key
+
+    @property
+    @abstractmethod
+    def files(self) -> Sequence[File]:
+        """All files, in the order of the corpus. Raises ConfigError if there are none."""
+
+    @abstractmethod
+    def parts(self) -> list[Part]:
+        """Return the parts, in order. They do not depend on the number of processes."""
+
+    @abstractmethod
+    def documents(self, part: Part) -> Iterator[Document | Skipped]:
+        """Yield the documents of a part, in order. Raises ConfigError for documents that stop the run."""
+
+    def encode(self, contents: Sequence[Any]) -> list[Encoded]:
+        """Return the tokens of documents."""
+        return [Encoded(tokens) for tokens in self.tokenizer.encode_documents(contents)]
+
+
+def in_split(name: str, config: CorpusData) -> bool:
+    """Return True if the split that `config` names contains document `name`."""
+    return config.split == "all" or is_held_out(name, config.validation_percent) == (config.split == "validation")
+
+
+def is_held_out(name: str, percent: int) -> bool:
+    """Return True if document `name` belongs to the `percent` % of validation documents. Only the arguments decide."""
+    return zlib.crc32(name.encode(errors="surrogateescape")) % 100 < percent
+
+
+def grouped(files: Sequence[File], num_bytes: int) -> list[Part]:
+    """Return parts of consecutive files that together have about `num_bytes` bytes."""
+    parts: list[Part] = []
+    group: list[File] = []
+    size = 0
+    for file in files:
+        group.append(file)
+        size += file.size
+        if size >= num_bytes:
+            parts.append(Part(tuple(group)))
+            group, size = [], 0
+    return [*parts, Part(tuple(group))] if group else parts

@@ -1,0 +1,252 @@
+"""Token files: tokenized documents on disk, which all processes of a host read through one memory map.
+
+A folder of token files contains (all numbers are little-endian):
+
+    tokens.json      the header: format, version, dtype, tokenizer, and the shards in order
+    00000.tokens     token ids of shard 0, uint16 or uint32: its documents one after another
+    00000.ends       int64 per document: number of tokens of the shard up to the document's end
+    00000.targets    only if some tokens are not targets: uint8 per token, 1 if it counts as a target
+
+The header is written last, so a folder with a header is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from titan_launch.core.files import read_regular, replace_text
+
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
+
+HEADER = "tokens.json"
+FORMAT = "titan_launch tokens"
+VERSION = 1
+
+_DIGEST_BYTES = 1 << 24
+"""Bytes per read when a file is hashed."""
+
+
+class TokenFilesError(Exception):
+    """Token files that cannot be read. The message is a clause: `is truncated: ...; remedy`."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A document as tokens."""
+
+    tokens: Tokens
+    targets: npt.NDArray[np.bool_] | None = None
+    """True for each token that counts as a target; None if all do."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """An entry of the header for one shard."""
+
+    name: str
+    num_tokens: int
+    num_documents: int
+    digest: str
+    """BLAKE2b digest of the shard's files, one after another."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """The content of `tokens.json`."""
+
+    dtype: str
+    """Dtype of the tokens: `uint16` if the vocabulary has at most 65,536 tokens, else `uint32`."""
+
+    vocab_size: int
+    tokenizer: str
+    """Digest of the tokenizer."""
+
+    has_targets: bool
+    shards: tuple[Shard, ...]
+    files: tuple[tuple[str, int], ...] = ()
+    """Name and size in bytes of each file that the documents came from."""
+
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Number of skipped files or documents, by reason."""
+
+    first_skipped: str = ""
+    format: str = FORMAT
+    version: int = VERSION
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all shards."""
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents of all shards."""
+        return sum(shard.num_documents for shard in self.shards)
+
+
+def token_dtype(vocab_size: int) -> str:
+    """Return the smallest dtype of the format that holds every token id."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def write_shard(folder: Path, name: str, documents: Iterable[Encoded], dtype: str, has_targets: bool) -> Shard:
+    """Write the documents as one shard, and return its entry of the header. Temporary names become final at the end."""
+    num_tokens, ends = 0, []
+    with ExitStack() as stack:
+        tokens_file = stack.enter_context(_path(folder, name, "tokens.part").open("wb"))
+        targets_file = None
+        if has_targets:
+            targets_file = stack.enter_context(_path(folder, name, "targets.part").open("wb"))
+        for document in documents:
+            tokens_file.write(document.tokens.astype(dtype, copy=False).data)
+            num_tokens += len(document.tokens)
+            ends.append(num_tokens)
+            if targets_file is not None:
+                counts = np.ones(len(document.tokens), np.uint8) if document.targets is None else document.targets
+                targets_file.write(counts.astype(np.uint8).data)
+    _path(folder, name, "ends.part").write_bytes(np.array(ends, dtype="<i8").tobytes())
+    for suffix in _suffixes(has_targets):
+        _path(folder, name, f"{suffix}.part").rename(_path(folder, name, suffix))
+    return Shard(name, num_tokens, len(ends), shard_digest(folder, name, has_targets))
+
+
+def shard_digest(folder: Path, name: str, has_targets: bool) -> str:
+    """Return the digest of the content of a shard's files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for suffix in _suffixes(has_targets):
+        with _path(folder, name, suffix).open("rb") as file:
+            while chunk := file.read(_DIGEST_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def write_header(folder: Path, header: Header) -> None:
+    """Write `tokens.json`, which completes the folder."""
+    replace_text(folder / HEADER, json.dumps(asdict(header), indent=1))
+
+
+def read_header(folder: Path) -> Header:
+    """Return the header of a folder. Raises TokenFilesError."""
+    path = folder / HEADER
+    try:
+        content = json.loads(read_regular(path))
+        if content.pop("format") != FORMAT:
+            raise ValueError
+        version = content.pop("version")
+        if version != VERSION:
+            raise TokenFilesError(f"has version {version} of the format, but this release reads version {VERSION}")
+        shards = tuple(Shard(**shard) for shard in content.pop("shards"))
+        files = tuple((name, size) for name, size in content.pop("files"))
+        header = Header(**content, shards=shards, files=files)
+        if header.dtype not in ("uint16", "uint32"):
+            raise ValueError
+    except FileNotFoundError:
+        raise TokenFilesError(f"has no {HEADER}; write the folder with titan-launch prepare") from None
+    except OSError as error:
+        raise TokenFilesError(f"cannot be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise TokenFilesError(f"has a {HEADER} that titan-launch prepare did not write; prepare it again") from None
+    return header
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """The tokens of all shards as one stream. Its arrays are memory maps."""
+
+    shards: Sequence[Tokens]
+    ends: Sequence[npt.NDArray[np.int64]]
+    """For each shard, the number of its tokens up to the end of each document."""
+
+    targets: Sequence[npt.NDArray[np.uint8]] | None
+    """For each shard, 1 for each token that counts as a target; None if all tokens do."""
+
+    files: Sequence[tuple[str, int]]
+    """Name and size of each file, for the fingerprint."""
+
+    starts: Sequence[int] = field(init=False)
+    """Number of tokens before each shard, and of all shards."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "starts", [0, *accumulate(map(len, self.shards))])
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return sum(map(len, self.ends))
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """Return the tokens from `start` to `stop` of the stream: a view if one shard contains them all."""
+        return self._read(self.shards, start, stop)
+
+    def read_targets(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+        """Return True for each of these tokens that counts as a target; None if all tokens of the stream do."""
+        return None if self.targets is None else self._read(self.targets, start, stop).astype(bool)
+
+    def document_ends(self) -> npt.NDArray[np.int64]:
+        """Return the number of tokens up to the end of each document of the stream."""
+        parts = [ends + start for ends, start in zip(self.ends, self.starts, strict=False)]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def _read(self, arrays: Sequence[npt.NDArray[Any]], start: int, stop: int) -> npt.NDArray[Any]:
+        first = bisect_right(self.starts, start) - 1
+        begin = self.starts[first]
+        if stop <= self.starts[first + 1]:
+            return arrays[first][start - begin : stop - begin]
+        parts = [arrays[first][start - begin :]]
+        while stop > self.starts[first + 1]:
+            first += 1
+            parts.append(arrays[first][: max(0, stop - self.starts[first])])
+        return np.concatenate(parts)
+
+
+def open_token_files(folder: Path, header: Header) -> TokenStream:
+    """Map the files of a folder into memory. Raises TokenFilesError if a file is missing or has another size."""
+    shards = [shard for shard in header.shards if shard.num_tokens]
+
+    def mapped(suffix: str, dtype: str, sizes: Iterator[int]) -> list[npt.NDArray[Any]]:
+        return [_map(_path(folder, shard.name, suffix), dtype, size) for shard, size in zip(shards, sizes, strict=True)]
+
+    def lengths() -> Iterator[int]:
+        return (shard.num_tokens for shard in shards)
+
+    return TokenStream(
+        mapped("tokens", header.dtype, lengths()),
+        mapped("ends", "int64", (shard.num_documents for shard in shards)),
+        mapped("targets", "uint8", lengths()) if header.has_targets else None,
+        header.files,
+    )
+
+
+def _map(path: Path, dtype: str, size: int) -> npt.NDArray[Any]:
+    kind = np.dtype(dtype).newbyteorder("<")
+    try:
+        found = os.stat(path).st_size
+        if found != size * kind.itemsize:
+            reason = f"{path.name} has {found:,} bytes, but the header says {size * kind.itemsize:,}"
+            raise TokenFilesError(f"is damaged: {reason}; copy or prepare it again")
+        return np.memmap(path, kind, mode="r") if size else np.zeros(0, kind)
+    except OSError as error:
+        raise TokenFilesError(f"is damaged: {path.name}: {error.strerror}; copy or prepare it again") from None
+
+
+def _path(folder: Path, name: str, suffix: str) -> Path:
+    return folder / f"{name}.{suffix}"
+
+
+def _suffixes(has_targets: bool) -> tuple[str, ...]:
+    return ("tokens", "ends", "targets") if has_targets else ("tokens", "ends")
