@@ -67,8 +67,8 @@ def write_tasks(folder: Path) -> str:
 
 def log_likelihoods(model: LanguageModel, tokens: list[int]) -> list[float]:
     """Return the log-likelihood of each token but the first, by a plain forward."""
-    logits = model.module(torch.tensor([tokens]))[0]
-    return [float(row.log_softmax(-1)[token]) for row, token in zip(logits, tokens[1:], strict=False)]
+    logits = model.module(torch.tensor([tokens[:-1]]))[0]
+    return [float(row.log_softmax(-1)[token]) for row, token in zip(logits, tokens[1:], strict=True)]
 
 
 @torch.no_grad()

@@ -39,16 +39,17 @@ class EvaluatedModel(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The end-of-document token."""
-        return self.model.end_of_document
+        return self.model.tokenizer.end_of_document
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context."""
-        return self.model.start_of_text
+        """The token before a text without context: the begin of a document, or else the end of the one before it."""
+        return self.model.begin[0] if self.model.begin else self.eot_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return the tokens of a text."""
-        return self.model.encode(string, special=add_special_tokens is not False)
+        model = self.model
+        return model.tokenizer.encode(string) if add_special_tokens is False else model.encode(string)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text. Windows of the longest sequence score each token once."""

@@ -237,7 +237,7 @@ def generate_text(
 ) -> Iterator[str]:
     """Yield the text after a prompt, in pieces. The arguments and errors are those of `generate_tokens`; `on_token` is
     called for each token."""
-    stream = TextStream(model.decode, prompt, stop)
+    stream = TextStream(model.tokenizer.decode, prompt, stop)
     for token in generate_tokens(model, prompt, max_new_tokens, sampling, generator):
         on_token()
         yield stream.push(token)

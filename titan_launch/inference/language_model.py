@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,10 @@ from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.model import flavor_exists, model_exists
 from titan_launch.config.sections.model import HUGGINGFACE
+from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, TokenizerConfig
 from titan_launch.core.errors import UserError, listed
 from titan_launch.core.import_string import refuse_imports_from
-from titan_launch.data.tokenizers import Tokenizer, build_tokenizer
+from titan_launch.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_beside
 from titan_launch.inference.saved_model import SavedModel
 from titan_launch.models.build import BuiltModel, build_model
 from titan_launch.models.factory import HostBuild
@@ -37,6 +37,9 @@ class LanguageModel:
     """The model in evaluation mode, without gradients."""
 
     tokenizer: Tokenizer
+    begin: tuple[int, ...]
+    """Tokens before a text: none, or the one that begins a document."""
+
     max_tokens: int
     """Length of the longest sequence."""
 
@@ -45,23 +48,9 @@ class LanguageModel:
 
     device: torch.device
 
-    @property
-    def end_of_document(self) -> int:
-        """The token that ends a document."""
-        return int(self.tokenizer.encode_document(b"")[-1])
-
-    @property
-    def start_of_text(self) -> int:
-        """The token before a document: that of its start, or else the end of the document before it."""
-        return self.end_of_document
-
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """Return the tokens of a text, without the end-of-document token."""
-        return self.tokenizer.encode_document(text.encode())[:-1].tolist()
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens. Invalid UTF-8 becomes U+FFFD."""
-        return self.tokenizer.decode(tokens)
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, as those of a document begin."""
+        return [*self.begin, *self.tokenizer.encode(text)]
 
 
 def load_language_model(
@@ -75,14 +64,15 @@ def load_language_model(
     job = saved.job
     _check_model(job, model)
     refuse_imports_from([source], Path(job.job.dump_folder))
-    tokenizer = _build_tokenizer(saved)
+    tokenizer = build_tokenizer(_tokenizer_config(saved))
     vocabulary = vocabulary_taken(job.model)
     if vocabulary is not None and vocabulary < tokenizer.vocab_size:
         tokens = f"the tokenizer has {tokenizer.vocab_size} tokens"
         raise WeightsError(f"its model has {vocabulary} tokens, but {tokens}; it was not trained on text")
     max_tokens = _longest(saved)
     module = _build(saved, source, device, dtype or saved.widest_dtype, max_tokens)
-    return LanguageModel(module, tokenizer, max_tokens, _end_tokens(saved, tokenizer), device)
+    begin = tuple(map(int, tokenizer.encode_documents([b""])[0][:-1]))
+    return LanguageModel(module, tokenizer, begin, max_tokens, _end_tokens(saved, tokenizer), device)
 
 
 def _check_model(job: JobConfig, model: str | None) -> None:
@@ -99,16 +89,19 @@ def _check_model(job: JobConfig, model: str | None) -> None:
         raise WeightsError(f'its model was trained on data.kind = "{job.data.kind}", which is not text')
 
 
-def _build_tokenizer(saved: SavedModel) -> Tokenizer:
-    """Return the tokenizer that the job names. A folder without a job has the tokenizer of Hugging Face."""
+def _tokenizer_config(saved: SavedModel) -> TokenizerConfig:
+    """Return the tokenizer of the job. A folder without a job has that of Hugging Face."""
     if "tokenizer" in saved.job.model_fields_set:
-        return build_tokenizer(saved.job.tokenizer)
-    raise WeightsError("it has no tokenizer.json")
+        return saved.job.tokenizer
+    found = None if saved.companions is None else tokenizer_beside(saved.companions)
+    if found is None:
+        raise WeightsError(f"it has no {TOKENIZER_FILE}; copy that of its tokenizer into the folder")
+    return found
 
 
 def _end_tokens(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the end-of-document token, and those of the Hugging Face files that the weights came with."""
-    tokens = {int(tokenizer.encode_document(b"")[-1])}
+    tokens = {tokenizer.end_of_document}
     folder = saved.companions
     files = [] if folder is None else [folder / "generation_config.json", folder / CONFIG_FILE]
     for file in filter(Path.exists, files):
