@@ -124,7 +124,7 @@ def test_results_are_those_of_the_harness_on_the_folder(tmp_path: Path) -> None:
 
     from titan_launch.inference.evaluation import EvaluatedModel
 
-    random_model("Llama 3.1, RoPE scaling", tmp_path, vocab_size=257, eos_token_id=256, bos_token_id=None)
+    random_model("Llama 3.1, RoPE scaling", tmp_path, vocab_size=258, eos_token_id=256, bos_token_id=257)
     byte_level_tokenizer(tmp_path)
     theirs = HFLM(pretrained=str(tmp_path), device="cpu", batch_size=2)
     ours = EvaluatedModel(load(tmp_path), batch_size=3)

@@ -33,6 +33,7 @@ from titan_launch.inference.saved_model import open_saved_model
 from titan_launch.models.build import recorded_model
 
 CPU = torch.device("cpu")
+NAMES = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<begin>", "eos_token": "<end>"}
 
 
 def load(folder: Path, **options: Any) -> LanguageModel:
@@ -40,24 +41,30 @@ def load(folder: Path, **options: Any) -> LanguageModel:
 
 
 def byte_level_tokenizer(folder: Path) -> None:
-    """Write the `tokenizer.json` of a tokenizer whose tokens are bytes. Token 256 ends a text."""
+    """Write the files of a tokenizer whose tokens are bytes. Token 256 ends a text, and token 257 begins it."""
     tokenizers = pytest.importorskip("tokenizers")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(dict(zip(alphabet, range(256), strict=True)), []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.add_special_tokens(["<end>", "<begin>"])
+    template = tokenizers.processors.TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", 257)])
+    tokenizer.post_processor = template
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(NAMES))
 
 
 @needs_transformers
 @pytest.mark.parametrize("case", ["Llama 3.1, RoPE scaling", "Qwen 3", "Gemma 2", "Gemma 3", "GPT-2"])
 def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     """The sequences are longer than the sliding windows, and the logits with a cache are those without."""
-    theirs = random_model(case, tmp_path, vocab_size=257, eos_token_id=256)
+    from transformers import AutoTokenizer
+
+    theirs = random_model(case, tmp_path, vocab_size=258, eos_token_id=256)
     byte_level_tokenizer(tmp_path)
-    model, prompt, new = load(tmp_path), [5, 9, 3, 60, 21, 7] * 3, 30
+    model, new = load(tmp_path), 30
+    prompt = model.encode("a prompt, 世界")
+    assert prompt == AutoTokenizer.from_pretrained(tmp_path).encode("a prompt, 世界")
     expected: Any = theirs.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, pad_token_id=256)
     tokens = list(generate_tokens(model, prompt, new, Sampling()))
     assert [*prompt, *tokens] == expected[0, : len(prompt) + len(tokens)].tolist()

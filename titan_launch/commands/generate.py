@@ -70,12 +70,14 @@ def load_model(arguments: Namespace) -> LanguageModel:
         for note in saved.notes:
             print(f"note: {note}", file=sys.stderr)
         dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
-        return load_language_model(saved, source, device, dtype, arguments.model)
+        model = load_language_model(saved, source, device, dtype, arguments.model)
     except (WeightsError, DamagedCheckpointError) as error:
         raise UserError(f"error: {source}: {error}") from None
     except ConfigError as error:
         (problem, *_) = error.problems
         raise UserError(f"error: {source}: {format_key(problem.key)}: {problem.reason}") from None
+    print(f"model: {model.description}", file=sys.stderr)
+    return model
 
 
 def run(arguments: Namespace) -> int:

@@ -132,6 +132,7 @@ def evaluate(
         task_manager=_find_tasks(tasks, include_path),
         log_samples=False,
     )
+    results["config"]["model"] = model.description
     return results
 
 

@@ -47,6 +47,7 @@ class LanguageModel:
     """Tokens that end a text."""
 
     device: torch.device
+    description: str
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, as those of a document begin."""
@@ -72,7 +73,9 @@ def load_language_model(
     max_tokens = _longest(saved)
     module = _build(saved, source, device, dtype or saved.widest_dtype, max_tokens)
     begin = tuple(map(int, tokenizer.encode_documents([b""])[0][:-1]))
-    return LanguageModel(module, tokenizer, begin, max_tokens, _end_tokens(saved, tokenizer), device)
+    dtype_name = str(dtype or saved.widest_dtype).removeprefix("torch.")
+    description = f"{source}, {saved.description}: {job.model.name}, {dtype_name} on {device}"
+    return LanguageModel(module, tokenizer, begin, max_tokens, _end_tokens(saved, tokenizer), device, description)
 
 
 def _check_model(job: JobConfig, model: str | None) -> None:
