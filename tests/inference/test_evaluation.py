@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.inference.conftest import TEXT
 from tests.inference.test_generation import byte_level_tokenizer, load
 from tests.models.parity import random_model
 from titan_launch.cli import main
@@ -19,9 +19,9 @@ from titan_launch.inference.language_model import LanguageModel
 pytest.importorskip("lm_eval")
 
 DOCUMENTS = [
-    {"question": "Grüße, ", "choices": ["世界", "wide world"], "answer": 0},
-    {"question": "世界 🌍! Gr", "choices": ["oße", "üße", "u"], "answer": 1},
-    {"question": "🌍! Grüße, 世界 🌍! Grüße, 世界 🌍! ", "choices": ["Kein", "Grüß"], "answer": 0},
+    {"question": "Grüße,", "choices": ["世界", "wide world"], "answer": 0},
+    {"question": "Grüße, 世界", "choices": ["Gr", "🌍!", "u"], "answer": 1},
+    {"question": "🌍! Grüße, 世界 🌍! Grüße, 世界 🌍!", "choices": ["Kein", "Grüß"], "answer": 0},
 ]
 _TASK = """
 task: {name}
@@ -35,10 +35,6 @@ doc_to_text: "{{{{question}}}}"
 doc_to_target: "{target}"
 target_delimiter: ""
 """
-_CHOICE = """
-doc_to_choice: "{{choices}}"
-metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
-"""
 _ROLLING = """
 doc_to_text: ""
 metric_list: [{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}]
@@ -50,19 +46,22 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 
 
 def write_tasks(folder: Path) -> str:
-    """Write a task of each kind, and return their names."""
+    """Write a task of each kind, the first of which is that of the docs, and return their names."""
     (folder / "documents.jsonl").write_text("\n".join(map(json.dumps, DOCUMENTS)))
+    page = Path(__file__).parents[2] / "docs" / "how_to" / "generate_and_evaluate.md"
+    (task,) = re.findall("^```yaml\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    task = task.replace("tasks/capitals.jsonl }", f"{folder}/documents.jsonl, cache_dir: {folder}/cache }}")
+    (folder / "capitals.yaml").write_text(task)
     kinds = {
-        "choice": ("multiple_choice", "{{answer}}", _CHOICE),
         "rolling": ("loglikelihood_rolling", "{{question}}{{choices[answer]}}", _ROLLING),
-        "continued": ("generate_until", "{{choices[0]}} \N{EARTH GLOBE EUROPE-AFRICA}", _GENERATION),
+        "continued": ("generate_until", " {{choices[0]}} \N{EARTH GLOBE EUROPE-AFRICA}", _GENERATION),
     }
     for name, (kind, target, rest) in kinds.items():
         task = _TASK.format(name=name, kind=kind, target=target, folder=folder) + rest
         if name == "rolling":
             task = task.replace('doc_to_text: "{{question}}"\n', "")
         (folder / f"{name}.yaml").write_text(task, encoding="utf-8")
-    return ",".join(kinds)
+    return ",".join(["capitals", *kinds])
 
 
 def log_likelihoods(model: LanguageModel, tokens: list[int]) -> list[float]:
@@ -75,14 +74,14 @@ def log_likelihoods(model: LanguageModel, tokens: list[int]) -> list[float]:
 def test_results_are_sums_by_hand(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names, out = write_tasks(tmp_path), tmp_path / "results.json"
     assert main(["evaluate", str(run), "--tasks", names, f"--include-path={tmp_path}", f"--out={out}"]) == 0
-    assert "|choice" in capsys.readouterr().out
+    assert "|capitals" in capsys.readouterr().out
     results: dict[str, Any] = json.loads(out.read_text())["results"]
     model, num_right, num_bytes, bits, num_exact = load(run), 0, 0, 0.0, 0
     for document in DOCUMENTS:
         context = list(str(document["question"]).encode())
         scores = [
             sum(log_likelihoods(model, [*context, *choice.encode()][-49:])[-len(choice.encode()) :])
-            for choice in document["choices"]
+            for choice in (f" {choice}" for choice in document["choices"])
         ]
         num_right += scores.index(max(scores)) == document["answer"]
         whole = str(document["question"]) + document["choices"][document["answer"]]
@@ -94,11 +93,11 @@ def test_results_are_sums_by_hand(run: Path, tmp_path: Path, capsys: pytest.Capt
         num_bytes += len(whole.encode())
         room = 48 - 12
         text = "".join(generate_text(model, context[-room:], 12, Sampling(), stop=["!"]))
-        num_exact += text == document["choices"][0] + " \N{EARTH GLOBE EUROPE-AFRICA}"
-    assert results["choice"]["acc,none"] == pytest.approx(num_right / 3)
+        num_exact += text == f" {document['choices'][0]} \N{EARTH GLOBE EUROPE-AFRICA}"
+    assert results["capitals"]["acc,none"] == pytest.approx(num_right / 3)
     assert results["rolling"]["bits_per_byte,none"] == pytest.approx(-bits / num_bytes / 0.6931471805599453, rel=1e-5)
     assert results["continued"]["exact_match,none"] == pytest.approx(num_exact / 3)
-    assert 0 < num_right < 3 and num_exact == 1 and TEXT
+    assert 0 < num_right < 3 and num_exact == 1
 
 
 def test_bad_requests_are_one_line_and_status_2(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
