@@ -25,11 +25,11 @@ from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank
 from titan_launch.config.job import JobConfig
 from titan_launch.core.patches import replaced
 from titan_launch.data.sources import Batch
+from titan_launch.inference.export import ExportOptions, export
 from titan_launch.models import huggingface
 from titan_launch.models.build import recorded_model
 from titan_launch.train import build
 from titan_launch.train.build import build_run
-from titan_launch.train.export import ExportOptions, export
 from titan_launch.train.run_folder.records import AUDIT_FILE
 
 SEED, TOKENS, STEPS, RATE, EPS = 3, 16, 4, 1e-2, 1e-3
