@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from titan_launch.models import attention
-from titan_launch.models.attention import attend, causal_attention, flex_attention, make_block_mask, soft_capped
+from titan_launch.models.attention import (
+    KeyValueCache,
+    attend,
+    causal_attention,
+    flex_attention,
+    make_block_mask,
+    soft_capped,
+)
 
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 3 + [2] * 2, [7] * 10])
 
@@ -104,6 +111,17 @@ def test_the_functions_of_flex_attention_say_the_same(name: str) -> None:
             enable_gqa=True,
         )
     torch.testing.assert_close(actual, attend(q, k, v, **options))
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if "documents" not in OPTIONS[name]])
+def test_the_last_tokens_attend_to_a_cache_as_in_the_whole_sequence(name: str) -> None:
+    q, k, v = _inputs(n_kv_heads=2)
+    cache, window = KeyValueCache(max_tokens=12), OPTIONS[name].get("window")
+    parts = [slice(0, 5), slice(5, 8), slice(8, 9), slice(9, 10)]
+    with torch.no_grad():
+        cached = [(q[:, :, part], *cache.append(k[:, :, part], v[:, :, part], window)) for part in parts]
+        actual = torch.cat([attend(*tensors, **OPTIONS[name]) for tensors in cached], dim=2)
+        torch.testing.assert_close(actual, attend(q, k, v, **OPTIONS[name]))
 
 
 @pytest.mark.gpu
