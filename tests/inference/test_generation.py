@@ -203,6 +203,8 @@ def test_bad_requests_are_one_line_and_status_2(
         "images": {"model": {"name": "resnet"}},
         "unknown": {"model": {"name": "lama3"}},
         "synthetic": {**record, "data": {"kind": "synthetic", "vocab_size": 61}},
+        "code": {"model": {"name": "os:system"}},
+        "opt": {"model_type": "opt"},
         "begun": record,
         "no_tokenizer": {"model": record["model"], "training": {"seq_len": 48}},
     }
@@ -221,6 +223,8 @@ def test_bad_requests_are_one_line_and_status_2(
         (["images", *prompt], "its model, resnet, takes images; name a model of text"),
         (["unknown", *prompt], 'its model.name is "lama3": unknown model; must be "llama3"'),
         (["unknown", *prompt], '"huggingface", or package.module:factory'),
+        (["code", *prompt], "a folder may not choose code: add --model os:system"),
+        (["opt", *prompt], 'any other class trains with model.name = "huggingface"'),
         (["synthetic", *prompt], 'its model was trained on data.kind = "synthetic", which is not text'),
         (["no_tokenizer", *prompt], "it has no tokenizer.json"),
         ([own, *prompt, "--step=7"], "it has no checkpoint of step 7; steps: 28"),
@@ -242,9 +246,6 @@ def test_bad_requests_are_one_line_and_status_2(
     ):
         assert main(["generate", *arguments]) == 2, arguments
         error = capsys.readouterr().err
-        assert message in error and error.startswith("error: ") and len(error.splitlines()) == 1, error
+        assert message in error and error.count("error:") == 1 == len(error[error.index("error:") :].splitlines())
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     assert main(["generate", own]) == 2 and "the prompt is empty" in capsys.readouterr().err
-    Path("imported").mkdir()
-    (Path("imported") / "config.json").write_text(json.dumps({**record, "model": {"name": "os:system"}}))
-    assert main(["generate", "imported", *prompt]) == 2
