@@ -8,6 +8,7 @@ import pytest
 
 from titan_launch.config.architectures.families import FAMILIES
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.data import TextData, separates_documents
 from titan_launch.models.build import build_model
 from titan_launch.plan.communication import traffic_of_step
 from titan_launch.plan.hardware import Kernels
@@ -170,7 +171,8 @@ def test_the_analytic_peak_and_traffic_are_the_traced_ones(name: str) -> None:
     }
     config = JobConfig.model_validate(job)
     if name.endswith("packed"):
-        config = config.model_copy(update={"data": config.data.model_copy(update={"packing": "documents"})})
+        config = config.model_copy(update={"data": TextData().model_copy(update={"packing": "documents"})})
+        assert separates_documents(config.data)
     layout = plan_layout(config.parallelism, config.training, replicas * shards)
     built = build_model(config.model, config.training.seq_len)
     plan = plan_precision(config, built)

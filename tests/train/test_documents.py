@@ -30,7 +30,7 @@ NUM_ROWS = 12
 """Number of samples of a step if each has one document; the last sample is only padding."""
 
 MODELS: dict[str, dict[str, Any]] = {
-    "llama3": {},
+    "llama3": {"n_layers": 4},  # two stages on each of two ranks
     "gpt2": {"n_kv_heads": 4, "tie_embeddings": False},  # learned positions
     "gemma2": {"sliding_window": 4, "attention_soft_cap": 5.0},
 }
@@ -95,7 +95,7 @@ Measured = list[tuple[float, float]]
 
 
 def train(model: str, sections: dict[str, Any], folder: Path, is_packed: bool) -> Measured:
-    args = {**TINY_ARGS, "n_layers": 4, "vocab_size": VOCABULARY, **MODELS[model]}
+    args = {**TINY_ARGS, "vocab_size": VOCABULARY, **MODELS[model]}
     training = {"seq_len": SEQ_LEN, "steps": STEPS, "global_batch_size": len(LENGTHS) if is_packed else NUM_ROWS}
     job = tiny_job(folder, training=training, optimizer={"eps": 1e-5}, checkpoint={"enable": False}, **sections)
     job["model"] = {"name": model, "args": args}
