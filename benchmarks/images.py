@@ -4,8 +4,8 @@
 
 The script writes JPEGs of 500 x 375 pixels, the size of a typical image of ImageNet. Every contestant reads all of them
 once per round, as batches of normalized random parts of 224 x 224 pixels, on one core without worker processes. The
-contestants take turns. Processor time is measured, so other load on the machine hardly matters. `by hand` is a data set of ten lines with Pillow. ImageFolder of torchvision takes part
-if torchvision is installed.
+contestants take turns. Processor time is measured, so other load on the machine hardly matters. `by hand` is a data set
+of ten lines with Pillow. ImageFolder of torchvision takes part if torchvision is installed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.plan.layout import Layout
 
-NUM_IMAGES, BATCH, ROUNDS, SIDE = 96, 32, 5, 224
+NUM_IMAGES, BATCH, ROUNDS, SIDE = 192, 32, 7, 224
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
