@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import itertools
 import operator
 import os
@@ -369,10 +368,9 @@ def _why_no_images(path: str) -> str | None:
     """Return the reason why a path names no images; None if it names some."""
     match images_named(path):
         case "folder" if not class_folders(path):
+            has_shards = any(name.endswith(".tar") for name in os.listdir(path))
             shards = os.path.join(path, "*.tar")
-            remedy = (
-                f'name the shards: "{shards}"' if glob.glob(shards) else "put the images of each class into a folder"
-            )
+            remedy = f'name the shards: "{shards}"' if has_shards else "put the images of each class into a folder"
             return f"contains no class folders; {remedy}"
         case "shards":
             try:
