@@ -83,7 +83,7 @@ def build_run(
     data = build_data(config, mesh)
     model = assemble_model(config, job.built, job.plan, mesh, data)
     if ranks.device.type == "cpu":
-        dtypes = attention_dtypes(job.built, job.plan)
+        dtypes = attention_dtypes(config.data, job.built, job.plan)
         stack.enter_context(cpu_speedups(model.module, config.kernels, job.layout, config.training.seq_len, dtypes))
     set_timeouts(config.comm.init_timeout_seconds)
     allocate_model(model, config, ranks.device, stack)

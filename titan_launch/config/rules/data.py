@@ -28,6 +28,7 @@ from titan_launch.config.sections.data import (
     images_named,
     misfits,
     names_a_file,
+    separates_documents,
     tar_shards,
 )
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, special_token, vocabulary_size
@@ -332,6 +333,11 @@ def _why_no_weight(source: MixtureEntry, is_training: bool) -> str | None:
 def _plain(value: object) -> object:
     """Return arrays as lists, as errors show them."""
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def keys_of_packed_documents(config: JobConfig) -> Iterator[KeyPath]:
+    """Yield the key `packing` of each data table with `packing = "documents"`."""
+    return ((*key, "packing") for key, data in _sources(config) if separates_documents(data))
 
 
 def _kinds_of(unit: SampleUnit) -> str:
