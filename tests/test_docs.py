@@ -159,7 +159,7 @@ def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys
     match words:
         case ["titan-launch" | "python", *rest] if words[0] == "titan-launch" or rest[:2] == ["-m", "titan_launch"]:
             arguments = rest if words[0] == "titan-launch" else rest[2:]
-            if arguments[0] in ("import", "export"):
+            if arguments[0] in ("import", "export", "generate", "evaluate"):
                 assert parse_arguments(arguments).run
             elif arguments[0] == "plan":
                 plan([str(tmp_path / "plan.png") if arg.endswith(".png") else arg for arg in arguments])

@@ -258,8 +258,8 @@ class _Packed:
         return Batch._make(None if tensor is None else tensor.pin_memory() for tensor in self.unpacked())
 
 
-def _pack(tensors: Sample | UserError) -> _Packed | UserError:
-    return tensors if isinstance(tensors, UserError) else _Packed(tensors)
+def _packed(batch: Sample | UserError) -> _Packed | UserError:
+    return batch if isinstance(batch, UserError) else _Packed(batch)
 
 
 def _build_data_loader(
@@ -271,7 +271,7 @@ def _build_data_loader(
         return StatefulDataLoader(
             _ErrorsAsBatches(reader),
             batch_sampler=batches,
-            collate_fn=_pack,
+            collate_fn=_packed,
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
