@@ -232,6 +232,7 @@ def test_bad_requests_are_one_line_and_status_2(
         ([own, *prompt, "--model=a:b"], "its model is llama3, not a:b; remove --model"),
         ([own, "--prompt-file=no.txt"], "--prompt-file no.txt: No such file or directory"),
         ([own, *prompt, "--prompt-file=no.txt"], "--prompt and --prompt-file are both set"),
+        ([own, "--prompt=\udcff"], "the prompt is not UTF-8 text"),
         ([own, "--prompt="], "--prompt needs a value"),
         ([own, *prompt, "--max-new-tokens=0"], "--max-new-tokens: must be a whole number of at least 1"),
         ([own, *prompt, "--max-new-tokens=47"], "the prompt has 2 tokens, and --max-new-tokens is 47, but the model"),
