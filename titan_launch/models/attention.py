@@ -4,7 +4,7 @@
     plain causal                       scaled_dot_product_attention with is_causal, on both
     sliding window, documents          FlexAttention, compiled   scaled_dot_product_attention with a mask
     soft cap, with or without these    FlexAttention, compiled   explicit scores in fp32, for some queries at a time
-    new tokens, to those of a cache    the paths of the CPU, on both
+    in generation and evaluation       the paths of the CPU, on both
 
 FlexAttention (arXiv:2412.05496) skips blocks of tokens that a mask excludes, and never stores the scores. On a CPU it
 has no backward. The paths for CPUs are exact, and serve small models and tests.
@@ -33,21 +33,25 @@ def attend(
     window: int | None = None,
     soft_cap: float | None = None,
     documents: Tensor | None = None,
+    has_many_lengths: bool = False,
 ) -> Tensor:
     """Return the causal attention of `q` (batch, heads, tokens, head_dim); `k` and `v` may have fewer heads.
 
     `k` and `v` may have more tokens than `q` (those of a `KeyValueCache`). The tokens of `q` are then the last ones.
     `scale`: factor of the scores, by default `head_dim ** -0.5`. `window`: number of tokens that a token attends to,
     itself included. `soft_cap`: scores become `soft_cap * tanh(score / soft_cap)`. `documents`: a whole number for each
-    token (batch, tokens); a token attends to tokens with the same number only. The result has the dtype of `q`. Soft
-    cap and softmax are computed in fp32.
+    token (batch, tokens); a token attends to tokens with the same number only. `has_many_lengths`: do not use
+    FlexAttention, which is compiled for each length. The result has the dtype of `q`. Soft cap and softmax are computed
+    in fp32.
     """
     if window is not None and window >= k.shape[2]:
         window = None
     if q.shape[2] < k.shape[2]:
-        return _attention_to_cache(q, k, v, scale, window, soft_cap)
+        return _explicitly_masked(q, k, v, scale, window, soft_cap, None)
     if window is None and soft_cap is None and documents is None:
         return causal_attention(q, k, v, scale)
+    if has_many_lengths:
+        return _explicitly_masked(q, k, v, scale, window, soft_cap, documents)
     return masked_attention(q, k, v, scale, window, soft_cap, documents)
 
 
@@ -81,22 +85,23 @@ def masked_attention(
     """Return causal attention with a window, a soft cap or documents. (A trace replaces this function.)"""
     if q.is_cuda:
         return _flex_attention(q, k, v, scale, window, soft_cap, documents)
+    return _explicitly_masked(q, k, v, scale, window, soft_cap, documents)
+
+
+def _explicitly_masked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    window: int | None,
+    soft_cap: float | None,
+    documents: Tensor | None,
+) -> Tensor:
+    """Return the attention of the last tokens of a sequence, or of all its tokens, with a mask as a tensor."""
     if soft_cap is not None:
         return _capped_attention(q, k, v, scale, window, soft_cap, documents)
-    tokens = slice(0, q.shape[2])
-    mask = _allowed(tokens, tokens, window, documents, q.device)[:, None]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] > k.shape[1])
-
-
-def _attention_to_cache(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, soft_cap: float | None
-) -> Tensor:
-    """Return the attention of the last tokens of a sequence to all its tokens. There are few queries, so the mask and
-    the scores are small."""
-    if soft_cap is not None:
-        return _capped_attention(q, k, v, scale, window, soft_cap, None)
     queries, keys = slice(k.shape[2] - q.shape[2], k.shape[2]), slice(0, k.shape[2])
-    mask = _allowed(queries, keys, window, None, q.device)[:, None]
+    mask = _allowed(queries, keys, window, documents, q.device)[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] > k.shape[1])
 
 

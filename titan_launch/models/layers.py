@@ -145,6 +145,9 @@ class Attention(nn.Module):
     cache: KeyValueCache | None = None
     """Keys and values of earlier tokens, during generation."""
 
+    has_many_lengths: bool = False
+    """Sequences have many lengths, as in generation and evaluation. `attend` explains the consequence."""
+
     def __init__(self, args: DecoderArgs, window: int | None, rope: RotaryEmbedding | None):
         """Make the layers. `window`: the sliding window of this layer, or None."""
         super().__init__()
@@ -169,7 +172,8 @@ class Attention(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if self.cache is not None:
             k, v = self.cache.append(k, v, self.window)
-        attended = attend(q, k, v, scale=self.scale, window=self.window, soft_cap=self.soft_cap)
+        scale, window, soft_cap, many = self.scale, self.window, self.soft_cap, self.has_many_lengths
+        attended = attend(q, k, v, scale=scale, window=window, soft_cap=soft_cap, has_many_lengths=many)
         return self.wo(attended.transpose(1, 2).flatten(-2))
 
 
