@@ -147,6 +147,9 @@ class Attention(nn.Module):
     cache: KeyValueCache | None = None
     """Keys and values of earlier tokens, during generation."""
 
+    has_many_lengths: bool = False
+    """Sequences have many lengths, as in generation and evaluation. `attend` explains the consequence."""
+
     def __init__(self, args: DecoderArgs, window: int | None, rope: RotaryEmbedding | None):
         """Make the layers. `window`: the sliding window of this layer, or None."""
         super().__init__()
@@ -172,7 +175,7 @@ class Attention(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if self.cache is not None:
             k, v = self.cache.append(k, v, self.options.window)
-        attended = attend(q, k, v, self.options, documents)
+        attended = attend(q, k, v, self.options, documents, self.has_many_lengths)
         return self.wo(attended.transpose(1, 2).flatten(-2))
 
 
