@@ -1,0 +1,72 @@
+"""Samples of whole documents: `packing = "documents"`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from titan_launch.config.sections.data import IGNORED_TARGET
+from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
+from titan_launch.data.packing import Packing
+from titan_launch.data.sources.base import Sample
+from titan_launch.data.token_files import TokenStream
+
+
+class PackedSource:
+    """A source whose samples are pieces of documents, one after another, and padding at the end.
+
+    The pieces of a sample have the document numbers 0, 1, 2 and so on. Padding has the number after the last piece,
+    inputs of 0, and ignored targets.
+    """
+
+    def __init__(self, stream: TokenStream, packing: Packing, num_classes: int, description: str, note: str = ""):
+        """`description`: the data, for the log line; `note`: its end."""
+        self.stream, self.packing = stream, packing
+        self.num_classes = num_classes
+        self._description, self._note = description, note
+
+    def __len__(self) -> int:
+        return len(self.packing.ends)
+
+    def describe(self) -> str:
+        """Return the amount of data as part of a log line."""
+        summary, size = self.packing.summary, f"{len(self):,} sample{'s' * (len(self) != 1)} of {self.packing.seq_len}"
+        cut = f"{summary.num_cut:,} of {summary.num_documents:,} documents cut"
+        return f"{self._description}, {size}, {summary.padding:.2%} padding, {cut}{self._note}"
+
+    def fingerprint(self, seed: int) -> Fingerprint:
+        """Return the fingerprint of the packed samples and the files of the tokens."""
+        return fingerprint_of(self.stream.files, len(self), self._content, seed)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Return inputs and targets, int64 `[seq_len]`, and document numbers, int32 `[seq_len]`."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return tuple(column[0] for column in self.read_batch([index], None))
+
+    def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> Sample:
+        """Return samples, stacked, as `__getitem__` returns them."""
+        seq_len, stream = self.packing.seq_len, self.stream
+        pieces, num_pieces = self.packing.pieces_of(indices)
+        starts, lengths = self.packing.starts[pieces], self.packing.lengths[pieces]
+        inputs = np.zeros(len(indices) * seq_len, np.int64)
+        targets = np.full(len(indices) * seq_len, IGNORED_TARGET, np.int64)
+        documents = np.empty((len(indices), seq_len), np.int32)
+        piece = 0
+        for row, number in enumerate(num_pieces):
+            of_row = lengths[piece : piece + number]
+            documents[row] = np.repeat(np.arange(number + 1), [*of_row, seq_len - of_row.sum()])
+            at = row * seq_len
+            for start, length in zip(starts[piece : piece + number].tolist(), of_row.tolist(), strict=True):
+                tokens, counts = stream.read(start, start + length + 1), stream.read_targets(start + 1, start + length + 1)
+                inputs[at : at + length] = tokens[:-1]
+                targets[at : at + length] = tokens[1:] if counts is None else np.where(counts, tokens[1:], IGNORED_TARGET)
+                at += length
+            piece += number
+        shape = (len(indices), seq_len)
+        return tuple(map(torch.from_numpy, (inputs.reshape(shape), targets.reshape(shape), documents)))
+
+    def _content(self, index: int) -> bytes:
+        return b"".join(column.numpy().tobytes() for column in self[index])
