@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +77,8 @@ def cached_packing(stream: TokenStream, header: Header, seq_len: int) -> Packing
     identity = [VERSION, seq_len, [(shard.digest, shard.num_documents) for shard in header.shards]]
     folder = built_once("packing", identity, lambda folder: _write(folder, stream.document_ends(), seq_len))
     summary = PackingSummary(**json.loads((folder / _SUMMARY).read_text()))
-    mapped = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in _ARRAYS)
+    mode: Literal["r"] | None = "r" if summary.num_samples else None  # an empty file cannot be mapped
+    mapped = (np.asarray(np.load(folder / f"{name}.npy", mmap_mode=mode)) for name in _ARRAYS)
     return Packing(seq_len, summary, *mapped)
 
 
@@ -165,4 +167,3 @@ def _by_falling_length(lengths: npt.NDArray[np.int32], capacity: int) -> Indices
     """Return a stable order of the items. NumPy sorts uint16 by radix, 5 times as fast as int32."""
     keys = capacity - lengths
     return np.argsort(keys.astype(np.uint16) if capacity < 1 << 16 else keys, kind="stable")
-

@@ -60,9 +60,11 @@ class PackedSource:
             documents[row] = np.repeat(np.arange(number + 1), [*of_row, seq_len - of_row.sum()])
             at = row * seq_len
             for start, length in zip(starts[piece : piece + number].tolist(), of_row.tolist(), strict=True):
-                tokens, counts = stream.read(start, start + length + 1), stream.read_targets(start + 1, start + length + 1)
+                tokens = stream.read(start, start + length + 1)
                 inputs[at : at + length] = tokens[:-1]
-                targets[at : at + length] = tokens[1:] if counts is None else np.where(counts, tokens[1:], IGNORED_TARGET)
+                targets[at : at + length] = tokens[1:]
+                if (counts := stream.read_targets(start + 1, start + length + 1)) is not None:
+                    targets[at : at + length][~counts] = IGNORED_TARGET
                 at += length
             piece += number
         shape = (len(indices), seq_len)
