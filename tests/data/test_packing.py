@@ -77,7 +77,7 @@ def test_every_pair_of_every_document_is_in_one_sample(
     firsts = [int(inputs[0]) for inputs, _, _ in samples]
     assert firsts == sorted(firsts)
     if samples:
-        batch = source.read_batch([*range(len(source))], None)
+        batch = source.read_batch([*range(len(source))])
         assert all(map(torch.equal, batch, map(torch.stack, zip(*samples, strict=True))))
 
 

@@ -108,7 +108,7 @@ def train_with_own_loss() -> dict[str, tuple[dict[str, Tensor], list[float], dic
             rounds = [t.unflatten(0, (layout.num_microbatches, 2, -1))[:, ranks.rank] for t in (inputs, targets)]
             microbatches = list(starmap(Batch, zip(*rounds, strict=True)))
             norms.append(step(microbatches).grad_norm.item())
-        metrics = validate(model, microbatches, CPU, loss)
+        metrics = validate(model, [("", batch) for batch in microbatches], CPU, loss)
         results[name] = full_state(model), norms, metrics
     return results
 

@@ -203,14 +203,18 @@ def _forward(model: nn.Module, batch: Batch, loss: Loss) -> Any:
 
 
 @torch.no_grad()
-def validate(model: nn.Module, batches: Iterable[Batch], device: torch.device, loss: Loss) -> dict[str, float]:
+def validate(
+    model: nn.Module, batches: Iterable[tuple[str, Batch]], device: torch.device, loss: Loss
+) -> dict[str, float]:
     """Return the `validation/*` metrics over all valid targets of all ranks, in evaluation mode. Collective.
 
+    `batches`: each with the name of its source, or "" if the data is not a mixture. Named sources also have metrics of
+    their own. All ranks must have the same names.
     Every rank must have the same number of batches, since each forward all-gathers parameters. Without valid targets
     the metrics are NaN. The accuracy is NaN for a model that returns its loss alone. In a pipeline only the ranks with
     the last stage contribute.
     """
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    totals: dict[str, Tensor] = {}
     was_training = {  # a frozen BatchNorm stays frozen
         module: module.training for root in roots(model) for module in root.modules()
     }
@@ -218,20 +222,30 @@ def validate(model: nn.Module, batches: Iterable[Batch], device: torch.device, l
         root.eval()
     pipeline = pipeline_of(model)
     outputs: Any
-    for batch in batches:
+    for source, batch in batches:
         batch = batch.to(device)
+        total = totals.setdefault(source, torch.zeros(3, dtype=torch.float64, device=device))
         with loss.given(batch.targets):
             if pipeline is None:
                 outputs = _forward(model, batch, loss)
             else:
                 outputs = run_forward(pipeline, batch.inputs, device, document_arguments(model, batch.documents))
         if outputs is not None:  # else another rank holds the last stage
-            totals[:2] += loss.sums(outputs, batch.targets)
-            totals[2] += count_valid(batch.targets)
+            total[:2] += loss.sums(outputs, batch.targets)
+            total[2] += count_valid(batch.targets)
     for module, flag in was_training.items():
         module.training = flag
     reset_iterations(model)  # puts the sharded parameters back into the model; the optimizer's state refers to them
-    dist.all_reduce(totals)
-    loss_sum, correct, count = totals.tolist()
+    rows = torch.stack([torch.zeros(3, dtype=torch.float64, device=device), *totals.values()])
+    dist.all_reduce(rows)
+    metrics = _validation_means(rows.sum(0), "")
+    for source, row in zip(totals, rows[1:], strict=True):
+        metrics |= _validation_means(row, f"/{source}") if source else {}
+    return metrics
+
+
+def _validation_means(sums: Tensor, suffix: str) -> dict[str, float]:
+    """Return loss and accuracy by tag. `sums`: the sum of the losses, and the numbers of correct and valid targets."""
+    loss_sum, correct, count = sums.tolist()
     mean, accuracy = (loss_sum / count, correct / count) if count else (math.nan, math.nan)
-    return {"validation/loss": mean, "validation/accuracy": accuracy}
+    return {f"validation/loss{suffix}": mean, f"validation/accuracy{suffix}": accuracy}

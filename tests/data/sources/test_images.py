@@ -15,7 +15,8 @@ import torch
 
 from titan_launch.config.sections.data import IGNORED_TARGET, ImageData, ImageFormat
 from titan_launch.core.errors import ConfigError
-from titan_launch.data.loader import SampleOrder, build_train_loader, build_validation_loader
+from titan_launch.data.loader import build_train_loader, build_validation_loader
+from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import SampleSource, build_source
 from titan_launch.data.sources.images import is_validation_image
 from titan_launch.data.tokenizers import ByteTokenizer

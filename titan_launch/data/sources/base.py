@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -56,6 +57,36 @@ class SampleSource(Protocol):
 
         `seed` selects the samples that are hashed. Keys that only transform samples do not change the result.
         """
+
+
+@runtime_checkable
+class AugmentedSource(Protocol):
+    """A source whose training samples also depend on their position in the stream, by random changes."""
+
+    def at(self, index: int, position: int, /) -> Sample:
+        """Return sample `index` as it occurs at `position` of the stream of training samples."""
+
+
+@runtime_checkable
+class BatchSource(Protocol):
+    """A source that reads whole batches, because this is faster than sample by sample."""
+
+    def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None, /) -> Sample:
+        """Return what the function `read_batch` returns."""
+
+
+def read_batch(source: SampleSource, indices: Sequence[int], positions: Sequence[int] | None = None) -> Sample:
+    """Return the samples at `indices`, stacked along a new first axis.
+
+    `positions`: positions of the samples in the stream of training samples; None in validation.
+    """
+    if isinstance(source, BatchSource):
+        return source.read_batch(indices, positions)
+    if positions is not None and isinstance(source, AugmentedSource):
+        samples = map(source.at, indices, positions)
+    else:
+        samples = map(source.__getitem__, indices)
+    return tuple(map(torch.stack, zip(*samples, strict=True)))
 
 
 @dataclass(frozen=True)

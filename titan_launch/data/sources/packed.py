@@ -44,9 +44,9 @@ class PackedSource:
         """Return inputs and targets, int64 `[seq_len]`, and document numbers, int32 `[seq_len]`."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return tuple(column[0] for column in self.read_batch([index], None))
+        return tuple(column[0] for column in self.read_batch([index]))
 
-    def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> Sample:
+    def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None = None) -> Sample:
         """Return samples, stacked, as `__getitem__` returns them."""
         seq_len, stream = self.packing.seq_len, self.stream
         pieces, num_pieces = self.packing.pieces_of(indices)
