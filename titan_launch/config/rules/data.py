@@ -93,7 +93,8 @@ def mixture_weights_are_usable(config: JobConfig) -> Iterator[Problem]:
         for step, shares in [] if problems else data.stages():
             total = sum(shares)
             too_small = [index for index, share in enumerate(shares) if 0 < share * _SMALLEST_SHARE < total]
-            reason = f"is less than 1/{_SMALLEST_SHARE} of the sum of all weights from step {step} on; set 0 or a larger weight"
+            limit = f"1/{_SMALLEST_SHARE} of the sum of all weights"
+            reason = f"is less than {limit} from step {step} on; set 0 or a larger weight"
             if shares and not total:
                 too_small, reason = [0], f"must not be 0 for all sources at once, as from step {step} on"
             for index in too_small:
