@@ -23,11 +23,13 @@ from titan_launch.core.errors import ConfigError
 from titan_launch.data.packing import best_fit_decreasing, pack
 from titan_launch.data.sources import SampleSource, build_source
 from titan_launch.data.sources.packed import PackedSource
-from titan_launch.data.token_files import TokenStream
+from titan_launch.data.token_files import Header, TokenStream
 from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.train.build import build_run
 
 PROPERTIES = settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate, Phase.shrink])
+
+HEADER = Header("uint32", 10_000, "", False, ())
 
 
 def stream_of(shards: list[list[int]], ignored: set[int]) -> TokenStream:
@@ -50,7 +52,7 @@ def test_every_pair_of_every_document_is_in_one_sample(
     shards: list[list[int]], seq_len: int, ignored: set[int]
 ) -> None:
     stream = stream_of(shards, ignored)
-    source = PackedSource(stream, pack(stream.document_ends(), seq_len), 10_000, "")
+    source = PackedSource(stream, pack(stream.document_ends(), seq_len), HEADER, "")
     document_of = dict(enumerate(np.repeat(np.arange(stream.num_documents), [n for s in shards for n in s]), 1))
     seen: list[tuple[int, int]] = []
     holders: dict[int, set[tuple[int, int]]] = {}

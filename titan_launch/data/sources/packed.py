@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,8 +11,10 @@ import torch
 from titan_launch.config.sections.data import IGNORED_TARGET
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
 from titan_launch.data.packing import Packing
-from titan_launch.data.sources.base import Sample
-from titan_launch.data.token_files import TokenStream
+from titan_launch.data.sources.base import Details, Sample
+from titan_launch.data.token_files import Header, TokenStream
+
+_FIRST_TOKENS = 100_000
 
 
 class PackedSource:
@@ -21,11 +24,11 @@ class PackedSource:
     inputs of 0, and ignored targets.
     """
 
-    def __init__(self, stream: TokenStream, packing: Packing, num_classes: int, description: str, note: str = ""):
+    def __init__(self, stream: TokenStream, packing: Packing, header: Header, description: str, note: str = ""):
         """`description`: the data, for the log line; `note`: its end."""
         self.stream, self.packing = stream, packing
-        self.num_classes = num_classes
-        self._description, self._note = description, note
+        self.num_classes = header.vocab_size
+        self._header, self._description, self._note = header, description, note
 
     def __len__(self) -> int:
         return len(self.packing.ends)
@@ -35,6 +38,11 @@ class PackedSource:
         summary, size = self.packing.summary, f"{len(self):,} sample{'s' * (len(self) != 1)} of {self.packing.seq_len}"
         cut = f"{summary.num_cut:,} of {summary.num_documents:,} documents cut"
         return f"{self._description}, {size}, {summary.padding:.2%} padding, {cut}{self._note}"
+
+    def details(self) -> Details:
+        """Return the contents of the token files, the share of padding, and the number of documents that are cut."""
+        summary = self.packing.summary
+        return token_details(self._header, self.stream, padding=summary.padding, documents_cut=summary.num_cut)
 
     def fingerprint(self, seed: int) -> Fingerprint:
         """Return the fingerprint of the packed samples and the files of the tokens."""
@@ -72,3 +80,17 @@ class PackedSource:
 
     def _content(self, index: int) -> bytes:
         return b"".join(column.numpy().tobytes() for column in self[index])
+
+
+def token_details(header: Header, stream: TokenStream, **amounts: Any) -> Details:
+    """Return the contents of token files, with further amounts."""
+    found = {
+        "files": len(header.files) or None,  # None: the files of the text are unknown
+        "skipped": header.skipped or None,
+        "documents": stream.num_documents,
+        "tokens": len(stream),
+        **amounts,
+    }
+    lengths = np.diff(stream.document_ends(), prepend=0)
+    first_tokens = stream.read(0, min(len(stream), _FIRST_TOKENS))
+    return Details({name: value for name, value in found.items() if value is not None}, lengths, first_tokens)

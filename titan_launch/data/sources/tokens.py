@@ -15,8 +15,8 @@ from titan_launch.data.corpora.base import Corpus
 from titan_launch.data.corpora.text import TextCorpus
 from titan_launch.data.packing import cached_packing
 from titan_launch.data.prepare import cached_token_files
-from titan_launch.data.sources.base import Sample, SourceContext
-from titan_launch.data.sources.packed import PackedSource
+from titan_launch.data.sources.base import Details, Sample, SourceContext
+from titan_launch.data.sources.packed import PackedSource, token_details
 from titan_launch.data.token_files import Header, TokenFilesError, Tokens, TokenStream, open_token_files, read_header
 
 CORPORA: dict[str, type[Corpus]] = {"text": TextCorpus}
@@ -30,11 +30,11 @@ class TokenSource:
     first are also a target once.
     """
 
-    def __init__(self, stream: TokenStream, seq_len: int, num_classes: int, description: str, note: str = ""):
+    def __init__(self, stream: TokenStream, seq_len: int, header: Header, description: str, note: str = ""):
         """`description`: the data, for the log line; `note`: its end."""
         self._stream, self._seq_len = stream, seq_len
-        self.num_classes = num_classes
-        self._description, self._note = description, note
+        self.num_classes = header.vocab_size
+        self._header, self._description, self._note = header, description, note
 
     def __len__(self) -> int:
         return max(0, len(self._stream) - 1) // self._seq_len
@@ -42,6 +42,10 @@ class TokenSource:
     def describe(self) -> str:
         """Return the amount of data as part of a log line."""
         return f"{self._description}, {_count(len(self), 'sample')} of {self._seq_len}{self._note}"
+
+    def details(self) -> Details:
+        """Return the contents of the token files."""
+        return token_details(self._header, self._stream)
 
     def fingerprint(self, seed: int) -> Fingerprint:
         """Return the fingerprint of the tokens and their files, without skipped files."""
@@ -117,10 +121,10 @@ def _build(
     source: TokenSource | PackedSource
     if config.packing == "documents":
         packing = cached_packing(stream, header, context.seq_len)
-        source = PackedSource(stream, packing, header.vocab_size, description, note)
+        source = PackedSource(stream, packing, header, description, note)
         needed, remedy = "one document of at least 2 tokens", "name more text"
     else:
-        source = TokenSource(stream, context.seq_len, header.vocab_size, description, note)
+        source = TokenSource(stream, context.seq_len, header, description, note)
         needed = f"a sample of seq_len + 1 = {context.seq_len + 1} tokens"
         remedy = "name more text, or set a smaller training.seq_len"
     if not len(source):
