@@ -156,10 +156,10 @@ def test_marks_are_dim_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_images(folder: Path) -> None:
-    pytest.importorskip("sklearn")
-    (folder / "job.toml").write_text('[model]\nname = "resnet"\n[data]\nkind = "images"')
+    np.savez(folder / "images.npz", images=np.zeros((6, 8, 8), np.uint8), labels=[0, 1, 1, 2, 2, 2])
+    (folder / "job.toml").write_text('[model]\nname = "resnet"\n[data]\nkind = "images"\npath = "images.npz"')
     status, printed, reported = run_command(["data", "--config", "job.toml"], folder)
     assert (status, reported) == (0, "")
-    assert "\n  samples               1,797\n" in printed
-    assert "\n  classes               10\n    0  178  ######################################" in printed
+    bars = "".join(f"    {label}  {label + 1}  {'#' * length}\n" for label, length in enumerate((13, 27, 40)))
+    assert f"\n  samples               6\n  shape                 1 x 8 x 8\n  classes               3\n{bars}" in printed
     assert "\n  class " in printed and "shape 1 x 8 x 8\n" in printed

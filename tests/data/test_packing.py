@@ -79,8 +79,8 @@ def test_every_pair_of_every_document_is_in_one_sample(
     firsts = [int(inputs[0]) for inputs, _, _ in samples]
     assert firsts == sorted(firsts)
     if samples:
-        batch = source.read_batch([*range(len(source))])
-        assert all(map(torch.equal, batch, map(torch.stack, zip(*samples, strict=True))))
+        columns = zip(source.read_batch([*range(len(source))]), zip(*samples, strict=True), strict=True)
+        assert all(torch.equal(batch.long(), torch.stack(column).long()) for batch, column in columns)
 
 
 def naive_best_fit(lengths: list[int], capacity: int) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from titan_launch.config.sections.data import SKLEARN_DIGITS, ImageData, ImageFormat, misfits
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
-from titan_launch.data.sources.base import SourceContext
+from titan_launch.data.sources.base import Details, SourceContext
 
 Pixels = npt.NDArray[np.uint8] | npt.NDArray[np.floating]
 Labels = npt.NDArray[np.int64]
@@ -40,6 +40,12 @@ class ImageSource:
     def describe(self) -> str:
         """Return the amount of data as part of a log line."""
         return f"{len(self):,} images {self._images.shape[1:]} of {self.num_classes:,} classes"
+
+    def details(self) -> Details:
+        """Return the shape of the images, and the number of images of each class."""
+        counts = np.bincount(self._labels, minlength=self.num_classes)
+        classes = {str(label): count for label, count in enumerate(counts.tolist())}
+        return Details({"shape": " x ".join(map(str, self._images.shape[1:])), "classes": classes})
 
     def fingerprint(self, seed: int) -> Fingerprint:
         """Return the fingerprint of the stored images and labels, which count as one file."""

@@ -52,15 +52,16 @@ class PackedSource:
         """Return inputs and targets, int64 `[seq_len]`, and document numbers, int32 `[seq_len]`."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return tuple(column[0] for column in self.read_batch([index]))
+        inputs, targets, documents = self.read_batch([index])
+        return inputs[0].long(), targets[0].long(), documents[0]
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None = None) -> Sample:
-        """Return samples, stacked, as `__getitem__` returns them."""
+        """Return inputs, targets and document numbers of several samples, all int32 `[len(indices), seq_len]`."""
         seq_len, stream = self.packing.seq_len, self.stream
         pieces, num_pieces = self.packing.pieces_of(indices)
         starts, lengths = self.packing.starts[pieces], self.packing.lengths[pieces]
-        inputs = np.zeros(len(indices) * seq_len, np.int64)
-        targets = np.full(len(indices) * seq_len, IGNORED_TARGET, np.int64)
+        inputs = np.zeros(len(indices) * seq_len, np.int32)
+        targets = np.full(len(indices) * seq_len, IGNORED_TARGET, np.int32)
         documents = np.empty((len(indices), seq_len), np.int32)
         piece = 0
         for row, number in enumerate(num_pieces):
