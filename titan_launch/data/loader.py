@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -110,6 +111,38 @@ def build_validation_loader(
 def num_validation_batches(part: range, local_batch_size: int, dp_size: int) -> int:
     """Return the number of batches that each rank has of the samples in a part."""
     return -(-len(part) // (local_batch_size * dp_size))
+
+
+def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yield the batches of a step on the device.
+
+    On CUDA, a batch in pinned memory is copied on a stream of its own, while the batch before it is computed. The first
+    batch of a step is copied while the step before it is computed, because the host does not wait for the device.
+    """
+    if device.type != "cuda":
+        yield from (batch.to(device) for batch in batches)
+        return
+    stream = _copy_stream(device)
+
+    def start_copy(batch: Batch) -> tuple[Batch, torch.cuda.Event]:
+        with torch.cuda.stream(stream):
+            return batch.to(device), stream.record_event()
+
+    copies = map(start_copy, batches)
+    ahead = next(copies, None)
+    while ahead is not None:
+        (batch, is_copied), ahead = ahead, next(copies, None)
+        compute = torch.cuda.current_stream(device)
+        compute.wait_event(is_copied)
+        for tensor in batch:
+            if tensor is not None:
+                tensor.record_stream(compute)  # its memory is not used again before `compute` has read it
+        yield batch
+
+
+@lru_cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True)
