@@ -36,6 +36,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "path": "operation",
         "split": "experiment",
         "validation_percent": "experiment",
+        "packing": "experiment",
         "shuffle": "experiment",
         "num_samples": "experiment",
         "vocab_size": "experiment",

@@ -106,6 +106,12 @@ class DataSource(Section):
 class TokenizedData(DataSource):
     """The keys of all kinds of data that become sequences of `training.seq_len` tokens."""
 
+    packing: Literal["concat", "documents"] = "concat"
+    """Division of the documents into samples. `concat`: all documents are one stream, which is cut every
+    `training.seq_len` tokens. Tokens attend to earlier documents of their sample. `documents`: a sample has whole
+    documents and at its end padding, as little as possible. Documents do not attend to each other, and positions begin
+    at 0 in each. Only documents of more than `training.seq_len` + 1 tokens are cut."""
+
 
 class CorpusData(TokenizedData):
     """The keys of all kinds of text. When a run starts, one process of each host tokenizes the text into the cache
@@ -121,7 +127,7 @@ class CorpusData(TokenizedData):
 
 
 class TextData(CorpusData):
-    """Text files. They are tokenized, concatenated and cut into sequences of `training.seq_len` tokens."""
+    """Text files. Each file is one document."""
 
     kind: Literal["text"] = "text"
     """Kind of data source. It decides which other keys are valid."""
@@ -129,8 +135,8 @@ class TextData(CorpusData):
     path: str | Array[str] = PYTHON_STDLIB
     """A file, a folder (all files below it), a glob (`**` crosses folders), or an array of these, relative to the
     working directory. `python-stdlib` is the source code of the running Python's standard library: tens of MB of real
-    text that every machine has. Each file is one document, whose name is its path relative to the given folder. Files
-    that are not text (valid UTF-8 without NUL bytes) are skipped; the log reports their number."""
+    text that every machine has. The name of a document is its path relative to the given folder. Files that are not
+    text (valid UTF-8 without NUL bytes) are skipped; the log reports their number."""
 
 
 class TokensData(TokenizedData):
@@ -420,7 +426,8 @@ def resized_size(height: int, width: int, resize: int) -> tuple[int, int]:
 
 def separates_documents(data: DataSource) -> bool:
     """Return True if samples have document numbers, which separate attention and positions of documents."""
-    return any(getattr(source, "packing", "concat") == "documents" for source in single_sources(data).values())
+    sources = single_sources(data).values()
+    return any(isinstance(source, TokenizedData) and source.packing == "documents" for source in sources)
 
 
 class ValidationConfig(Section):
