@@ -12,11 +12,12 @@ from titan_launch.config.sections.data import (
     DATA_KINDS,
     DIGITS,
     SKLEARN_DIGITS,
+    CorpusData,
     DataSource,
+    FilesData,
     ImageData,
     SampleUnit,
     SyntheticData,
-    TextData,
     TokensData,
     misfits,
     names_a_file,
@@ -24,7 +25,7 @@ from titan_launch.config.sections.data import (
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, special_token, vocabulary_size
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, format_key
 
-_Split = TextData | ImageData
+_Split = CorpusData | ImageData
 _NAME: KeyPath = ("model", "name")
 
 
@@ -80,15 +81,15 @@ def vocabulary_is_large_enough(config: JobConfig) -> Iterator[Problem]:
             yield args_problem(config, ("vocab_size",), reason, also=(key, (*source, "kind")))
 
 
-def text_files_exist(config: JobConfig) -> Iterator[Problem]:
+def files_exist(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each entry of a `path` to texts that matches no file."""
     for source, data in _sources(config):
-        if isinstance(data, TextData):
+        if isinstance(data, FilesData):
             entries = [data.path] if isinstance(data.path, str) else data.path
             for index, entry in enumerate(entries):
                 key = (*source, "path") if isinstance(data.path, str) else (*source, "path", index)
-                if not names_a_file(entry):
-                    yield Problem(key, _why_no_file(entry), entry, also=((*source, "kind"),))
+                if not names_a_file(entry, data.suffixes):
+                    yield Problem(key, _why_no_file(entry, data.suffixes), entry, also=((*source, "kind"),))
 
 
 def token_files_exist(config: JobConfig) -> Iterator[Problem]:
@@ -129,11 +130,13 @@ def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
     train, held_out = config.data, config.validation.data
     if not (isinstance(train, _Split) and isinstance(held_out, _Split) and config.validation.freq):
         return
-    if train.kind != held_out.kind or train.path != held_out.path or held_out.split != "validation":
+    names = ("kind", "path", "subset", "hf_split")
+    is_same = all(getattr(train, name, None) == getattr(held_out, name, None) for name in names)
+    if not is_same or held_out.split != "validation":
         return
     also = (("data",), ("validation", "freq"), ("validation", "data", "path"))
     if train.split != "train":
-        what = "documents" if isinstance(held_out, TextData) else "images"
+        what = "documents" if isinstance(held_out, CorpusData) else "images"
         reason = f'these {what} are also in the training data; set data.split = "train"'
         yield Problem(("validation", "data", "split"), reason, held_out.split, also=also)
     elif train.validation_percent != held_out.validation_percent:
@@ -169,7 +172,7 @@ DATA_RULES = (
     validation_has_the_unit_of_training,
     tokenizer_is_usable,
     vocabulary_is_large_enough,
-    text_files_exist,
+    files_exist,
     token_files_exist,
     image_files_exist,
     digits_suit_the_model,
@@ -193,9 +196,10 @@ def _kinds_of(unit: SampleUnit) -> str:
     return "kind = " + " or ".join(f'"{kind}"' for kind, data in DATA_KINDS.items() if data.unit == unit)
 
 
-def _why_no_file(entry: str) -> str:
+def _why_no_file(entry: str, suffixes: tuple[str, ...]) -> str:
     if os.path.isdir(entry):
-        return "this folder contains no files; name a folder with files, or a file"
+        ends = "" if "" in suffixes else f" that end in {' or '.join(suffixes)}"
+        return f"this folder contains no files{ends}; name a folder with such files, or a file"
     what = "no file matches this pattern" if any(char in entry for char in "*?[") else "no such file or folder"
     return f"{what} (paths are relative to the working directory)"
 

@@ -107,14 +107,28 @@ class CorpusData(TokenizedData):
     there."""
 
     split: Literal["all", "train", "validation"] = "all"
-    """Documents to use. `validation`: `validation_percent` of the documents, chosen by a hash of their names. `train`:
-    all others. Training and validation can therefore use the same `path`."""
+    """Documents to use. `validation`: `validation_percent` of the documents, chosen by a hash of the names of files, or
+    of the texts of lines and rows. `train`: all others. Training and validation can therefore use the same `path`."""
 
     validation_percent: Annotated[int, Field(ge=1, le=99)] = 5
     """Percentage of the documents that belong to the validation split."""
 
+    path: str | Array[str]
+    """The data, relative to the working directory."""
 
-class TextData(CorpusData):
+
+class FilesData(CorpusData):
+    """The keys of all kinds of text in files."""
+
+    suffixes: ClassVar[tuple[str, ...]] = ("",)
+    """Ends of the names of the files that count in a folder, before `.gz` or `.zst`."""
+
+    path: str | Array[str]
+    """A file, a folder (all files below it), a glob (`**` crosses folders), or an array of these, relative to the
+    working directory."""
+
+
+class TextData(FilesData):
     """Text files. They are tokenized, concatenated and cut into sequences of `training.seq_len` tokens."""
 
     kind: Literal["text"] = "text"
@@ -124,7 +138,74 @@ class TextData(CorpusData):
     """A file, a folder (all files below it), a glob (`**` crosses folders), or an array of these, relative to the
     working directory. `python-stdlib` is the source code of the running Python's standard library: tens of MB of real
     text that every machine has. Each file is one document, whose name is its path relative to the given folder. Files
-    that are not text (valid UTF-8 without NUL bytes) are skipped; the log reports their number."""
+    that end in `.gz` or `.zst` are decompressed. Files that are not text (valid UTF-8 without NUL bytes) are skipped;
+    the log reports their number."""
+
+
+class RecordsData(CorpusData):
+    """The keys of all kinds of text in records: lines or rows. Each record is one document."""
+
+    on_error: Literal["stop", "skip"] = "stop"
+    """Reaction to a record without text, or to a line that is not valid JSON. `stop`: refuse the data, and name the
+    record. `skip`: use the other records; the log reports the number of skipped ones."""
+
+
+class LinesData(FilesData, RecordsData):
+    """The keys of all kinds of data in JSON lines: files with one JSON object per line."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson", ".json")
+
+    path: str | Array[str]
+    """A file, a folder, a glob (`**` crosses folders), or an array of these, relative to the working directory. Of a
+    folder, the files below it that end in `.jsonl`, `.ndjson` or `.json` are read. All of these may also end in `.gz`
+    or `.zst`, and are then decompressed."""
+
+
+class JsonlData(LinesData):
+    """JSON lines: files with one JSON object per line. Each line is one document."""
+
+    kind: Literal["jsonl"]
+    """Kind of data source. It decides which other keys are valid."""
+
+    field: str = "text"
+    """Key of the text in each line's object. Dots select keys of inner objects: `meta.text`."""
+
+
+class ParquetData(FilesData, RecordsData):
+    """Parquet files. Each row is one document. They need `pip install 'titan-launch[parquet]'`."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".parquet",)
+
+    kind: Literal["parquet"]
+    """Kind of data source. It decides which other keys are valid."""
+
+    path: str | Array[str]
+    """A file, a folder (all files below it that end in `.parquet`), a glob (`**` crosses folders), or an array of
+    these, relative to the working directory."""
+
+    column: str = "text"
+    """Name of the column with the text."""
+
+
+class HuggingFaceData(RecordsData):
+    """A data set of the package `datasets`. Each row is one document. It needs `pip install
+    'titan-launch[datasets]'`."""
+
+    kind: Literal["huggingface"]
+    """Kind of data source. It decides which other keys are valid."""
+
+    path: str
+    """A folder that `save_to_disk` wrote, a folder of data files (Parquet, JSON lines, CSV, text), or the name of a
+    data set of the Hugging Face Hub, such as `roneneldan/TinyStories`, which is downloaded."""
+
+    column: str = "text"
+    """Name of the column with the text."""
+
+    subset: str | None = None
+    """Name of the subset (configuration) of a data set that has several, such as `wikitext-2-raw-v1`."""
+
+    hf_split: str = "train"
+    """Split of the data set, as its publisher names it. (`split` divides the rows of this split again.)"""
 
 
 class TokensData(TokenizedData):
@@ -196,6 +277,9 @@ class ImageData(DataSource):
 
 DATA_KINDS: dict[str, type[DataSource]] = {
     "text": TextData,
+    "jsonl": JsonlData,
+    "parquet": ParquetData,
+    "huggingface": HuggingFaceData,
     "tokens": TokensData,
     "synthetic": SyntheticData,
     "images": ImageData,
@@ -204,7 +288,11 @@ DATA_KINDS: dict[str, type[DataSource]] = {
 classes that read the data."""
 
 
-def expand_text_paths(path: str | tuple[str, ...]) -> list[tuple[str, Path]]:
+COMPRESSED = (".gz", ".zst")
+"""Ends of the names of compressed files."""
+
+
+def expand_paths(config: FilesData) -> list[tuple[str, Path]]:
     """Return (name, file) for each file that `path` names: one entry or several, each a file, a folder or a glob.
 
     The order is the same on every machine: the order of the entries, and by name within an entry. A name is relative to
@@ -212,8 +300,8 @@ def expand_text_paths(path: str | tuple[str, ...]) -> list[tuple[str, Path]]:
     FileNotFoundError(entry) for the first entry that matches no file.
     """
     files: dict[Path, str] = {}
-    for entry in (path,) if isinstance(path, str) else path:
-        found = sorted(_files_of(entry))
+    for entry in (config.path,) if isinstance(config.path, str) else config.path:
+        found = sorted(_files_of(entry, config.suffixes))
         if not found:
             raise FileNotFoundError(entry)
         for name, file in found:
@@ -221,21 +309,25 @@ def expand_text_paths(path: str | tuple[str, ...]) -> list[tuple[str, Path]]:
     return [(name, file) for file, name in files.items()]
 
 
-def names_a_file(entry: str) -> bool:
+def names_a_file(entry: str, suffixes: tuple[str, ...]) -> bool:
     """Return True if an entry of a `path` names at least one file. The search stops at the first file. The standard
     library is assumed to exist."""
-    return entry == PYTHON_STDLIB or next(_files_of(entry), None) is not None
+    return entry == PYTHON_STDLIB or next(_files_of(entry, suffixes), None) is not None
 
 
-def _files_of(entry: str) -> Iterator[tuple[str, Path]]:
+def _files_of(entry: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
     """Return the files that one entry names, in no particular order."""
     if entry == PYTHON_STDLIB:
         return _python_stdlib()
     if Path(entry).is_dir():
-        return _files_below(Path(entry), "*")
+        return (found for found in _files_below(Path(entry), "*") if _uncompressed(found[0]).endswith(suffixes))
     if Path(entry).is_file():
         return iter([(Path(entry).name, Path(entry))])
     return _files_like(entry)
+
+
+def _uncompressed(name: str) -> str:
+    return str(Path(name).with_suffix("")) if name.endswith(COMPRESSED) else name
 
 
 def _python_stdlib() -> Iterator[tuple[str, Path]]:

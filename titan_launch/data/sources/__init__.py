@@ -17,6 +17,9 @@ __all__ = ["SampleSource", "build_source"]
 
 SOURCES: dict[str, Callable[[Any, SourceContext], SampleSource]] = {
     "text": build_corpus,
+    "jsonl": build_corpus,
+    "parquet": build_corpus,
+    "huggingface": build_corpus,
     "tokens": build_tokens,
     "synthetic": build_synthetic,
     "images": build_images,
