@@ -16,7 +16,9 @@ from titan_launch.config.sections.data import (
     SKLEARN_DIGITS,
     CorpusData,
     DataSource,
+    FactoryData,
     FilesData,
+    HuggingFaceData,
     ImageData,
     MixtureData,
     MixtureEntry,
@@ -25,6 +27,7 @@ from titan_launch.config.sections.data import (
     TokensData,
     misfits,
     names_a_file,
+    stream_problems,
 )
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, special_token, vocabulary_size
 from titan_launch.core.errors import UNSET, ConfigError, KeyPath, Problem, format_key
@@ -41,7 +44,8 @@ def data_suits_the_model(config: JobConfig) -> Iterator[Problem]:
     unit = unit_taken(config.model)
     for source, data in _sources(config):
         if unit is not None and data.unit != unit:
-            reason = f"the model {config.model.name} takes {unit}, not {data.unit}; set {_kinds_of(unit)}"
+            remedy = f'set samples = "{unit}"' if isinstance(data, FactoryData) else f"set {_kinds_of(unit)}"
+            reason = f"the model {config.model.name} takes {unit}, not {data.unit}; {remedy}"
             yield Problem((*source, "kind"), reason, data.kind, also=(_NAME,))
 
 
@@ -161,6 +165,13 @@ def image_files_exist(config: JobConfig) -> Iterator[Problem]:
             yield Problem((*source, "path"), reason, data.path, also=((*source, "kind"),))
 
 
+def streams_are_only_read_in_order(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each key that a table with `streaming` does not support."""
+    for key, data in _sources(config):
+        if isinstance(data, HuggingFaceData) and data.streaming:
+            yield from stream_problems(data, key)
+
+
 def digits_suit_the_model(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each difference between the images of `sklearn-digits` and those that the model takes. (A
     run checks other images when it reads them.)"""
@@ -236,6 +247,7 @@ DATA_RULES = (
     files_exist,
     token_files_exist,
     image_files_exist,
+    streams_are_only_read_in_order,
     digits_suit_the_model,
     validation_has_data,
     validation_samples_are_held_out,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import Field, GetCoreSchemaHandler
+from pydantic import Discriminator, Field, GetCoreSchemaHandler, Tag
 from pydantic_core import CoreSchema
 
-from titan_launch.config.sections.base import Array, Section
+from titan_launch.config.sections.base import Array, Section, Table
+from titan_launch.core.errors import KeyPath, Problem
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -98,8 +99,24 @@ class DataSource(Section):
         """Return the schema of the kind, or of the union of all kinds."""
         if cls not in KINDS:
             return handler(source)
-        any_kind: Any = Union[tuple(KINDS[cls].values())]  # noqa: UP007 - the kinds are known at run time only
-        return handler.generate_schema(Annotated[any_kind, Field(discriminator="kind")])
+        tagged = tuple(Annotated[kind, Tag(tag)] for tag, kind in KINDS[cls].items())
+        any_kind: Any = Union[tagged]  # noqa: UP007 - the kinds are known at run time only
+        return handler.generate_schema(Annotated[any_kind, Discriminator(_tag)])
+
+
+FACTORY = "package.module:factory"
+"""Entry of `DATA_KINDS` for every `kind` that is an import string."""
+
+
+def data_kind(kind: str) -> str:
+    """Return the entry of `DATA_KINDS` for the value of a key `kind`."""
+    return FACTORY if ":" in kind else kind
+
+
+def _tag(table: Any) -> Any:
+    """Return the entry of `DATA_KINDS` for a table of a job file, or for a section."""
+    kind = table.get("kind") if isinstance(table, Mapping) else getattr(table, "kind", None)
+    return data_kind(kind) if isinstance(kind, str) else kind
 
 
 class TokenizedData(DataSource):
@@ -212,6 +229,10 @@ class HuggingFaceData(RecordsData):
     hf_split: str = "train"
     """Split of the data set, as its publisher names it. (`split` divides the rows of this split again.)"""
 
+    streaming: bool = False
+    """Read the rows as a stream while the run trains, instead of tokenizing all rows when it starts. A stream has no
+    random order and no epochs: see docs/how_to/data.md. Requires `shuffle = false`."""
+
 
 class TokensData(TokenizedData):
     """Token files that `titan-launch prepare` wrote. They are mapped into memory."""
@@ -283,6 +304,39 @@ class ImageData(DataSource):
 Weight = Annotated[float, Field(ge=0)]
 
 
+class FactoryData(DataSource):
+    """Samples of a function or class of yours, which `kind` names, such as `my_data:Sequences`. It is called with a
+    context and `args`. docs/how_to/data.md describes the object that it returns."""
+
+    kind: Annotated[str, Field(pattern="^[^:]+:[^:]+$")]
+    """Import string of the function or class. The working directory is importable."""
+
+    samples: Literal["tokens", "documents", "images"] = "tokens"
+    """Form of the samples. `tokens`: pairs of `training.seq_len` tokens and their targets. `documents`: the same, with
+    the number of each token's document as a third tensor. `images`: pairs of an image and its class."""
+
+    args: Table = Field(default_factory=dict)
+    """Keyword arguments of the function or class."""
+
+    @property
+    def unit(self) -> SampleUnit:  # type: ignore[override]
+        """Unit of the samples."""
+        return "images" if self.samples == "images" else "tokens"
+
+
+def stream_problems(data: DataSource, key: KeyPath) -> Iterator[Problem]:
+    """Yield the problems of a table at `key` whose data is a stream: it has keys that a stream does not support."""
+    if key != ("data",):
+        reason = "is a stream, which can only be [data] itself, without other sources; use data with an index"
+        yield Problem((*key, "kind"), reason, data.kind)
+    if data.shuffle:
+        reason = "a stream is read in its own order; set shuffle = false, and shuffle the data before"
+        yield Problem((*key, "shuffle"), reason, True, also=((*key, "kind"),))
+    if data.num_workers > 1:
+        reason = "a stream is read by at most one worker process per rank; set 0 or 1"
+        yield Problem((*key, "num_workers"), reason, data.num_workers, also=((*key, "kind"),))
+
+
 class MixtureEntry(DataSource):
     """A source of a mixture. It has the keys of its `kind` except `num_workers`, and the keys below."""
 
@@ -350,6 +404,7 @@ DATA_KINDS: dict[str, type[DataSource]] = {
     "synthetic": SyntheticData,
     "images": ImageData,
     "mixture": MixtureData,
+    FACTORY: FactoryData,
 }
 """The config class of each kind of data. The first kind is the default. `titan_launch.data.sources.SOURCES` has the
 classes that read the data."""
@@ -435,7 +490,10 @@ def _files_like(pattern: str) -> Iterator[tuple[str, Path]]:
 
 def separates_documents(data: DataSource) -> bool:
     """Return True if samples have document numbers, which separate attention and positions of documents."""
-    return any(getattr(source, "packing", "concat") == "documents" for source in single_sources(data).values())
+    return any(
+        "documents" in (getattr(source, "packing", None), getattr(source, "samples", None))
+        for source in single_sources(data).values()
+    )
 
 
 class ValidationConfig(Section):
