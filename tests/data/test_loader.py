@@ -45,8 +45,9 @@ def global_batches(split: Layout, steps: int, start: int = 0, num_workers: int =
     by_rank = []
     for rank in range(split.data_parallel):
         with train_loader(split, rank, start, num_workers) as loader:
-            n = split.num_microbatches
-            microbatches = [batch.targets.tolist() for batch in itertools.islice(loader, steps * n)]
+            batches = itertools.islice(loader, steps * split.num_microbatches)
+            microbatches = [batch.targets.tolist() for batch in batches]
+        n = split.num_microbatches
         by_rank.append([list(itertools.chain(*microbatches[k * n : (k + 1) * n])) for k in range(steps)])
     return [list(step) for step in zip(*by_rank, strict=True)]
 
@@ -87,6 +88,22 @@ def test_ranks_share_no_sample_within_an_epoch() -> None:
 def test_workers_do_not_change_the_batches() -> None:
     split = layout(2, 2)
     assert global_batches(split, steps=5, num_workers=2) == global_batches(split, steps=5)
+
+
+class Wide(Numbers):
+    """The same with large images, and classes of a small dtype."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((1 << 18,), float(index)), torch.tensor(index, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_large_batches_arrive_unchanged_and_integers_are_widened(num_workers: int) -> None:
+    order = SampleOrder(NUM_SAMPLES, seed=1, shuffle=False)
+    with build_train_loader(Wide(), order, layout(1, 4), 0, start=0, num_workers=num_workers) as loader:
+        inputs, targets, _ = next(iter(loader))
+    assert torch.equal(inputs, torch.arange(4.0)[:, None].expand(4, 1 << 18))
+    assert torch.equal(targets, torch.arange(4)) and targets.dtype == torch.int64
 
 
 def test_batches_are_stacked_samples() -> None:

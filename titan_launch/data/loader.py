@@ -1,7 +1,8 @@
 """Loaders of batches. Which samples a step has does not depend on the number of ranks, microbatches or workers.
 
 Checkpoints save only the run's position in the stream of samples, one integer, so a run can resume with another world
-size. The state of torchdata's loader is not used, because it describes the workers of one rank.
+size. The state of torchdata's loader describes the worker of one rank. It is used only for data without an index
+(`StreamLoader`).
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_launch.config.sections.data import IGNORED_TARGET
 from titan_launch.core.signals import ignore_stop_signals
 from titan_launch.data.order import Order
-from titan_launch.data.sources import Batch, Sample, SampleSource, read_batch
+from titan_launch.data.sources import Batch, Sample, SampleSource, StreamSource, read_batch
 from titan_launch.plan.layout import Layout
 
 
@@ -30,15 +33,15 @@ class Loader:
     Worker processes stay alive between iterations, until `close`. Call `close`, or use the loader as a context manager.
     """
 
-    def __init__(self, reader: BatchReader, batches: Iterable[Sequence[int]], *, num_workers: int, pin_memory: bool):
-        """`batches`: what `reader` turns into a batch, for each batch."""
-        self._loader = _build_data_loader(reader, batches, num_workers, pin_memory)
+    def __init__(self, data: Any, *, num_workers: int, pin_memory: bool, **options: Any):
+        """`data`, `options`: data set and further arguments of PyTorch's loader."""
+        self._loader = _build_data_loader(data, num_workers, pin_memory, options)
         # At exit, multiprocessing sends SIGTERM to its children and waits for them. Workers ignore SIGTERM, so
         # this call must end them before.
         atexit.register(self.close)
 
     def __iter__(self) -> Iterator[Batch]:
-        return (Batch(*tensors) for tensors in self._loader)
+        return (batch if isinstance(batch, Batch) else batch.unpacked() for batch in self._loader)
 
     def close(self) -> None:
         """End the worker processes and wait for them. Further calls do nothing."""
@@ -77,7 +80,7 @@ def build_train_loader(
     The next microbatch takes the next positions. So the samples of a step do not depend on ranks and microbatches.
     """
     reader, batches = _TrainReader(source, order), _TrainBatches(layout, dp_rank, start)
-    return Loader(reader, batches, num_workers=num_workers, pin_memory=pin_memory)
+    return _indexed_loader(reader, batches, num_workers, pin_memory)
 
 
 def samples_of_step(order: Order, layout: Layout, position: int) -> list[list[list[int]]]:
@@ -103,12 +106,43 @@ def build_validation_loader(
     targets are all `IGNORED_TARGET`, fill the last batches of a part. Every iteration starts with the first sample.
     """
     batches = _ValidationBatches(parts or [range(len(source))], local_batch_size, dp_rank, dp_size)
-    return Loader(_ValidationReader(source), batches, num_workers=num_workers, pin_memory=pin_memory)
+    return _indexed_loader(_ValidationReader(source), batches, num_workers, pin_memory)
 
 
 def num_validation_batches(part: range, local_batch_size: int, dp_size: int) -> int:
     """Return the number of batches that each rank has of the samples in a part."""
     return -(-len(part) // (local_batch_size * dp_size))
+
+
+def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yield the batches of a step on the device.
+
+    On CUDA, a batch in pinned memory is copied on a stream of its own, while the batch before it is computed. The first
+    batch of a step is copied while the step before it is computed, because the host does not wait for the device.
+    """
+    if device.type != "cuda":
+        yield from (batch.to(device) for batch in batches)
+        return
+    stream = _copy_stream(device)
+
+    def start_copy(batch: Batch) -> tuple[Batch, torch.cuda.Event]:
+        with torch.cuda.stream(stream):
+            return batch.to(device), stream.record_event()
+
+    copies = map(start_copy, batches)
+    ahead = next(copies, None)
+    while ahead is not None:
+        (batch, is_copied), ahead = ahead, next(copies, None)
+        compute = torch.cuda.current_stream(device)
+        compute.wait_event(is_copied)
+        for tensor in filter(lambda tensor: tensor is not None, batch):
+            tensor.record_stream(compute)  # its memory is not used again before `compute` has read it
+        yield batch
+
+
+@lru_cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True)
@@ -181,16 +215,91 @@ class _ValidationReader:
         return inputs, targets, *documents
 
 
-def _build_data_loader(
+_SENT_BY_VALUE = 1 << 20
+"""Largest batch in bytes that a worker sends through its pipe. A larger one is sent in shared memory."""
+
+
+class _Packed:
+    """The tensors of a batch on their way from a reader to the training loop.
+
+    Small batches are sent by value, as NumPy arrays. Shared memory costs the receiver several system calls for each
+    tensor: for a batch of 8 x 2,048 tokens, five times as much time.
+    """
+
+    def __init__(self, tensors: Sample):
+        by_value = get_worker_info() is not None and sum(tensor.nbytes for tensor in tensors) <= _SENT_BY_VALUE
+        self._parts: list[Any] = [tensor.numpy() if by_value else tensor for tensor in tensors]
+
+    def unpacked(self) -> Batch:
+        """Return the batch. Token ids and classes are int64, as models and losses expect them."""
+        inputs, targets, *documents = map(torch.as_tensor, self._parts)
+        return Batch(inputs if inputs.is_floating_point() else inputs.long(), targets.long(), *documents)
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in pinned memory. PyTorch's loader calls this method."""
+        return Batch._make(None if tensor is None else tensor.pin_memory() for tensor in self.unpacked())
+
+
+class StreamLoader(Loader):
+    """Iterable over the batches of one part of a stream. Its state is that of torchdata's loader: plain data."""
+
+    def __init__(
+        self, source: StreamSource, part: int, parts: int, batch_size: int, *, num_workers: int, pin_memory: bool
+    ):
+        """`part`: number of the part, from 0 to `parts` - 1."""
+        super().__init__(
+            _StreamPart(source, part, parts),
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            batch_size=batch_size,
+            collate_fn=_stacked,
+            snapshot_every_n_steps=1,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last batch."""
+        state: dict[str, Any] = self._loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration continue after a position."""
+        self._loader.load_state_dict(state)
+
+
+class _StreamPart(IterableDataset[Sample]):
+    """One part of a stream, as PyTorch's loader takes it."""
+
+    def __init__(self, source: StreamSource, part: int, parts: int):
+        self._source, self._part, self._parts = source, part, parts
+
+    def __iter__(self) -> Iterator[Sample]:
+        return self._source.open_part(self._part, self._parts)
+
+
+def _stacked(samples: list[Sample]) -> _Packed:
+    return _Packed(tuple(map(torch.stack, zip(*samples, strict=True))))
+
+
+def _indexed_loader(
     reader: BatchReader, batches: Iterable[Sequence[int]], num_workers: int, pin_memory: bool
-) -> Any:
+) -> Loader:
+    """Return a loader of batches that `reader` reads. `batches`: what `reader` turns into a batch, for each batch."""
+    return Loader(
+        reader,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        batch_sampler=batches,
+        collate_fn=_Packed,
+        snapshot_every_n_steps=None,  # its state is not used
+    )
+
+
+def _build_data_loader(data: Any, num_workers: int, pin_memory: bool, options: dict[str, Any]) -> Any:
     with warnings.catch_warnings():
         # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates. The user cannot change that.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         return StatefulDataLoader(
-            reader,
-            batch_sampler=batches,
-            collate_fn=tuple,  # the reader has collated the samples
+            data,
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
@@ -199,7 +308,7 @@ def _build_data_loader(
             worker_init_fn=_ignore_stop_signals,
             # With the default generator, starting an iteration would change the random numbers of dropout.
             generator=torch.Generator(),
-            snapshot_every_n_steps=None,  # its state is not used
+            **options,
         )
 
 

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_launch.models.documents import positions_in
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -62,19 +64,6 @@ class Documents:
         if numbers.is_cuda:
             num_tokens, device = numbers.shape[1], numbers.device
             self.block_masks = {window: make_block_mask(num_tokens, window, numbers, device) for window in windows}
-
-
-POSITIONS_DTYPE = torch.int32
-
-
-def positions_in(documents: Tensor) -> Tensor:
-    """Return the position of each token in its document, from 0: int32 (batch, tokens).
-
-    `documents`: a number for each token (batch, tokens). A document begins where the number changes.
-    """
-    index = torch.arange(documents.shape[1], dtype=POSITIONS_DTYPE, device=documents.device)
-    starts = index[1:].where(documents[:, 1:] != documents[:, :-1], 0).cummax(-1).values
-    return index - F.pad(starts, (1, 0))
 
 
 def attend(

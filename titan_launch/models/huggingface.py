@@ -5,23 +5,20 @@ Only the library's own classes are built. Code that a folder contains is never r
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from titan_launch.config.architectures.huggingface import class_name, image_format, unit_of
 from titan_launch.core.errors import config_error, did_you_mean, listed
 from titan_launch.core.globs import matches
-from titan_launch.core.patches import replaced
-from titan_launch.models.attention import POSITIONS_DTYPE, positions_in
+from titan_launch.models.documents import separate_by_positions
 from titan_launch.models.spec import TensorStyle
 from titan_launch.models.weights.folder import NamesInFiles
 
@@ -47,9 +44,8 @@ def build(seq_len: int, /, **args: Any) -> nn.Module:
     _check_length(config, seq_len)
     config.use_cache = False
     config._attn_implementation = "sdpa" if cls._supports_sdpa else "eager"
-    _find_documents_by_dtype()
     module: Any = cls(config)
-    module.takes_position_ids = True
+    separate_by_positions(module)
     _declare_tensor_parallel(module)
     module.flops_per_sample = partial(_count_flops, module, args)
     module.names_in_files = _names_in_files(module)
@@ -92,72 +88,6 @@ def _class_and_config(args: Mapping[str, Any]) -> tuple[Any, Any]:
         reason = f"{CONFIG_MAPPING[kind].__name__} refuses them: {' '.join(str(error).split())}"
         raise config_error(("model", "args"), reason) from None
     return getattr(transformers, name), config
-
-
-def _find_documents_by_dtype() -> None:
-    """Make models of `transformers` in this process separate documents if, and only if, the launcher gives positions.
-
-    Every forward would look for documents in the positions, and wait for the device. In a trace, which has no values,
-    the models would assume documents, and attention would use another kernel than in a run. The launcher's positions
-    (`positions_in`) are int32, those of `transformers` int64.
-    """
-    from transformers import masking_utils
-
-    masking_utils.find_packed_sequence_indices = _documents_at
-
-
-def _documents_at(position_ids: Tensor) -> Tensor | None:
-    """Return the number of each token's document, from positions of the launcher; None for other positions."""
-    return (position_ids == 0).cumsum(-1) if position_ids.dtype == POSITIONS_DTYPE else None
-
-
-def check_documents(module: Any, seq_len: int) -> None:
-    """Raise ConfigError for a class whose forward does not separate documents by their positions.
-
-    A forward on the meta device shows whether masks and learned positions are made from the given positions.
-    """
-    reason = _obstacle_to_documents(module, seq_len)
-    if reason is not None:
-        raise config_error(("model", "args", "architectures"), f"{type(module).__name__} of transformers {reason}")
-
-
-def _obstacle_to_documents(module: Any, seq_len: int) -> str | None:
-    from transformers import masking_utils
-
-    others = {*(getattr(module.config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
-    if getattr(module, "_is_stateful", False) or any(isinstance(child, nn.Conv1d) for child in module.modules()):
-        others.add("recurrent or convolutional")
-    if others:
-        return f"has layers that mix documents: {', '.join(sorted(others))}"
-    if "position_ids" not in inspect.signature(module.forward).parameters:
-        return "takes no position_ids"
-    masks_separate: list[bool] = []
-    own_positions: list[str] = []
-
-    def find(position_ids: Tensor) -> Tensor | None:
-        documents = _documents_at(position_ids)
-        masks_separate.append(documents is not None)
-        return documents
-
-    def look_up(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        given = [*args, *kwargs.values()]
-        if not any(isinstance(each, Tensor) and each.dtype == POSITIONS_DTYPE for each in given):
-            own_positions.append(path)
-
-    tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
-    with ExitStack() as stack, torch.no_grad():
-        stack.enter_context(replaced(masking_utils, "find_packed_sequence_indices", find))
-        for path, child in module.named_modules():
-            if isinstance(child, nn.Embedding) and child is not module.get_input_embeddings():
-                hook = partial(look_up, path)
-                stack.callback(child.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        try:
-            module(tokens, position_ids=positions_in(tokens))
-        except Exception as error:
-            return f"cannot be checked: its forward fails on the meta device ({type(error).__name__}: {error})"
-    if own_positions:
-        return f"looks up {own_positions[0]} without position_ids"
-    return None if masks_separate and all(masks_separate) else "makes no attention mask from position_ids"
 
 
 def _check_length(config: Any, seq_len: int) -> None:

@@ -24,7 +24,7 @@ from titan_launch.parallel.compile import cache_folder
 from titan_launch.parallel.float8 import scale_update
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.report.unit_table import KeyLocator, describe_units
-from titan_launch.train.batches import build_data, build_train_batches, build_validation_batches
+from titan_launch.train.batches import build_data, build_stream_batches, build_train_batches, build_validation_batches
 from titan_launch.train.health.coordination import StepCoordinator, StopRequest
 from titan_launch.train.health.flight_recorder import create_nccl_folder
 from titan_launch.train.health.step_guard import StepGuard
@@ -83,7 +83,7 @@ def build_run(
     data = build_data(config, mesh)
     model = assemble_model(config, job.built, job.plan, mesh, data)
     if ranks.device.type == "cpu":
-        dtypes = attention_dtypes(job.built, job.plan)
+        dtypes = attention_dtypes(config.data, job.built, job.plan)
         stack.enter_context(cpu_speedups(model.module, config.kernels, job.layout, config.training.seq_len, dtypes))
     set_timeouts(config.comm.init_timeout_seconds)
     allocate_model(model, config, ranks.device, stack)
@@ -93,8 +93,9 @@ def build_run(
     folder = open_run_folder(job, ranks, log_file, watchdog, stack)
     progress, guard = Progress(), StepGuard(config.debug, ranks.device)
     step = build_step(config, model, optimizer, guard, ranks, data.num_classes)
+    stream = build_stream_batches(config, data, job.layout, ranks, stack)
     state = training_state(
-        config, model.module, optimizer, progress, data.order, guard, ema, step.statistics, mesh, ranks
+        config, model.module, optimizer, progress, data.order, stream, guard, ema, step.statistics, mesh, ranks
     )
     sources: Sources = {**data.sources, **weights_source(config.model)}
     checkpoints = open_checkpoints(job.requested, folder.path, state, progress, sources, ranks, stack)
@@ -122,7 +123,7 @@ def build_run(
         control=StepCoordinator(stop or StopRequest(), config.checkpoint.interval_minutes),
         first_step=first_step,
         order=data.order,
-        train_batches=build_train_batches(config, data, job.layout, ranks, progress.data_position, stack),
+        train_batches=stream or build_train_batches(config, data, job.layout, ranks, progress.data_position, stack),
         validation_batches=build_validation_batches(config, data, job.layout, ranks, stack),
         checkpoints=checkpoints,
         meter=build_meter(job, ranks),

@@ -23,7 +23,6 @@ from titan_launch.config.sections.training import LossConfig
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.import_string import is_user_file
 from titan_launch.distributed.torch_private import roots
-from titan_launch.models.attention import positions_in
 from titan_launch.models.blocks import has_forward
 from titan_launch.models.loss import LogitsCheck, Loss, count_valid
 
@@ -64,18 +63,6 @@ def forward_explained(model: nn.Module, inputs: Tensor, loss: Loss) -> Iterator[
         if problem is None:
             raise
         raise problem from error
-
-
-def document_arguments(model: nn.Module, documents: Tensor | None) -> dict[str, Tensor]:
-    """Return the keyword argument by which a forward learns the documents of a batch; none for whole samples.
-
-    A class of `transformers` takes positions that count from 0 in each document.
-    """
-    if documents is None:
-        return {}
-    if getattr(model, "takes_position_ids", False):
-        return {"position_ids": positions_in(documents)}
-    return {"documents": documents}
 
 
 def label_arguments(model: nn.Module, targets: Tensor, loss: Loss) -> dict[str, Tensor]:

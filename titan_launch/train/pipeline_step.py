@@ -24,10 +24,10 @@ from titan_launch.distributed.torch_private import (
     pop_forward_order,
     restore_forward_order,
 )
+from titan_launch.models.documents import document_arguments
 from titan_launch.models.loss import Loss, means_of_step
 from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.pipeline import LocalStage, Pipeline
-from titan_launch.train.forward import document_arguments
 
 
 def build_schedule(

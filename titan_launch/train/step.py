@@ -12,15 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from titan_launch.data.loader import copied_ahead
 from titan_launch.data.sources import Batch
 from titan_launch.distributed.mesh import Mesh
+from titan_launch.models.documents import document_arguments
 from titan_launch.models.loss import Loss, count_valid, means_of_step
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.registry import step_unless
 from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.batchnorm import RunningStatistics
 from titan_launch.parallel.fsdp import discard_pending
-from titan_launch.train.forward import document_arguments, forward_explained, label_arguments, select_outputs
+from titan_launch.train.forward import forward_explained, label_arguments, select_outputs
 from titan_launch.train.health.step_guard import StepGuard
 
 if TYPE_CHECKING:
@@ -113,7 +115,7 @@ class TrainStep:
                 sums = self._pipelined(microbatches, self.loss, valid.total())
             else:
                 sums = torch.zeros(2, device=self._device)
-                for index, microbatch in enumerate(microbatches):
+                for index, microbatch in enumerate(copied_ahead(microbatches, self._device)):
                     self._accumulation.begin_microbatch(self._model, is_last=index == len(microbatches) - 1)
                     sums += forward_backward(self._model, microbatch, self._device, valid.total, self.loss)
             # Ranks that share matrices compute the same loss.

@@ -7,24 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
 
 from titan_launch.checkpoint.state import Values
 from titan_launch.core.errors import RunError, config_error
-from titan_launch.data.loader import Loader
-from titan_launch.data.sources import Batch, Sample, StreamSource
+from titan_launch.data.loader import StreamLoader
+from titan_launch.data.sources import Batch, StreamSource
 from titan_launch.parallel.context_parallel import SequencePart
 from titan_launch.plan.layout import Layout
-
-
-class _Part(IterableDataset[Sample]):
-    """One part of a stream, as PyTorch's loader takes it."""
-
-    def __init__(self, source: StreamSource, part: int, parts: int):
-        self._source, self._part, self._parts = source, part, parts
-
-    def __iter__(self) -> Iterator[Sample]:
-        return self._source.open_part(self._part, self._parts)
 
 
 class StreamBatches:
@@ -46,9 +35,13 @@ class StreamBatches:
         pin_memory: bool,
     ):
         """`part`: this rank's part of every sequence; None without context parallelism."""
-        dataset = _Part(source, dp_rank, layout.data_parallel)
-        self._loader = Loader.of_stream(
-            dataset, layout.local_batch_size, num_workers=num_workers, pin_memory=pin_memory
+        self._loader = StreamLoader(
+            source,
+            dp_rank,
+            layout.data_parallel,
+            layout.local_batch_size,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
         )
         self._division = f"{layout.data_parallel} data-parallel ranks with {num_workers} workers"
         self._key = f"{layout.data_parallel}x{num_workers}.{dp_rank}"
@@ -91,7 +84,7 @@ class StreamBatches:
                 ("data", "kind"),
                 f"the checkpoint has the positions of a stream on {saved} data-parallel ranks with {workers} workers, "
                 f"which {self._division} cannot continue; resume with the same numbers, or begin the stream again with "
-                '--checkpoint.exclude_from_loading=\'["data"]\'',
+                "--checkpoint.exclude_from_loading='[\"data\"]'",
             )
         return {key: torch.empty(shape, dtype=torch.uint8) for key, shape in shapes.items() if key == self._key}
 

@@ -27,6 +27,7 @@ from titan_launch.config.sections.data import (
     TokensData,
     misfits,
     names_a_file,
+    separates_documents,
     stream_problems,
 )
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, special_token, vocabulary_size
@@ -97,7 +98,8 @@ def mixture_weights_are_usable(config: JobConfig) -> Iterator[Problem]:
         for step, shares in [] if problems else data.stages():
             total = sum(shares)
             too_small = [index for index, share in enumerate(shares) if 0 < share * _SMALLEST_SHARE < total]
-            reason = f"is less than 1/{_SMALLEST_SHARE} of the sum of all weights from step {step} on; set 0 or a larger weight"
+            limit = f"1/{_SMALLEST_SHARE} of the sum of all weights"
+            reason = f"is less than {limit} from step {step} on; set 0 or a larger weight"
             if shares and not total:
                 too_small, reason = [0], f"must not be 0 for all sources at once, as from step {step} on"
             for index in too_small:
@@ -297,6 +299,11 @@ def _why_no_weight(source: MixtureEntry, is_training: bool) -> str | None:
 def _plain(value: object) -> object:
     """Return arrays as lists, as errors show them."""
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def keys_of_packed_documents(config: JobConfig) -> Iterator[KeyPath]:
+    """Yield the key `packing` of each data table with `packing = "documents"`."""
+    return ((*key, "packing") for key, data in _sources(config) if separates_documents(data))
 
 
 def _kinds_of(unit: SampleUnit) -> str:

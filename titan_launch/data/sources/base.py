@@ -72,7 +72,7 @@ class BatchSource(Protocol):
     """A source that reads whole batches, because this is faster than sample by sample."""
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None, /) -> Sample:
-        """Return what the function `read_batch` returns."""
+        """Return what the function `read_batch` returns. Integers may have a smaller dtype: the loader widens them."""
 
 
 def read_batch(source: SampleSource, indices: Sequence[int], positions: Sequence[int] | None = None) -> Sample:

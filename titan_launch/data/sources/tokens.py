@@ -61,12 +61,12 @@ class TokenSource:
     def __getitem__(self, index: int) -> Sample:
         """Return inputs and targets, both int64 `[seq_len]`. The targets are the inputs shifted by one position."""
         inputs, targets = self.read_batch([index])
-        return inputs[0], targets[0]
+        return inputs[0].long(), targets[0].long()
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None = None) -> Sample:
-        """Return inputs and targets of several samples, both int64 `[len(indices), seq_len]`."""
+        """Return inputs and targets of several samples, both int32 `[len(indices), seq_len]`."""
         windows = np.stack([self._window(index) for index in indices])
-        inputs, targets = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)
+        inputs, targets = windows[:, :-1].astype(np.int32), windows[:, 1:].astype(np.int32)
         for row, index in enumerate(indices):
             counts = self._stream.read_targets(index * self._seq_len + 1, (index + 1) * self._seq_len + 1)
             if counts is not None:
