@@ -149,7 +149,7 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     _check_optimizer(checkpoint, target["optimizer"], _below("optimizer", saved))
     for name, part in state.parts.items():
         if isinstance(part, SizedPart):
-            target[name] = part.targets(_below(name, saved))
+            target[name] = part.targets(_below(name, saved) if _takes(selection, name, "") else {})
         else:
             target[name] = _known(part.state_dict(), name, saved)
     own, stream = rank_key(), state.random_key

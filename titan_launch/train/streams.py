@@ -83,7 +83,8 @@ class StreamBatches:
             raise config_error(
                 ("data", "kind"),
                 f"the checkpoint has the positions of a stream on {saved} data-parallel ranks with {workers} workers, "
-                f"which {self._division} cannot continue; resume with the same numbers, or begin the stream again with "
+                f"which {self._division} cannot continue; resume with the same numbers, or load a step "
+                "(--checkpoint.load=1000) and begin the stream again with "
                 "--checkpoint.exclude_from_loading='[\"data\"]'",
             )
         return {key: torch.empty(shape, dtype=torch.uint8) for key, shape in shapes.items() if key == self._key}
