@@ -141,8 +141,9 @@ def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Bat
         (batch, is_copied), ahead = ahead, next(copies, None)
         compute = torch.cuda.current_stream(device)
         compute.wait_event(is_copied)
-        for tensor in filter(lambda tensor: tensor is not None, batch):
-            tensor.record_stream(compute)  # its memory is not used again before `compute` has read it
+        for tensor in batch:
+            if tensor is not None:
+                tensor.record_stream(compute)  # its memory is not used again before `compute` has read it
         yield batch
 
 
