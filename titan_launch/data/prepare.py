@@ -21,7 +21,9 @@ _BATCH = 1000
 class Counts:
     """The files and skipped documents of a part."""
 
-    files: list[tuple[str, int]] = field(default_factory=list)
+    files: dict[tuple[str, int], None] = field(default_factory=dict)
+    """Name and size of each file, in order."""
+
     skipped: Counter[str] = field(default_factory=Counter)
     first_skipped: str = ""
 
@@ -44,7 +46,7 @@ def prepare(corpus: Corpus, folder: Path, report: Callable[[Part], None] = lambd
         corpus.tokenizer.digest,
         corpus.has_targets,
         tuple(shards),
-        tuple(itertools.chain.from_iterable(found.files for found in counts)),
+        tuple(dict.fromkeys(itertools.chain.from_iterable(found.files for found in counts))),
         dict(sum((found.skipped for found in counts), Counter[str]())),
         next((found.first_skipped for found in counts if found.first_skipped), ""),
     )
@@ -80,8 +82,7 @@ def _chosen(corpus: Corpus, part: Part, counts: Counts) -> Iterator[Document]:
             counts.skipped[document.reason] += 1
             counts.first_skipped = counts.first_skipped or document.name
             continue
-        if document.file is not None:
-            counts.files.append(document.file)
+        counts.files[document.file] = None
         yield document
 
 

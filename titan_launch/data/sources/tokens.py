@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from titan_launch.config.sections.data import IGNORED_TARGET, CorpusData, TokenizedData, TokensData
-from titan_launch.core.errors import config_error
+from titan_launch.config.sections.data import IGNORED_TARGET, CorpusData, TokensData
+from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
 from titan_launch.data.corpora.base import Corpus
+from titan_launch.data.corpora.huggingface import HuggingFaceCorpus
+from titan_launch.data.corpora.jsonl import JsonlCorpus
+from titan_launch.data.corpora.parquet import ParquetCorpus
 from titan_launch.data.corpora.text import TextCorpus
 from titan_launch.data.packing import cached_packing
 from titan_launch.data.prepare import cached_token_files
@@ -19,7 +22,12 @@ from titan_launch.data.sources.base import Details, Sample, SourceContext
 from titan_launch.data.sources.packed import PackedSource, token_details
 from titan_launch.data.token_files import Header, TokenFilesError, Tokens, TokenStream, open_token_files, read_header
 
-CORPORA: dict[str, type[Corpus]] = {"text": TextCorpus}
+CORPORA: dict[str, type[Corpus]] = {
+    "text": TextCorpus,
+    "jsonl": JsonlCorpus,
+    "parquet": ParquetCorpus,
+    "huggingface": HuggingFaceCorpus,
+}
 """The corpus of each kind of data that is tokenized when a run starts."""
 
 
@@ -83,14 +91,12 @@ def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource | Pa
     corpus = CORPORA[config.kind](config, context.tokenizer, context.key)
     folder = cached_token_files(corpus)
     header = read_header(folder)
-    note = _skipped_note(header)
-    _check_split(corpus, header)
-    if not header.files:
-        is_single = len(corpus.files) == 1
-        found = "is not UTF-8 text" if is_single else f"none of its {len(corpus.files):,} files is UTF-8 text"
-        reason = f"{found} without NUL bytes (first: {header.first_skipped}); convert it to UTF-8, or name text files"
-        raise config_error((*context.key, "path"), reason, _path(config))
-    return _build(config, context, folder, header, _count(len(header.files), "file"), note)
+    skipped = _skipped(corpus, header)
+    if not header.num_documents:
+        raise _without_documents(corpus, skipped)
+    documents = "" if corpus.unit == "file" else f", {_count(header.num_documents, 'document')}"
+    description = f"{_count(len(header.files), 'file')}{documents}"
+    return _build(config, context, folder, header, description, skipped and f"; {skipped}")
 
 
 def build_tokens(config: TokensData, context: SourceContext) -> TokenSource | PackedSource:
@@ -110,13 +116,13 @@ def build_tokens(config: TokensData, context: SourceContext) -> TokenSource | Pa
 
 
 def _build(
-    config: TokenizedData, context: SourceContext, folder: Path, header: Header, description: str, note: str
+    config: CorpusData | TokensData, context: SourceContext, folder: Path, header: Header, description: str, note: str
 ) -> TokenSource | PackedSource:
     key = (*context.key, "path")
     try:
         stream = open_token_files(folder, header)
     except TokenFilesError as error:
-        raise config_error(key, str(error), _path(config)) from None
+        raise config_error(key, str(error), config.path) from None
     description = f"{description}, {_count(len(stream), 'token')}"
     source: TokenSource | PackedSource
     if config.packing == "documents":
@@ -129,40 +135,28 @@ def _build(
         remedy = "name more text, or set a smaller training.seq_len"
     if not len(source):
         reason = f"has too few tokens for {needed}: {description}{note}; {remedy}"
-        raise config_error(key, reason, _path(config))
+        raise config_error(key, reason, config.path)
     return source
 
 
-def _check_split(corpus: Corpus, header: Header) -> None:
-    """Raise ConfigError if no document belongs to the split."""
-    config, num_files = corpus.config, len(corpus.files)
-    if config.split == "all" or header.files or header.skipped:
-        return
-    other = "train" if config.split == "validation" else "validation"
-    belongs = "the only file belongs" if num_files == 1 else f"all {num_files} files belong"
+def _without_documents(corpus: Corpus, skipped: str) -> ConfigError:
+    """Return the error for a corpus of which no document is used."""
+    config = corpus.config
+    if config.split == "all" or skipped:
+        reason = f"has no documents{f' ({skipped})' if skipped else ''}; {corpus.remedy}"
+        return config_error((*corpus.key, "path"), reason, config.path)
     reason = (
-        f'is empty: with validation_percent = {config.validation_percent}, {belongs} to "{other}"; provide more files '
-        '(each file is one document), or a separate path with split = "all"'
+        f"is empty: with validation_percent = {config.validation_percent}, no document belongs to it; provide more "
+        f'documents (each {corpus.unit} is one document), or other data with split = "all"'
     )
-    raise config_error((*corpus.key, "split"), reason, config.split)
+    return config_error((*corpus.key, "split"), reason, config.split)
 
 
-def _skipped_note(header: Header) -> str:
-    """Return the text of a log line about skipped files; "" if there are none."""
-    if not header.skipped:
-        return ""
-    counts = " and ".join(_plural(number, reason) for reason, number in header.skipped.items())
-    return f"; skipped {counts}, first: {header.first_skipped}"
-
-
-def _plural(number: int, reason: str) -> str:
-    """Return `2 files that are not UTF-8 text` for `file that is not UTF-8 text`."""
-    noun, _, rest = reason.partition(" that is ")
-    return f"{number:,} {reason}" if number == 1 else f"{number:,} {noun}s that are {rest}"
-
-
-def _path(config: TokenizedData) -> object:
-    return getattr(config, "path", None)
+def _skipped(corpus: Corpus, header: Header) -> str:
+    """Return a clause about the documents that the corpus has skipped; "" if there are none."""
+    reasons = ", ".join(f"{number:,} {reason}" for reason, number in header.skipped.items())
+    number = _count(sum(header.skipped.values()), corpus.unit)
+    return reasons and f"skipped {number}: {reasons}; first: {header.first_skipped}"
 
 
 def _count(number: int, noun: str) -> str:
