@@ -54,7 +54,7 @@ class RotaryEmbedding(nn.Module):
         if stop > max_tokens:
             raise ValueError(f"{stop} tokens, but the rotary table has {max_tokens} (training.seq_len)")
         rows = self.table[self.position : stop] if positions is None else self.table[positions]
-        table = rows.unsqueeze(-3).float()  # [1 or batch, tokens, 1, head_dim / 2, 2]; the first axis may be missing
+        table = rows.unsqueeze(-3).float()  # [(batch,) tokens, 1, head_dim / 2, 2]
         pairs = x.float().unflatten(-1, (-1, 2))
         rotated = _rotated_by_parts(pairs, table) if torch.compiler.is_compiling() else _rotated(pairs, table)
         return rotated.flatten(-2).to(x.dtype)
