@@ -57,8 +57,8 @@ class Document:
     content: Any
     """What the corpus encodes: UTF-8 bytes, unless it has an `encode` of its own."""
 
-    file: tuple[str, int] | None = None
-    """Name and size of the file, given with the first document of each file."""
+    file: tuple[str, int]
+    """Name and size of the document's file."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class ImageSource:
     def fingerprint(self, seed: int) -> Fingerprint:
         """Return the fingerprint of the stored images and labels, which count as one file."""
         images, labels = self._images, self._labels
-        files = [(f"{images.dtype} {images.shape[1:]}", images.nbytes + labels.nbytes)]
+        files = [("", f"{images.dtype} {images.shape[1:]}", images.nbytes + labels.nbytes)]
         return fingerprint_of(files, len(self), lambda index: images[index].tobytes() + labels[index].tobytes(), seed)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:

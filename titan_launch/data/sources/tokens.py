@@ -10,15 +10,13 @@ from torch import Tensor
 
 from titan_launch.config.sections.data import IGNORED_TARGET, CorpusData, TokenizedData, TokensData
 from titan_launch.core.errors import config_error
-from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
+from titan_launch.core.fingerprint import Fingerprint
+from titan_launch.data.corpora import CORPORA
 from titan_launch.data.corpora.base import Corpus
-from titan_launch.data.corpora.text import TextCorpus
+from titan_launch.data.foreign_tokens import open_foreign_tokens
 from titan_launch.data.prepare import cached_token_files
 from titan_launch.data.sources.base import SourceContext
 from titan_launch.data.token_files import Header, TokenFilesError, TokenStream, open_token_files, read_header
-
-CORPORA: dict[str, type[Corpus]] = {"text": TextCorpus}
-"""The corpus of each kind of data that is tokenized when a run starts."""
 
 
 class TokenSource:
@@ -44,7 +42,7 @@ class TokenSource:
 
     def fingerprint(self, seed: int) -> Fingerprint:
         """Return the fingerprint of the tokens and their files, without skipped files."""
-        return fingerprint_of(self._stream.files, len(self), lambda index: self._window(index).tobytes(), seed)
+        return self._stream.fingerprint(len(self), lambda index: self._window(index).tobytes(), seed)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, both int64 `[seq_len]`. The targets are the inputs shifted by one position."""
@@ -73,33 +71,43 @@ def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource:
         found = "is not UTF-8 text" if is_single else f"none of its {len(corpus.files):,} files is UTF-8 text"
         reason = f"{found} without NUL bytes (first: {header.first_skipped}); convert it to UTF-8, or name text files"
         raise config_error((*context.key, "path"), reason, _path(config))
-    return _build(config, context, folder, header, _count(len(header.files), "file"), note)
+    stream = _open(config, context, folder, header)
+    return _build(config, context, header, stream, _count(len(header.files), "file"), note)
 
 
 def build_tokens(config: TokensData, context: SourceContext) -> TokenSource:
-    """Open token files that `prepare` wrote. Raises ConfigError on a key below `context.key`."""
+    """Open token files of `prepare` or of another program. Raises ConfigError on a key below `context.key`."""
     folder, key = Path(config.path), (*context.key, "path")
     try:
+        if not folder.is_dir():
+            header, stream = open_foreign_tokens(config, context.tokenizer, context.key)
+            return _build(config, context, header, stream, _count(header.num_documents, "document"), "")
         header = read_header(folder)
     except TokenFilesError as error:
         raise config_error(key, str(error), config.path) from None
+    except OSError as error:
+        reason = f"cannot read {error.filename}: {error.strerror}; correct the permissions, or name other files"
+        raise config_error(key, reason, config.path) from None
     if header.tokenizer != context.tokenizer.digest:
         reason = (
             f"was prepared with another tokenizer (digest {header.tokenizer}; that of [tokenizer] is "
             f"{context.tokenizer.digest}); set [tokenizer] as for titan-launch prepare, or prepare the text again"
         )
         raise config_error(key, reason, config.path, also=(("tokenizer",),))
-    return _build(config, context, folder, header, _count(header.num_documents, "document"), "")
+    stream = _open(config, context, folder, header)
+    return _build(config, context, header, stream, _count(header.num_documents, "document"), "")
+
+
+def _open(config: TokenizedData, context: SourceContext, folder: Path, header: Header) -> TokenStream:
+    try:
+        return open_token_files(folder, header)
+    except TokenFilesError as error:
+        raise config_error((*context.key, "path"), str(error), _path(config)) from None
 
 
 def _build(
-    config: TokenizedData, context: SourceContext, folder: Path, header: Header, description: str, note: str
+    config: TokenizedData, context: SourceContext, header: Header, stream: TokenStream, description: str, note: str
 ) -> TokenSource:
-    key = (*context.key, "path")
-    try:
-        stream = open_token_files(folder, header)
-    except TokenFilesError as error:
-        raise config_error(key, str(error), _path(config)) from None
     source = TokenSource(stream, context.seq_len, header.vocab_size, description, note)
     if not len(source):
         found = f"{len(stream)} tokens in {description}{note}"
@@ -107,7 +115,7 @@ def _build(
             f"has too few tokens for a sample of seq_len + 1 = {context.seq_len + 1} tokens: {found}; name more text, "
             "or set a smaller training.seq_len"
         )
-        raise config_error(key, reason, _path(config))
+        raise config_error((*context.key, "path"), reason, _path(config))
     return source
 
 

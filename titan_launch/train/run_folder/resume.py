@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -168,7 +168,7 @@ def _resume(
 ) -> None:
     """Resume from a checkpoint of this run. Log a warning if the validation data has changed.
 
-    Raises ConfigError if the training data or the weights that the run began with have changed, and
+    Raises ConfigError if the training data, its tokenizer or the weights that the run began with have changed, and
     `checkpoint.accept_changes` is false."""
     if (change := _data_change(checkpoint, "model.weights", sources)) and not config.checkpoint.accept_changes:
         raise config_error(
@@ -176,6 +176,15 @@ def _resume(
             f"the folder has {change}; this run resumes from its checkpoint and does not read the weights: restore the "
             "folder, or resume with --checkpoint.accept_changes=true, or start anew with --checkpoint.load=none",
             config.model.weights,
+        )
+    tokenizer_change = _data_change(checkpoint, "data", sources, _tokenizer_change)
+    if tokenizer_change and not config.checkpoint.accept_changes:
+        raise config_error(
+            ("tokenizer", "path" if config.tokenizer.path else "kind"),
+            f"the tokenizer has {tokenizer_change}; the model learned the ids of the other tokenizer: restore "
+            "[tokenizer], or accept the change with --checkpoint.accept_changes=true, or start anew with "
+            "--checkpoint.load=none",
+            config.tokenizer.path or config.tokenizer.kind,
         )
     change = _data_change(checkpoint, "data", sources) if selection.takes("data") else ""
     if change and not config.checkpoint.accept_changes:
@@ -187,6 +196,8 @@ def _resume(
             getattr(config.data, name),
         )
     _load(checkpoint, state, selection)
+    if tokenizer_change:
+        warn(_log, "the tokenizer has %s", tokenizer_change)
     if change:
         epoch = progress.data_position / len(sources["data"])
         warn(_log, "the data has %s; training continues at epoch %.2f of the new data", change, epoch)
@@ -194,20 +205,31 @@ def _resume(
         warn(_log, "the validation data has %s; validation/loss before and after are not comparable", change)
 
 
-def _data_change(checkpoint: Path, section: str, sources: Sources) -> str:
+def _tokenizer_change(before: Fingerprint, now: Fingerprint) -> str:
+    """Return a clause with the digests of two tokenizers; "" if the tokenizers are the same."""
+    return f"digest {now.tokenizer} (before: {before.tokenizer})" if before.tokenizer != now.tokenizer else ""
+
+
+def _data_change(
+    checkpoint: Path,
+    section: str,
+    sources: Sources,
+    compare: Callable[[Fingerprint, Fingerprint], str] = Fingerprint.changed_to,
+) -> str:
     """Return a clause that describes how the data of a section has changed since a checkpoint was saved. Collective.
 
     Return "" if no rank finds a change. Also return "" if the checkpoint or this job has no data for the section.
+    `compare` returns the change of one fingerprint to another.
     """
     before = read_manifest(checkpoint).data.get(section)
     if before is None or section not in sources:
         return ""
 
-    def compare() -> str:
+    def change_on_this_rank() -> str:
         now = sources[section].fingerprint(before.seed)
-        return "" if now is None else before.changed_to(now)
+        return "" if now is None else compare(before, now)
 
-    change = next(filter(None, on_all_ranks(compare)), "")
+    change = next(filter(None, on_all_ranks(change_on_this_rank)), "")
     return change and f"changed since {checkpoint} was saved: {change}"
 
 
