@@ -77,7 +77,8 @@ def fingerprint_of(
 ) -> Fingerprint:
     """Return the fingerprint of a data set, the same on every machine.
 
-    `files`: name and state of each file, in order. The name may be "". `sample` returns the content of the sample at an index.
+    `files`: name and state of each file, in order. The name may be "". `sample` returns the content of the sample at an
+    index.
     """
     named = tuple((_printable(name), " ".join(map(str, state))) for name, *state in files[:_NAMED_FILES] if name)
     states = _digest([json.dumps(files).encode()])

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_launch.core.errors import ConfigError, Problem, RunError, UserError
+from titan_launch.core.errors import ConfigError, Problem, RunError, UserError, config_error
 from titan_launch.core.files import read_regular, replace_text
 from titan_launch.core.signals import signals_blocked, stop_with_parent
 from titan_launch.data.cache import built_once
@@ -130,6 +130,25 @@ def chosen_documents(corpus: Corpus, part: Part, counts: Counts) -> Iterator[Doc
             counts.first_skipped = counts.first_skipped or document.name
         else:
             yield document
+
+
+_TRAINING_BYTES = 1 << 30
+"""Largest amount of text on which a tokenizer is trained."""
+
+
+def training_texts(corpus: Corpus) -> Iterator[str]:
+    """Yield the text of documents, from all parts alike, of about 1 GiB at most. Raises ConfigError for documents that
+    are not text."""
+    parts = corpus.parts()
+    for part in parts:
+        size = 0
+        for document in chosen_documents(corpus, part, Counts()):
+            if not isinstance(document.content, bytes):
+                raise config_error((*corpus.key, "kind"), "cannot train a tokenizer; name text", corpus.config.kind)
+            yield document.content.decode()
+            size += len(document.content)
+            if size * len(parts) >= _TRAINING_BYTES:
+                break
 
 
 def cached_token_files(corpus: Corpus) -> Path:

@@ -158,7 +158,7 @@ def write_text(folder: Path, num_files: int, mark: str = "a") -> None:
     for file in folder.iterdir():
         file.unlink()
     for i in range(num_files):
-        (folder / f"{i}.txt").write_text(f"{mark}{i:02}" + mark * 77)
+        (folder / str(i)).write_text(f"{mark}{i:02}" + mark * 77)
 
 
 def text_job(folder: Path, data: str, steps: int, **checkpoint: Any) -> dict[str, Any]:
@@ -195,9 +195,14 @@ def on_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_data_that_changed_is_refused(on_text: Path) -> None:
     step_2, changes = on_text / "tiny/checkpoints/step-2", []
     for data, num_files, mark, change in (
-        ("more", 40, "a", "it now has 202 samples (before: 101) and 40 files (before: 20)"),
-        ("fewer", 1, "a", "it now has 5 samples (before: 101) and 1 file (before: 20)"),
-        ("others", 20, "b", "the names and sizes of its files are the same, but their content differs"),
+        (
+            "more",
+            40,
+            "a",
+            "it now has 202 samples (before: 101) and 40 files (before: 20); new: 20, 21, 22 and 17 more",
+        ),
+        ("fewer", 1, "a", "it now has 5 samples (before: 101) and 1 file (before: 20); missing: 1, 10, 11 and 16 more"),
+        ("others", 20, "b", "changed: 0, 1, 10 and 17 more"),
     ):
         write_text(on_text / data, num_files, mark)
         changes.append(change)
@@ -222,7 +227,7 @@ def test_a_run_resumes_with_moved_data_and_with_accepted_changes_of_data(tmp_pat
     checkpoints = tmp_path / "tiny/checkpoints"
     assert run_ranks(logged, 1, text_job(tmp_path, "text", 4), "the ")[0] == [
         f"the validation data has changed since {checkpoints / 'step-2'} was saved: it now has 15 samples (before: 10) "
-        "and 3 files (before: 2); validation/loss before and after are not comparable"
+        "and 3 files (before: 2); new: 2; validation/loss before and after are not comparable"
     ]
     write_text(tmp_path / "text", 2)
     accepted = text_job(tmp_path, "text", 6, accept_changes=True)
@@ -231,7 +236,8 @@ def test_a_run_resumes_with_moved_data_and_with_accepted_changes_of_data(tmp_pat
     assert run_ranks(next_inputs, 1, accepted)[0] == [new[order(16)][0].tolist()]
     assert run_ranks(logged, 2, accepted, "the ")[1] == [
         f"the data has changed since {checkpoints / 'step-4'} was saved: it now has 10 samples (before: 101) and 2 "
-        "files (before: 20); training continues at epoch 1.60 of the new data"
+        "files (before: 20); missing: 10, 11, 12 and 15 more; training continues at epoch 1.60 of the new "
+        "data"
     ]
     # The changed data is accepted from now on.
     assert run_ranks(start, 1, text_job(tmp_path, "text", 8))[0][:2] == (6, 24)

@@ -171,6 +171,9 @@ def validation_images_are_normalized_as_in_training(config: JobConfig) -> Iterat
             yield Problem(("validation", "data", name), reason, ours, also=(("data", name), ("data", "kind")))
 
 
+CORPUS_RULES = (tokenizer_is_usable, text_files_exist)
+"""The rules for the text and the tokenizer that `titan-launch prepare` reads."""
+
 DATA_RULES = (
     data_suits_the_model,
     validation_has_the_unit_of_training,
