@@ -74,12 +74,13 @@ class HuggingFaceTokenizer:
     def __init__(self, config: TokenizerConfig):
         """Load the file. Raises ConfigError on `tokenizer.path`, or on the key of a special token that it lacks."""
         self._config = config
+        end_of_document = special_token(config)  # also checks the token that begins a document
         content = read_tokenizer_json(config)
         self._tokenizer = _load(config, content)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._dtype = token_dtype(self.vocab_size)
         self._begin = [] if config.begin_of_document is None else [self.token(config.begin_of_document)]
-        self.end_of_document = self.token(special_token(config))
+        self.end_of_document = self.token(end_of_document)
         digest = hashlib.blake2b(content, digest_size=16)
         digest.update(f"{self._begin} {self.end_of_document}".encode())
         self.digest = digest.hexdigest()

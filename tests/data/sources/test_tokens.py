@@ -251,7 +251,7 @@ def test_a_run_logs_how_much_data_it_has_and_goes_on_with_no_other_data(tmp_path
     assert status == 2 and "step 2/2" not in printed
     assert reported == (
         'error: job.toml:14: data.path = "text": the data has changed since tiny/checkpoints/step-1 was saved: '
-        "changed: sub/0.txt, sub/1.txt, sub/10.txt and 54 more; restore it, or use the new data with "
+        "changed: sub/10.txt, sub/11.txt, sub/12.txt and 40 more; restore it, or use the new data with "
         "--checkpoint.accept_changes=true, or start anew with --checkpoint.load=none\n"
     )
 
