@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from titan_launch.data.loader import copied_ahead
+from titan_launch.data.sources import Batch
+
 REPO = Path(__file__).parents[2]
 CUDA_TAGS = {"memory/max_active_gib", "memory/max_reserved_gib", "memory/alloc_retries", "memory/ooms"}
 
@@ -50,3 +53,15 @@ def test_predicted_memory_equals_measured_memory(
     reports = [json.loads(line) for line in (tmp_path / "llama3_8b" / "metrics.jsonl").read_text().splitlines()]
     predicted, measured = (reports[-1][f"memory/{name}_active_gib"] for name in ("predicted", "max"))
     assert 0.98 * predicted < measured < 1.1 * predicted
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_batches_that_are_copied_ahead_arrive_unchanged() -> None:
+    device = torch.device("cuda")
+    host = [Batch(torch.full((64, 1 << 16), i).pin_memory(), torch.tensor([i]).pin_memory()) for i in range(8)]
+    sums = []
+    for batch in copied_ahead(host, device):
+        torch.cuda._sleep(1_000_000)  # the copy of the next batch overtakes the computation
+        sums.append(batch.inputs.sum() + batch.targets.sum())
+    assert [int(total) for total in sums] == [i * ((64 << 16) + 1) for i in range(8)]

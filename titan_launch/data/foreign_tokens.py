@@ -58,7 +58,7 @@ class _File:
     def map(self) -> Tokens:
         """Return the tokens as a memory map."""
         dtype = np.dtype(self.dtype).newbyteorder("<")
-        return np.memmap(self.path, dtype, mode="r", offset=self.start, shape=(self.num_tokens,))
+        return np.asarray(np.memmap(self.path, dtype, mode="r", offset=self.start, shape=(self.num_tokens,)))
 
 
 def open_foreign_tokens(config: TokensData, tokenizer: Tokenizer, key: KeyPath) -> tuple[Header, TokenStream]:

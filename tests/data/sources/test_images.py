@@ -15,7 +15,8 @@ import torch
 
 from titan_launch.config.sections.data import IGNORED_TARGET, ImageData, ImageFormat
 from titan_launch.core.errors import ConfigError
-from titan_launch.data.loader import SampleOrder, build_train_loader, build_validation_loader
+from titan_launch.data.loader import build_train_loader, build_validation_loader
+from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import SampleSource, build_source
 from titan_launch.data.sources.images import is_validation_image
 from titan_launch.data.tokenizers import ByteTokenizer
@@ -105,7 +106,7 @@ def global_batches(source: SampleSource, ranks: int, local: int, steps: int, num
     by_rank = []
     for rank in range(ranks):
         with build_train_loader(source, order, layout, rank, start=0, num_workers=num_workers) as loader:
-            labels = [targets.tolist() for _, targets in itertools.islice(loader, steps * layout.num_microbatches)]
+            labels = [batch.targets.tolist() for batch in itertools.islice(loader, steps * layout.num_microbatches)]
         by_rank.append(np.array(labels).reshape(steps, -1))
     return [sorted(step) for step in np.concatenate(by_rank, axis=1).tolist()]
 
@@ -123,7 +124,7 @@ def test_validation_pads_with_images_without_a_class(tmp_path: Path) -> None:
     source, targets = build(path=numbered(tmp_path / "a.npz", 7)), []
     for rank in range(2):
         with build_validation_loader(source, local_batch_size=3, dp_rank=rank, dp_size=2) as loader:
-            targets += [labels.tolist() for _, labels in loader]
+            targets += [batch.targets.tolist() for batch in loader]
     padding = [IGNORED_TARGET] * 3
     assert targets == [[0, 1, 2], [6, *padding[:2]], [3, 4, 5], padding]
 

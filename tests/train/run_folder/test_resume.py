@@ -19,7 +19,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import TextData
 from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.core.errors import UserError
-from titan_launch.data.loader import SampleOrder
+from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import ByteTokenizer, build_tokenizer, train_tokenizer
 from titan_launch.train.build import build_run
