@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -164,7 +165,7 @@ def test_the_command_trains_a_tokenizer_and_splits(text: Path, tmp_path: Path) -
         (["text", "--out=o", "--validation-percent=100"], "must be a whole number from 1 to 99"),
         (["text", "--out=o", "--tokenizer=none"], "tokenizer.path"),
         (["text", "--out=text"], "error: text has files that are not token files; name another folder, or delete them"),
-        (["--out=o", "--data.kind=synthetic"], 'prepare reads text: set kind = "text"'),
+        (["--out=o", "--data.kind=synthetic"], 'prepare reads one source of text: set kind = "text"'),
         (["fifo", "--out=o"], "no such file or folder"),
         (["text/05.bin", "--out=o"], "error: o has no tokens: all documents were skipped; name more text"),
     ],
@@ -218,3 +219,46 @@ def test_a_full_disk_is_one_error(text: Path, tmp_path: Path) -> None:
     )
     assert result.returncode == 1 and result.stderr.count("\n") == 1
     assert "cannot be written: File too large; correct this, then run the same command again" in result.stderr
+
+
+JOB = """
+[job]
+name = "on_{kind}"
+dump_folder = "."
+device = "cpu"
+
+[model.args]
+dim = 32
+n_layers = 1
+n_heads = 4
+n_kv_heads = 2
+
+[tokenizer]
+kind = "huggingface"
+path = "tokens/tokenizer"
+
+[data]
+kind = "{kind}"
+path = "{path}"
+
+[training]
+seq_len = 16
+steps = 2
+
+[checkpoint]
+save_last = false
+"""
+
+
+def test_prepared_tokens_give_the_losses_of_the_text(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    assert run_command(["prepare", "text", "--out=tokens", "--train-tokenizer=280"], tmp_path)[0] == 0
+    losses = []
+    for kind, path in (("text", "text"), ("tokens", "tokens")):
+        (tmp_path / "job.toml").write_text(JOB.format(kind=kind, path=path))
+        status, printed, reported = run_command(["train", "--config", "job.toml", "--metrics.log_freq=1"], tmp_path)
+        assert status == 0, reported
+        assert ("tokenizing:" in printed) == (kind == "text")
+        records = (tmp_path / f"on_{kind}" / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["train/loss"] for line in records])
+    assert losses[0] == losses[1] and len(losses[0]) == 2
