@@ -67,9 +67,8 @@ class Parser(ArgumentParser):
             if not name.startswith("-") and self._get_positional_actions():
                 options += words
             elif action is None:
-                if self._get_positional_actions():
-                    self._refuse_unknown(name)
-                if name.startswith("-") and not _is_key(name):
+                has_keys = "--config" in self._option_string_actions
+                if not has_keys or (name.startswith("-") and not _is_key(name)):
                     self._refuse_unknown(name)
                 overrides += words
             elif action.nargs == 0:

@@ -34,6 +34,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
     "data": {
         "kind": "experiment",
         "path": "operation",
+        "dtype": "operation",
         "split": "experiment",
         "validation_percent": "experiment",
         "packing": "experiment",

@@ -241,14 +241,19 @@ class HuggingFaceData(RecordsData):
 
 
 class TokensData(TokenizedData):
-    """Token files that `titan-launch prepare` wrote. They are mapped into memory."""
+    """Tokens in files: those that `titan-launch prepare` wrote, or those of other programs. They are mapped into
+    memory."""
 
     kind: Literal["tokens"]
     """Kind of data source. It decides which other keys are valid."""
 
     path: str
-    """Folder of token files, relative to the working directory. The job's `[tokenizer]` must be the one that prepared
-    them."""
+    """Folder of token files that `titan-launch prepare` wrote, relative to the working directory. Or files of another
+    program: a `.bin` of Megatron-LM with its `.idx` beside it (the suffix may be omitted), a file of llm.c, a flat file
+    of numbers as in nanoGPT, or a glob of these. `[tokenizer]` must be the tokenizer that made the tokens."""
+
+    dtype: Literal["uint16", "uint32"] | None = None
+    """Dtype of the numbers in a flat file. Files of all other formats say their dtype themselves."""
 
 
 class SyntheticData(DataSource):
@@ -486,7 +491,7 @@ def expand_paths(config: FilesData) -> list[tuple[str, Path]]:
     return [(name, file) for file, name in files.items()]
 
 
-def names_a_file(entry: str, suffixes: tuple[str, ...]) -> bool:
+def names_a_file(entry: str, suffixes: tuple[str, ...] = ("",)) -> bool:
     """Return True if an entry of a `path` names at least one file. The search stops at the first file. The standard
     library is assumed to exist."""
     return entry == PYTHON_STDLIB or next(_files_of(entry, suffixes), None) is not None

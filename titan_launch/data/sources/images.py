@@ -77,7 +77,7 @@ class ImageSource:
             image = self._chosen[index]
             return images.content(image) + images.labels[image].tobytes()
 
-        return fingerprint_of([images.as_file(self._chosen)], len(self), sample, seed)
+        return fingerprint_of([("", *images.as_file(self._chosen))], len(self), sample, seed)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a float32 image `[channels, height, width]` without augmentation, and its class, an int64 scalar.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from titan_launch.config.sections.data import IGNORED_TARGET
-from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
+from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.data.packing import Packing
 from titan_launch.data.sources.base import Details, Sample
 from titan_launch.data.token_files import Header, TokenStream
@@ -46,7 +46,7 @@ class PackedSource:
 
     def fingerprint(self, seed: int) -> Fingerprint:
         """Return the fingerprint of the packed samples and the files of the tokens."""
-        return fingerprint_of(self.stream.files, len(self), self._content, seed)
+        return self.stream.fingerprint(len(self), self._content, seed)
 
     def __getitem__(self, index: int) -> Sample:
         """Return inputs and targets, int64 `[seq_len]`, and document numbers, int32 `[seq_len]`."""

@@ -10,25 +10,15 @@ import torch
 
 from titan_launch.config.sections.data import IGNORED_TARGET, CorpusData, TokensData
 from titan_launch.core.errors import ConfigError, config_error
-from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
+from titan_launch.core.fingerprint import Fingerprint
+from titan_launch.data.corpora import CORPORA
 from titan_launch.data.corpora.base import Corpus
-from titan_launch.data.corpora.huggingface import HuggingFaceCorpus
-from titan_launch.data.corpora.jsonl import JsonlCorpus
-from titan_launch.data.corpora.parquet import ParquetCorpus
-from titan_launch.data.corpora.text import TextCorpus
+from titan_launch.data.foreign_tokens import open_foreign_tokens
 from titan_launch.data.packing import cached_packing
 from titan_launch.data.prepare import cached_token_files
 from titan_launch.data.sources.base import Details, Sample, SourceContext
 from titan_launch.data.sources.packed import PackedSource, token_details
 from titan_launch.data.token_files import Header, TokenFilesError, Tokens, TokenStream, open_token_files, read_header
-
-CORPORA: dict[str, type[Corpus]] = {
-    "text": TextCorpus,
-    "jsonl": JsonlCorpus,
-    "parquet": ParquetCorpus,
-    "huggingface": HuggingFaceCorpus,
-}
-"""The corpus of each kind of data that is tokenized when a run starts."""
 
 
 class TokenSource:
@@ -61,7 +51,7 @@ class TokenSource:
         def content(index: int) -> bytes:
             return self._window(index).astype(np.int64).tobytes()
 
-        return fingerprint_of(self._stream.files, len(self), content, seed)
+        return self._stream.fingerprint(len(self), content, seed)
 
     def __getitem__(self, index: int) -> Sample:
         """Return inputs and targets, both int64 `[seq_len]`. The targets are the inputs shifted by one position."""
@@ -96,33 +86,48 @@ def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource | Pa
         raise _without_documents(corpus, skipped)
     documents = "" if corpus.unit == "file" else f", {_count(header.num_documents, 'document')}"
     description = f"{_count(len(header.files), 'file')}{documents}"
-    return _build(config, context, folder, header, description, skipped and f"; {skipped}")
+    stream = _open(config, context, folder, header)
+    return _build(config, context, header, stream, description, skipped and f"; {skipped}")
 
 
 def build_tokens(config: TokensData, context: SourceContext) -> TokenSource | PackedSource:
-    """Open token files that `prepare` wrote. Raises ConfigError on a key below `context.key`."""
+    """Open token files of `prepare` or of another program. Raises ConfigError on a key below `context.key`."""
     folder, key = Path(config.path), (*context.key, "path")
     try:
+        if not folder.is_dir():
+            header, stream = open_foreign_tokens(config, context.tokenizer, context.key)
+            return _build(config, context, header, stream, _count(header.num_documents, "document"), "")
         header = read_header(folder)
     except TokenFilesError as error:
         raise config_error(key, str(error), config.path) from None
+    except OSError as error:
+        reason = f"cannot read {error.filename}: {error.strerror}; correct the permissions, or name other files"
+        raise config_error(key, reason, config.path) from None
     if header.tokenizer != context.tokenizer.digest:
         reason = (
             f"was prepared with another tokenizer (digest {header.tokenizer}; that of [tokenizer] is "
             f"{context.tokenizer.digest}); set [tokenizer] as for titan-launch prepare, or prepare the text again"
         )
         raise config_error(key, reason, config.path, also=(("tokenizer",),))
-    return _build(config, context, folder, header, _count(header.num_documents, "document"), "")
+    stream = _open(config, context, folder, header)
+    return _build(config, context, header, stream, _count(header.num_documents, "document"), "")
+
+
+def _open(config: CorpusData | TokensData, context: SourceContext, folder: Path, header: Header) -> TokenStream:
+    try:
+        return open_token_files(folder, header)
+    except TokenFilesError as error:
+        raise config_error((*context.key, "path"), str(error), config.path) from None
 
 
 def _build(
-    config: CorpusData | TokensData, context: SourceContext, folder: Path, header: Header, description: str, note: str
+    config: CorpusData | TokensData,
+    context: SourceContext,
+    header: Header,
+    stream: TokenStream,
+    description: str,
+    note: str,
 ) -> TokenSource | PackedSource:
-    key = (*context.key, "path")
-    try:
-        stream = open_token_files(folder, header)
-    except TokenFilesError as error:
-        raise config_error(key, str(error), config.path) from None
     description = f"{description}, {_count(len(stream), 'token')}"
     source: TokenSource | PackedSource
     if config.packing == "documents":
@@ -135,7 +140,7 @@ def _build(
         remedy = "name more text, or set a smaller training.seq_len"
     if not len(source):
         reason = f"has too few tokens for {needed}: {description}{note}; {remedy}"
-        raise config_error(key, reason, config.path)
+        raise config_error((*context.key, "path"), reason, config.path)
     return source
 
 
