@@ -20,6 +20,7 @@ from torch.utils.data import get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_launch.config.sections.data import IGNORED_TARGET
+from titan_launch.core.errors import UserError
 from titan_launch.core.signals import ignore_stop_signals
 from titan_launch.data.order import Order
 from titan_launch.data.sources import Batch, Sample, SampleSource, read_batch
@@ -40,7 +41,11 @@ class Loader:
         atexit.register(self.close)
 
     def __iter__(self) -> Iterator[Batch]:
-        return (batch if isinstance(batch, Batch) else batch.unpacked() for batch in self._loader)
+        """Yield batches. Raises UserError if a sample cannot be read, such as a damaged image."""
+        for batch in self._loader:
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch if isinstance(batch, Batch) else batch.unpacked()
 
     def close(self) -> None:
         """End the worker processes and wait for them. Further calls do nothing."""
@@ -215,6 +220,19 @@ class _ValidationReader:
         return inputs, targets, *documents
 
 
+@dataclass(frozen=True)
+class _ErrorsAsBatches:
+    """A reader that returns a UserError in place of a batch. PyTorch would add the worker's traceback to its text."""
+
+    reader: BatchReader
+
+    def __getitems__(self, numbers: Sequence[int]) -> Sample | UserError:
+        try:
+            return self.reader.__getitems__(numbers)
+        except UserError as error:
+            return UserError(str(error))  # a ConfigError cannot be pickled
+
+
 _SENT_BY_VALUE = 1 << 20
 """Largest batch in bytes that a worker sends through its pipe. A larger one is sent in shared memory."""
 
@@ -240,6 +258,10 @@ class _Packed:
         return Batch._make(None if tensor is None else tensor.pin_memory() for tensor in self.unpacked())
 
 
+def _packed(batch: Sample | UserError) -> _Packed | UserError:
+    return batch if isinstance(batch, UserError) else _Packed(batch)
+
+
 def _build_data_loader(
     reader: BatchReader, batches: Iterable[Sequence[int]], num_workers: int, pin_memory: bool
 ) -> Any:
@@ -247,9 +269,9 @@ def _build_data_loader(
         # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates. The user cannot change that.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         return StatefulDataLoader(
-            reader,
+            _ErrorsAsBatches(reader),
             batch_sampler=batches,
-            collate_fn=_Packed,
+            collate_fn=_packed,
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
