@@ -161,7 +161,6 @@ def test_images(folder: Path) -> None:
     status, printed, reported = run_command(["data", "--config", "job.toml"], folder)
     assert (status, reported) == (0, "")
     bars = "".join(f"    {label}  {label + 1}  {'#' * length}\n" for label, length in enumerate((13, 27, 40)))
-    assert (
-        f"\n  samples               6\n  shape                 1 x 8 x 8\n  classes               3\n{bars}" in printed
-    )
-    assert "\n  class " in printed and "shape 1 x 8 x 8\n" in printed
+    shape = "  shape                 1 x 8 x 8\n  bytes                 432\n"
+    assert f"\n  samples               6\n{shape}  classes               3\n{bars}" in printed
+    assert "\n  class " in printed and printed.endswith("shape 1 x 8 x 8\n")
