@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_launch.config.architectures.decoder import Activation, DecoderArgs, RopeScaling
-from titan_launch.models.attention import KeyValueCache, attend
+from titan_launch.models.attention import KeyValueCache, ScoreOptions, attend
 
 
 class RotaryEmbedding(nn.Module):
@@ -149,7 +149,7 @@ class Attention(nn.Module):
         """Make the layers. `window`: the sliding window of this layer, or None."""
         super().__init__()
         self.head_dim = args.head_width
-        self.scale, self.window, self.soft_cap = args.query_scale, window, args.attention_soft_cap
+        self.options = ScoreOptions(args.query_scale, window, args.attention_soft_cap)
         self.wq = nn.Linear(args.dim, args.query_width, bias=args.qkv_bias)
         self.wk = nn.Linear(args.dim, args.kv_width, bias=args.qkv_bias)
         self.wv = nn.Linear(args.dim, args.kv_width, bias=args.qkv_bias)
@@ -168,8 +168,8 @@ class Attention(nn.Module):
             q, k = self.rope(q), self.rope(k)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if self.cache is not None:
-            k, v = self.cache.append(k, v, self.window)
-        attended = attend(q, k, v, scale=self.scale, window=self.window, soft_cap=self.soft_cap)
+            k, v = self.cache.append(k, v, self.options.window)
+        attended = attend(q, k, v, self.options)
         return self.wo(attended.transpose(1, 2).flatten(-2))
 
 
