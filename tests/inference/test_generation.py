@@ -36,8 +36,8 @@ CPU = torch.device("cpu")
 NAMES = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<begin>", "eos_token": "<end>"}
 
 
-def load(folder: Path, **options: Any) -> LanguageModel:
-    return load_language_model(open_saved_model(folder), folder, CPU, **options)
+def load(folder: Path, device: torch.device = CPU, **options: Any) -> LanguageModel:
+    return load_language_model(open_saved_model(folder), folder, device, **options)
 
 
 def byte_level_tokenizer(folder: Path) -> None:
@@ -75,6 +75,19 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> N
         cached = torch.stack([forward(piece) for piece in pieces])
     whole = model.module(sequence)[0]
     torch.testing.assert_close(cached, torch.cat([whole[6:30], whole[-1:]]), rtol=0, atol=1e-5)
+
+
+@needs_transformers
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("case", ["Llama 3.1, RoPE scaling", "Gemma 2", "GPT-2"])
+def test_a_gpu_generates_what_the_cpu_does(case: str, tmp_path: Path) -> None:
+    random_model(case, tmp_path, vocab_size=258, eos_token_id=256)
+    byte_level_tokenizer(tmp_path)
+    on_cpu, on_gpu = load(tmp_path), load(tmp_path, device=torch.device("cuda"))
+    prompt = on_cpu.encode("a prompt, 世界")
+    tokens = [list(generate_tokens(model, prompt, 30, Sampling())) for model in (on_cpu, on_gpu)]
+    assert tokens[0] == tokens[1]
 
 
 class Smoothed(nn.Module):

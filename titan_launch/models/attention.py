@@ -4,7 +4,7 @@
     plain causal                       scaled_dot_product_attention with is_causal, on both
     sliding window, documents          FlexAttention, compiled   scaled_dot_product_attention with a mask
     soft cap, with or without these    FlexAttention, compiled   explicit scores in fp32, for some queries at a time
-    new tokens, to those of a cache    the paths of the CPU, on both
+    in generation and evaluation       the paths of the CPU, on both
 
 FlexAttention (arXiv:2412.05496) skips blocks of tokens that a mask excludes, and never stores the scores. On a CPU it
 has no backward. The paths for CPUs are exact, and serve small models and tests.
@@ -40,6 +40,10 @@ class ScoreOptions:
 
     soft_cap: float | None = None
     """Scores become `soft_cap * tanh(score / soft_cap)`; None for no cap."""
+
+    has_many_lengths: bool = False
+    """Sequences have many lengths, as in generation and evaluation. FlexAttention is compiled for each length, so it is
+    not used."""
 
 
 class Documents:
@@ -98,7 +102,7 @@ def takes_equal_heads_only(q: Tensor) -> bool:
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, documents: Documents | None) -> Tensor:
     """Return causal attention with a window, a soft cap or documents. (A trace replaces this function.)"""
-    if q.is_cuda:
+    if q.is_cuda and not options.has_many_lengths:
         return _flex_attention(q, k, v, options, documents)
     return _explicitly_masked(q, k, v, options, documents)
 
