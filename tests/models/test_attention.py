@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -11,12 +10,12 @@ from torch import Tensor
 
 from titan_launch.models import attention
 from titan_launch.models.attention import (
+    Documents,
     KeyValueCache,
+    ScoreOptions,
     attend,
     causal_attention,
-    flex_attention,
     make_block_mask,
-    soft_capped,
 )
 
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 3 + [2] * 2, [7] * 10])
@@ -59,6 +58,14 @@ def explicit_attention(
     return scores.masked_fill(excluded.to(q.device), -torch.inf).softmax(-1) @ v
 
 
+def arguments(name: str, device: str = "cpu") -> tuple[ScoreOptions, Documents | None]:
+    """Return the arguments of `attend` for a row of `OPTIONS`."""
+    options = dict(OPTIONS[name])
+    numbers = options.pop("documents", None)
+    documents = None if numbers is None else Documents(numbers.to(device), [options.get("window")])
+    return ScoreOptions(**options), documents
+
+
 def _inputs(n_kv_heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 10, heads, 16) for heads in (6, n_kv_heads, n_kv_heads)]  # tokens before heads, as in a model
@@ -70,7 +77,7 @@ def _inputs(n_kv_heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]
 def test_attention_is_its_formula(name: str, n_kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_QUERIES", 4)  # 4 + 4 + 2 queries
     inputs, upstream = _inputs(n_kv_heads), torch.randn(2, 6, 10, 16)
-    actual, expected = attend(*inputs, **OPTIONS[name]), explicit_attention(*inputs, **OPTIONS[name])
+    actual, expected = attend(*inputs, *arguments(name)), explicit_attention(*inputs, **OPTIONS[name])
     torch.testing.assert_close(actual, expected)
     gradients = [torch.autograd.grad(output, inputs, upstream) for output in (actual, expected)]
     torch.testing.assert_close(*gradients)
@@ -79,7 +86,7 @@ def test_attention_is_its_formula(name: str, n_kv_heads: int, monkeypatch: pytes
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_result_has_the_dtype_of_the_queries(name: str) -> None:
     inputs = _inputs(2, torch.bfloat16)
-    actual = attend(*inputs, **OPTIONS[name])
+    actual = attend(*inputs, *arguments(name))
     expected = explicit_attention(*(x.float() for x in inputs), **OPTIONS[name])
     assert actual.dtype == torch.bfloat16
     torch.testing.assert_close(actual.float(), expected, rtol=2e-2, atol=2e-2)
@@ -89,39 +96,51 @@ def test_plain_attention_is_pytorchs_own() -> None:
     """A window that excludes nothing changes no bit."""
     q, k, v = _inputs(6)
     own = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert torch.equal(attend(q, k, v, window=10), own)
+    assert torch.equal(attend(q, k, v, ScoreOptions(window=10)), own)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", MASKED)
-def test_the_functions_of_flex_attention_say_the_same(name: str) -> None:
+def test_flex_attention_is_the_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its forward runs on a CPU without compilation; a kernel needs a GPU."""
-    options = dict(OPTIONS[name])
+    monkeypatch.setattr(attention, "_compiled_flex_attention", attention.flex_attention)
     q, k, v = (x.detach() for x in _inputs(2))
-    block_mask = make_block_mask(10, options.get("window"), options.get("documents"), q.device)
-    cap = options.get("soft_cap")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it is slow without compilation
-        actual = flex_attention()(
-            q,
-            k,
-            v,
-            score_mod=None if cap is None else soft_capped(cap),
-            block_mask=block_mask,
-            scale=options.get("scale"),
-            enable_gqa=True,
-        )
-    torch.testing.assert_close(actual, attend(q, k, v, **options))
+    options, documents = arguments(name)
+    _make_block_masks(documents, options.window)
+    actual = attention._flex_attention(q, k, v, options, documents)
+    torch.testing.assert_close(actual, explicit_attention(q, k, v, **OPTIONS[name]))
+
+
+def test_microbatches_with_documents_share_a_graph() -> None:
+    """The block masks are inputs of a compiled block, because they are built outside of it."""
+    from torch._dynamo.testing import CompileCounter
+
+    q, k, v = (x.detach() for x in _inputs(2))
+    counter = CompileCounter()
+    compiled = torch.compile(attention._flex_attention, backend=counter, fullgraph=True, dynamic=False)
+    for numbers in (DOCUMENTS, DOCUMENTS.flip(0)):
+        documents = Documents(numbers, [4])
+        _make_block_masks(documents, 4)
+        actual = compiled(q, k, v, ScoreOptions(window=4), documents)
+        torch.testing.assert_close(actual, explicit_attention(q, k, v, window=4, documents=numbers))
+    assert counter.frame_count == 1
+
+
+def _make_block_masks(documents: Documents | None, window: int | None) -> None:
+    """Make the block masks that documents have on CUDA only."""
+    if documents is not None:
+        documents.block_masks = {window: make_block_mask(10, window, documents.numbers, documents.numbers.device)}
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if "documents" not in OPTIONS[name]])
 def test_the_last_tokens_attend_to_a_cache_as_in_the_whole_sequence(name: str) -> None:
-    q, k, v = _inputs(n_kv_heads=2)
-    cache, window = KeyValueCache(max_tokens=12), OPTIONS[name].get("window")
+    q, k, v = _inputs(2)
+    cache, options = KeyValueCache(max_tokens=12), arguments(name)[0]
     parts = [slice(0, 5), slice(5, 8), slice(8, 9), slice(9, 10)]
     with torch.no_grad():
-        cached = [(q[:, :, part], *cache.append(k[:, :, part], v[:, :, part], window)) for part in parts]
-        actual = torch.cat([attend(*tensors, **OPTIONS[name]) for tensors in cached], dim=2)
-        torch.testing.assert_close(actual, attend(q, k, v, **OPTIONS[name]))
+        cached = [(q[:, :, part], *cache.append(k[:, :, part], v[:, :, part], options.window)) for part in parts]
+        actual = torch.cat([attend(*tensors, options) for tensors in cached], dim=2)
+        torch.testing.assert_close(actual, attend(q, k, v, options))
 
 
 @pytest.mark.gpu
@@ -144,9 +163,8 @@ def test_flex_attention_on_cuda(name: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs CUDA")
     inputs = [x.detach().cuda().requires_grad_() for x in _inputs(2)]
-    options = {key: x.cuda() if isinstance(x, Tensor) else x for key, x in OPTIONS[name].items()}
     upstream = torch.randn(2, 6, 10, 16, device="cuda")
-    actual = attend(*inputs, **options)
+    actual = attend(*inputs, *arguments(name, "cuda"))
     own = [x.detach().cpu().requires_grad_() for x in inputs]
     expected = explicit_attention(*own, **OPTIONS[name])
     torch.testing.assert_close(actual.cpu(), expected, rtol=1e-2, atol=1e-2)

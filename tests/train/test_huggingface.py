@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 from contextlib import ExitStack
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,9 @@ def train_everything(folder: Path, images: str) -> dict[str, dict[str, list[floa
     """Return the losses of every model, trained in several ways on the ranks of the test."""
     import transformers  # noqa: F401
 
+    logged = BufferingHandler(capacity=1000)
+    for name in ("torchao", "torch.utils._pytree"):  # which each rank would print
+        logging.getLogger(name).addHandler(logged)
     gc.freeze()  # a garbage collection would visit all objects of the library
     losses: dict[str, dict[str, list[float]]] = {}
     with replaced(build, "MemoryCheck", lambda *_: None):  # another process would trace the memory
@@ -170,6 +175,7 @@ def train_everything(folder: Path, images: str) -> dict[str, dict[str, list[floa
                 losses[name]["resumed"] = resume(folder / "resumed" / name, name, images)
             if name in ("qwen2", "vit", "resnet"):
                 losses[f"{name} with weights"] = train_with_weights(folder, name, images, batches)
+    assert not logged.buffer
     return losses
 
 

@@ -12,47 +12,74 @@ has no backward. The paths for CPUs are exact, and serve small models and tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
 _QUERIES = 256
 """Queries of which the scores with a soft cap are computed at a time on a CPU."""
 
 
+@dataclass(frozen=True)
+class ScoreOptions:
+    """The options of a layer's attention scores."""
+
+    scale: float | None = None
+    """Factor of the scores; None for `head_dim ** -0.5`."""
+
+    window: int | None = None
+    """Number of tokens that a token attends to, itself included; None for all earlier tokens."""
+
+    soft_cap: float | None = None
+    """Scores become `soft_cap * tanh(score / soft_cap)`; None for no cap."""
+
+    has_many_lengths: bool = False
+    """Sequences have many lengths, as in generation and evaluation. FlexAttention is compiled for each length, so it is
+    not used."""
+
+
+class Documents:
+    """The documents of the tokens in a microbatch. A token attends only to tokens of its own document.
+
+    A decoder makes one object for each microbatch and passes it to all layers. On CUDA it holds a block mask for each
+    window, so the layers, and the second forward of activation checkpointing, share the masks. The class is no
+    dataclass, because each FSDP2 unit copies the dataclasses among its inputs.
+    """
+
+    def __init__(self, numbers: Tensor, windows: Iterable[int | None]):
+        """Build the block masks if the tokens are on CUDA.
+
+        `numbers`: the document of each token, a whole number (batch, tokens). `windows`: those of all layers.
+        """
+        self.numbers = numbers
+        self.block_masks: dict[int | None, BlockMask] = {}
+        if numbers.is_cuda:
+            num_tokens, device = numbers.shape[1], numbers.device
+            self.block_masks = {window: make_block_mask(num_tokens, window, numbers, device) for window in windows}
+
+
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    documents: Tensor | None = None,
-    has_many_lengths: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions = ScoreOptions(), documents: Documents | None = None
 ) -> Tensor:
     """Return the causal attention of `q` (batch, heads, tokens, head_dim); `k` and `v` may have fewer heads.
 
-    `k` and `v` may have more tokens than `q` (those of a `KeyValueCache`). The tokens of `q` are then the last ones.
-    `scale`: factor of the scores, by default `head_dim ** -0.5`. `window`: number of tokens that a token attends to,
-    itself included. `soft_cap`: scores become `soft_cap * tanh(score / soft_cap)`. `documents`: a whole number for each
-    token (batch, tokens); a token attends to tokens with the same number only. `has_many_lengths`: do not use
-    FlexAttention, which is compiled for each length. The result has the dtype of `q`. Soft cap and softmax are computed
-    in fp32.
+    `k` and `v` may have more tokens than `q`: those of a `KeyValueCache`. The tokens of `q` are then the last ones. The
+    result has the dtype of `q`. Soft cap and softmax are computed in fp32.
     """
-    if window is not None and window >= k.shape[2]:
-        window = None
     if q.shape[2] < k.shape[2]:
-        return _explicitly_masked(q, k, v, scale, window, soft_cap, None)
-    if window is None and soft_cap is None and documents is None:
-        return causal_attention(q, k, v, scale)
-    if has_many_lengths:
-        return _explicitly_masked(q, k, v, scale, window, soft_cap, documents)
-    return masked_attention(q, k, v, scale, window, soft_cap, documents)
+        return _explicitly_masked(q, k, v, options)
+    is_cut = options.window is not None and options.window < q.shape[2]
+    if is_cut or options.soft_cap is not None or documents is not None:
+        return masked_attention(q, k, v, options, documents)
+    return causal_attention(q, k, v, options.scale)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
@@ -73,36 +100,23 @@ def takes_equal_heads_only(q: Tensor) -> bool:
     return q.is_cuda and q.dtype == torch.float32
 
 
-def masked_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    window: int | None,
-    soft_cap: float | None,
-    documents: Tensor | None,
-) -> Tensor:
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, documents: Documents | None) -> Tensor:
     """Return causal attention with a window, a soft cap or documents. (A trace replaces this function.)"""
-    if q.is_cuda:
-        return _flex_attention(q, k, v, scale, window, soft_cap, documents)
-    return _explicitly_masked(q, k, v, scale, window, soft_cap, documents)
+    if q.is_cuda and not options.has_many_lengths:
+        return _flex_attention(q, k, v, options, documents)
+    return _explicitly_masked(q, k, v, options, documents)
 
 
 def _explicitly_masked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    window: int | None,
-    soft_cap: float | None,
-    documents: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, documents: Documents | None = None
 ) -> Tensor:
     """Return the attention of the last tokens of a sequence, or of all its tokens, with a mask as a tensor."""
-    if soft_cap is not None:
-        return _capped_attention(q, k, v, scale, window, soft_cap, documents)
-    queries, keys = slice(k.shape[2] - q.shape[2], k.shape[2]), slice(0, k.shape[2])
-    mask = _allowed(queries, keys, window, documents, q.device)[:, None]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] > k.shape[1])
+    if options.soft_cap is not None:
+        return _capped_attention(q, k, v, options, options.soft_cap, documents)
+    num_tokens, is_grouped = k.shape[2], q.shape[1] > k.shape[1]
+    queries, keys = slice(num_tokens - q.shape[2], num_tokens), slice(0, num_tokens)
+    mask = _allowed(queries, keys, options.window, documents, q.device)[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scale, enable_gqa=is_grouped)
 
 
 class KeyValueCache:
@@ -128,7 +142,9 @@ class KeyValueCache:
         return keys, values
 
 
-def _allowed(queries: slice, keys: slice, window: int | None, documents: Tensor | None, device: torch.device) -> Tensor:
+def _allowed(
+    queries: slice, keys: slice, window: int | None, documents: Documents | None, device: torch.device
+) -> Tensor:
     """Return True for each pair of tokens of which the query attends to the key: (1 or batch, queries, keys)."""
     offset = queries.start - keys.start
     pairs = torch.ones((queries.stop - queries.start, keys.stop - keys.start), dtype=torch.bool, device=device)
@@ -137,21 +153,15 @@ def _allowed(queries: slice, keys: slice, window: int | None, documents: Tensor 
         pairs = pairs.triu_(offset - window + 1)
     if documents is None:
         return pairs[None]
-    return pairs & (documents[:, queries, None] == documents[:, None, keys])
+    return pairs & (documents.numbers[:, queries, None] == documents.numbers[:, None, keys])
 
 
 def _capped_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    window: int | None,
-    soft_cap: float,
-    documents: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, soft_cap: float, documents: Documents | None
 ) -> Tensor:
     """Return attention with a soft cap, from explicit scores in fp32, without the keys that no query attends to."""
-    num_heads, num_tokens, width = q.shape[1:]
-    scale, num_kv_heads, first = width**-0.5 if scale is None else scale, k.shape[1], k.shape[2] - num_tokens
+    (num_heads, num_tokens, width), num_kv_heads, window = q.shape[1:], k.shape[1], options.window
+    scale, first = width**-0.5 if options.scale is None else options.scale, k.shape[2] - num_tokens
     wide_q, wide_k, wide_v = (x.float() for x in (q, k, v))
     results = []
     for start in range(0, num_tokens, _QUERIES):
@@ -168,27 +178,24 @@ def _capped_attention(
     return torch.cat(results, dim=3).flatten(1, 2).to(q.dtype)
 
 
-def _flex_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    window: int | None,
-    soft_cap: float | None,
-    documents: Tensor | None,
-) -> Tensor:
-    cap = None if soft_cap is None else soft_capped(soft_cap)
-    options: dict[str, Any] = {"score_mod": cap, "scale": scale, "enable_gqa": q.shape[1] > k.shape[1]}
-    num_tokens, device = q.shape[2], q.device
-    if torch.compiler.is_compiling():  # the graph of `[compile]` contains FlexAttention and the block mask
-        block_mask = make_block_mask(num_tokens, window, documents, device)
-        return flex_attention()(q, k, v, block_mask=block_mask, **options)
-    if documents is None:
-        block_mask = _block_mask_of_length(num_tokens, window, device)
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, documents: Documents | None) -> Tensor:
+    num_tokens, window, is_compiling = q.shape[2], options.window, torch.compiler.is_compiling()
+    if documents is not None:
+        block_mask = documents.block_masks[window]
+    elif is_compiling:  # the graph of `[compile]` contains FlexAttention and the block mask
+        block_mask = make_block_mask(num_tokens, window, None, q.device)
     else:
-        block_mask = make_block_mask(num_tokens, window, documents, device)
+        block_mask = _block_mask_of_length(num_tokens, window, q.device)
+    given: dict[str, Any] = {
+        "score_mod": None if options.soft_cap is None else soft_capped(options.soft_cap),
+        "block_mask": block_mask,
+        "scale": options.scale,
+        "enable_gqa": q.shape[1] > k.shape[1],
+    }
+    if is_compiling:
+        return flex_attention()(q, k, v, **given)
     with torch.compiler.set_stance("default"):  # the precision audit runs compiled modules eagerly
-        return _compiled_flex_attention()(q, k, v, block_mask=block_mask, **options)
+        return _compiled_flex_attention()(q, k, v, **given)
 
 
 def flex_attention() -> Callable[..., Tensor]:
@@ -209,8 +216,11 @@ def soft_capped(soft_cap: float) -> Callable[..., Tensor]:
     return lambda score, batch, head, query, key: soft_cap * torch.tanh(score / soft_cap)
 
 
-def make_block_mask(num_tokens: int, window: int | None, documents: Tensor | None, device: torch.device) -> Any:
-    """Return FlexAttention's table of the blocks of tokens that contain allowed pairs."""
+def make_block_mask(num_tokens: int, window: int | None, documents: Tensor | None, device: torch.device) -> BlockMask:
+    """Return FlexAttention's table of the blocks of tokens that contain allowed pairs.
+
+    `documents`: the number of each token's document (batch, tokens).
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     def is_allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -226,7 +236,7 @@ def make_block_mask(num_tokens: int, window: int | None, documents: Tensor | Non
 
 
 @lru_cache(maxsize=16)
-def _block_mask_of_length(num_tokens: int, window: int | None, device: torch.device) -> Any:
+def _block_mask_of_length(num_tokens: int, window: int | None, device: torch.device) -> BlockMask:
     """Return a block mask that all layers with the window share."""
     with torch.inference_mode(False):  # a mask that validation makes first is also for training
         return make_block_mask(num_tokens, window, None, device)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_launch.config.architectures.decoder import Activation, DecoderArgs, RopeScaling
-from titan_launch.models.attention import KeyValueCache, attend
+from titan_launch.models.attention import KeyValueCache, ScoreOptions, attend
 
 
 class RotaryEmbedding(nn.Module):
@@ -145,14 +145,11 @@ class Attention(nn.Module):
     cache: KeyValueCache | None = None
     """Keys and values of earlier tokens, during generation."""
 
-    has_many_lengths: bool = False
-    """Sequences have many lengths, as in generation and evaluation. `attend` explains the consequence."""
-
     def __init__(self, args: DecoderArgs, window: int | None, rope: RotaryEmbedding | None):
         """Make the layers. `window`: the sliding window of this layer, or None."""
         super().__init__()
         self.head_dim = args.head_width
-        self.scale, self.window, self.soft_cap = args.query_scale, window, args.attention_soft_cap
+        self.options = ScoreOptions(args.query_scale, window, args.attention_soft_cap)
         self.wq = nn.Linear(args.dim, args.query_width, bias=args.qkv_bias)
         self.wk = nn.Linear(args.dim, args.kv_width, bias=args.qkv_bias)
         self.wv = nn.Linear(args.dim, args.kv_width, bias=args.qkv_bias)
@@ -171,9 +168,8 @@ class Attention(nn.Module):
             q, k = self.rope(q), self.rope(k)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if self.cache is not None:
-            k, v = self.cache.append(k, v, self.window)
-        scale, window, soft_cap, many = self.scale, self.window, self.soft_cap, self.has_many_lengths
-        attended = attend(q, k, v, scale=scale, window=window, soft_cap=soft_cap, has_many_lengths=many)
+            k, v = self.cache.append(k, v, self.options.window)
+        attended = attend(q, k, v, self.options)
         return self.wo(attended.transpose(1, 2).flatten(-2))
 
 

@@ -128,7 +128,7 @@ def activation(autograd: Autograd, x: Tensor) -> Tensor:
 
 
 def rotate(autograd: Autograd, x: Tensor) -> Tensor:
-    """Apply the rotary embedding (`models.layers.rope`): a product of complex numbers in fp32.
+    """Apply the rotary embedding (`models.layers.RotaryEmbedding`): a product of complex numbers in fp32.
 
     Nothing is saved, because backward needs only the table, which is a buffer.
     """
