@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
 from titan_launch.core.process import exit_process
+from titan_launch.data.sources import Batch
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.process_group import Ranks, process_group
 from titan_launch.metrics.memory import track
@@ -41,7 +42,7 @@ from titan_launch.plan.memory.analytic.engine import analytic_engine
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
 from titan_launch.train.auto_mode import plan_precision
 from titan_launch.train.model import shard_model
-from titan_launch.train.step import Microbatch, forward_backward
+from titan_launch.train.step import forward_backward
 
 FEW, MANY = 4, 64
 """Numbers of microbatches in a step."""
@@ -119,25 +120,25 @@ def sharded(config: JobConfig, ranks: Ranks) -> nn.Module:
     return model
 
 
-def microbatches(config: JobConfig, ranks: Ranks, number: int) -> list[Microbatch]:
+def microbatches(config: JobConfig, ranks: Ranks, number: int) -> list[Batch]:
     """Return microbatches of random tokens, which differ between ranks."""
     generator = torch.Generator().manual_seed(ranks.rank)
     shape = (2, config.training.seq_len + 1)
     tokens = (torch.randint(0, 320, shape, generator=generator).to(ranks.device) for _ in range(number))
-    return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in tokens]
+    return [Batch(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in tokens]
 
 
 def run_step(
     model: nn.Module,
     accumulation: GradientAccumulationConfig,
-    batches: list[Microbatch],
+    batches: list[Batch],
     after_first: Callable[[], None] | None = None,
     share: float = 1.0,
 ) -> None:
     """Run forward and backward over all microbatches. `share`: the part of a step that they are."""
     strategy = build_strategy(accumulation)
-    targets_of_all = sum(targets.numel() for _, targets in batches) * torch.distributed.get_world_size()
-    valid = torch.tensor(targets_of_all / share, device=batches[0][0].device)
+    targets_of_all = sum(batch.targets.numel() for batch in batches) * torch.distributed.get_world_size()
+    valid = torch.tensor(targets_of_all / share, device=batches[0].inputs.device)
     for index, microbatch in enumerate(batches):
         strategy.begin_microbatch(model, is_last=index == len(batches) - 1)
         forward_backward(model, microbatch, valid.device, lambda: valid, Loss())

@@ -80,6 +80,12 @@ def test_every_toml_block_of_the_docs_passes_the_check(
     if path := re.search(r'^name = "huggingface"\npath = "(.*?)"', block, flags=re.MULTILINE):
         write_config(tmp_path / path[1], "llama", vocab_size=320, max_position_embeddings=2048)
         monkeypatch.chdir(tmp_path)
+    if re.search(r'^path = "(photos|shards)/', block, flags=re.MULTILINE):
+        for folder in ("photos/train/cat", "photos/val/cat", "shards"):
+            (tmp_path / folder).mkdir(parents=True)
+        for number in range(2):
+            (tmp_path / f"shards/train-00{number}.tar").touch()
+        monkeypatch.chdir(tmp_path)
     job = tmp_path / "job.toml"
     job.write_text(block)
     command = ["check", "--config", str(job), "--world-size", "2", NO_EARLIER_RUN]

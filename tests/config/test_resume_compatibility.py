@@ -7,6 +7,7 @@ from typing import get_args
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.schema_walk import alternatives
 from titan_launch.config.resume_compatibility import ROLES, Role, differences, role_of
+from titan_launch.config.sections.data import MixtureEntry
 
 
 def test_every_key_belongs_to_the_model_the_experiment_or_the_operation() -> None:
@@ -17,6 +18,8 @@ def test_every_key_belongs_to_the_model_the_experiment_or_the_operation() -> Non
             assert role in get_args(Role)
         else:
             keys = {name for kind in alternatives(field.annotation) for name in kind.model_fields}
+            if section == "data":
+                keys = keys - {"sources"} | set(MixtureEntry.model_fields)
             assert set(role) == keys, section
             assert set(role.values()) <= set(get_args(Role))
 
@@ -29,5 +32,11 @@ def test_differences_name_key_values_and_role() -> None:
         (("job", "name"), None, "a", "operation"),
         (("model", "args", "norm"), "a", None, "model"),
         (("training", "steps"), 3, 4, "operation"),
+    ]
+    sources = [{"path": "a", "weight": 1.0}, {"path": "b", "weight": 1.0}]
+    changed = [{"path": "c", "weight": 1.0}, {"path": "b", "weight": 2.0}]
+    assert differences({"data": {"sources": sources}}, {"data": {"sources": changed}}) == [
+        (("data", "sources", 0, "path"), "a", "c", "operation"),
+        (("data", "sources", 1, "weight"), 1.0, 2.0, "experiment"),
     ]
     assert role_of(("data", "num_workers")) == "operation" and role_of(("optimizer", "lr")) == "experiment"

@@ -222,7 +222,7 @@ def test_a_run_uses_blocked_attention_by_default(
     caplog.set_level("INFO")
     with ExitStack() as stack:
         use_kernels(config, built, plan, layout, cpu, stack)
-        dtypes = attention_dtypes(built, plan)
+        dtypes = attention_dtypes(config.data, built, plan)
         stack.enter_context(switch.cpu_speedups(built.module, config.kernels, layout, tokens, dtypes))
         attend()
     assert len(calls) == 2 * expected

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.distributed import run_ranks
 from tests.train.jobs import planned_and_sharded, tiny_job
 from titan_launch.config.job import JobConfig
+from titan_launch.data.sources import Batch
 from titan_launch.distributed.torch_private import parameter_group
 from titan_launch.metrics.traffic import Kernel, count_collectives, exposed_seconds
 from titan_launch.models.loss import Loss
@@ -43,7 +44,7 @@ def count(mode: str, replicate: int) -> tuple[Traffic, Traffic, Traffic, bool]:
         dist.all_reduce(valid)
         for index in range(layout.num_microbatches):
             strategy.begin_microbatch(model, is_last=index == layout.num_microbatches - 1)
-            forward_backward(model, (tokens, tokens), torch.device("cpu"), lambda: valid, Loss())
+            forward_backward(model, Batch(tokens, tokens), torch.device("cpu"), lambda: valid, Loss())
         clip_grad_norm(model.parameters(), 1.0)
 
     with count_collectives(model) as counted:

@@ -134,8 +134,8 @@ def _make_block_masks(documents: Documents | None, window: int | None) -> None:
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if "documents" not in OPTIONS[name]])
 def test_the_last_tokens_attend_to_a_cache_as_in_the_whole_sequence(name: str) -> None:
-    q, k, v = _inputs(2)
-    cache, options = KeyValueCache(max_tokens=12), arguments(name)[0]
+    q, k, v = _inputs(n_kv_heads=2)
+    cache, (options, _) = KeyValueCache(max_tokens=12), arguments(name)
     parts = [slice(0, 5), slice(5, 8), slice(8, 9), slice(9, 10)]
     with torch.no_grad():
         cached = [(q[:, :, part], *cache.append(k[:, :, part], v[:, :, part], options.window)) for part in parts]

@@ -18,6 +18,7 @@ from titan_launch.config.sections.model import ModelConfig
 from titan_launch.core.errors import ConfigError
 from titan_launch.models import huggingface
 from titan_launch.models.build import BuiltModel, build_model
+from titan_launch.models.documents import check_documents, document_arguments
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.host_values import HostValues
 from titan_launch.models.weights.folder import find_weights
@@ -76,6 +77,62 @@ def _found(name: str, weights: Path, exclude: tuple[str, ...] = (), **args: Any)
         return set(find_weights(model, inspect_model(JobConfig(), built), names).pieces)
     except ConfigError as error:
         return " ".join(str(error).split())
+
+
+DOCUMENTS = torch.tensor([[0] * 5 + [1] + [2] * 10, [7] * 16], dtype=torch.int32)
+BOUNDS = ((0, 0, 5), (0, 5, 6), (0, 6, 16), (1, 0, 16))
+"""The row, first token and last token + 1 of each document."""
+
+_LLAMA = {key: value for key, value in CONFIGS["llama"].items() if key not in ("architectures", "model_type")}
+PACKED: dict[str, tuple[dict[str, Any], str | None]] = {
+    "llama": (CONFIGS["llama"], None),
+    "gpt2": (CONFIGS["gpt2"], None),  # learned positions
+    "sliding window": (
+        {**_LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4},
+        None,
+    ),
+    "experts, whose forward fails without values": (
+        {**_LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 2},
+        None,
+    ),
+    "masks from other positions": (
+        {"architectures": ["OPTForCausalLM"], "model_type": "opt", "vocab_size": VOCABULARY, "hidden_size": 32}
+        | {"word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 1, "num_attention_heads": 4},
+        "which makes attention masks without position_ids",
+    ),
+    "no positions": (
+        {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 4},
+        "which takes no position_ids",
+    ),
+    "convolutions": (
+        {**_LLAMA, "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "layer_types": ["conv"] * 2},
+        "which has layers that mix documents (conv, convolution)",
+    ),
+}
+"""Arguments of models, and the reason why each cannot separate documents, or None."""
+
+
+def _check_documents() -> None:
+    """Check that documents are computed as alone, or refused: whatever is refused is computed differently."""
+    tokens = torch.randint(0, VOCABULARY, DOCUMENTS.shape, generator=torch.Generator().manual_seed(0))
+    for name, (args, reason) in PACKED.items():
+        with torch.device("meta"):
+            on_meta = huggingface.build(TOKENS, **args)
+        torch.manual_seed(0)
+        model = huggingface.build(TOKENS, **args).eval()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        with torch.no_grad():
+            found = model(tokens, **document_arguments(on_meta, DOCUMENTS))
+            alone = torch.cat([model(tokens[row, None, first:end]).logits for row, first, end in BOUNDS], 1)
+        is_equal = torch.allclose(found.logits.flatten(0, 1), alone[0], rtol=1e-5, atol=1e-5)
+        assert is_equal == (reason is None), name
+        try:
+            check_documents(on_meta, TOKENS, ("data", "packing"))
+        except ConfigError as error:
+            assert reason is not None and f'of transformers, {reason}; set "concat"' in str(error), error
+        else:
+            assert reason is None, name
 
 
 def _check_weights(folder: Path) -> None:
@@ -162,6 +219,7 @@ def _error(args: dict[str, Any], parallelism: dict[str, Any]) -> str:
 
 def _check_all(folder: Path) -> list[str]:
     _check_modules()
+    _check_documents()
     _check_weights(folder)
     return [_error(args, parallelism) for args, parallelism, _ in ERRORS.values()]
 

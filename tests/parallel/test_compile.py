@@ -86,9 +86,10 @@ class Wider(nn.Linear):
         return super().forward(x).relu()
 
 
-def train(sections: dict[str, Any]) -> tuple[dict[str, Tensor], tuple[int, int]]:
+def train(sections: dict[str, Any], packed: bool = False) -> tuple[dict[str, Tensor], tuple[int, int]]:
     """Train two microbatches. Return losses, gradients of this rank's shards and buffers, and a pair of numbers.
 
+    `packed`: each sample has two documents.
     The pair has the bytes that the first microbatch saved for backward, and the number of graphs.
     """
     job: dict[str, Any] = {"training": {"seq_len": 16}, "precision": {"param_dtype": "float32"}, **sections}
@@ -106,7 +107,8 @@ def train(sections: dict[str, Any]) -> tuple[dict[str, Tensor], tuple[int, int]]
     for index in range(2):
         tokens = torch.randint(0, 61, (2, 16), generator=generator)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = Loss().sums(model(tokens), tokens)[0]
+            documents = (torch.arange(16) > 5 + index).int().expand(2, 16) if packed else None
+            loss = Loss().sums(model(tokens, *([documents] if packed else [])), tokens)[0]
         loss.backward()
         found[f"loss {index}"] = loss.detach()
     found |= {name: parameter.grad.to_local() for name, parameter in model.named_parameters()}
@@ -118,6 +120,7 @@ def train(sections: dict[str, Any]) -> tuple[dict[str, Tensor], tuple[int, int]]
 def compiled_and_not() -> list[tuple[int, int]]:
     """Compare each case with eager mode. Return the saved bytes and the number of graphs."""
     found = []
+    packed: dict[str, Any] = {"model": llama(), "activation_checkpoint": FULL}
     for sections in (
         {"model": llama()},
         {"model": llama(), "activation_checkpoint": BUDGET},
@@ -125,11 +128,14 @@ def compiled_and_not() -> list[tuple[int, int]]:
         {"model": llama(norm="batchnorm"), "activation_checkpoint": OPS, "batchnorm": SYNCHRONIZED},
         {"model": llama(vocab_size=64), "activation_checkpoint": FULL, "parallelism": {"tensor_parallel_degree": 2}},
         {"model": CONV, "activation_checkpoint": {**FULL, "modules": ["blocks.*.bn"]}},
+        packed,
     ):
-        compiled, counts = train({**sections, "compile": COMPILE})
+        compiled, counts = train({**sections, "compile": COMPILE}, sections is packed)
         is_budget = sections.get("activation_checkpoint") is BUDGET
         with patch.object(rope, "_rotated", rope._rotated_by_parts):  # as in a graph; test_layers compares both
-            expected, _ = train({**sections, **({"activation_checkpoint": {}} if is_budget else {})})
+            expected, _ = train(
+                {**sections, **({"activation_checkpoint": {}} if is_budget else {})}, sections is packed
+            )
         assert_equal(compiled, expected)
         found.append(counts)
     _, (_, graphs) = train({"model": {"name": f"{__name__}:Widening"}, "compile": {**COMPILE, "backend": "eager"}})
@@ -202,6 +208,6 @@ def _check_cost() -> None:
 
 def test_compiled_blocks_give_the_same_results_in_few_graphs() -> None:
     whole, budget, *others = run_ranks(compiled_and_not, 2)[0]
-    parts, batchnorm, divided, conv = others
-    assert [graphs for _, graphs in (whole, budget, parts, batchnorm, divided, conv)] == [1, 1, 2, 1, 1, 2]
+    parts, batchnorm, divided, conv, packed = others
+    assert [graphs for _, graphs in (whole, budget, parts, batchnorm, divided, conv, packed)] == [1, 1, 2, 1, 1, 2, 1]
     assert budget[0] < 0.8 * whole[0]

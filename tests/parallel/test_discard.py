@@ -19,13 +19,14 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import DebugConfig
 from titan_launch.config.sections.training import LossConfig
 from titan_launch.core.torch_release import torch_release
+from titan_launch.data.sources import Batch
 from titan_launch.distributed.torch_private import parameter_group
 from titan_launch.models.loss import Loss
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.fsdp import discard_pending, fsdp_modules
 from titan_launch.train.health.step_guard import StepGuard
-from titan_launch.train.step import Microbatch, TrainStep
+from titan_launch.train.step import TrainStep
 
 SEQ_LEN = 8
 CHECKPOINTING: list[dict[str, Any]] = [
@@ -97,10 +98,10 @@ class Trained:
         return full_state(self.model)
 
 
-def microbatches(step: int, count: int = 3) -> list[Microbatch]:
+def microbatches(step: int, count: int = 3) -> list[Batch]:
     generator = torch.Generator().manual_seed(100 * step + this_rank().rank)
     tokens = torch.randint(0, 61, (count, 4, SEQ_LEN + 1), generator=generator)
-    return [(t[:, :-1], t[:, 1:]) for t in tokens]
+    return [Batch(t[:, :-1], t[:, 1:]) for t in tokens]
 
 
 class Abandoned(BaseException):

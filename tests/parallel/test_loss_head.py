@@ -15,6 +15,7 @@ from tests.tensors import full_state
 from tests.train.jobs import TINY_ARGS, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.core.patches import replaced
+from titan_launch.data.sources import Batch
 from titan_launch.models.build import build_model
 from titan_launch.models.factory import HostBuild
 from titan_launch.models.init import initialize
@@ -213,7 +214,7 @@ def test_models_of_every_kind_compute_the_loss_in_chunks(name: str) -> None:
         is_images = data["kind"] == "images"
         targets = torch.randint(10, (3,) if is_images else (3, SEQ_LEN), generator=torch.Generator().manual_seed(2))
         inputs = torch.linspace(-1, 1, 3 * 64).view(3, 1, 8, 8) if is_images else targets
-        trained = forward_backward(model, (inputs, targets), torch.device("cpu"), lambda: torch.tensor(5), loss)
+        trained = forward_backward(model, Batch(inputs, targets), torch.device("cpu"), lambda: torch.tensor(5), loss)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         seen.append((trained, *gradients))
     for whole, chunked in zip(*seen, strict=True):

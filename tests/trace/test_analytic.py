@@ -8,6 +8,7 @@ import pytest
 
 from titan_launch.config.architectures.families import FAMILIES
 from titan_launch.config.job import JobConfig
+from titan_launch.config.sections.data import TextData, separates_documents
 from titan_launch.models.build import build_model
 from titan_launch.plan.communication import traffic_of_step
 from titan_launch.plan.hardware import Kernels
@@ -150,6 +151,9 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
     "gpt2": ((1, 4), 2, "cuda", {"max_positions": 40}, {"activation_checkpoint": SELECTIVE}),
     "gpt2 on a CPU": ((1, 3), 2, "cpu", {"n_kv_heads": 4}, {"activation_checkpoint": FULL, "precision": FP32_NORMS}),
     "phi3": ((2, 2), 3, "cuda", WINDOW, {"precision": {"param_dtype": "float32"}}),
+    "packed": ((1, 2), 2, "cpu", {}, {"precision": FP32_NORMS}),
+    "mistral, packed": ((1, 2), 2, "cuda", WINDOW, {"activation_checkpoint": SELECTIVE}),
+    "gpt2, packed": ((1, 2), 2, "cpu", {"n_kv_heads": 4}, {"activation_checkpoint": FULL}),
 }
 
 
@@ -166,6 +170,9 @@ def test_the_analytic_peak_and_traffic_are_the_traced_ones(name: str) -> None:
         "training": {**batch, **sections.get("training", {})},
     }
     config = JobConfig.model_validate(job)
+    if name.endswith("packed"):
+        config = config.model_copy(update={"data": TextData().model_copy(update={"packing": "documents"})})
+        assert separates_documents(config.data)
     layout = plan_layout(config.parallelism, config.training, replicas * shards)
     built = build_model(config.model, config.training.seq_len)
     plan = plan_precision(config, built)

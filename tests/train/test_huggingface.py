@@ -24,6 +24,7 @@ from tests.tensors import assert_equal, full_state
 from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank
 from titan_launch.config.job import JobConfig
 from titan_launch.core.patches import replaced
+from titan_launch.data.sources import Batch
 from titan_launch.inference.export import ExportOptions, export
 from titan_launch.models import huggingface
 from titan_launch.models.build import recorded_model
@@ -36,8 +37,6 @@ IMAGES = ("vit", "resnet")
 TENSOR_PARALLEL = {"tensor_parallel_degree": 2, "sequence_parallel": False}
 
 pytestmark = needs_transformers
-
-Batch = tuple[Tensor, Tensor]
 
 Trained = tuple[Path, dict[str, dict[str, list[float]]]]
 """The folder of all runs, and their losses by model and way."""
@@ -90,14 +89,14 @@ def global_batches(job: dict[str, Any]) -> list[Batch]:
         for _ in range(STEPS):
             everybody: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everybody, next(run.train_batches))
-            batches.append((torch.cat([inputs for inputs, _ in everybody]), torch.cat([t for _, t in everybody])))
+            batches.append(Batch(*(torch.cat([batch[part] for batch in everybody]) for part in (0, 1))))
     return batches
 
 
 def train_in_plain_pytorch(model: Any, batches: list[Batch]) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
     losses = []
-    for inputs, targets in batches:
+    for inputs, targets, _ in batches:
         loss = F.cross_entropy(model(inputs).logits.flatten(0, -2), targets.flatten())
         optimizer.zero_grad()
         loss.backward()

@@ -100,7 +100,7 @@ def test_attention_has_the_compute_dtype_of_its_precision_rule() -> None:
     rules = [{"match": "layers.1.attention", "param_dtype": "float32"}]
     config = JobConfig.model_validate({"model": {"args": {"n_layers": 2}}, "precision": {"rules": rules}})
     built = build_model(config.model, 16)
-    assert attention_dtypes(built, plan_precision(config, built)) == ["bfloat16", "float32"]
+    assert attention_dtypes(config.data, built, plan_precision(config, built)) == ["bfloat16", "float32"]
 
 
 def test_a_cpu_has_two_attention_backends() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import starmap
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.train.test_step import GLOBAL_BATCH, MAX_NORM, SEQ_LEN, batches, rela
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import DebugConfig
 from titan_launch.core.errors import ConfigError
+from titan_launch.data.sources import Batch
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.models.init import allocate, initialize
 from titan_launch.optim.registry import build_optimizer
@@ -100,11 +102,13 @@ def train_with_own_loss() -> dict[str, tuple[dict[str, Tensor], list[float], dic
         loss = build_loss(model, plan, config, 61)
         assert isinstance(loss, OwnLoss)
         step = TrainStep(model, optimizer, strategy, guard, MAX_NORM, mesh, CPU, loss)
-        norms, rounds = [], []
+        norms: list[float] = []
+        microbatches: list[Batch] = []
         for inputs, targets in zip(*batches(), strict=True):
             rounds = [t.unflatten(0, (layout.num_microbatches, 2, -1))[:, ranks.rank] for t in (inputs, targets)]
-            norms.append(step(list(zip(*rounds, strict=True))).grad_norm.item())
-        metrics = validate(model, list(zip(*rounds, strict=True)), CPU, loss)
+            microbatches = list(starmap(Batch, zip(*rounds, strict=True)))
+            norms.append(step(microbatches).grad_norm.item())
+        metrics = validate(model, [("", batch) for batch in microbatches], CPU, loss)
         results[name] = full_state(model), norms, metrics
     return results
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import starmap
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.tensors import full_state
 from tests.train.jobs import TINY_ARGS, planned_and_sharded, this_mesh, this_rank
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import DebugConfig
+from titan_launch.data.sources import Batch
 from titan_launch.models.build import build_model
 from titan_launch.models.init import initialize
 from titan_launch.optim.registry import build_optimizer
@@ -82,7 +84,7 @@ def train_sharded(config: JobConfig, steps: list[Step] | None = None) -> tuple[d
     for count, batch in steps or [(layout.num_microbatches, batch) for batch in zip(*batches(), strict=True)]:
         # Microbatch-major, as the loader deals them: round m goes to ranks 0, 1, ...
         rounds = [tensor.unflatten(0, (count, ranks.world_size, -1))[:, ranks.rank] for tensor in batch]
-        norms.append(step(list(zip(*rounds, strict=True))).grad_norm.item())
+        norms.append(step(list(starmap(Batch, zip(*rounds, strict=True)))).grad_norm.item())
     return full_state(model), norms
 
 

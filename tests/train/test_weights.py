@@ -123,7 +123,7 @@ def plain_losses(path: str, folder: str) -> list[float]:
             load_job(path, ["--training.local_batch_size=4", "--job.name=alone"]).config, this_rank(), stack
         )
         for _ in range(STEPS):
-            inputs, targets = next(run.train_batches)
+            inputs, targets, _ = next(run.train_batches)
             loss = F.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
             optimizer.zero_grad()
             loss.backward()

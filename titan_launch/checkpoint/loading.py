@@ -193,7 +193,8 @@ def _takes(selection: Selection, part: str, key: str) -> bool:
     """Return True if the value `key` of a part of the training state is loaded."""
     if part == "ema":
         return selection.takes("ema") and selection.takes_tensor(key)
-    return selection.takes("data" if key in ("samples_seen", "samples_skipped") and part == "progress" else "step")
+    is_position = part == "consumed" or (part == "progress" and key in ("samples_seen", "samples_skipped"))
+    return selection.takes("data" if is_position else "step")
 
 
 def _log_ema(state: TrainingState, saved: Mapping[str, Any], selection: Selection) -> None:

@@ -23,6 +23,7 @@ from titan_launch.config.loading.foreign_keys import COMMON_NAMES, TORCHTITAN_KE
 from titan_launch.config.loading.provenance import toml_value
 from titan_launch.config.loading.schema_walk import TAGGED, Kinds, alternatives, is_section, item_types, tables
 from titan_launch.config.sections.base import Section
+from titan_launch.config.sections.data import MIXED_KINDS, DataSource, MixtureData, MixtureEntry
 from titan_launch.config.sections.model import ModelConfig
 
 _EXTENDS = {
@@ -102,7 +103,7 @@ def field_docs(section: type[Section]) -> dict[str, str]:
     """Return the docstring of every field of a section, including inherited fields, one line per paragraph."""
     docs: dict[str, str] = {}
     for cls in reversed(section.__mro__):
-        if issubclass(cls, Section) and cls is not Section:
+        if issubclass(cls, Section) and cls is not Section and cls not in MIXED_KINDS.values():  # these have no source
             docs |= _own_docs(cls)
     return {name: docs[name] for name in section.model_fields if name in docs}
 
@@ -187,8 +188,8 @@ files.
 
 ## Tables with a kind
 
-The keys of `[data]`, `[validation.data]` and `[lr_scheduler]` depend on their `kind`. If a later file or an override
-changes the kind, keys with the same meaning in both kinds are kept, and the others are removed:
+The keys of `[data]`, `[[data.sources]]`, `[validation.data]` and `[lr_scheduler]` depend on their `kind`. If a later
+file or an override changes the kind, keys with the same meaning in both kinds are kept, and the others are removed:
 `--lr_scheduler.kind=cosine` keeps `warmup_steps` and `min_lr_factor`, and removes `decay_ratio`. `--data.kind=images`
 keeps `shuffle`, and removes `path`: a path of texts is not a path of images.
 
@@ -271,7 +272,9 @@ def _table(heading: str, path: str, section: type[Section]) -> Iterator[str]:
 
 def _tagged_table(heading: str, kinds: Kinds) -> Iterator[str]:
     """Yield the keys that all kinds have, then the keys of each kind."""
-    own = kinds.keys_of_some()
+    own = Kinds(
+        {kind: section for kind, section in kinds.variants.items() if section is not MixtureData}
+    ).keys_of_some()
     fields = {kind: _fields(section) for kind, section in kinds.variants.items()}
     common = {name: field for name, field in fields[kinds.default].items() if name not in own}
     del common["kind"]
@@ -280,8 +283,14 @@ def _tagged_table(heading: str, kinds: Kinds) -> Iterator[str]:
     common_keys = {"kind": {"type": names, "default": kinds.default, "description": text}}
     yield from _describe(heading, "", common_keys | common)
     for kind, section in kinds.variants.items():
-        own_fields = {name: field for name, field in fields[kind].items() if name in own}
+        own_fields = {name: field for name, field in fields[kind].items() if name not in common_keys | common}
         yield from _describe(f'### `kind = "{kind}"`', section_doc(section), own_fields)
+        if section is MixtureData:
+            mixed = next(iter(MIXED_KINDS.values()))
+            keys = {
+                name: _fields(mixed)[name] for name in field_docs(MixtureEntry) if name not in DataSource.model_fields
+            }
+            yield from _describe("#### `[[data.sources]]`", section_doc(MixtureEntry), keys)
 
 
 def _architectures() -> Iterator[str]:
@@ -352,10 +361,10 @@ def _type(field: Mapping[str, Any], plural: str = "") -> str:
         return " or ".join(dict.fromkeys(_type(kind, plural) for kind in field["anyOf"]))
     if "enum" in field or "const" in field:
         return ", ".join(f"`{toml_value(choice)}`" for choice in field.get("enum", [field.get("const")]))
-    if "$ref" in field:
+    if "$ref" in field or "oneOf" in field:
         return f"table{plural}"
     if field["type"] == "array":
-        return f"array of {_type(field['items'], plural='s')}"
+        return f"array{plural} of {_type(field['items'], plural='s')}"
     bounds = [f"{sign} {field[bound]}" for bound, sign in _BOUNDS.items() if bound in field]
     return " ".join([f"{_TYPES.get(field['type'], field['type'])}{plural}", ", ".join(bounds)]).strip()
 

@@ -41,9 +41,17 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "vocab_size": "experiment",
         "noise": "experiment",
         "seed": "experiment",
+        "label_field": "experiment",
+        "resize": "experiment",
+        "crop": "experiment",
+        "augment": "experiment",
+        "padding": "experiment",
+        "transform": "experiment",
         "mean": "experiment",
         "std": "experiment",
         "num_workers": "operation",
+        "name": "operation",
+        "weight": "experiment",
     },
     "training": {
         "seq_len": "experiment",
@@ -132,6 +140,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Diffe
 def role_of(key: KeyPath) -> Role:
     """Return the role of a key (see `Role`). An unknown key has the role `experiment`. (The `config.json` of a run by
     an older version may contain keys that no longer exist.)"""
+    if key[:2] == ("data", "sources"):
+        key = ("data", *key[3:])
     role = ROLES.get(str(key[0]), "experiment")
     if isinstance(role, str):
         return role
@@ -142,5 +152,8 @@ def _leaves(table: Mapping[str, Any], key: KeyPath) -> Iterator[tuple[KeyPath, A
     for name, value in table.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, (*key, name))
+        elif (*key, name) == ("data", "sources"):  # the sources of a mixture
+            for index, source in enumerate(value):
+                yield from _leaves(source, (*key, name, index))
         else:
             yield (*key, name), value

@@ -1,89 +1,50 @@
-"""Order of samples, and loaders of batches. The order does not depend on the number of ranks or workers.
+"""Loaders of batches. Which samples a step has does not depend on the number of ranks, microbatches or workers.
 
-A run's position in the stream of samples is one integer: the number of samples consumed so far. Checkpoints save only
-this integer, so a run can resume with another world size. The state of torchdata's loader is not used, because it
-describes the workers of one rank.
+Checkpoints save only the run's position in the stream of samples, one integer, so a run can resume with another world
+size. The state of torchdata's loader is not used, because it describes the workers of one rank.
 """
 
 from __future__ import annotations
 
 import atexit
-import hashlib
 import itertools
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch.utils.data import get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_launch.config.sections.data import IGNORED_TARGET
+from titan_launch.core.errors import UserError
 from titan_launch.core.signals import ignore_stop_signals
-from titan_launch.data.sources import SampleSource
+from titan_launch.data.order import Order
+from titan_launch.data.sources import Batch, Sample, SampleSource, read_batch
 from titan_launch.plan.layout import Layout
-
-# Four rounds make a Feistel network indistinguishable from a random permutation of a large domain (Luby and Rackoff
-# 1988). The small domain of a tiny data set needs more rounds.
-_ROUNDS = 8
-
-
-@dataclass(frozen=True)
-class SampleOrder:
-    """Function from a position in an endless stream of epochs to a sample index. An epoch contains each sample once.
-
-    The order is a pure function of (`seed`, epoch, index): any rank can look up any position without state. A shuffled
-    epoch is a keyed permutation of [0, n), computed per index. The permutation is a Feistel network over the next power
-    of 4. A result outside [0, n) is permuted again until it lies inside ("cycle walking"; Black and Rogaway, "Ciphers
-    with Arbitrary Finite Domains", 2002). The domain is smaller than 4n, so this takes less than 4 rounds on average.
-    """
-
-    num_samples: int
-    """Number of samples in an epoch, at least 1."""
-
-    seed: int
-    shuffle: bool
-    """False: every epoch has the order of the source."""
-
-    def __call__(self, position: int) -> int:
-        """Return the index of the sample at `position` (0, 1, 2, ...) of the stream."""
-        epoch, index = divmod(position, self.num_samples)
-        return self._permute(index, f"{self.seed}/{epoch}") if self.shuffle else index
-
-    def _permute(self, index: int, key: str) -> int:
-        half_bits = max(1, ((self.num_samples - 1).bit_length() + 1) // 2)
-        while True:
-            index = _feistel(index, half_bits, key)
-            if index < self.num_samples:
-                return index
-
-
-def _feistel(value: int, half_bits: int, key: str) -> int:
-    """Return the image of `value` under the permutation of [0, 4 ** `half_bits`) that `key` selects."""
-    mask = (1 << half_bits) - 1
-    left, right = value >> half_bits, value & mask
-    for step in range(_ROUNDS):
-        digest = hashlib.blake2b(f"{key}/{step}/{right}".encode(), digest_size=8).digest()
-        left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
-    return left << half_bits | right
 
 
 class Loader:
-    """Iterable over the batches of one rank. A batch is (inputs, targets), both `[local_batch_size, ...]`.
+    """Iterable over the batches of one rank, each of `local_batch_size` samples.
 
     Worker processes stay alive between iterations, until `close`. Call `close`, or use the loader as a context manager.
     """
 
-    def __init__(self, source: Any, batches: Iterable[list[int]], *, num_workers: int, pin_memory: bool):
-        self._loader = _build_data_loader(source, batches, num_workers, pin_memory)
+    def __init__(self, reader: BatchReader, batches: Iterable[Sequence[int]], *, num_workers: int, pin_memory: bool):
+        """`batches`: what `reader` turns into a batch, for each batch."""
+        self._loader = _build_data_loader(reader, batches, num_workers, pin_memory)
         # At exit, multiprocessing sends SIGTERM to its children and waits for them. Workers ignore SIGTERM, so
         # this call must end them before.
         atexit.register(self.close)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return (tuple(batch) for batch in self._loader)  # collation returns a list
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches. Raises UserError if a sample cannot be read, such as a damaged image."""
+        for batch in self._loader:
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch if isinstance(batch, Batch) else batch.unpacked()
 
     def close(self) -> None:
         """End the worker processes and wait for them. Further calls do nothing."""
@@ -107,7 +68,7 @@ class Loader:
 
 def build_train_loader(
     source: SampleSource,
-    order: SampleOrder,
+    order: Order,
     layout: Layout,
     dp_rank: int,
     *,
@@ -121,14 +82,14 @@ def build_train_loader(
     begin at `start + k * global_batch_size`. Its first microbatch takes the first of these positions, in rank order.
     The next microbatch takes the next positions. So the samples of a step do not depend on ranks and microbatches.
     """
-    batches = _TrainBatches(order, layout, dp_rank, start)
-    return Loader(source, batches, num_workers=num_workers, pin_memory=pin_memory)
+    reader, batches = _TrainReader(source, order), _TrainBatches(layout, dp_rank, start)
+    return Loader(reader, batches, num_workers=num_workers, pin_memory=pin_memory)
 
 
-def samples_of_step(order: SampleOrder, layout: Layout, position: int) -> list[list[list[int]]]:
+def samples_of_step(order: Order, layout: Layout, position: int) -> list[list[list[int]]]:
     """Return the sample indices of the step that begins at `position`: result[data-parallel rank][microbatch]."""
-    ranks = (_TrainBatches(order, layout, rank, position) for rank in range(layout.data_parallel))
-    return [list(itertools.islice(batches, layout.num_microbatches)) for batches in ranks]
+    ranks = (_TrainBatches(layout, rank, position) for rank in range(layout.data_parallel))
+    return [[list(map(order, batch)) for batch in itertools.islice(rank, layout.num_microbatches)] for rank in ranks]
 
 
 def build_validation_loader(
@@ -137,73 +98,147 @@ def build_validation_loader(
     local_batch_size: int,
     dp_rank: int,
     dp_size: int,
-    max_samples: int | None = None,
+    parts: Sequence[range] | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> Loader:
-    """Return a loader of the first `max_samples` samples, each on exactly one of the `dp_size` ranks, in order.
+    """Return a loader of the samples in `parts`, each on exactly one of the `dp_size` ranks, in order.
 
-    If `max_samples` is None or larger than the source, the loader reads all samples. Every rank yields the same number
-    of batches of the same shape. Padding samples, whose targets are all `IGNORED_TARGET`, fill the last batches. Every
-    iteration starts with the first sample.
+    `parts`: ranges of sample indices; default: all samples. A batch has samples of one part: `num_validation_batches`
+    batches for each part. Every rank yields the same number of batches of the same shape. Padding samples, whose
+    targets are all `IGNORED_TARGET`, fill the last batches of a part. Every iteration starts with the first sample.
     """
-    num_samples = min(len(source), max_samples) if max_samples is not None else len(source)
-    batches = _ValidationBatches(num_samples, local_batch_size, dp_rank, dp_size)
-    return Loader(_Padded(source, num_samples), batches, num_workers=num_workers, pin_memory=pin_memory)
+    batches = _ValidationBatches(parts or [range(len(source))], local_batch_size, dp_rank, dp_size)
+    return Loader(_ValidationReader(source), batches, num_workers=num_workers, pin_memory=pin_memory)
+
+
+def num_validation_batches(part: range, local_batch_size: int, dp_size: int) -> int:
+    """Return the number of batches that each rank has of the samples in a part."""
+    return -(-len(part) // (local_batch_size * dp_size))
 
 
 @dataclass(frozen=True)
 class _TrainBatches:
-    """Iterable over the sample indices of each microbatch of one rank."""
+    """Iterable over the positions of each microbatch of one rank."""
 
-    order: SampleOrder
     layout: Layout
     dp_rank: int
     start: int
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[range]:
         local = self.layout.local_batch_size
         for step_start in itertools.count(self.start, self.layout.global_batch_size):
             for microbatch in range(self.layout.num_microbatches):
                 first = step_start + (microbatch * self.layout.data_parallel + self.dp_rank) * local
-                yield [self.order(position) for position in range(first, first + local)]
+                yield range(first, first + local)
+
+
+_PADDING = -1
+"""Index of padding: a sample without valid targets."""
 
 
 @dataclass(frozen=True)
 class _ValidationBatches:
-    """Iterable over the sample indices of each batch of one rank. Indices from `num_samples` on are padding."""
+    """Iterable over the sample indices of each batch of one rank."""
 
-    num_samples: int
+    parts: Sequence[range]
     local_batch_size: int
     dp_rank: int
     dp_size: int
 
     def __iter__(self) -> Iterator[list[int]]:
         local = self.local_batch_size
-        for start in range(0, self.num_samples, local * self.dp_size):
-            first = start + self.dp_rank * local
-            yield list(range(first, first + local))
+        for part in self.parts:
+            for batch in range(num_validation_batches(part, local, self.dp_size)):
+                first = (batch * self.dp_size + self.dp_rank) * local
+                indices = part[first : first + local]
+                yield [*indices, *[_PADDING] * (local - len(indices))]
+
+
+class BatchReader(Protocol):
+    """The data set of PyTorch's loader, which passes the items of its `batch_sampler` to this method."""
+
+    def __getitems__(self, numbers: Sequence[int], /) -> Sample:
+        """Return the tensors of a batch."""
 
 
 @dataclass(frozen=True)
-class _Padded:
-    """The first `num_samples` samples of `source`, followed by padding: samples without valid targets."""
+class _TrainReader:
+    """Reader of the samples at given positions of the stream. The workers compute the order."""
 
     source: SampleSource
-    num_samples: int
+    order: Order
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.source[min(index, self.num_samples - 1)]
-        return inputs, targets if index < self.num_samples else torch.full_like(targets, IGNORED_TARGET)
+    def __getitems__(self, positions: Sequence[int]) -> Sample:
+        return read_batch(self.source, list(map(self.order, positions)), positions)
 
 
-def _build_data_loader(source: Any, batches: Iterable[list[int]], num_workers: int, pin_memory: bool) -> Any:
+@dataclass(frozen=True)
+class _ValidationReader:
+    """Reader of samples by their indices, some of which are `_PADDING`."""
+
+    source: SampleSource
+
+    def __getitems__(self, indices: Sequence[int]) -> Sample:
+        inputs, targets, *documents = read_batch(self.source, [max(index, 0) for index in indices])
+        if _PADDING in indices:
+            targets = targets.clone()
+            targets[torch.tensor(indices) == _PADDING] = IGNORED_TARGET
+        return inputs, targets, *documents
+
+
+@dataclass(frozen=True)
+class _ErrorsAsBatches:
+    """A reader that returns a UserError in place of a batch. PyTorch would add the worker's traceback to its text."""
+
+    reader: BatchReader
+
+    def __getitems__(self, numbers: Sequence[int]) -> Sample | UserError:
+        try:
+            return self.reader.__getitems__(numbers)
+        except UserError as error:
+            return UserError(str(error))  # a ConfigError cannot be pickled
+
+
+_SENT_BY_VALUE = 1 << 20
+"""Largest batch in bytes that a worker sends through its pipe. A larger one is sent in shared memory."""
+
+
+class _Packed:
+    """The tensors of a batch on their way from a reader to the training loop.
+
+    Small batches are sent by value, as NumPy arrays. Shared memory costs the receiver several system calls for each
+    tensor: for a batch of 8 x 2,048 tokens, five times as much time.
+    """
+
+    def __init__(self, tensors: Sample):
+        by_value = get_worker_info() is not None and sum(tensor.nbytes for tensor in tensors) <= _SENT_BY_VALUE
+        self._parts: list[Any] = [tensor.numpy() if by_value else tensor for tensor in tensors]
+
+    def unpacked(self) -> Batch:
+        """Return the batch. Token ids and classes are int64, as models and losses expect them."""
+        inputs, targets, *documents = map(torch.as_tensor, self._parts)
+        return Batch(inputs if inputs.is_floating_point() else inputs.long(), targets.long(), *documents)
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in pinned memory. PyTorch's loader calls this method."""
+        return Batch._make(None if tensor is None else tensor.pin_memory() for tensor in self.unpacked())
+
+
+def _packed(batch: Sample | UserError) -> _Packed | UserError:
+    return batch if isinstance(batch, UserError) else _Packed(batch)
+
+
+def _build_data_loader(
+    reader: BatchReader, batches: Iterable[Sequence[int]], num_workers: int, pin_memory: bool
+) -> Any:
     with warnings.catch_warnings():
         # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates. The user cannot change that.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         return StatefulDataLoader(
-            source,
+            _ErrorsAsBatches(reader),
             batch_sampler=batches,
+            collate_fn=_packed,
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,

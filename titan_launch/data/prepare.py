@@ -67,7 +67,7 @@ def cached_token_files(corpus: Corpus) -> Path:
     return built_once("tokens", identity, partial(prepare, corpus))
 
 
-_ORDER = {"shuffle", "num_workers"}
+_ORDER = {"shuffle", "num_workers", "name", "weight"}
 """Keys that do not change the tokens."""
 
 

@@ -12,6 +12,8 @@ class Tag:
     """A metric."""
 
     name: str
+    """Name, in which `<source>` stands for the name of a source of a mixture."""
+
     combine: Literal["sum", "max", "same"]
     """Reduction over the ranks. `same`: no reduction, because all ranks have the same value."""
 
@@ -74,8 +76,21 @@ TAGS = [
     Tag(
         "train/epoch",
         "same",
-        "Position in the data, in epochs. Samples that a rollback skipped count.",
-        value=lambda run: run.progress.data_position / run.epoch_size,
+        "Position in the data, in epochs. Samples that a rollback skipped count. With a mixture, an epoch has as many "
+        "samples as all sources.",
+        value=lambda run: run.progress.data_position / run.order.num_samples,
+    ),
+    Tag(
+        "data/share/<source>",
+        "same",
+        "Share of a source of the mixture in all samples so far, from 0 to 1.",
+        chart=("data", "share of samples"),
+    ),
+    Tag(
+        "data/epoch/<source>",
+        "same",
+        "Position in a source of the mixture, in epochs of this source.",
+        chart=("data", "epochs"),
     ),
     Tag(
         "train/skipped_steps",
@@ -253,16 +268,28 @@ TAGS = [
         console="accuracy {:7.2%}",
     ),
     Tag(
+        "validation/loss/<source>",
+        "same",
+        "`validation/loss` of one source of a mixture.",
+        chart=("data", "validation loss"),
+    ),
+    Tag(
+        "validation/accuracy/<source>",
+        "same",
+        "`validation/accuracy` of one source of a mixture.",
+        chart=("data", "validation accuracy"),
+    ),
+    Tag(
         "validation/ema_loss",
         "same",
-        "`validation/loss` of the moving average of the weights (`[ema]`).",
+        "`validation/loss` of the moving average of the weights (`[ema]`), also for each source of a mixture.",
         chart=("loss", "loss"),
         console="EMA loss {:8.4f}",
     ),
     Tag(
         "validation/ema_accuracy",
         "same",
-        "`validation/accuracy` of the moving average of the weights (`[ema]`).",
+        "`validation/accuracy` of the moving average of the weights (`[ema]`), also for each source of a mixture.",
         chart=("loss", "accuracy"),
         console="EMA accuracy {:7.2%}",
     ),

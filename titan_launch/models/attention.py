@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_launch.models.documents import positions_in
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -60,6 +62,9 @@ class Documents:
         `numbers`: the document of each token, a whole number (batch, tokens). `windows`: those of all layers.
         """
         self.numbers = numbers
+        self.positions = positions_in(numbers)
+        """The position of each token in its document (batch, tokens)."""
+
         self.block_masks: dict[int | None, BlockMask] = {}
         if numbers.is_cuda:
             num_tokens, device = numbers.shape[1], numbers.device

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.architectures.families import FAMILIES
+from titan_launch.models.attention import Documents
 from titan_launch.models.initializers import (
     Fill,
     InitTable,
@@ -53,9 +54,9 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(args)
         self.ffn_post_norm = build_norm(args, args.dim) if args.post_norms else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         """Map (batch, tokens, dim) to the same shape."""
-        x = x + _normalized(self.attention(self.attention_norm(x)), self.attention_post_norm)
+        x = x + _normalized(self.attention(self.attention_norm(x), documents), self.attention_post_norm)
         return x + _normalized(self.feed_forward(self.ffn_norm(x)), self.ffn_post_norm)
 
 
@@ -76,7 +77,8 @@ class Decoder(nn.Module):
                 self.local_rope = RotaryEmbedding(args.head_width, max_seq_len, args.local_rope_theta)
         self.tok_embeddings = (ScaledEmbedding if args.scale_embeddings else nn.Embedding)(args.vocab_size, args.dim)
         self.pos_embeddings = None if is_rotary else LearnedPositions(args.num_positions, args.dim)
-        self.layers = nn.ModuleList(self._block(args, args.window_of(index)) for index in range(args.n_layers))
+        self._windows = [args.window_of(index) for index in range(args.n_layers)]
+        self.layers = nn.ModuleList(self._block(args, window) for window in self._windows)
         self.norm = build_norm(args, args.dim)
         if args.logits_soft_cap is None:
             self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
@@ -89,13 +91,17 @@ class Decoder(nn.Module):
         has_local_rope = window is not None and self.local_rope is not None
         return TransformerBlock(args, window, self.local_rope if has_local_rope else self.rope)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map token ids (batch, tokens) to logits (batch, tokens, vocab_size)."""
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Map token ids (batch, tokens) to logits (batch, tokens, vocab_size).
+
+        `documents`: the number of each token's document (batch, tokens); None if each sequence is one document.
+        """
+        separated = None if documents is None else Documents(documents, self._windows)
         x = self.tok_embeddings(tokens)
         if self.pos_embeddings is not None:
-            x = self.pos_embeddings(x)
+            x = self.pos_embeddings(x, None if separated is None else separated.positions)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, separated)
         return self.output(self.norm(x))
 
 

@@ -19,6 +19,7 @@ from titan_launch.config.architectures.huggingface import class_name, image_form
 from titan_launch.core.errors import config_error, did_you_mean, listed
 from titan_launch.core.globs import matches
 from titan_launch.core.patches import torchao_import_silenced
+from titan_launch.models.documents import separate_by_positions
 from titan_launch.models.spec import TensorStyle
 from titan_launch.models.weights.folder import NamesInFiles
 
@@ -44,8 +45,8 @@ def build(seq_len: int, /, **args: Any) -> nn.Module:
     _check_length(config, seq_len)
     config.use_cache = False
     config._attn_implementation = "sdpa" if cls._supports_sdpa else "eager"
-    _skip_search_for_packed_sequences()
     module: Any = cls(config)
+    separate_by_positions(module)
     _declare_tensor_parallel(module)
     module.flops_per_sample = partial(_count_flops, module, args)
     module.names_in_files = _names_in_files(module)
@@ -89,17 +90,6 @@ def _class_and_config(args: Mapping[str, Any]) -> tuple[Any, Any]:
         raise config_error(("model", "args"), reason) from None
     with torchao_import_silenced():
         return getattr(transformers, name), config
-
-
-def _skip_search_for_packed_sequences() -> None:
-    """Make models of `transformers` in this process treat every sample as one sequence, which it is.
-
-    Every forward would look for packed sequences in the position ids, and wait for the device. In a trace, which has no
-    values, the models would assume packed sequences, and attention would use another kernel than in a run.
-    """
-    from transformers import masking_utils
-
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 
 def _check_length(config: Any, seq_len: int) -> None:

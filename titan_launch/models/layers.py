@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_launch.config.architectures.decoder import Activation, DecoderArgs, RopeScaling
-from titan_launch.models.attention import KeyValueCache, ScoreOptions, attend
+from titan_launch.models.attention import Documents, KeyValueCache, ScoreOptions, attend
 
 
 class RotaryEmbedding(nn.Module):
@@ -45,15 +45,16 @@ class RotaryEmbedding(nn.Module):
         angles = torch.outer(positions, frequencies)
         self.table.copy_(torch.stack((angles.cos(), angles.sin()), dim=-1))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Rotate (batch, tokens, heads, head_dim) in fp32; the result has the input's dtype.
 
-        Raise ValueError for more tokens than the table has.
+        `positions`: (batch, tokens); None for 0, 1, 2, ... Raise ValueError for more tokens than the table has.
         """
         stop, max_tokens = self.position + x.shape[1], self.table.shape[0]
         if stop > max_tokens:
             raise ValueError(f"{stop} tokens, but the rotary table has {max_tokens} (training.seq_len)")
-        table = self.table[self.position : stop, None].float()  # [tokens, 1, head_dim / 2, 2]
+        rows = self.table[self.position : stop] if positions is None else self.table[positions]
+        table = rows.unsqueeze(-3).float()  # [1 or batch, tokens, 1, head_dim / 2, 2]; the first axis may be missing
         pairs = x.float().unflatten(-1, (-1, 2))
         rotated = _rotated_by_parts(pairs, table) if torch.compiler.is_compiling() else _rotated(pairs, table)
         return rotated.flatten(-2).to(x.dtype)
@@ -110,9 +111,10 @@ class LearnedPositions(nn.Embedding):
         super().__init__(max_positions, dim)
         self.register_buffer("rows", torch.arange(max_positions), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, tokens, dim) to the same shape."""
-        return x + super().forward(self.rows[self.position : self.position + x.shape[1]])
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map (batch, tokens, dim) to the same shape. `positions`: (batch, tokens); None for 0, 1, 2, ..."""
+        rows = self.rows[self.position : self.position + x.shape[1]] if positions is None else positions
+        return x + super().forward(rows)
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -158,18 +160,19 @@ class Attention(nn.Module):
         self.k_norm = build_norm(args, args.head_width) if args.qk_norm else None
         self.rope = rope
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         """Map (batch, tokens, dim) to the same shape."""
         # [batch, tokens, heads, head_dim]; the number of heads follows from the weights
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
-            q, k = self.rope(q), self.rope(k)
+            positions = None if documents is None else documents.positions
+            q, k = self.rope(q, positions), self.rope(k, positions)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if self.cache is not None:
             k, v = self.cache.append(k, v, self.options.window)
-        attended = attend(q, k, v, self.options)
+        attended = attend(q, k, v, self.options, documents)
         return self.wo(attended.transpose(1, 2).flatten(-2))
 
 

@@ -8,7 +8,7 @@ PyTorch's implementation is imported only if sequences are divided.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.core.errors import config_error
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.core.patches import replaced
-from titan_launch.data.sources import SampleSource
+from titan_launch.data.sources import Sample, SampleSource, read_batch
 from titan_launch.models.parallel_plans import buffers_along_sequence
 
 
@@ -68,9 +68,11 @@ class _SequencePartSource:
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.source[index]
-        return self.part.of(inputs), self.part.of(targets)
+    def __getitem__(self, index: int) -> Sample:
+        return tuple(self.part.of(tensor) for tensor in self.source[index])
+
+    def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> Sample:
+        return tuple(self.part.of(tensor, axis=1) for tensor in read_batch(self.source, indices, positions))
 
     @property
     def num_classes(self) -> int:

@@ -8,7 +8,7 @@ optimizer and checkpoints use this model, which has all parameters of the rank u
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -229,10 +229,13 @@ def _compute_as_planned(model: nn.Module, plan: ModelPlan) -> None:
             cast_at_boundaries(model.get_submodule(path), unit.policy)
 
 
-def run_forward(pipeline: Pipeline, inputs: Tensor, device: torch.device) -> Tensor | None:
+def run_forward(
+    pipeline: Pipeline, inputs: Tensor, device: torch.device, arguments: Mapping[str, Tensor]
+) -> Tensor | None:
     """Run the forward of one microbatch through all stages. Collective over the pipeline.
 
-    `inputs`: the input of the model, the same on all ranks of the pipeline. The rank of the last stage returns the
+    `inputs`: the input of the model, the same on all ranks of the pipeline. `arguments`: the keyword arguments of every
+    stage. The rank of the last stage returns the
     model's output. Other ranks return None as soon as the next stage has received their output.
     """
     rank_of = {stage.index: stage.rank for stage in pipeline.plan.stages}
@@ -243,7 +246,7 @@ def run_forward(pipeline: Pipeline, inputs: Tensor, device: torch.device) -> Ten
         if index and rank_of[index - 1] != local.stage.rank:
             x = torch.empty_like(boundaries[index], device=device)
             dist.recv(x, group=pipeline.group, group_src=rank_of[index - 1])
-        x = local.module(x)
+        x = local.module(x, **arguments)
         if index < last and rank_of[index + 1] != local.stage.rank:
             dist.send(x.contiguous(), group=pipeline.group, group_dst=rank_of[index + 1])
     return x if pipeline.has_last else None

@@ -80,18 +80,19 @@ def _appliers(
 
 
 def _divide_positions(module: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Replicate a module's own parameters, and let its forward see the rows of this rank's tokens in its buffers."""
+    """Replicate a module's own parameters, and let its forward see this rank's tokens of buffers and inputs."""
     _replicate(module, mesh, Partial() if sequence_parallel else Replicate())
     if not sequence_parallel:
         return
     whole, rank = module.forward, mesh.get_local_rank()
 
-    def forward(x: Tensor) -> Any:
+    def forward(x: Tensor, *others: Tensor | None) -> Any:
         buffers, length = dict(module._buffers), x.shape[TOKENS]
+        first = rank * length
         try:
-            parts = {name: None if b is None else b.narrow(0, rank * length, length) for name, b in buffers.items()}
+            parts = {name: None if b is None else b.narrow(0, first, length) for name, b in buffers.items()}
             module._buffers.update(parts)
-            return whole(x)
+            return whole(x, *(None if other is None else other.narrow(TOKENS, first, length) for other in others))
         finally:
             module._buffers.update(buffers)
 

@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSizes, ShardSize
-from titan_launch.data.sources import build_source
+from titan_launch.config.sections.data import separates_documents
+from titan_launch.data.sources import Batch, build_source
 from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.distributed.dtensor import local_tensor
 from titan_launch.distributed.mesh import build_mesh
@@ -67,17 +68,17 @@ class Batches:
         self._shape, self.num_classes = sample_format(config)
         self.sequence_part = part
 
-    def make(self) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, on the default device."""
-        inputs, targets = make_microbatch(self._config, self._shape, self._batch_size)
+    def make(self) -> Batch:
+        """Return a microbatch on the default device."""
+        whole = make_microbatch(self._config, self._shape, self._batch_size)
         if self.sequence_part is None:
-            return inputs, targets
-        return self.sequence_part.of(inputs, axis=1), self.sequence_part.of(targets, axis=1)
+            return whole
+        return Batch(self.sequence_part.of(whole.inputs, axis=1), self.sequence_part.of(whole.targets, axis=1))
 
     def meta_inputs(self) -> Tensor:
         """Return the inputs of one microbatch, on the meta device."""
         with torch.device("meta"):
-            return self.make()[0]
+            return self.make().inputs
 
 
 def sample_format(config: JobConfig) -> tuple[tuple[int, ...], int]:
@@ -93,16 +94,17 @@ def sample_format(config: JobConfig) -> tuple[tuple[int, ...], int]:
     if taken is not None and taken.height is not None and taken.width is not None:
         return (taken.channels, taken.height, taken.width), taken.num_classes
     source = build_source(config.data, build_tokenizer(config.tokenizer), seq_len)
-    image, _ = source[0]
+    image = source[0][0]
     return tuple(image.shape), source.num_classes
 
 
-def make_microbatch(config: JobConfig, shape: tuple[int, ...], num_samples: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of `num_samples`, shaped as the data sources return them, on the default device."""
+def make_microbatch(config: JobConfig, shape: tuple[int, ...], num_samples: int) -> Batch:
+    """Return a batch of `num_samples`, shaped as the data sources return them, on the default device."""
     if config.data.unit == "images":
-        return torch.zeros(num_samples, *shape), torch.zeros(num_samples, dtype=torch.int64)
+        return Batch(torch.zeros(num_samples, *shape), torch.zeros(num_samples, dtype=torch.int64))
     tokens = torch.zeros(num_samples, *shape, dtype=torch.int64)
-    return tokens, torch.zeros_like(tokens)
+    documents = torch.zeros_like(tokens, dtype=torch.int32) if separates_documents(config.data) else None
+    return Batch(tokens, torch.zeros_like(tokens), documents)
 
 
 @dataclass(frozen=True)
@@ -249,10 +251,10 @@ class _Accumulation:
     def _run_pipeline(self, pipeline: Pipeline, valid_global: Tensor) -> Traffic:
         """Run the microbatches through the pipeline's stages, by its schedule."""
         config, layout = self.config, self.layout
-        inputs, targets = self.memory.paused(self.batches.make)()  # on the host
+        microbatch = self.memory.paused(self.batches.make)()  # on the host
         strategy = build_strategy(config.gradient_accumulation)
         step = PipelinedStep(pipeline, config.parallelism, strategy, torch.device("cpu"))
-        step([(inputs, targets)] * self.num_microbatches, self.loss, valid_global)
+        step([microbatch] * self.num_microbatches, self.loss, valid_global)
         traffic = self.count.take()
         return scaled_to_step(traffic, self.num_microbatches, layout, config.gradient_accumulation)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.data import keys_of_packed_documents
 from titan_launch.config.rules.precision import ACCUMULATION_RULES
 from titan_launch.config.sections.parallelism import ActivationCheckpointConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
@@ -20,6 +21,7 @@ from titan_launch.core.torch_release import is_tested_release
 from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.models.build import BuiltModel, take_inventory
+from titan_launch.models.documents import check_documents
 from titan_launch.models.parallel_plans import check_context_plan, check_tensor_plan
 from titan_launch.parallel.batchnorm import check_batch_norms
 from titan_launch.plan.auto_mode import resolve_auto
@@ -46,10 +48,12 @@ from titan_launch.train.trace_subprocess import TraceProcess
 def inspect_model(config: JobConfig, built: BuiltModel) -> Inventory:
     """Return the table of a model's modules.
 
-    Raises ConfigError for a forward with the wrong arguments, and for BatchNorm statistics, tensor parallelism or
-    context parallelism that the classes of the model do not support.
+    Raises ConfigError for a forward with the wrong arguments, and for documents, BatchNorm statistics, tensor
+    parallelism or context parallelism that the classes of the model do not support.
     """
     check_signature(built.module, config.data.unit, config.model.loss is not None)
+    for key in keys_of_packed_documents(config):
+        check_documents(built.module, config.training.seq_len, key)
     check_batch_norms(built.module, config.batchnorm)
     check_tensor_plan(built.module, built.tensor_parallel, config.parallelism)
     context, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -10,16 +10,17 @@ from torch import Tensor
 
 from titan_launch.config.architectures import images_taken
 from titan_launch.config.job import JobConfig
-from titan_launch.config.sections.data import DataSource
+from titan_launch.config.sections.data import DataSource, MixtureData
 from titan_launch.core.errors import KeyPath
-from titan_launch.data.loader import Loader, SampleOrder, build_train_loader, build_validation_loader
-from titan_launch.data.sources import SampleSource, build_source
+from titan_launch.data.loader import Loader, build_train_loader, build_validation_loader, num_validation_batches
+from titan_launch.data.order import MixtureOrder, Order, SampleOrder
+from titan_launch.data.sources import Batch, MixtureSource, SampleSource, build_source
+from titan_launch.data.sources.mixture import single_sources
 from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.parallel.context_parallel import SequencePart, part_of, sequence_part
 from titan_launch.plan.layout import Layout
-from titan_launch.train.step import Microbatch
 
 
 class TrainBatches:
@@ -34,10 +35,10 @@ class TrainBatches:
         self._build = build
         self._begin(position)
 
-    def __iter__(self) -> Iterator[Microbatch]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> Microbatch:
+    def __next__(self) -> Batch:
         return next(self._batches)
 
     def move_to(self, position: int) -> None:
@@ -55,12 +56,31 @@ class TrainBatches:
 
 
 @dataclass(frozen=True)
+class ValidationBatches:
+    """Iterable over this rank's batches of the validation data, each with the name of its source. The name is "" if the
+    data is not a mixture."""
+
+    loader: Loader
+    names: Sequence[str]
+    """The name for each batch of the loader."""
+
+    def __iter__(self) -> Iterator[tuple[str, Batch]]:
+        return zip(self.names, self.loader, strict=True)
+
+
+@dataclass(frozen=True)
 class RunData:
-    """The data sources of a run. With context parallelism, each sample is this rank's part of a sequence."""
+    """The data sources of a run. Their samples are whole sequences."""
 
     train: SampleSource
+    order: Order
+    """The order in which the run reads the samples of `train`."""
+
     validation: SampleSource | None
-    """The samples to validate on; None without validation."""
+    """None without validation."""
+
+    validation_parts: Mapping[str, range]
+    """Indices of the samples to validate on, by the name of their source; empty without validation."""
 
     sequence_part: SequencePart | None
     """This rank's part of every sequence; None without context parallelism."""
@@ -70,43 +90,86 @@ class RunData:
 
     @property
     def sources(self) -> dict[str, SampleSource]:
-        """The data sources by section of the job file, `data` and `validation.data`."""
-        return {"data": self.train} | ({} if self.validation is None else {"validation.data": self.validation})
+        """The data sources by section of the job file: `data`, `validation.data`, or `data.sources.0` in a mixture."""
+        sections = {"data": self.train} | ({} if self.validation is None else {"validation.data": self.validation})
+        return {
+            f"{section}.sources.{index}" if name else section: source
+            for section, whole in sections.items()
+            for index, (name, source) in enumerate(single_sources(whole).items())
+        }
 
     @property
     def num_classes(self) -> int:
         """Number of classes; for tokens, the vocabulary size."""
         return max(source.num_classes for source in self.sources.values())
 
+    def describe(self, num_samples: int) -> list[tuple[str, str]]:
+        """Return log lines (name, text) about the data. `num_samples`: number of training samples of the whole run."""
+        lines = []
+        for name, source in single_sources(self.train).items():
+            text = source.describe()
+            if isinstance(self.order, MixtureOrder):
+                share, epochs = self.order.progress(num_samples)[name]
+                text = f"{share:.1%} of the run's samples, {epochs:.2f} epochs; {text}"
+            lines.append((f"data {name}".rstrip(), text))
+        held_out = {} if self.validation is None else single_sources(self.validation)
+        for name, source in held_out.items():
+            used = len(self.validation_parts[name])
+            text = f"; the first {used:,} samples are used" if used < len(source) else ""
+            lines.append((f"validation data {name}".rstrip(), f"{source.describe()}{text}"))
+        return lines
+
     def meta_inputs(self) -> Tensor:
         """Return the inputs of one microbatch on this rank, on the meta device. Reads one sample."""
-        sample, _ = self.train[0]
-        return sample.to("meta").expand(self.local_batch_size, *sample.shape)
+        inputs = part_of(self.train, self.sequence_part)[0][0]
+        return inputs.to("meta").expand(self.local_batch_size, *inputs.shape)
 
 
 def build_data(config: JobConfig, mesh: Mesh) -> RunData:
     """Open the data to train on and to validate on. Raises ConfigError for data that cannot be read."""
-    tokenizer, part = build_tokenizer(config.tokenizer), sequence_part(mesh.context, config.parallelism)
+    tokenizer = build_tokenizer(config.tokenizer)
 
     def build(data: DataSource, key: KeyPath) -> SampleSource:
-        source = build_source(data, tokenizer, config.training.seq_len, key, images_taken(config.model))
-        return part_of(source, part)
+        return build_source(data, tokenizer, config.training.seq_len, key, images_taken(config.model))
 
     train, validation = build(config.data, ("data",)), None
+    parts: dict[str, range] = {}
     if config.validation.freq and config.validation.data is not None:
-        validation = build(config.validation.data, ("validation", "data"))
-    return RunData(train, validation, part, mesh.layout.local_batch_size)
+        validation, start = build(config.validation.data, ("validation", "data")), 0
+        for name, source in single_sources(validation).items():
+            parts[name] = range(start, start + len(source))[: config.validation.max_samples]
+            start += len(source)
+    return RunData(
+        train,
+        build_order(config.data, train, config.training.seed, mesh.layout.global_batch_size),
+        validation,
+        parts,
+        sequence_part(mesh.context, config.parallelism),
+        mesh.layout.local_batch_size,
+    )
+
+
+def build_order(data: DataSource, source: SampleSource, seed: int, global_batch_size: int) -> Order:
+    """Return the order in which a run reads the samples of its training source."""
+    if not (isinstance(data, MixtureData) and isinstance(source, MixtureSource)):
+        return SampleOrder(len(source), seed, data.shuffle)
+    orders = {
+        name: SampleOrder(len(one), seed, entry.shuffle)
+        for (name, one), entry in zip(source.sources.items(), data.sources, strict=True)
+    }
+    stages = [(step * global_batch_size, weights) for step, weights in data.stages()]
+    return MixtureOrder(orders, stages, seed)
 
 
 def build_train_batches(
-    config: JobConfig, source: SampleSource, layout: Layout, ranks: Ranks, position: int, stack: ExitStack
+    config: JobConfig, data: RunData, layout: Layout, ranks: Ranks, position: int, stack: ExitStack
 ) -> TrainBatches:
     """Return this rank's microbatches, from a position in the data. Closing `stack` ends the data workers."""
 
     def build_loader(start: int) -> Loader:
         return build_train_loader(
-            source,
-            sample_order(config, len(source)),
+            part_of(data.train, data.sequence_part),
+            data.order,
             layout,
             layout.data_rank(ranks.rank),
             start=start,
@@ -119,28 +182,28 @@ def build_train_batches(
     return batches
 
 
-def sample_order(config: JobConfig, epoch_size: int) -> SampleOrder:
-    """Return the order in which the run reads its samples."""
-    return SampleOrder(epoch_size, config.training.seed, config.data.shuffle)
-
-
 def build_validation_batches(
-    config: JobConfig, source: SampleSource | None, layout: Layout, ranks: Ranks, stack: ExitStack
-) -> Iterable[Microbatch] | None:
+    config: JobConfig, data: RunData, layout: Layout, ranks: Ranks, stack: ExitStack
+) -> ValidationBatches | None:
     """Return this rank's batches of the validation source; None if the run has no validation source. Closing `stack`
     ends the data workers."""
-    if source is None:
+    if data.validation is None:
         return None
     validation = config.validation
     assert validation.data is not None
     loader = build_validation_loader(
-        source,
+        part_of(data.validation, data.sequence_part),
         local_batch_size=validation.local_batch_size,
         dp_rank=layout.data_rank(ranks.rank),
         dp_size=layout.data_parallel,
-        max_samples=validation.max_samples,
+        parts=list(data.validation_parts.values()),
         num_workers=validation.data.num_workers,
         pin_memory=ranks.device.type == "cuda",
     )
     stack.callback(loader.close)
-    return loader
+    names = [
+        name
+        for name, part in data.validation_parts.items()
+        for _ in range(num_validation_batches(part, validation.local_batch_size, layout.data_parallel))
+    ]
+    return ValidationBatches(loader, names)

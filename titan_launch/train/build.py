@@ -12,6 +12,7 @@ from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import format_key
 from titan_launch.cpu.switch import cpu_speedups
+from titan_launch.data.order import Order
 from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.process_group import Ranks, set_timeouts
@@ -83,7 +84,7 @@ def build_run(
     data = build_data(config, mesh)
     model = assemble_model(config, job.built, job.plan, mesh, data)
     if ranks.device.type == "cpu":
-        dtypes = attention_dtypes(job.built, job.plan)
+        dtypes = attention_dtypes(config.data, job.built, job.plan)
         stack.enter_context(cpu_speedups(model.module, config.kernels, job.layout, config.training.seq_len, dtypes))
     set_timeouts(config.comm.init_timeout_seconds)
     allocate_model(model, config, ranks.device, stack)
@@ -93,14 +94,16 @@ def build_run(
     folder = open_run_folder(job, ranks, log_file, watchdog, stack)
     progress, guard = Progress(), StepGuard(config.debug, ranks.device)
     step = build_step(config, model, optimizer, guard, ranks, data.num_classes)
-    state = training_state(config, model.module, optimizer, progress, guard, ema, step.statistics, mesh, ranks)
+    state = training_state(
+        config, model.module, optimizer, progress, data.order, guard, ema, step.statistics, mesh, ranks
+    )
     weights = weights_if_readable(config.model)
     sources: Sources = data.sources if weights is None else {**data.sources, "model.weights": weights}
     checkpoints = open_checkpoints(job.requested, folder.path, state, progress, sources, ranks, stack)
-    load_or_begin(job, folder.path, state, progress, sources, weights, model.module, ema, stack)
+    load_or_begin(job, folder.path, state, progress, sources, data.order, weights, model.module, ema, stack)
     on_rank_0(lambda: record_units(folder.path, describe_units(job.plan, job.layout, locate_key)))
     memory_check = MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_rank_0 else None
-    log_run(job, ranks.device, memory_check, data.train, data.validation, folder.path)
+    log_run(job, ranks.device, memory_check, data, folder.path)
     first_step = progress.step + 1
     console = ConsoleSink(total_steps=config.training.steps) if ranks.is_rank_0 else None
     return Run(
@@ -120,9 +123,9 @@ def build_run(
         state=state,
         control=StepCoordinator(stop or StopRequest(), config.checkpoint.interval_minutes),
         first_step=first_step,
-        epoch_size=len(data.train),
-        train_batches=build_train_batches(config, data.train, job.layout, ranks, progress.data_position, stack),
-        validation_batches=build_validation_batches(config, data.validation, job.layout, ranks, stack),
+        order=data.order,
+        train_batches=build_train_batches(config, data, job.layout, ranks, progress.data_position, stack),
+        validation_batches=build_validation_batches(config, data, job.layout, ranks, stack),
         checkpoints=checkpoints,
         meter=build_meter(job, ranks),
         measurements=StepMeasurements(
@@ -164,6 +167,7 @@ def load_or_begin(
     state: TrainingState,
     progress: Progress,
     sources: Sources,
+    order: Order,
     weights: WeightsFolder | None,
     model: nn.Module,
     ema: WeightEMA | None,
@@ -172,7 +176,8 @@ def load_or_begin(
     """Load the checkpoint from which the run starts, or else the weights that the job names, if any. Record the run in
     its folder. Collective."""
     load = on_rank_0(lambda: effective_load(folder, job.requested, job.attempt))
-    if not load_run(job.requested, folder, load, state, progress, sources) and job.config.model.weights is not None:
+    is_loaded = load_run(job.requested, folder, load, state, progress, sources, order)
+    if not is_loaded and job.config.model.weights is not None:
         begin_with_weights(model, job.config.model, job.plan.inventory, weights)
         if ema is not None:
             ema.load_state_dict({})  # the average begins with these weights

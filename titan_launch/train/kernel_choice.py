@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_launch.config.job import JobConfig
 from titan_launch.config.rules.compile import missing_on_cpu
+from titan_launch.config.sections.data import DataSource, separates_documents
 from titan_launch.config.sections.precision import KernelsConfig
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.globs import matches
@@ -75,7 +76,7 @@ def use_kernels(
     if unsafe is not None:
         order = without_cudnn(kernels.attention, order, unsafe)
     chosen: list[str] = []
-    for dtype in attention_dtypes(built, plan):
+    for dtype in attention_dtypes(config.data, built, plan):
         check = _check_on(device, built, layout, dtype, config.training.seq_len)
         name, *reasons = choose(kernels.attention, order, check)
         _log.info("attention (%s): %s", dtype, "; ".join([name, *reasons]))
@@ -156,9 +157,10 @@ def _dotted(version: int) -> str:
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
-def attention_dtypes(built: BuiltModel, plan: ModelPlan) -> list[str]:
-    """Return the dtypes that the model's attention computes in; an empty list if its attention is not known."""
-    if built.attention is None:
+def attention_dtypes(data: DataSource, built: BuiltModel, plan: ModelPlan) -> list[str]:
+    """Return the dtypes that the model's plain causal attention computes in. The list is empty if the attention of the
+    model is not known, and if the training data separates documents."""
+    if built.attention is None or separates_documents(data):
         return []
     paths = [module.path for module in plan.inventory.modules if matches(built.attention.queries_from, module.path)]
     return list(dict.fromkeys(plan.unit_of[path].compute_dtype for path in paths))

@@ -14,6 +14,7 @@ from titan_launch.checkpoint.manifest import checkpoint_name
 from titan_launch.config.job import JobConfig
 from titan_launch.core.errors import Stopped
 from titan_launch.core.signals import RESTART_SIGNAL, RESTART_STATUS, signal_name
+from titan_launch.data.order import MixtureOrder
 from titan_launch.distributed.collectives import on_all_ranks
 from titan_launch.distributed.process_group import set_timeouts
 from titan_launch.metrics.tags import TAGS
@@ -274,8 +275,12 @@ def report(run: Run, result: StepResult, due: Due) -> dict[str, float]:
 
 
 def values_of_run(run: Run) -> dict[str, float]:
-    """Return the metrics that `TAGS` defines as functions of the run, by tag."""
-    return {tag.name: tag.value(run) for tag in TAGS if tag.value is not None}
+    """Return the metrics that `TAGS` defines as functions of the run, and those of the sources of a mixture, by tag."""
+    values = {tag.name: tag.value(run) for tag in TAGS if tag.value is not None}
+    if isinstance(run.order, MixtureOrder):
+        for name, (share, epochs) in run.order.progress(run.progress.data_position).items():
+            values |= {f"data/share/{name}": share, f"data/epoch/{name}": epochs}
+    return values
 
 
 def z_loss(run: Run, result: StepResult) -> dict[str, float | Tensor]:
@@ -315,12 +320,12 @@ def validation_scalars(run: Run) -> dict[str, float]:
         if run.ema is not None and weights != "parameters":
             with run.ema.in_model(run.step.parameters_changed):
                 of_average = validated(run)
-            scalars |= {tag.replace("/", "/ema_"): value for tag, value in of_average.items()}
+            scalars |= {tag.replace("/", "/ema_", 1): value for tag, value in of_average.items()}
     return scalars
 
 
 def validated(run: Run) -> dict[str, float]:
-    """Validate the model as it is, and return `validation/loss` and `validation/accuracy`."""
+    """Validate the model as it is, and return the `validation/*` metrics by tag."""
     assert run.validation_batches is not None, "config.rules demands validation.data with validation.freq"
     batches = run.watchdog.each_batch_as_phase(run.validation_batches, "validating", run.progress.step)
     return validate(run.model, batches, run.ranks.device, run.step.loss)

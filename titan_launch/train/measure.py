@@ -15,6 +15,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import CommConfig
 from titan_launch.core.errors import RunError, UserError, config_error
 from titan_launch.core.torch_release import is_tested_release
+from titan_launch.data.sources import Batch
 from titan_launch.metrics.memory import track
 from titan_launch.metrics.traffic import TrafficCount, count_collectives, profile_exposed_time
 from titan_launch.optim.ema import WeightEMA
@@ -24,7 +25,7 @@ from titan_launch.plan.job import configured_choice
 from titan_launch.plan.layout import Layout
 from titan_launch.plan.memory.analytic.engine import analytic_engine, unknown_part
 from titan_launch.plan.memory.ledger import Category, Ledger, StepPoint
-from titan_launch.train.step import Microbatch, TrainStep
+from titan_launch.train.step import TrainStep
 from titan_launch.train.trace_subprocess import TraceProcess
 
 _log = logging.getLogger(__name__)
@@ -174,7 +175,7 @@ class StepMeasurements:
         self._begin_window(first_step, only_training=True)
 
     @contextmanager
-    def watching(self, step: int, microbatches: Sequence[Microbatch]) -> Iterator[None]:
+    def watching(self, step: int, microbatches: Sequence[Batch]) -> Iterator[None]:
         """Measure a training step, number `step` of the run, during the block."""
         with ExitStack() as stack:
             if self._tracks_memory and step == self._first_step + STEADY_STEP - 1:
@@ -220,7 +221,7 @@ class StepMeasurements:
         self._only_training = only_training
 
     @contextmanager
-    def _memory_tracked(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
+    def _memory_tracked(self, microbatches: Sequence[Batch]) -> Iterator[None]:
         """Measure active memory. As in the planner's prediction, the inputs of only one microbatch count."""
         ledger = Ledger()
         ledger.enter(StepPoint(0, "step", ""))

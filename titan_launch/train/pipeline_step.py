@@ -17,12 +17,14 @@ from titan_launch.config.rules.parallelism import SPLIT_BACKWARD_SCHEDULES, misf
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.core.errors import RunError, config_error
 from titan_launch.core.patches import loggers_silenced
+from titan_launch.data.sources import Batch
 from titan_launch.distributed.torch_private import (
     ForwardOrder,
     accumulate_in_reduce_dtype,
     pop_forward_order,
     restore_forward_order,
 )
+from titan_launch.models.documents import document_arguments
 from titan_launch.models.loss import Loss, means_of_step
 from titan_launch.parallel.accumulation import AccumulationStrategy
 from titan_launch.parallel.pipeline import LocalStage, Pipeline
@@ -148,8 +150,14 @@ class _HiddenModule(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, *args: Any) -> Any:
-        return self.module(*args).contiguous()  # required for sending
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs).contiguous()  # required for sending
+
+
+def _joined(microbatches: Sequence[Batch]) -> Batch:
+    """Return the microbatches of a step as one batch, which the schedule divides again."""
+    columns = zip(*microbatches, strict=True)
+    return Batch._make(None if column[0] is None else torch.cat(column) for column in columns)
 
 
 def _with_gradient(tensor: Tensor) -> Tensor:
@@ -180,7 +188,7 @@ class PipelinedStep:
         self._step: _Losses | None = None
         self._is_abandoned = False
 
-    def __call__(self, microbatches: list[tuple[Tensor, Tensor]], loss: Loss, valid_global: Tensor) -> Tensor:
+    def __call__(self, microbatches: list[Batch], loss: Loss, valid_global: Tensor) -> Tensor:
         """Compute the gradients of all microbatches. Return this rank's part of the step's sums (`Loss.sums`), 0
         without the last stage. `valid_global`: the step's valid targets over all ranks.
 
@@ -191,18 +199,16 @@ class PipelinedStep:
             raise RunError(
                 "a pipeline cannot continue after an abandoned step, since messages may be pending; start the run again"
             )
-        inputs, targets = (
-            torch.cat([tensor.to(self._device, non_blocking=True) for tensor in tensors])
-            for tensors in zip(*microbatches, strict=True)
-        )
-        schedule = self._schedule(len(microbatches), microbatches[0][0])
-        self._step = _Losses(loss, targets.tensor_split(len(microbatches)), valid_global)
+        batch = _joined([microbatch.to(self._device) for microbatch in microbatches])
+        schedule = self._schedule(len(microbatches), microbatches[0].inputs)
+        self._step = _Losses(loss, batch.targets.tensor_split(len(microbatches)), valid_global)
         with self._abandoned_on_error(), _errors_as_raised():
-            first = (inputs,) if self._pipeline.local[0].stage.index == 0 else ()
+            own = self._pipeline.local
+            first = (batch.inputs,) if own[0].stage.index == 0 else ()
+            arguments: dict[str, Tensor] = document_arguments(own[0].module, batch.documents)
             if self._pipeline.has_last:
-                schedule.step(*first, target=targets, return_outputs=False)
-            else:
-                schedule.step(*first, return_outputs=False)
+                arguments["target"] = batch.targets
+            schedule.step(*first, return_outputs=False, **arguments)
         sums, self._step = self._step.sums, None
         return sum(sums, start=torch.zeros(2, device=self._device))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from titan_launch.checkpoint.manager import CheckpointManager
 from titan_launch.checkpoint.state import Progress, TrainingState
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
-from titan_launch.data.sources import SampleSource
+from titan_launch.data.order import Order
 from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
@@ -28,7 +27,7 @@ from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.table import format_gib
 from titan_launch.plan.report.unit_table import KeyLocator, format_lines, format_plan, summary_of_job
 from titan_launch.plan.types import ModelPlan
-from titan_launch.train.batches import TrainBatches
+from titan_launch.train.batches import RunData, TrainBatches, ValidationBatches
 from titan_launch.train.health.coordination import StepCoordinator
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.health.watchdog import Watchdog
@@ -36,7 +35,7 @@ from titan_launch.train.measure import PREDICTED, MemoryCheck, StepMeasurements
 from titan_launch.train.resolve_job import ResolvedJob
 from titan_launch.train.run_folder.folder import OpenRunFolder
 from titan_launch.train.run_folder.records import UNITS_FILE
-from titan_launch.train.step import Microbatch, TrainStep
+from titan_launch.train.step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -65,13 +64,13 @@ class Run:
     first_step: int
     """The first step of this process: 1, or the step after the checkpoint from which the run resumed."""
 
-    epoch_size: int
-    """Samples in an epoch."""
+    order: Order
+    """The order of the training samples."""
 
     train_batches: TrainBatches
     """An endless iterator over this rank's microbatches."""
 
-    validation_batches: Iterable[Microbatch] | None
+    validation_batches: ValidationBatches | None
     checkpoints: CheckpointManager | None
     meter: Meter
     measurements: StepMeasurements
@@ -138,23 +137,12 @@ def log_job(job: ResolvedJob, locate_key: KeyLocator) -> None:
 
 
 def log_run(
-    job: ResolvedJob,
-    device: torch.device,
-    memory_check: MemoryCheck | None,
-    source: SampleSource,
-    held_out: SampleSource | None,
-    folder: Path,
+    job: ResolvedJob, device: torch.device, memory_check: MemoryCheck | None, data: RunData, folder: Path
 ) -> None:
-    """Log the device, the predicted memory, the data and the run folder. `held_out`: the validation source."""
-    config = job.config
-    data = [("data", source.describe())]
-    if held_out is not None:
-        most = config.validation.max_samples
-        used = f"; the first {most:,} samples are used" if most is not None and most < len(held_out) else ""
-        data.append(("validation data", f"{held_out.describe()}{used}"))
+    """Log the device, the predicted memory, the data and the run folder."""
     lines = [
         ("device", f"{device.type}{_memory(job.hardware, memory_check)}"),
-        *data,
+        *data.describe(job.config.training.steps * job.layout.global_batch_size),
         ("folder", f"{folder} ({UNITS_FILE} has the table of the {len(job.plan.units)} FSDP2 units)"),
     ]
     _log.info("%s", format_lines(lines))

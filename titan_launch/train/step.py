@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from titan_launch.data.sources import Batch
 from titan_launch.distributed.mesh import Mesh
+from titan_launch.models.documents import document_arguments
 from titan_launch.models.loss import Loss, count_valid, means_of_step
 from titan_launch.optim.clip import clip_grad_norm
 from titan_launch.optim.registry import step_unless
@@ -29,9 +31,6 @@ import math
 from titan_launch.distributed.torch_private import roots
 from titan_launch.parallel.fsdp import reset_iterations
 from titan_launch.parallel.pipeline import pipeline_of, run_forward
-
-Microbatch = tuple[Tensor, Tensor]
-"""Inputs and targets of one rank; the first axis is the sample."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class TrainStep:
 
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    def __call__(self, microbatches: list[Microbatch], before_update: Callable[[], None] | None = None) -> StepResult:
+    def __call__(self, microbatches: list[Batch], before_update: Callable[[], None] | None = None) -> StepResult:
         """Train on the microbatches of one step. The host does not wait for the device.
 
         The gradient is exact for unequal microbatches and ranks, in every gradient accumulation mode. The step's valid
@@ -107,7 +106,9 @@ class TrainStep:
         """
         self.statistics.save()
         with self._abandoned_on_error():
-            valid = _ValidTargets((targets for _, targets in microbatches), self._device, self._mesh.data_group)
+            valid = _ValidTargets(
+                (microbatch.targets for microbatch in microbatches), self._device, self._mesh.data_group
+            )
 
             if self._pipelined is not None:
                 sums = self._pipelined(microbatches, self.loss, valid.total())
@@ -177,7 +178,7 @@ class _ValidTargets:
 
 
 def forward_backward(
-    model: nn.Module, microbatch: Microbatch, device: torch.device, valid_global: Callable[[], Tensor], loss: Loss
+    model: nn.Module, microbatch: Batch, device: torch.device, valid_global: Callable[[], Tensor], loss: Loss
 ) -> Tensor:
     """Run forward and backward over one microbatch. Return its part of the step's sums (`Loss.sums`), detached.
 
@@ -185,24 +186,35 @@ def forward_backward(
 
     The function frees inputs, outputs and loss when it returns, before the next microbatch allocates its own.
     """
-    inputs, targets = (tensor.to(device, non_blocking=True) for tensor in microbatch)
-    with forward_explained(model, inputs, loss), loss.given(targets):
-        outputs = select_outputs(model(inputs, **label_arguments(model, targets, loss)), targets, loss)
-    means = means_of_step(loss.sums(outputs, targets), valid_global())
+    microbatch = microbatch.to(device)
+    with loss.given(microbatch.targets):
+        outputs = _forward(model, microbatch, loss)
+    means = means_of_step(loss.sums(outputs, microbatch.targets), valid_global())
     del outputs  # the autograd graph keeps the tensors that backward needs
     means[0].backward()
     return means.detach()
 
 
+def _forward(model: nn.Module, batch: Batch, loss: Loss) -> Any:
+    """Return the outputs that `loss` reads."""
+    arguments = document_arguments(model, batch.documents) | label_arguments(model, batch.targets, loss)
+    with forward_explained(model, batch.inputs, loss):
+        return select_outputs(model(batch.inputs, **arguments), batch.targets, loss)
+
+
 @torch.no_grad()
-def validate(model: nn.Module, batches: Iterable[Microbatch], device: torch.device, loss: Loss) -> dict[str, float]:
+def validate(
+    model: nn.Module, batches: Iterable[tuple[str, Batch]], device: torch.device, loss: Loss
+) -> dict[str, float]:
     """Return the `validation/*` metrics over all valid targets of all ranks, in evaluation mode. Collective.
 
+    `batches`: each with the name of its source, or "" if the data is not a mixture. Named sources also have metrics of
+    their own. All ranks must have the same names.
     Every rank must have the same number of batches, since each forward all-gathers parameters. Without valid targets
     the metrics are NaN. The accuracy is NaN for a model that returns its loss alone. In a pipeline only the ranks with
     the last stage contribute.
     """
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    totals: dict[str, Tensor] = {}
     was_training = {  # a frozen BatchNorm stays frozen
         module: module.training for root in roots(model) for module in root.modules()
     }
@@ -210,21 +222,30 @@ def validate(model: nn.Module, batches: Iterable[Microbatch], device: torch.devi
         root.eval()
     pipeline = pipeline_of(model)
     outputs: Any
-    for batch in batches:
-        inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
-        with loss.given(targets):
-            if pipeline is not None:
-                outputs = run_forward(pipeline, inputs, device)
+    for source, batch in batches:
+        batch = batch.to(device)
+        total = totals.setdefault(source, torch.zeros(3, dtype=torch.float64, device=device))
+        with loss.given(batch.targets):
+            if pipeline is None:
+                outputs = _forward(model, batch, loss)
             else:
-                with forward_explained(model, inputs, loss):
-                    outputs = select_outputs(model(inputs, **label_arguments(model, targets, loss)), targets, loss)
+                outputs = run_forward(pipeline, batch.inputs, device, document_arguments(model, batch.documents))
         if outputs is not None:  # else another rank holds the last stage
-            totals[:2] += loss.sums(outputs, targets)
-            totals[2] += count_valid(targets)
+            total[:2] += loss.sums(outputs, batch.targets)
+            total[2] += count_valid(batch.targets)
     for module, flag in was_training.items():
         module.training = flag
     reset_iterations(model)  # puts the sharded parameters back into the model; the optimizer's state refers to them
-    dist.all_reduce(totals)
-    loss_sum, correct, count = totals.tolist()
+    rows = torch.stack([torch.zeros(3, dtype=torch.float64, device=device), *totals.values()])
+    dist.all_reduce(rows)
+    metrics = _validation_means(rows.sum(0), "")
+    for source, row in zip(totals, rows[1:], strict=True):
+        metrics |= _validation_means(row, f"/{source}") if source else {}
+    return metrics
+
+
+def _validation_means(sums: Tensor, suffix: str) -> dict[str, float]:
+    """Return loss and accuracy by tag. `sums`: the sum of the losses, and the numbers of correct and valid targets."""
+    loss_sum, correct, count = sums.tolist()
     mean, accuracy = (loss_sum / count, correct / count) if count else (math.nan, math.nan)
-    return {"validation/loss": mean, "validation/accuracy": accuracy}
+    return {f"validation/loss{suffix}": mean, f"validation/accuracy{suffix}": accuracy}

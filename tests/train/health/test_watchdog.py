@@ -24,17 +24,17 @@ from tests.distributed import run_ranks
 from tests.train.jobs import this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.run import CommConfig
+from titan_launch.data.sources import Batch
 from titan_launch.train.build import build_run
 from titan_launch.train.health.rank_progress import ranks_behind
 from titan_launch.train.health.watchdog import Watchdog
 from titan_launch.train.loop import fit
 from titan_launch.train.run import Run
-from titan_launch.train.step import Microbatch
 
 REPO = Path(__file__).parents[3]
 
 
-def a_slow_disk(batches: Iterator[Microbatch], microbatches: int, seconds: float) -> Iterator[Microbatch]:
+def a_slow_disk(batches: Iterator[Batch], microbatches: int, seconds: float) -> Iterator[Batch]:
     for number, batch in enumerate(batches):
         if number == microbatches:
             time.sleep(seconds)

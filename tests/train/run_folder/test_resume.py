@@ -18,7 +18,7 @@ from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.data import TextData
 from titan_launch.core.errors import UserError
-from titan_launch.data.loader import SampleOrder
+from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import build_source
 from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.train.build import build_run

@@ -289,9 +289,9 @@ def flops_per_token(args: DecoderArgs, seq_len: int) -> int:
     (tied or not). The embedding is a look-up, and does not count. Each weight takes a multiplication and an addition in
     forward, and twice that in backward. Attention adds 4 Q T per layer in forward (scores and weighted sum: Q T
     multiply-adds each), and twice that in backward. Q is the width of all query heads. Every pair of tokens counts,
-    although causal attention needs half of the pairs. In a layer with a sliding window, T is min(T, window).
-    Activation checkpointing does not count. PaLM (arXiv:2204.02311, appendix B) and TorchTitan use the same convention,
-    so MFUs can be compared.
+    although causal attention needs half of the pairs, and documents within a sample fewer. In a layer with a sliding
+    window, T is min(T, window). Activation checkpointing does not count. PaLM (arXiv:2204.02311, appendix B) and
+    TorchTitan use the same convention, so MFUs can be compared.
     """
     matmul_weights = args.n_layers * _block_matmul_weights(args) + args.vocab_size * args.dim
     return 6 * matmul_weights + 12 * args.query_width * sum(_keys_by_layer(args, seq_len))

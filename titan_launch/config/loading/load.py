@@ -14,7 +14,7 @@ from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.files import JobFile, read_job
 from titan_launch.config.loading.merge import Draft, Override, parse_overrides
 from titan_launch.config.loading.provenance import Provenance, contains
-from titan_launch.config.loading.schema_walk import TAGGED
+from titan_launch.config.loading.schema_walk import kinds_of
 from titan_launch.config.rules import RULES, Rule
 from titan_launch.config.sections.model import HUGGINGFACE
 from titan_launch.core.errors import ConfigError, KeyPath, Problem, UserError, config_error, did_you_mean
@@ -186,15 +186,20 @@ def _parse(table: dict[str, Any]) -> tuple[JobConfig, list[Problem]]:
 
 def _complete(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return a table with an empty table for each missing section, so that one validator validates all sections."""
-    return _with_kinds({name: {} for name in JobConfig.model_fields} | dict(table), ())
+    complete: dict[str, Any] = _with_kinds({name: {} for name in JobConfig.model_fields} | dict(table), ())
+    return complete
 
 
-def _with_kinds(table: Mapping[str, Any], key: KeyPath) -> dict[str, Any]:
-    """Return a table in which every omitted `kind` has its default. Without the kind, pydantic does not know which keys
-    are valid."""
-    tag = {"kind": TAGGED[key].default} if key in TAGGED else {}
-    inner = {name: _with_kinds(v, (*key, name)) if isinstance(v, dict) else v for name, v in table.items()}
-    return tag | inner
+def _with_kinds(value: Any, key: KeyPath) -> Any:
+    """Return a value in which every table without its `kind` has the default kind. Without the kind, pydantic does not
+    know which keys are valid."""
+    if isinstance(value, list):
+        return [_with_kinds(item, (*key, index)) for index, item in enumerate(value)]
+    if not isinstance(value, Mapping):
+        return value
+    kinds = kinds_of(key)
+    tag = {"kind": kinds.kind_of(value)} if kinds else {}
+    return tag | {name: _with_kinds(inner, (*key, name)) for name, inner in value.items()}
 
 
 def _without(table: Mapping[str, Any], problems: Iterable[Problem]) -> dict[str, Any]:
@@ -210,7 +215,7 @@ def _remove(table: dict[str, Any], key: KeyPath) -> None:
 
     An array is removed as a whole: without one of its items, the indices of the later items would be wrong.
     """
-    is_kind = key[-1] == "kind" and key[:-1] in TAGGED
+    is_kind = key[-1] == "kind" and kinds_of(key[:-1]) is not None
     if is_kind or not contains(table, key):
         key = key[:-1]
     while key and isinstance(key[-1], int):

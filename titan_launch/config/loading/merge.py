@@ -9,7 +9,7 @@ from typing import Any
 import tomli
 
 from titan_launch.config.loading.provenance import Provenance, Source, report, toml_value
-from titan_launch.config.loading.schema_walk import TAGGED
+from titan_launch.config.loading.schema_walk import kinds_of
 from titan_launch.core.errors import ConfigError, KeyPath, UserError, config_error, format_key
 
 
@@ -154,7 +154,7 @@ class Draft:
     def _drop_keys_of_old_kind(self, table: dict[str, Any], new: Mapping[str, Any], key: KeyPath) -> None:
         """If `new` changes the kind of a table, remove the keys that the new kind does not have, or that have another
         meaning in the new kind."""
-        if kinds := TAGGED.get(key):
+        if kinds := kinds_of(key):
             for name in kinds.dropped_keys(table, new):
                 del table[name]
                 self._forget((*key, name))

@@ -7,7 +7,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from titan_launch.config.sections.base import Section
-from titan_launch.config.sections.data import DATA_KINDS, DataSource
+from titan_launch.config.sections.data import DATA_KINDS, KINDS, MIXED_KINDS, MixtureData
 from titan_launch.config.sections.training import SchedulerConfig
 from titan_launch.core.errors import KeyPath
 
@@ -31,8 +31,8 @@ def alternatives(annotation: Any) -> list[Any]:
         return alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
         return [kind for member in get_args(annotation) for kind in alternatives(member)]
-    if annotation is DataSource:
-        return list(DATA_KINDS.values())
+    if isinstance(annotation, type) and annotation in KINDS:
+        return list(KINDS[annotation].values())
     return [] if annotation is NoneType else [annotation]
 
 
@@ -115,12 +115,23 @@ class Kinds:
 
         A key keeps its meaning if both kinds inherit it from one class.
         """
-        if "kind" not in new or new["kind"] == old.get("kind", self.default):
+        if "kind" not in new and not self._is_mixture(new):
             return set()
-        kinds = (str(table.get("kind", self.default)) for table in (old, new))  # str: the values are not validated yet
-        before, after = (self.variants.get(kind, Section) for kind in kinds)
+        if self.kind_of(old) == self.kind_of(new):
+            return set()
+        before, after = (self.variants.get(self.kind_of(table), Section) for table in (old, new))
         shared = [base for base in before.__mro__ if issubclass(base, Section) and issubclass(after, base)]
-        return self.keys_of_some() & old.keys() - {key for base in shared for key in base.model_fields}
+        kept = {key for base in shared for key in base.model_fields} & after.model_fields.keys()
+        dropped = self.keys_of_some() - kept
+        return (dropped | {"kind"} - new.keys()) & old.keys()
+
+    def kind_of(self, table: Mapping[str, Any]) -> str:
+        """Return the kind of a table that is not validated yet: the key `kind`, or else the default. `sources` makes a
+        table of data a mixture."""
+        return str(table.get("kind", "mixture" if self._is_mixture(table) else self.default))
+
+    def _is_mixture(self, table: Mapping[str, Any]) -> bool:
+        return "sources" in table and MixtureData in self.variants.values()
 
     def keys_of_some(self) -> set[str]:
         """Return the keys that some kinds have, but not all."""
@@ -133,10 +144,17 @@ def _tag(variant: type[Section]) -> str:
     return str(tag)
 
 
-_DATA = Kinds(DATA_KINDS)
+_DATA, _MIXED = Kinds(DATA_KINDS), Kinds(MIXED_KINDS)
 TAGGED: Mapping[KeyPath, Kinds] = {
     ("data",): _DATA,
+    ("data", "sources"): _MIXED,
     ("validation", "data"): _DATA,
+    ("validation", "data", "sources"): _MIXED,
     ("lr_scheduler",): Kinds({_tag(section): section for section in alternatives(SchedulerConfig)}),
 }
-"""The tables with a `kind`."""
+"""The tables with a `kind`. An array of such tables has the path of the array."""
+
+
+def kinds_of(table: KeyPath) -> Kinds | None:
+    """Return the kinds of a table, whose path may contain indices of arrays; None if it has no `kind`."""
+    return TAGGED.get(tuple(part for part in table if isinstance(part, str)))

@@ -15,7 +15,7 @@ from titan_launch.config.architectures import ARCHITECTURES
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.foreign_keys import foreign_key
 from titan_launch.config.loading.provenance import toml_value
-from titan_launch.config.loading.schema_walk import TAGGED, TableSchema, locate, tables
+from titan_launch.config.loading.schema_walk import TableSchema, kinds_of, locate, tables
 from titan_launch.config.sections.base import Section
 from titan_launch.core.errors import UNSET, KeyPath, Problem, format_key, nearest
 
@@ -202,7 +202,7 @@ def _models_with(argument: str) -> list[str]:
 
 
 def _kinds_with(name: str, table: KeyPath) -> list[str]:
-    kinds = TAGGED.get(table)
+    kinds = kinds_of(table)
     return [f'"{kind}"' for kind, section in kinds.variants.items() if name in section.model_fields] if kinds else []
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from titan_launch.config.architectures import known_args
 from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.data import keys_of_packed_documents
 from titan_launch.config.sections.precision import KernelsConfig
-from titan_launch.core.errors import KeyPath, Problem
+from titan_launch.core.errors import KeyPath, Problem, format_key
 
 _MODE: KeyPath = ("activation_checkpoint", "mode")
 _MODULES: KeyPath = ("activation_checkpoint", "modules")
@@ -150,13 +151,17 @@ def ring_attention_has_kernels(config: JobConfig) -> Iterator[Problem]:
 
 
 def attention_backend_is_used(config: JobConfig) -> Iterator[Problem]:
-    """Yield a backend of `scaled_dot_product_attention` for a model whose attention runs as FlexAttention."""
+    """Report a problem if a backend of `scaled_dot_product_attention` is set for a model whose attention runs as
+    FlexAttention."""
     args, backend = known_args(config.model), config.kernels.attention
-    option = args.beyond_causal_attention(config.training.seq_len) if args is not None else None
-    if backend != "auto" and option is not None:
-        reason = f'is a kernel for plain causal attention, which model.args.{option} is not; set "auto"'
+    if backend == "auto" or args is None:
+        return
+    option, packing = args.beyond_causal_attention(config.training.seq_len), [*keys_of_packed_documents(config)]
+    if option is not None or packing:
+        what = f'{format_key(packing[0])} = "documents"' if option is None else f"model.args.{option}"
+        reason = f'is a kernel for plain causal attention, which {what} is not; set "auto"'
         model: tuple[KeyPath, ...] = (("model", "name"), ("model", "flavor"), ("model", "args"))
-        yield Problem(_ATTENTION, reason, backend, also=(*model, ("training", "seq_len")))
+        yield Problem(_ATTENTION, reason, backend, also=(*model, ("training", "seq_len"), *packing))
 
 
 KERNEL_RULES = (kernels_exist_on_the_device, ring_attention_has_kernels, attention_backend_is_used)

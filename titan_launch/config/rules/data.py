@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import os
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from titan_launch.config.architectures import images_taken, known_args, unit_taken, vocabulary_taken
 from titan_launch.config.job import JobConfig
@@ -14,15 +18,24 @@ from titan_launch.config.sections.data import (
     SKLEARN_DIGITS,
     DataSource,
     ImageData,
+    MixtureData,
+    MixtureEntry,
     SampleUnit,
     SyntheticData,
     TextData,
     TokensData,
+    class_folders,
+    images_named,
     misfits,
     names_a_file,
+    separates_documents,
+    tar_shards,
 )
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, special_token, vocabulary_size
-from titan_launch.core.errors import ConfigError, KeyPath, Problem, format_key
+from titan_launch.core.errors import UNSET, ConfigError, KeyPath, Problem, format_key, listed
+
+_SMALLEST_SHARE = 1 << 16
+"""Largest ratio of the sum of all weights to one weight. The order of a mixture needs a table of as many positions."""
 
 _Split = TextData | ImageData
 _NAME: KeyPath = ("model", "name")
@@ -37,13 +50,60 @@ def data_suits_the_model(config: JobConfig) -> Iterator[Problem]:
             yield Problem((*source, "kind"), reason, data.kind, also=(_NAME,))
 
 
-def validation_has_the_unit_of_training(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if validation data and training data have different units (tokens, images). This rule is only
-    for a factory; for the package's models, `data_suits_the_model` checks both."""
-    held_out, unit = config.validation.data, config.data.unit
-    if unit_taken(config.model) is None and held_out is not None and held_out.unit != unit:
-        reason = f"consists of {held_out.unit}, but the training data consists of {unit}; set {_kinds_of(unit)}"
-        yield Problem(("validation", "data", "kind"), reason, held_out.kind, also=(_NAME, ("data", "kind")))
+def all_data_has_one_unit(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each data table whose unit (tokens or images) differs from that of the first. This rule is
+    only for a factory; for the package's models, `data_suits_the_model` checks all tables."""
+    if unit_taken(config.model) is not None:
+        return
+    (first, train), *others = list(_sources(config)) or [(("data",), config.data)]
+    for source, data in others:
+        if data.unit != train.unit:
+            what = "the training data" if source[0] == "validation" else format_key(first)
+            reason = f"consists of {data.unit}, but {what} consists of {train.unit}; set {_kinds_of(train.unit)}"
+            yield Problem((*source, "kind"), reason, data.kind, also=(_NAME, (*first, "kind")))
+
+
+def mixtures_are_complete(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for a mixture without sources, and for names of sources that cannot be names of metrics."""
+    for key, data in _tables(config):
+        if not isinstance(data, MixtureData):
+            continue
+        if not data.sources:
+            yield Problem(
+                (*key, "sources"), f"must have a table [[{format_key((*key, 'sources'))}]] for each source", []
+            )
+        owners: dict[str, KeyPath] = {}
+        for index, source in enumerate(data.sources):
+            place, name = (*key, "sources", index), source.effective_name()
+            if re.fullmatch(r"[\w.-]+", name, re.ASCII) is None:
+                yield Problem((*place, "name"), "must consist of letters, digits, ., _ and -", name)
+            elif name in owners:
+                reason = f'its name is "{name}", which is also that of {format_key(owners[name])}; set another name'
+                yield Problem((*place, "name") if source.name else place, reason, source.name or UNSET)
+            owners.setdefault(name, place)
+
+
+def mixture_weights_are_usable(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each weight of a mixture that has no effect, or cannot be carried out."""
+    for key, data in _tables(config):
+        if not isinstance(data, MixtureData):
+            continue
+        weights = [(*key, "sources", index, "weight") for index in range(len(data.sources))]
+        problems = [
+            Problem(place, reason, _plain(source.weight))
+            for place, source in zip(weights, data.sources, strict=True)
+            if (reason := _why_no_weight(source, is_training=key == ("data",))) is not None
+        ]
+        yield from problems
+        for step, shares in [] if problems else data.stages():
+            total = sum(shares)
+            too_small = [index for index, share in enumerate(shares) if 0 < share * _SMALLEST_SHARE < total]
+            limit = f"1/{_SMALLEST_SHARE} of the sum of all weights"
+            reason = f"is less than {limit} from step {step} on; set 0 or a larger weight"
+            if shares and not total:
+                too_small, reason = [0], f"must not be 0 for all sources at once, as from step {step} on"
+            for index in too_small:
+                yield Problem(weights[index], reason, _plain(data.sources[index].weight), also=tuple(weights))
 
 
 def tokenizer_is_usable(config: JobConfig) -> Iterator[Problem]:
@@ -100,11 +160,52 @@ def token_files_exist(config: JobConfig) -> Iterator[Problem]:
 
 
 def image_files_exist(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each `path` to images that is not a file."""
+    """Report a problem for each `path` to images that names no file, or a folder without class folders."""
     for source, data in _sources(config):
-        if isinstance(data, ImageData) and data.path != SKLEARN_DIGITS and not os.path.isfile(data.path):
-            reason = f'must be an existing file, relative to the working directory, or "{SKLEARN_DIGITS}"'
+        if not isinstance(data, ImageData):
+            continue
+        try:
+            reason = _why_no_images(data.path)
+        except OSError as error:
+            reason = f"cannot be read: {error.strerror}; correct the permissions"
+        if reason is not None:
             yield Problem((*source, "path"), reason, data.path, also=((*source, "kind"),))
+
+
+def image_keys_have_an_effect(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each key of images that contradicts another key, or has no effect."""
+    for source, data in _sources(config):
+        if not isinstance(data, ImageData):
+            continue
+        reasons = {
+            "augment": _why_not_augment(data, is_training=source[0] == "data"),
+            "padding": data.padding and "crop" not in data.augment and 'has an effect only with augment = ["crop"]',
+            "label_field": data.label_field is not None
+            and images_named(data.path) != "shards"
+            and "is only for WebDataset shards, whose path ends in .tar; remove the key",
+        }
+        for name, value in data.changed(*reasons):
+            if reason := reasons[name]:
+                also = tuple((*source, other) for other in ("kind", "path", "crop", "augment") if other != name)
+                yield Problem((*source, name), reason, value, also)
+
+
+def class_folders_are_the_same(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each folder of images whose class folders differ from those of the folder before it: their
+    labels would have other meanings."""
+    used = [(key, data) for key, data in _sources(config) if key[0] == "data" or config.validation.freq]
+    images = [(key, data, _classes_of(data)) for key, data in used if isinstance(data, ImageData)]
+    for (first, _, theirs), (key, data, ours) in itertools.pairwise(filter(operator.itemgetter(2), images)):
+        if ours != theirs:
+            differences = (("lacks", theirs - ours), ("also has", ours - theirs))
+            found = " and ".join(f"{verb} {listed(sorted(names))}" for verb, names in differences if names)
+            wanted = f"the class folders of {format_key((*first, 'path'))}, which number the classes"
+            yield Problem(
+                (*key, "path"),
+                f"must have {wanted}, but it {found}",
+                data.path,
+                also=((*first, "path"), (*first, "kind")),
+            )
 
 
 def digits_suit_the_model(config: JobConfig) -> Iterator[Problem]:
@@ -112,8 +213,9 @@ def digits_suit_the_model(config: JobConfig) -> Iterator[Problem]:
     run checks other images when it reads them.)"""
     taken = images_taken(config.model) if known_args(config.model) or not config.model.is_of_package else None
     for source, data in _sources(config):
-        if taken is not None and isinstance(data, ImageData) and data.path == SKLEARN_DIGITS:
-            for reason in misfits(DIGITS, taken):
+        if taken is not None and isinstance(data, ImageData) and data.path == SKLEARN_DIGITS and not data.transform:
+            side = data.crop or data.resize or DIGITS.height
+            for reason in misfits(replace(DIGITS, height=side, width=side), taken):
                 yield Problem((*source, "path"), reason, data.path, also=(("model",), (*source, "kind")))
 
 
@@ -126,52 +228,62 @@ def validation_has_data(config: JobConfig) -> Iterator[Problem]:
 
 def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if the validation split overlaps with the training data."""
-    train, held_out = config.data, config.validation.data
-    if not (isinstance(train, _Split) and isinstance(held_out, _Split) and config.validation.freq):
-        return
-    if train.kind != held_out.kind or train.path != held_out.path or held_out.split != "validation":
-        return
-    also = (("data",), ("validation", "freq"), ("validation", "data", "path"))
-    if train.split != "train":
-        what = "documents" if isinstance(held_out, TextData) else "images"
-        reason = f'these {what} are also in the training data; set data.split = "train"'
-        yield Problem(("validation", "data", "split"), reason, held_out.split, also=also)
-    elif train.validation_percent != held_out.validation_percent:
-        reason = f"must equal data.validation_percent ({train.validation_percent}), otherwise the two splits overlap"
-        yield Problem(("validation", "data", "validation_percent"), reason, held_out.validation_percent, also=also)
+    for (train_key, train), (key, held_out) in _pairs(config):
+        if not (isinstance(train, _Split) and isinstance(held_out, _Split)):
+            continue
+        if train.kind != held_out.kind or train.path != held_out.path or held_out.split != "validation":
+            continue
+        also = (train_key, ("validation", "freq"), (*key, "path"))
+        if train.split != "train":
+            what = "documents" if isinstance(held_out, TextData) else "images"
+            remedy = f'set {format_key((*train_key, "split"))} = "train"'
+            reason = f"these {what} are also in the training data; {remedy}"
+            yield Problem((*key, "split"), reason, held_out.split, also=also)
+        elif train.validation_percent != held_out.validation_percent:
+            theirs = f"{format_key((*train_key, 'validation_percent'))} ({train.validation_percent})"
+            reason = f"must equal {theirs}, otherwise the two splits overlap"
+            yield Problem((*key, "validation_percent"), reason, held_out.validation_percent, also=also)
 
 
 def validation_sequences_are_new(config: JobConfig) -> Iterator[Problem]:
     """Report a problem if synthetic validation data has the same sequences as the training data."""
-    train, held_out = config.data, config.validation.data
-    if not (isinstance(train, SyntheticData) and isinstance(held_out, SyntheticData) and config.validation.freq):
-        return
-    if (train.seed, train.vocab_size, train.noise) == (held_out.seed, held_out.vocab_size, held_out.noise):
-        reason = "gives the same sequences as [data]; set another seed here or in [data]"
-        also = (("data",), ("validation", "data"), ("validation", "freq"))
-        yield Problem(("validation", "data", "seed"), reason, held_out.seed, also=also)
+    for (train_key, train), (key, held_out) in _pairs(config):
+        if not (isinstance(train, SyntheticData) and isinstance(held_out, SyntheticData)):
+            continue
+        if (train.seed, train.vocab_size, train.noise) == (held_out.seed, held_out.vocab_size, held_out.noise):
+            table = f"[{format_key(train_key)}]"
+            reason = f"gives the same sequences as {table}; set another seed here or in {table}"
+            also = (train_key, key, ("validation", "freq"))
+            yield Problem((*key, "seed"), reason, held_out.seed, also=also)
 
 
 def validation_images_are_normalized_as_in_training(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if `mean` or `std` of the validation images differs from that of the training images."""
-    train, held_out = config.data, config.validation.data
-    if not (isinstance(train, ImageData) and isinstance(held_out, ImageData) and config.validation.freq):
-        return
-    for name, ours, theirs in (("mean", held_out.mean, train.mean), ("std", held_out.std, train.std)):
-        if ours != theirs:
-            value = list(theirs) if isinstance(theirs, tuple) else theirs
-            reason = f"must equal data.{name} ({value}), so that training and validation normalize images equally"
-            yield Problem(("validation", "data", name), reason, ours, also=(("data", name), ("data", "kind")))
+    """Report a problem if `mean` or `std` of the validation images differs from that of the training images. In a
+    mixture, only images of the same `path` are compared."""
+    for (train_key, train), (key, held_out) in _pairs(config):
+        if not (isinstance(train, ImageData) and isinstance(held_out, ImageData)):
+            continue
+        if isinstance(config.data, MixtureData) and train.path != held_out.path:
+            continue
+        for name, ours, theirs in (("mean", held_out.mean, train.mean), ("std", held_out.std, train.std)):
+            if ours != theirs:
+                value, at = _plain(theirs), format_key((*train_key, name))
+                reason = f"must equal {at} ({value}), so that training and validation normalize images equally"
+                yield Problem((*key, name), reason, ours, also=((*train_key, name), (*train_key, "kind")))
 
 
 DATA_RULES = (
     data_suits_the_model,
-    validation_has_the_unit_of_training,
+    all_data_has_one_unit,
+    mixtures_are_complete,
+    mixture_weights_are_usable,
     tokenizer_is_usable,
     vocabulary_is_large_enough,
     text_files_exist,
     token_files_exist,
     image_files_exist,
+    image_keys_have_an_effect,
+    class_folders_are_the_same,
     digits_suit_the_model,
     validation_has_data,
     validation_samples_are_held_out,
@@ -181,16 +293,96 @@ DATA_RULES = (
 """The rules of this file."""
 
 
-def _sources(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
+def _tables(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
     """Yield (path, table) for `[data]`, and for `[validation.data]` if it exists."""
     yield ("data",), config.data
     if config.validation.data is not None:
         yield ("validation", "data"), config.validation.data
 
 
+def _sources(config: JobConfig) -> Iterator[tuple[KeyPath, DataSource]]:
+    """Yield (path, table) for the training data and the validation data: for each source of a mixture."""
+    for key, data in _tables(config):
+        if isinstance(data, MixtureData):
+            yield from (((*key, "sources", index), source) for index, source in enumerate(data.sources))
+        else:
+            yield key, data
+
+
+def _pairs(config: JobConfig) -> Iterator[tuple[tuple[KeyPath, DataSource], tuple[KeyPath, DataSource]]]:
+    """Yield each source of training data with each source of validation data; nothing without validation."""
+    if config.validation.freq:
+        train, held_out = ([s for s in _sources(config) if s[0][0] == table] for table in ("data", "validation"))
+        yield from itertools.product(train, held_out)
+
+
+def _why_no_weight(source: MixtureEntry, is_training: bool) -> str | None:
+    """Return the reason why a weight cannot be used; None if it can."""
+    if not is_training:
+        return None if source.weight == 1 else "validation reads all samples, so weights do not count; remove this key"
+    if not isinstance(source.weight, tuple):
+        return None
+    if not source.weight or any(len(pair) != 2 for pair in source.weight):
+        return "must be a number or an array of [step, weight] pairs"
+    steps = [step for step, _ in source.weight]
+    if steps[0] != 0 or any(not step.is_integer() for step in steps) or steps != sorted(set(steps)):
+        return "the steps must be whole numbers that rise from 0: [[0, 3], [1000, 1]]"
+    return None
+
+
+def _plain(value: object) -> object:
+    """Return arrays as lists, as errors show them."""
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def keys_of_packed_documents(config: JobConfig) -> Iterator[KeyPath]:
+    """Yield the key `packing` of each data table with `packing = "documents"`."""
+    return ((*key, "packing") for key, data in _sources(config) if separates_documents(data))
+
+
 def _kinds_of(unit: SampleUnit) -> str:
     """Return a remedy that lists the kinds of data whose samples have this unit: `kind = "text" or "synthetic"`."""
     return "kind = " + " or ".join(f'"{kind}"' for kind, data in DATA_KINDS.items() if data.unit == unit)
+
+
+def _why_not_augment(data: ImageData, is_training: bool) -> str | None:
+    """Return the reason why `augment` cannot be carried out; None if it can."""
+    if not is_training:
+        return "applies only to training data; remove the key"
+    if len(set(data.augment)) < len(data.augment) or {"crop", "resized_crop"} <= set(data.augment):
+        return "must have each entry once, and either crop or resized_crop"
+    if data.crop is None and ("resized_crop" in data.augment or ("crop" in data.augment and not data.padding)):
+        return "needs the size of the random part; set the key crop"
+    return None
+
+
+def _classes_of(data: ImageData) -> set[str]:
+    """Return the names of the class folders in a readable folder; an empty set for other paths."""
+    try:
+        return set(class_folders(data.path)) if images_named(data.path) == "folder" else set()
+    except OSError:
+        return set()  # `image_files_exist` reports the error
+
+
+def _why_no_images(path: str) -> str | None:
+    """Return the reason why a path names no images; None if it names some."""
+    match images_named(path):
+        case "folder" if not class_folders(path):
+            has_shards = any(name.endswith(".tar") for name in os.listdir(path))
+            shards = os.path.join(path, "*.tar")
+            remedy = f'name the shards: "{shards}"' if has_shards else "put the images of each class into a folder"
+            return f"contains no class folders; {remedy}"
+        case "shards":
+            try:
+                tar_shards(path)
+            except FileNotFoundError as error:
+                return f"no file matches {error} (paths are relative to the working directory)"
+        case "npz" if not os.path.isfile(path):
+            return (
+                "must be a folder of class folders, .tar shards or an .npz file, relative to the working directory, or "
+                f'"{SKLEARN_DIGITS}"'
+            )
+    return None
 
 
 def _why_no_file(entry: str) -> str:

@@ -8,9 +8,10 @@ from math import gcd
 
 from titan_launch.config.architectures import ARCHITECTURES, known_args
 from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.data import keys_of_packed_documents
 from titan_launch.config.sections.parallelism import ParallelismConfig
 from titan_launch.config.sections.training import GradientAccumulationConfig
-from titan_launch.core.errors import KeyPath, Problem, nearest_multiples
+from titan_launch.core.errors import KeyPath, Problem, format_key, nearest_multiples
 
 _TENSOR: KeyPath = ("parallelism", "tensor_parallel_degree")
 _SEQUENCE: KeyPath = ("parallelism", "sequence_parallel")
@@ -70,12 +71,18 @@ def models_can_be_divided(config: JobConfig) -> Iterator[Problem]:
 
 
 def ring_attention_is_causal(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem if context parallelism meets a sliding window or a soft cap, which ring attention lacks."""
+    """Report a problem if context parallelism meets a sliding window, a soft cap or documents, which ring attention
+    lacks."""
     args, degree = known_args(config.model), config.parallelism.context_parallel_degree
+    if degree == 1:
+        return
     option = args.beyond_causal_attention(config.training.seq_len) if args is not None else None
-    if degree > 1 and option is not None:
+    if option is not None:
         reason = f"is not supported with model.args.{option}: ring attention is plain causal attention; set 1"
         yield Problem(_CONTEXT, reason, degree, also=(*_MODEL, _SEQ_LEN))
+    for key in keys_of_packed_documents(config):
+        reason = f'is not supported with {format_key(key)} = "documents": ring attention has no document masks; set 1'
+        yield Problem(_CONTEXT, reason, degree, also=(key,))
 
 
 def only_sequences_are_divided(config: JobConfig) -> Iterator[Problem]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
 from titan_launch.config.sections.base import Array, Section
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 
 @dataclass(frozen=True)
@@ -46,11 +51,12 @@ def misfits(held: ImageFormat, taken: ImageFormat) -> Iterator[str]:
     if taken.height is None:
         pass
     elif held.height != held.width:
-        yield f"holds images of {held.height} x {held.width} pixels, but the model takes square ones; crop or pad them"
+        pixels = f"{held.height} x {held.width} pixels"
+        yield f"holds images of {pixels}, but the model takes square ones; set the keys resize and crop"
     elif held.height != taken.height:
         pixels = f"{held.height} x {held.width} pixels"
         reason = f"holds images of {pixels}, but the model takes {taken.height} x {taken.width}"
-        yield f"{reason}; set model.args.{size_argument} = {held.height}"
+        yield f"{reason}; set model.args.{size_argument} = {held.height}, or the keys resize and crop"
     if held.num_classes > taken.num_classes:
         reason = f"holds labels up to {held.num_classes - 1}, but the model has {taken.num_classes} classes"
         yield f"{reason}; set model.args.{classes_argument} to {held.num_classes} or more"
@@ -91,9 +97,9 @@ class DataSource(Section):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return the schema of the kind, or of the union of all kinds."""
-        if cls is not DataSource:
+        if cls not in KINDS:
             return handler(source)
-        any_kind: Any = Union[tuple(DATA_KINDS.values())]  # noqa: UP007 - the kinds are known at run time only
+        any_kind: Any = Union[tuple(KINDS[cls].values())]  # noqa: UP007 - the kinds are known at run time only
         return handler.generate_schema(Annotated[any_kind, Field(discriminator="kind")])
 
 
@@ -165,8 +171,11 @@ class SyntheticData(DataSource):
 Positive = Annotated[float, Field(gt=0)]
 
 
+Augmentation = Literal["flip", "crop", "resized_crop"]
+
+
 class ImageData(DataSource):
-    """Images, each with a class. They are read into memory."""
+    """Images, each with a class. An image is read and decoded when a step needs it."""
 
     unit: ClassVar[SampleUnit] = "images"
 
@@ -174,16 +183,43 @@ class ImageData(DataSource):
     """Kind of data source. It decides which other keys are valid."""
 
     path: str = SKLEARN_DIGITS
-    """An `.npz` file, relative to the working directory. It holds `images` of shape (N, height, width) or (N, channels,
-    height, width), uint8 or floating point, and `labels` of shape (N), whole numbers from 0. `sklearn-digits`: 1,797
-    handwritten digits of 8x8 pixels from scikit-learn (`pip install scikit-learn`)."""
+    """The images, relative to the working directory. A folder: each folder in it is a class, and the classes are
+    numbered by name; all image files below a class folder belong to the class. A `.tar` file, a glob, or braces
+    (`train-{000..099}.tar`): WebDataset shards with members KEY.jpg (or another image format) and KEY.cls. An `.npz`
+    file: `images` of shape (N, height, width) or (N, channels, height, width), uint8 or floating point, and `labels` of
+    shape (N), whole numbers from 0. `sklearn-digits`: 1,797 handwritten digits of 8x8 pixels from scikit-learn (`pip
+    install scikit-learn`). Folders and shards need Pillow (`pip install pillow`)."""
+
+    label_field: str | None = None
+    """Only for WebDataset shards: field of `KEY.json` that contains the class. Default: the class is in `KEY.cls`."""
 
     split: Literal["all", "train", "validation"] = "all"
-    """Images to use. `validation`: `validation_percent` of the images, chosen by a hash of their indices. `train`: all
-    others. Training and validation can therefore use the same `path`."""
+    """Images to use. `validation`: `validation_percent` of the images, chosen by a hash of their names (in a folder) or
+    of their indices. `train`: all others. Training and validation can therefore use the same `path`."""
 
     validation_percent: Annotated[int, Field(ge=1, le=99)] = 5
     """Percentage of the images that belong to the validation split."""
+
+    resize: Annotated[int, Field(ge=1)] | None = None
+    """Length in pixels to which the shorter side of an image is scaled. The aspect ratio stays. Default: no scaling."""
+
+    crop: Annotated[int, Field(ge=1)] | None = None
+    """Height and width in pixels of the part that is cut out of an image after `resize`: the center, or a random part
+    with `augment`. Default: the whole image."""
+
+    augment: Array[Augmentation] = ()
+    """Random changes of training images, which differ in every epoch. `flip`: mirror half of the images left to right.
+    `crop`: cut at a random place, after a border of `padding` pixels was added. `resized_crop`: scale a random part to
+    `crop` x `crop` pixels; the part has 8 % to 100 % of the image's area and an aspect ratio of 3/4 to 4/3."""
+
+    padding: Annotated[int, Field(ge=0)] = 0
+    """Width in pixels of the black border for `augment = ["crop"]`."""
+
+    transform: str | None = None
+    """`package.module:factory` of a transform of your own. `factory(train=True)` (for validation data: `train=False`)
+    must return a callable, for example of `torchvision.transforms.v2`. It is called after `augment` with a tensor
+    [channels, height, width], which is uint8 unless the path contains floating-point arrays. It returns such a tensor.
+    The random generators of PyTorch, Python and NumPy are seeded for each image."""
 
     mean: float | Array[float] = 0.5
     """Value to subtract from the pixels: one number, or an array with one number per channel. Pixels of uint8 images
@@ -194,14 +230,95 @@ class ImageData(DataSource):
     per channel. If `mean` and `std` are those of the data, the model's inputs have mean 0 and variance 1."""
 
 
+Weight = Annotated[float, Field(ge=0)]
+
+
+class MixtureEntry(DataSource):
+    """A source of a mixture. It has the keys of its `kind` except `num_workers`, and the keys below."""
+
+    num_workers: ClassVar[int] = 0  # type: ignore[misc] # removes the key: the mixture has it
+
+    name: str = ""
+    """Name of the source in metrics and log lines: letters, digits, `.`, `_` and `-`. Default: the last part of `path`,
+    or else `kind`."""
+
+    weight: Weight | Array[Array[Weight]] = 1.0
+    """Share of the training samples that come from this source, relative to the other weights. An array of `[step,
+    weight]` pairs changes the weight: `[[0, 3], [1000, 1]]` is 3 for the first 1,000 steps, then 1. The first step is
+    0. A weight of 0 leaves the source out. Validation takes no weights."""
+
+    def weights(self) -> list[tuple[int, Fraction]]:
+        """Return the (step, weight) pairs. Decimal fractions are exact: 0.1 is one tenth."""
+        from fractions import Fraction  # imported here to save 3 milliseconds of every start
+
+        pairs = self.weight if isinstance(self.weight, tuple) else ((0, self.weight),)
+        return [(int(step), Fraction(str(weight))) for step, weight in pairs]
+
+    def effective_name(self) -> str:
+        """Return `name`, or its default."""
+        path = getattr(self, "path", None)
+        last_part = os.path.basename(path.rstrip("/")) if isinstance(path, str) else ""
+        return self.name or re.sub(r"[^\w.-]+", "_", last_part) or self.kind
+
+
+class MixtureData(DataSource):
+    """Several sources, mixed by weights. Each is a table `[[data.sources]]` with a `shuffle` of its own. A table with
+    `sources` has this kind by default."""
+
+    kind: Literal["mixture"]
+    """Kind of data source. It decides which other keys are valid."""
+
+    shuffle: ClassVar[bool] = True  # type: ignore[misc] # removes the key: every source has it
+
+    sources: Array[MixtureEntry]
+    """The sources, whose samples must have the same shape."""
+
+    @property
+    def unit(self) -> SampleUnit:  # type: ignore[override]
+        """Unit of the samples of the first source. A rule demands the same unit of the others."""
+        return self.sources[0].unit if self.sources else "tokens"
+
+    def own_vocabulary(self) -> int | None:
+        """Return the largest vocabulary of the sources; None if a source has the tokenizer's, which is at least as
+        large."""
+        sizes = [source.own_vocabulary() for source in self.sources]
+        return max(size for size in sizes if size is not None) if sizes and None not in sizes else None
+
+    def stages(self) -> list[tuple[int, list[Fraction]]]:
+        """Return the steps at which weights change, from 0 on, each with the weights of all sources from there on."""
+        pairs = [source.weights() for source in self.sources]
+        steps = sorted({step for of_source in pairs for step, _ in of_source})
+        return [(step, [[w for first, w in of_source if first <= step][-1] for of_source in pairs]) for step in steps]
+
+
 DATA_KINDS: dict[str, type[DataSource]] = {
     "text": TextData,
     "tokens": TokensData,
     "synthetic": SyntheticData,
     "images": ImageData,
+    "mixture": MixtureData,
 }
 """The config class of each kind of data. The first kind is the default. `titan_launch.data.sources.SOURCES` has the
 classes that read the data."""
+
+MIXED_KINDS: dict[str, type[DataSource]] = {
+    kind: type(
+        f"Mixed{section.__name__}", (section, MixtureEntry), {"__doc__": section.__doc__, "__module__": __name__}
+    )
+    for kind, section in DATA_KINDS.items()
+    if section is not MixtureData
+}
+"""The config class of each kind of data in a mixture."""
+
+KINDS: dict[type[DataSource], dict[str, type[DataSource]]] = {DataSource: DATA_KINDS, MixtureEntry: MIXED_KINDS}
+"""The kinds of a field with the type of the key."""
+
+
+def single_sources(data: DataSource) -> dict[str, DataSource]:
+    """Return the sources of a mixture by name. The name of any other source is ""."""
+    if not isinstance(data, MixtureData):
+        return {"": data}
+    return {source.effective_name(): source for source in data.sources}
 
 
 def expand_text_paths(path: str | tuple[str, ...]) -> list[tuple[str, Path]]:
@@ -255,6 +372,57 @@ def _files_like(pattern: str) -> Iterator[tuple[str, Path]]:
     return ((name, Path(name)) for name in glob.iglob(pattern, recursive=True) if Path(name).is_file())
 
 
+def images_named(path: str) -> Literal["digits", "folder", "shards", "npz"]:
+    """Return the kind of storage that a `path` to images names."""
+    if path == SKLEARN_DIGITS:
+        return "digits"
+    if Path(path).is_dir():
+        return "folder"
+    return "shards" if path.endswith(".tar") else "npz"
+
+
+def class_folders(path: str) -> list[str]:
+    """Return the sorted names of the class folders in a folder. Names that begin with a dot are ignored."""
+    with os.scandir(path) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+def tar_shards(path: str) -> list[Path]:
+    """Return the files that a path with globs and braces names: in the order of the braces, and by name within a glob.
+
+    Raises FileNotFoundError(entry) for the first entry that matches no file.
+    """
+    shards: list[Path] = []
+    for entry in _expand_braces(path):
+        found = sorted(file for _, file in _files_of(entry))
+        if not found:
+            raise FileNotFoundError(entry)
+        shards += found
+    return shards
+
+
+def _expand_braces(text: str) -> list[str]:
+    """Return the strings that a pattern like `{a,b}-{00..12}` stands for, as in a shell."""
+    found = re.search(r"\{([^{}]*,[^{}]*|(\d+)\.\.(\d+))\}", text)
+    if found is None:
+        return [text]
+    items, first, last = found.groups()
+    words = items.split(",") if first is None else [f"{n:0{len(first)}}" for n in range(int(first), int(last) + 1)]
+    expanded = (text[: found.start()] + word + text[found.end() :] for word in words)
+    return [string for each in expanded for string in _expand_braces(each)]
+
+
+def resized_size(height: int, width: int, resize: int) -> tuple[int, int]:
+    """Return height and width of an image after its shorter side was scaled to `resize` pixels."""
+    shorter = min(height, width)
+    return resize * height // shorter, resize * width // shorter
+
+
+def separates_documents(data: DataSource) -> bool:
+    """Return True if samples have document numbers, which separate attention and positions of documents."""
+    return any(getattr(source, "packing", "concat") == "documents" for source in single_sources(data).values())
+
+
 class ValidationConfig(Section):
     """Loss and accuracy on data held out from training. Both are means over the targets of all ranks, with the same
     weight for each target. The model is in evaluation mode."""
@@ -266,7 +434,7 @@ class ValidationConfig(Section):
     """Samples per batch on each data-parallel rank."""
 
     max_samples: Annotated[int, Field(ge=1)] | None = None
-    """Number of samples to validate on, the same ones each time. Default: all samples."""
+    """Number of samples to validate on, the same ones each time; of a mixture, of each source. Default: all samples."""
 
     data: DataSource | None = None
     """The held-out data. This table has the keys of `[data]`."""

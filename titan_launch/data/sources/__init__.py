@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from titan_launch.config.sections.data import DataSource, ImageFormat
+from titan_launch.config.sections.data import DataSource, ImageFormat, MixtureData, single_sources
 from titan_launch.core.errors import KeyPath
-from titan_launch.data.sources.base import SampleSource, SourceContext
+from titan_launch.data.sources.base import Batch, Sample, SampleSource, SourceContext, read_batch
 from titan_launch.data.sources.images import build_images
+from titan_launch.data.sources.mixture import MixtureSource
 from titan_launch.data.sources.synthetic import build_synthetic
 from titan_launch.data.sources.tokens import build_corpus, build_tokens
 from titan_launch.data.tokenizers import Tokenizer
 
-__all__ = ["SampleSource", "build_source"]
+__all__ = ["Batch", "MixtureSource", "Sample", "SampleSource", "build_source", "read_batch"]
+
+
+def build_mixture(config: MixtureData, context: SourceContext) -> MixtureSource:
+    """Build the sources of a mixture."""
+    key = (*context.key, "sources")
+    built = (
+        SOURCES[entry.kind](entry, replace(context, key=(*key, index))) for index, entry in enumerate(config.sources)
+    )
+    return MixtureSource(dict(zip(single_sources(config), built, strict=True)), key)
+
 
 SOURCES: dict[str, Callable[[Any, SourceContext], SampleSource]] = {
     "text": build_corpus,
     "tokens": build_tokens,
     "synthetic": build_synthetic,
     "images": build_images,
+    "mixture": build_mixture,
 }
 """Functions of (section, context) that build a source, by the section's `kind`. The keys equal `DATA_KINDS`."""
 

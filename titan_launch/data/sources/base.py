@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from titan_launch.config.sections.data import ImageFormat
@@ -12,18 +14,35 @@ from titan_launch.core.errors import KeyPath
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.data.tokenizers import Tokenizer
 
+Sample = tuple[Tensor, ...]
+"""A pair (input, target), or a triple (input, target, documents) of tokens.
+
+A target of `IGNORED_TARGET` does not count. `documents`, int32 `[seq_len]`, has a number for each token, which never
+falls along the sequence. Tokens with the same number are one document: they attend to each other only, and their
+positions count from 0. Padding has numbers of its own, and ignored targets.
+"""
+
+
+class Batch(NamedTuple):
+    """Samples of one rank. The first axis of each tensor is the sample."""
+
+    inputs: Tensor
+    targets: Tensor
+    documents: Tensor | None = None
+    """The number of each token's document; None if each sample is one document."""
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device. The host does not wait for the copy."""
+        return Batch._make(None if tensor is None else tensor.to(device, non_blocking=True) for tensor in self)
+
 
 class SampleSource(Protocol):
-    """A fixed number of samples. The same index always returns the same sample.
-
-    A sample is a pair (input, target) of tensors whose shapes are the same for all samples. A target of
-    `IGNORED_TARGET` does not count.
-    """
+    """A fixed number of samples. The same index always returns the same sample. Shapes are the same for all samples."""
 
     def __len__(self) -> int:
         """Return the number of samples, at least 1."""
 
-    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int, /) -> Sample:
         """Return sample `index`, from 0 to `len(self)` - 1."""
 
     @property
@@ -38,6 +57,36 @@ class SampleSource(Protocol):
 
         `seed` selects the samples that are hashed. Keys that only transform samples do not change the result.
         """
+
+
+@runtime_checkable
+class AugmentedSource(Protocol):
+    """A source whose training samples also depend on their position in the stream, by random changes."""
+
+    def at(self, index: int, position: int, /) -> Sample:
+        """Return sample `index` as it occurs at `position` of the stream of training samples."""
+
+
+@runtime_checkable
+class BatchSource(Protocol):
+    """A source that reads whole batches, because this is faster than sample by sample."""
+
+    def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None, /) -> Sample:
+        """Return what the function `read_batch` returns. Integers may have a smaller dtype: the loader widens them."""
+
+
+def read_batch(source: SampleSource, indices: Sequence[int], positions: Sequence[int] | None = None) -> Sample:
+    """Return the samples at `indices`, stacked along a new first axis.
+
+    `positions`: positions of the samples in the stream of training samples; None in validation.
+    """
+    if isinstance(source, BatchSource):
+        return source.read_batch(indices, positions)
+    if positions is not None and isinstance(source, AugmentedSource):
+        samples = map(source.at, indices, positions)
+    else:
+        samples = map(source.__getitem__, indices)
+    return tuple(map(torch.stack, zip(*samples, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from titan_launch.config.sections.data import IGNORED_TARGET, CorpusData, TokenizedData, TokensData
 from titan_launch.core.errors import config_error
@@ -14,8 +14,8 @@ from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
 from titan_launch.data.corpora.base import Corpus
 from titan_launch.data.corpora.text import TextCorpus
 from titan_launch.data.prepare import cached_token_files
-from titan_launch.data.sources.base import SourceContext
-from titan_launch.data.token_files import Header, TokenFilesError, TokenStream, open_token_files, read_header
+from titan_launch.data.sources.base import Sample, SourceContext
+from titan_launch.data.token_files import Header, TokenFilesError, Tokens, TokenStream, open_token_files, read_header
 
 CORPORA: dict[str, type[Corpus]] = {"text": TextCorpus}
 """The corpus of each kind of data that is tokenized when a run starts."""
@@ -44,20 +44,32 @@ class TokenSource:
 
     def fingerprint(self, seed: int) -> Fingerprint:
         """Return the fingerprint of the tokens and their files, without skipped files."""
-        return fingerprint_of(self._stream.files, len(self), lambda index: self._window(index).tobytes(), seed)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        def content(index: int) -> bytes:
+            return self._window(index).astype(np.int64).tobytes()
+
+        return fingerprint_of(self._stream.files, len(self), content, seed)
+
+    def __getitem__(self, index: int) -> Sample:
         """Return inputs and targets, both int64 `[seq_len]`. The targets are the inputs shifted by one position."""
+        inputs, targets = self.read_batch([index])
+        return inputs[0].long(), targets[0].long()
+
+    def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None = None) -> Sample:
+        """Return inputs and targets of several samples, both int32 `[len(indices), seq_len]`."""
+        windows = np.stack([self._window(index) for index in indices])
+        inputs, targets = windows[:, :-1].astype(np.int32), windows[:, 1:].astype(np.int32)
+        for row, index in enumerate(indices):
+            counts = self._stream.read_targets(index * self._seq_len + 1, (index + 1) * self._seq_len + 1)
+            if counts is not None:
+                targets[row, ~counts] = IGNORED_TARGET
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+    def _window(self, index: int) -> Tokens:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        window = self._window(index)
-        counts = self._stream.read_targets(index * self._seq_len + 1, (index + 1) * self._seq_len + 1)
-        targets = window[1:] if counts is None else np.where(counts, window[1:], IGNORED_TARGET)
-        return torch.from_numpy(window[:-1]), torch.from_numpy(targets)
-
-    def _window(self, index: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         start = index * self._seq_len
-        return self._stream.read(start, start + self._seq_len + 1).astype(np.int64)
+        return self._stream.read(start, start + self._seq_len + 1)
 
 
 def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource:

@@ -110,6 +110,9 @@ class _EventFile:
 def _custom_scalars() -> dict[str, dict[str, list[object]]]:
     """Return the dashboard in PyTorch's format. Tags are regular expressions that match from the start."""
     return {
-        group: {title: ["Multiline", [f"{tag}$" for tag in tags]] for title, tags in charts.items()}
+        group: {
+            title: ["Multiline", [f"{tag.replace('<source>', '.+')}$" for tag in tags]]
+            for title, tags in charts.items()
+        }
         for group, charts in dashboard_layout().items()
     }

@@ -13,7 +13,6 @@ from titan_launch.data.loader import samples_of_step
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0
 from titan_launch.distributed.process_group import set_timeouts
 from titan_launch.metrics.sinks.jsonl import json_number
-from titan_launch.train.batches import sample_order
 from titan_launch.train.health.step_guard import SkippedStep, SkippedSteps
 from titan_launch.train.run import Run
 
@@ -158,7 +157,7 @@ def _file_name(step: int, rollbacks: int) -> str:
 def _to_json(run: Run, skipped: SkippedStep, losses: list[float]) -> dict[str, Any]:
     batch = run.layout.global_batch_size
     position = run.progress.data_position - (run.progress.step - skipped.step + 1) * batch
-    samples = samples_of_step(sample_order(run.config, run.epoch_size), run.layout, position)
+    samples = samples_of_step(run.order, run.layout, position)
     return {
         "step": skipped.step,
         "reason": skipped.reason,

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from titan_launch.checkpoint.loading import EVERYTHING, Selection, damage, find_checkpoint, load_state, newest_valid
 from titan_launch.checkpoint.manager import CheckpointManager, Origin
 from titan_launch.checkpoint.manifest import checkpoint_name, read_manifest
-from titan_launch.checkpoint.state import LocalStatistics, Part, Progress, TrainingState
+from titan_launch.checkpoint.state import LocalStatistics, Part, Progress, TrainingState, Values
 from titan_launch.config.job import JobConfig
 from titan_launch.config.loading.load import dump_job
-from titan_launch.core.errors import config_error
+from titan_launch.config.sections.data import MixtureData
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error
 from titan_launch.core.fingerprint import Fingerprint
+from titan_launch.data.order import MixtureOrder, Order
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, warn
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
@@ -48,22 +51,28 @@ class Source(Protocol):
 
 Sources = Mapping[str, Source]
 """Files that the run reads, by section of the job file: `data`, `validation.data` if the run validates, and
-`model.weights` if there is such a folder."""
+`model.weights` if there is such a folder. A source of a mixture has a section such as `data.sources.0`."""
 
 
 def load_run(
-    config: JobConfig, folder: Path, load: Load, state: TrainingState, progress: Progress, sources: Sources
+    config: JobConfig,
+    folder: Path,
+    load: Load,
+    state: TrainingState,
+    progress: Progress,
+    sources: Sources,
+    order: Order,
 ) -> bool:
     """Load the checkpoint with which a run starts, if any, into `state`. Return False if there is none. Collective.
 
-    `load`: result of `effective_load`. `progress`: one of the parts of `state`. Raises ConfigError or UserError on all
-    ranks in two cases. The checkpoint is missing, damaged or of another model. The training data has changed since this
-    run saved the checkpoint.
+    `load`: result of `effective_load`. `progress`: one of the parts of `state`. `order`: the order of training samples.
+    Raises ConfigError or UserError on all ranks in two cases. The checkpoint is missing, damaged or of another model.
+    The training data has changed since this run saved the checkpoint.
     """
     found = _own_checkpoint(folder, load) if config.checkpoint.enable else None
     if found is not None:
         selection = EVERYTHING if load == "latest" else _selected(config)
-        _resume(config, found, selection, state, progress, sources)
+        _resume(config, found, selection, state, progress, sources, order)
         if isinstance(load, int):
             on_rank_0(lambda: supersede_later_checkpoints(folder, load))
     elif isinstance(load, str) and load not in ("latest", "none"):
@@ -113,15 +122,16 @@ def training_state(
     model: nn.Module,
     optimizer: Optimizer,
     progress: Progress,
+    order: Order,
     guard: Part,
     ema: Part | None,
     statistics: LocalStatistics,
     mesh: Mesh,
     ranks: Ranks,
 ) -> TrainingState:
-    """Return the state that checkpoints save: model, optimizer, random generators, progress, the skipped-step counters
-    and history of `guard` (a StepGuard), and BatchNorm statistics of this rank."""
-    parts: dict[str, Part] = {"progress": progress, "guard": guard}
+    """Return the state that checkpoints save: model, optimizer, random generators, progress, consumed samples, the
+    skipped-step counters and history of `guard` (a StepGuard), and BatchNorm statistics of this rank."""
+    parts: dict[str, Part] = {"progress": progress, "consumed": ConsumedSamples(order, progress), "guard": guard}
     if ema is not None:
         parts["ema"] = ema
     stream = random_stream(ranks.rank, config.parallelism)
@@ -165,6 +175,7 @@ def _resume(
     state: TrainingState,
     progress: Progress,
     sources: Sources,
+    order: Order,
 ) -> None:
     """Resume from a checkpoint of this run. Log a warning if the validation data has changed.
 
@@ -177,21 +188,63 @@ def _resume(
             "folder, or resume with --checkpoint.accept_changes=true, or start anew with --checkpoint.load=none",
             config.model.weights,
         )
-    change = _data_change(checkpoint, "data", sources) if selection.takes("data") else ""
-    if change and not config.checkpoint.accept_changes:
-        name = "path" if "path" in type(config.data).model_fields else "kind"
-        raise config_error(
-            ("data", name),
-            f"the data has {change}; restore it, or use the new data with --checkpoint.accept_changes=true, or "
-            "start anew with --checkpoint.load=none",
-            getattr(config.data, name),
-        )
+    trained_on = [section for section in sources if section.partition(".")[0] == "data" and selection.takes("data")]
+    changes = {section: change for section in trained_on if (change := _data_change(checkpoint, section, sources))}
+    if changes and not config.checkpoint.accept_changes:
+        raise ConfigError(_changed_data(config, section, change) for section, change in changes.items())
     _load(checkpoint, state, selection)
-    if change:
-        epoch = progress.data_position / len(sources["data"])
+    consumed = dict(zip(trained_on, order.consumed(progress.data_position), strict=False))
+    for section, change in changes.items():
+        epoch = consumed[section] / len(sources[section])
         warn(_log, "the data has %s; training continues at epoch %.2f of the new data", change, epoch)
-    if change := _data_change(checkpoint, "validation.data", sources):
-        warn(_log, "the validation data has %s; validation/loss before and after are not comparable", change)
+    for section in sources:
+        if section.startswith("validation") and (change := _data_change(checkpoint, section, sources)):
+            warn(_log, "the validation data has %s; validation/loss before and after are not comparable", change)
+
+
+def _changed_data(config: JobConfig, section: str, change: str) -> Problem:
+    """Return the problem of a source of training data that has changed. `section`: `data`, or `data.sources.0`."""
+    source: Any = config.data
+    if isinstance(source, MixtureData):
+        source = source.sources[int(section.rpartition(".")[2])]
+    key: KeyPath = tuple(int(part) if part.isdecimal() else part for part in section.split("."))
+    name = "path" if "path" in type(source).model_fields else "kind"
+    reason = (
+        f"the data has {change}; restore it, or use the new data with --checkpoint.accept_changes=true, or start anew "
+        "with --checkpoint.load=none"
+    )
+    return Problem((*key, name), reason, getattr(source, name))
+
+
+class ConsumedSamples:
+    """The number of samples of each data source that a run has consumed. Checkpoints save it, so that a run with other
+    weights of a mixture neither repeats nor omits samples of a source."""
+
+    def __init__(self, order: Order, progress: Progress):
+        """`progress`: an earlier part of the same training state."""
+        self._order, self._progress = order, progress
+
+    def state_dict(self) -> Values:
+        """Return the numbers by index of the source."""
+        consumed = self._order.consumed(self._progress.data_position)
+        return {str(index): torch.tensor(count) for index, count in enumerate(consumed)}
+
+    def load_state_dict(self, state: Values) -> None:
+        """Check the saved numbers. Raises ConfigError if they are not those of this run's order. An empty state is not
+        checked: the run does not take over the position in the data."""
+        ours = self._order.consumed(self._progress.data_position)
+        saved = tuple(int(state.get(str(index), 0)) for index in range(len(ours)))
+        if state and ours != saved:
+            reason = (
+                f"with these sources and weights, the first {sum(ours):,} samples are {_listed(ours)} of the sources, "
+                f"but the run consumed {_listed(saved)} of them; keep the weights of past steps and change those of "
+                "later steps (weight = [[0, 3], [1000, 1]]), or start anew with --checkpoint.load=none"
+            )
+            raise config_error(("data", "sources") if isinstance(self._order, MixtureOrder) else ("data",), reason)
+
+
+def _listed(counts: Iterable[int]) -> str:
+    return " + ".join(f"{count:,}" for count in counts)
 
 
 def _data_change(checkpoint: Path, section: str, sources: Sources) -> str:

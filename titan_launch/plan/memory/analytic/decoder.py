@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.job import JobConfig
@@ -31,14 +32,16 @@ class AnalyticDecoder:
         self.call = context.call
         self.statistics_ranks = context.statistics_ranks
         self.loss_chunks = context.loss_chunks
+        self.has_documents = context.has_documents
 
     def forward(self, tokens: Tensor, blocks: Iterable[str]) -> Tensor:
         """Return the logits of `tokens`, or the loss in chunks. Only the blocks with the paths `blocks` run."""
+        positions = self.autograd.new(tokens.numel, "int32") if self.has_documents else None  # of tokens in documents
         x = self.call("tok_embeddings", self._embed, tokens)
         if self.args.positions == "learned":
-            x = self.call("pos_embeddings", self._add_positions, x)
+            x = self.call("pos_embeddings", partial(self._add_positions, positions), x)
         for path in blocks:
-            x = self.call(path, self._block(path), x)
+            x = self.call(path, self._block(path, positions), x)
         return self._output(self._norm("norm", x))
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -47,9 +50,11 @@ class AnalyticDecoder:
             return ops.embedding(self.autograd, weight, tokens.numel, width)
         return ops.scale(self.autograd, ops.embedding(self.autograd, weight, tokens.numel, width))
 
-    def _add_positions(self, x: Tensor) -> Tensor:
-        weight = self.weight("pos_embeddings.weight")
-        return ops.add_rows(self.autograd, x, ops.embedding(self.autograd, weight, self.seq_len, self.args.dim))
+    def _add_positions(self, positions: Tensor | None, x: Tensor) -> Tensor:
+        weight, dim = self.weight("pos_embeddings.weight"), self.args.dim
+        if positions is None:
+            return ops.add_rows(self.autograd, x, ops.embedding(self.autograd, weight, self.seq_len, dim))
+        return ops.add(self.autograd, x, ops.embedding(self.autograd, weight, positions.numel, dim, positions))
 
     def _output(self, x: Tensor) -> Tensor:
         def capped(x: Tensor) -> Tensor:
@@ -66,9 +71,9 @@ class AnalyticDecoder:
             self.autograd, x, weight, args.dim, self.loss_chunks, is_capped=args.logits_soft_cap is not None
         )
 
-    def _block(self, path: str) -> Compute:
+    def _block(self, path: str, positions: Tensor | None) -> Compute:
         def attended(x: Tensor) -> Tensor:
-            return self._attention(f"{path}.attention", self._norm(f"{path}.attention_norm", x))
+            return self._attention(f"{path}.attention", positions, self._norm(f"{path}.attention_norm", x))
 
         def fed(x: Tensor) -> Tensor:
             return self._feed_forward(f"{path}.feed_forward", self._norm(f"{path}.ffn_norm", x))
@@ -79,27 +84,30 @@ class AnalyticDecoder:
 
         return forward
 
-    def _attention(self, path: str, x: Tensor) -> Tensor:
+    def _attention(self, path: str, positions: Tensor | None, x: Tensor) -> Tensor:
         args = self.args
+        rotate = partial(self._rotate, positions)
 
         def forward(x: Tensor) -> Tensor:
             q, k, v = (self._linear(f"{path}.{name}", x) for name in ("wq", "wk", "wv"))
             if args.qk_norm:
                 q, k = self._norm(f"{path}.q_norm", q), self._norm(f"{path}.k_norm", k)
             if args.positions == "rope":
-                q, k = self.call("rope", self._rotate, q), self.call("rope", self._rotate, k)
-            return self._linear(f"{path}.wo", self._attend(int(path.split(".")[1]), q, k, v))
+                q, k = self.call("rope", rotate, q), self.call("rope", rotate, k)
+            return self._linear(f"{path}.wo", self._attend(int(path.split(".")[1]), positions, q, k, v))
 
         return self.call(path, forward, x)
 
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, layer: int, positions: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         args, num_rows = self.args, q.numel // self.args.head_width
-        if args.attention_soft_cap is None and not args.is_cut(layer, self.seq_len):
+        is_plain = positions is None and args.attention_soft_cap is None
+        if is_plain and not args.is_cut(layer, self.seq_len):
             return ops.attention(self.autograd, q, k, v, num_rows, self.seq_len, self.kernels)
-        return ops.masked_attention(self.autograd, q, k, v, num_rows, self.seq_len, self.kernels)
+        num_queries = self.seq_len if positions is None else positions.numel
+        return ops.masked_attention(self.autograd, q, k, v, num_rows, num_queries * self.seq_len, self.kernels)
 
-    def _rotate(self, x: Tensor) -> Tensor:
-        return ops.rotate(self.autograd, x)
+    def _rotate(self, positions: Tensor | None, x: Tensor) -> Tensor:
+        return ops.rotate(self.autograd, x, 0 if positions is None else positions.numel * self.args.head_width)
 
     def _feed_forward(self, path: str, x: Tensor) -> Tensor:
         def hidden(x: Tensor) -> Tensor:

@@ -34,13 +34,14 @@ def view(autograd: Autograd, x: Tensor) -> Tensor:
     return autograd.record(Tensor(x.storage, x.numel, x.dtype), (x,), lambda gradient, saved: (gradient.pop(),))
 
 
-def embedding(autograd: Autograd, weight: Tensor, num_tokens: int, width: int) -> Tensor:
-    """Look up rows of a table. Backward needs only the tokens, whose memory is already counted."""
+def embedding(autograd: Autograd, weight: Tensor, num_tokens: int, width: int, indices: Tensor | None = None) -> Tensor:
+    """Look up rows of a table. Backward needs the indices: by default the tokens, whose memory is already counted."""
+    saved = autograd.save(*(() if indices is None else (indices,)))
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return (autograd.new(weight.numel, weight.dtype, _GRADIENT),)
 
-    return _record(autograd, autograd.new(num_tokens * width, weight.dtype), (weight,), backward)
+    return _record(autograd, autograd.new(num_tokens * width, weight.dtype), (weight,), backward, saved)
 
 
 def linear(autograd: Autograd, x: Tensor, weight: Tensor, width_in: int, bias: Tensor | None = None) -> Tensor:
@@ -127,25 +128,29 @@ def activation(autograd: Autograd, x: Tensor) -> Tensor:
     return _record(autograd, autograd.new(numel, dtype), (x,), backward, saved)
 
 
-def rotate(autograd: Autograd, x: Tensor) -> Tensor:
+def rotate(autograd: Autograd, x: Tensor, angles: int = 0) -> Tensor:
     """Apply the rotary embedding (`models.layers.RotaryEmbedding`): a product of complex numbers in fp32.
 
-    Nothing is saved, because backward needs only the table, which is a buffer.
+    Backward needs the angles. They are saved if they are rows of the table for the positions in documents; `angles` is
+    then their number of elements. Otherwise they are the table itself, which is a buffer.
     """
     numel, dtype, new = x.numel, x.dtype, autograd.new
+    rows = new(angles, "float32")
     wide = x if dtype == "float32" else new(numel, "float32")
+    saved = autograd.save(rows)
     rotated = new(numel, "float32")
     output = rotated if dtype == "float32" else new(numel, dtype)
-    del wide, rotated
+    del wide, rotated, rows
 
     def backward(gradient: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor | None]:
         wide = gradient.pop() if dtype == "float32" else new(numel, "float32", _BACKWARD)
         gradient.clear()
+        conjugate = new(angles, "float32", _BACKWARD)
         rotated = new(numel, "float32", _BACKWARD)
-        del wide
+        del wide, conjugate
         return (rotated if dtype == "float32" else new(numel, dtype, _BACKWARD),)
 
-    return _record(autograd, output, (x,), backward)
+    return _record(autograd, output, (x,), backward, *((saved,) if angles else ()))
 
 
 def attention(
@@ -165,17 +170,19 @@ def attention(
 
 
 def masked_attention(
-    autograd: Autograd, q: Tensor, k: Tensor, v: Tensor, num_rows: int, seq_len: int, kernels: Kernels
+    autograd: Autograd, q: Tensor, k: Tensor, v: Tensor, num_rows: int, num_pairs: int, kernels: Kernels
 ) -> Tensor:
-    """Compute attention with a sliding window, or on CUDA with a soft cap: `models.attention.masked_attention`.
+    """Compute attention with a sliding window or documents, or on CUDA with a soft cap:
+    `models.attention.masked_attention`.
 
     On CUDA, FlexAttention saves the tensors of flash attention. Selective activation checkpointing does not save its
-    results. A CPU runs flash attention with a mask, which is made from a table of allowed pairs.
+    results. A CPU runs flash attention with a mask of `num_pairs` elements, which is made from a table of allowed
+    pairs. With documents each sequence has a mask of its own.
     """
     if kernels == "cuda":
         return _fused_attention(autograd, q, k, v, num_rows, is_costly=False)
-    allowed = autograd.new(seq_len**2, "bool")
-    output = _fused_attention(autograd, q, k, v, num_rows, (autograd.new(seq_len**2, q.dtype),))
+    allowed = autograd.new(num_pairs, "bool")
+    output = _fused_attention(autograd, q, k, v, num_rows, (autograd.new(num_pairs, q.dtype),))
     del allowed
     return output
 

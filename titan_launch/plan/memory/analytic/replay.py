@@ -11,6 +11,7 @@ from titan_launch.config.architectures.base import ModelArgs
 from titan_launch.config.job import JobConfig
 from titan_launch.config.optimizers import GroupSizes, ShardSize
 from titan_launch.config.sections.base import DTYPE_BYTES
+from titan_launch.config.sections.data import separates_documents
 from titan_launch.config.sections.training import OptimizerConfig
 from titan_launch.plan.communication import padded_numel
 from titan_launch.plan.hardware import Kernels
@@ -65,6 +66,9 @@ class ReplayContext:
 
     loss_chunks: int
     """Number of chunks of classes in which the output layer computes the loss; 1 if it returns logits."""
+
+    has_documents: bool
+    """True if the documents of a sample are separated."""
 
 
 class Forward(Protocol):
@@ -148,7 +152,14 @@ class Replay:
         has_loss_head = plan.loss_head is not None and not enclosing(plan.loss_head, again)
         self._loss_chunks = config.loss.chunks if has_loss_head else 1
         context = ReplayContext(
-            seq_len, self._autograd, kernels, weight, self._call, statistics_ranks, self._loss_chunks
+            seq_len,
+            self._autograd,
+            kernels,
+            weight,
+            self._call,
+            statistics_ranks,
+            self._loss_chunks,
+            separates_documents(config.data),
         )
         self._model = model.build(args, context)
         self._entered_modules = {*plan.inventory.blocks, *plan.inventory.head, *plan.inventory.embeddings}
@@ -220,7 +231,8 @@ class Replay:
 
     def _forward_and_backward(self) -> None:
         num_tokens = self._num_tokens
-        batch = Storage(self._ledger, 2 * 8 * num_tokens, Category.INPUTS)  # int64 inputs and targets
+        token_bytes = 2 * 8 + 4 * separates_documents(self._config.data)  # int64 inputs and targets, int32 documents
+        batch = Storage(self._ledger, token_bytes * num_tokens, Category.INPUTS)
         tokens = Tensor(batch, num_tokens, "float32")
         loss = self._loss(self._call("", self._forward, tokens))
         self._autograd.backward(loss, Tensor(None, 1, "float32"))

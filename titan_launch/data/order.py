@@ -1,0 +1,212 @@
+"""Order of samples: pure functions from a position in the stream of samples to the index of a sample.
+
+A run's position in the stream is one integer: the number of samples consumed so far. The order does not depend on the
+number of ranks, microbatches or workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate
+from math import lcm
+from typing import Protocol
+
+# Four rounds make a Feistel network indistinguishable from a random permutation of a large domain (Luby and Rackoff
+# 1988). The small domain of a tiny data set needs more rounds.
+_ROUNDS = 8
+
+_CACHED_HASHES = 1 << 16
+"""Maximum number of hashes that one round of a permutation keeps: all hashes of an epoch of up to 4^16 samples."""
+
+
+class Order(Protocol):
+    """A function from a position in an endless stream of samples to the index of a sample."""
+
+    @property
+    def num_samples(self) -> int:
+        """Number of different samples."""
+
+    def __call__(self, position: int, /) -> int:
+        """Return the index of the sample at `position` (0, 1, 2, ...) of the stream."""
+
+    def consumed(self, position: int, /) -> tuple[int, ...]:
+        """Return the number of samples of each source before `position`."""
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """Order of one source: an endless stream of epochs. An epoch contains each sample once.
+
+    The order is a pure function of (`seed`, epoch, index): any rank can look up any position without state. A shuffled
+    epoch is a keyed permutation of [0, n), computed per index.
+    """
+
+    num_samples: int
+    """Number of samples in an epoch, at least 1."""
+
+    seed: int
+    shuffle: bool
+    """False: every epoch has the order of the source."""
+
+    def __call__(self, position: int) -> int:
+        """Return the index of the sample at `position` (0, 1, 2, ...) of the stream."""
+        epoch, index = divmod(position, self.num_samples)
+        return _permutation(f"{self.seed}/{epoch}", self.num_samples)(index) if self.shuffle else index
+
+    def consumed(self, position: int) -> tuple[int, ...]:
+        """Return `position` as the only element: all samples are of one source."""
+        return (position,)
+
+
+_BLOCK = 64
+"""Smallest number of positions in a block of a mixture. A power of 4 suits `Permutation`."""
+
+
+class MixtureOrder:
+    """Order of several sources, mixed by weights. An index counts through the samples of all sources, in their order.
+
+    Each source has an endless stream of its own, with the same order as without the others. Positions are divided into
+    blocks. In a block, the number of samples of each source follows from the weights, and a keyed permutation decides
+    which positions they have. After every whole block, the number of samples of a source since the weights last changed
+    differs by less than 1 from its exact share. All numbers are integers, so this holds for every length of the stream.
+    """
+
+    def __init__(self, sources: Mapping[str, SampleOrder], stages: Sequence[tuple[int, Sequence[Fraction]]], seed: int):
+        """`sources`: the order of each source, by name. `stages`: the first position, and the weights of all sources
+        from there on. The first stage begins at 0."""
+        self.sources, self.stages, self.seed = sources, stages, seed
+        self._orders = list(sources.values())
+        *self._offsets, self.num_samples = [0, *accumulate(order.num_samples for order in self._orders)]
+        self._stages: list[_Stage] = []
+        before = (0,) * len(sources)
+        for start, weights in stages:
+            before = self.consumed(start) if self._stages else before
+            self._stages.append(_Stage(start, _whole(weights), before, seed))
+
+    def __call__(self, position: int) -> int:
+        """Return the index of the sample at `position`."""
+        stage = self._stage_at(position)
+        block, slot = divmod(position - stage.start, stage.block_size)
+        source, number = stage.block(block)[slot]
+        return self._offsets[source] + self._orders[source](number)
+
+    def consumed(self, position: int) -> tuple[int, ...]:
+        """Return the number of samples of each source before `position`."""
+        stage = self._stage_at(position)
+        block, slot = divmod(position - stage.start, stage.block_size)
+        counts = list(stage.consumed(block))
+        for source, number in stage.block(block)[:slot]:
+            counts[source] = number + 1
+        return tuple(counts)
+
+    def progress(self, position: int) -> dict[str, tuple[float, float]]:
+        """Return for each source its share of the samples before `position`, and the number of its epochs."""
+        return {
+            name: (count / max(position, 1), count / order.num_samples)
+            for (name, order), count in zip(self.sources.items(), self.consumed(position), strict=True)
+        }
+
+    def _stage_at(self, position: int) -> _Stage:
+        return self._stages[bisect_right(self._stages, position, key=lambda stage: stage.start) - 1]
+
+
+def block_size(weights: Sequence[Fraction]) -> int:
+    """Return the number of positions in a block: enough for a sample of every source with a positive weight."""
+    return max(_BLOCK, -(-sum(weights) // min(weight for weight in weights if weight)))
+
+
+class _Stage:
+    """The positions of a mixture in which the weights are constant, and their division into blocks."""
+
+    def __init__(self, start: int, weights: tuple[int, ...], before: tuple[int, ...], seed: int):
+        """`before`: number of samples of each source before `start`."""
+        self.start, self.weights = start, weights
+        self.block_size = block_size([Fraction(weight) for weight in weights])
+        self._before, self._seed = before, seed
+        self.block = lru_cache(maxsize=8)(self._block)
+
+    def consumed(self, blocks: int) -> tuple[int, ...]:
+        """Return the number of samples of each source before block `blocks` of this stage.
+
+        The exact shares are rounded down. The samples that are then missing go to the sources with the largest
+        remainders. No number falls from one block to the next, because every share of a block is at least 1 or is 0.
+        """
+        positions, total = blocks * self.block_size, sum(self.weights)
+        counts, remainders = zip(*(divmod(weight * positions, total) for weight in self.weights), strict=True)
+        by_remainder = sorted(range(len(counts)), key=lambda source: -remainders[source])
+        rounded_up = by_remainder[: positions - sum(counts)]
+        return tuple(
+            before + count + (source in rounded_up)
+            for source, (before, count) in enumerate(zip(self._before, counts, strict=True))
+        )
+
+    def _block(self, block: int) -> list[tuple[int, int]]:
+        """Return for each position of a block its source, and the number of earlier samples of this source."""
+        counts = list(self.consumed(block))
+        ends = list(accumulate(after - before for before, after in zip(counts, self.consumed(block + 1), strict=True)))
+        permute = Permutation(f"{self._seed}/mixture/{self.start + block * self.block_size}", self.block_size)
+        found = []
+        for slot in range(self.block_size):
+            source = bisect_right(ends, permute(slot))
+            found.append((source, counts[source]))
+            counts[source] += 1
+        return found
+
+
+def _whole(weights: Sequence[Fraction]) -> tuple[int, ...]:
+    """Return whole numbers in the same proportions."""
+    denominator = lcm(*(weight.denominator for weight in weights))
+    return tuple(int(weight * denominator) for weight in weights)
+
+
+class Permutation:
+    """A keyed permutation of [0, size), computed per index without memory for the whole.
+
+    It is a Feistel network over the next power of 4. A result outside [0, size) is permuted again until it lies inside
+    ("cycle walking"; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The domain is smaller than
+    4 * size, so this takes less than 4 rounds on average.
+    """
+
+    def __init__(self, key: str, size: int):
+        self._size = size
+        self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._mask = (1 << self._half_bits) - 1
+        rounds = [_Round(f"{key}/{step}/", self._mask) for step in range(_ROUNDS)]
+        self._rounds = list(zip(rounds[::2], rounds[1::2], strict=True))
+
+    def __call__(self, index: int) -> int:
+        """Return the image of `index`."""
+        while True:
+            left, right = index >> self._half_bits, index & self._mask
+            for first, second in self._rounds:
+                left ^= first[right]
+                right ^= second[left]
+            index = left << self._half_bits | right
+            if index < self._size:
+                return index
+
+
+@lru_cache(maxsize=64)
+def _permutation(key: str, size: int) -> Permutation:
+    """Return the permutation that `key` selects. Consecutive positions of an epoch share one object and its hashes."""
+    return Permutation(key, size)
+
+
+class _Round(dict[int, int]):
+    """The function of one round of a Feistel network, with the hashes that it has computed."""
+
+    def __init__(self, key: str, mask: int):
+        super().__init__()
+        self._key, self._mask = key, mask
+
+    def __missing__(self, half: int) -> int:
+        if len(self) >= _CACHED_HASHES:
+            self.clear()
+        digest = hashlib.blake2b(f"{self._key}{half}".encode(), digest_size=8).digest()
+        self[half] = int.from_bytes(digest, "little") & self._mask
+        return self[half]

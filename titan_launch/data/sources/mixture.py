@@ -1,0 +1,72 @@
+"""Several sources as one. `data.order.MixtureOrder` decides how often each of them is read."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+
+from titan_launch.core.errors import KeyPath, config_error, format_key
+from titan_launch.core.fingerprint import Fingerprint
+from titan_launch.data.sources.base import Sample, SampleSource, read_batch
+
+
+class MixtureSource:
+    """The samples of several sources, one source after another."""
+
+    def __init__(self, sources: Mapping[str, SampleSource], key: KeyPath):
+        """`sources`: the sources by name, whose samples must have the same shape. `key`: path of `[[data.sources]]`."""
+        self.sources = dict(sources)
+        self._sources = list(sources.values())
+        self._starts = [0, *accumulate(map(len, self._sources))]
+        samples = [source[0] for source in self._sources]
+        self._has_documents = any(len(sample) > 2 for sample in samples)
+        first = samples[0][0]
+        for index, (inputs, *_) in enumerate(samples):
+            if (inputs.shape, inputs.dtype) != (first.shape, first.dtype):
+                found, wanted = (f"{tuple(sample.shape)} {sample.dtype}" for sample in (inputs, first))
+                reason = f"has samples of {found}, but {format_key((*key, 0))} has {wanted}; mix data of one shape"
+                raise config_error((*key, index), reason)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @property
+    def num_classes(self) -> int:
+        """The largest number of classes of the sources."""
+        return max(source.num_classes for source in self._sources)
+
+    def describe(self) -> str:
+        """Return the amount of data as part of a log line."""
+        return f"{len(self._sources)} sources, {len(self):,} samples"
+
+    def fingerprint(self, seed: int) -> Fingerprint | None:
+        """Return None: a run compares the fingerprints of the sources."""
+
+    def __getitem__(self, index: int) -> Sample:
+        """Return sample `index`. A sample without documents becomes one document if other sources have documents."""
+        return tuple(column[0] for column in self.read_batch([index], None))
+
+    def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> Sample:
+        """Return samples, stacked, as `__getitem__` returns them."""
+        rows: dict[int, list[int]] = {}
+        for row, index in enumerate(indices):
+            rows.setdefault(bisect_right(self._starts, index) - 1, []).append(row)
+        parts = []
+        for source, chosen in rows.items():
+            of_source = [indices[row] - self._starts[source] for row in chosen]
+            part = read_batch(self._sources[source], of_source, positions and [positions[row] for row in chosen])
+            if self._has_documents and len(part) == 2:
+                part = (*part, torch.zeros_like(part[0], dtype=torch.int32))
+            parts.append(part)
+        if len(parts) == 1:
+            return parts[0]
+        order = torch.tensor([row for chosen in rows.values() for row in chosen]).argsort()
+        return tuple(torch.cat(columns)[order] for columns in zip(*parts, strict=True))
+
+
+def single_sources(source: SampleSource) -> dict[str, SampleSource]:
+    """Return the sources of a mixture by name. The name of any other source is ""."""
+    return source.sources if isinstance(source, MixtureSource) else {"": source}

@@ -1,0 +1,125 @@
+"""Documents within samples: the positions of their tokens, and how a model's forward learns where they begin.
+
+A forward gets the documents of a batch in one of two ways:
+
+    model                          argument
+    of this package, or your own   documents     the number of each token's document
+    of transformers                position_ids  the position of each token in its document
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_launch.core.errors import KeyPath, config_error
+from titan_launch.core.patches import replaced
+
+_DTYPE = torch.int32
+"""Dtype of the positions of this package. The positions that `transformers` makes are int64."""
+
+
+def positions_in(documents: Tensor) -> Tensor:
+    """Return the position of each token in its document, from 0: int32 (batch, tokens).
+
+    `documents`: a number for each token (batch, tokens). A document begins where the number changes.
+    """
+    index = torch.arange(documents.shape[1], dtype=_DTYPE, device=documents.device)
+    starts = index[1:].where(documents[:, 1:] != documents[:, :-1], 0).cummax(-1).values
+    return index - F.pad(starts, (1, 0))
+
+
+def document_arguments(model: nn.Module, documents: Tensor | None) -> dict[str, Tensor]:
+    """Return the keyword argument of a forward that separates the documents of a batch; none if there are no
+    documents."""
+    if documents is None:
+        return {}
+    if _takes_positions(model):
+        return {"position_ids": positions_in(documents)}
+    return {"documents": documents}
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    return getattr(model, "separates_by_positions", False)
+
+
+def separate_by_positions(model: Any) -> None:
+    """Declare that a model of `transformers` separates documents by `position_ids` of this package.
+
+    The masks of all models of `transformers` in this process then depend on the dtype of the positions. Otherwise every
+    forward would look for documents in the positions, and wait for the device. In a trace, which has no values, the
+    models would assume documents, and attention would use another kernel than in a run.
+    """
+    from transformers import masking_utils
+
+    model.separates_by_positions = True
+    masking_utils.find_packed_sequence_indices = _documents_at
+
+
+def _documents_at(position_ids: Tensor) -> Tensor | None:
+    """Return the number of each token's document; None for positions that `transformers` has made."""
+    return (position_ids == 0).cumsum(-1) if position_ids.dtype == _DTYPE else None
+
+
+def check_documents(model: nn.Module, seq_len: int, key: KeyPath) -> None:
+    """Raise ConfigError for a model on the meta device whose forward does not separate documents.
+
+    `key`: the key that is set to "documents".
+    """
+    name = type(model).__name__
+    if _takes_positions(model):
+        reason = _obstacle_in_transformers(model, seq_len)
+        problem = reason and f"is not supported by {name} of transformers, which {reason}"
+    else:
+        is_taken = "documents" in inspect.signature(model.forward).parameters
+        problem = None if is_taken else f"needs forward(inputs, documents=None), but {name}.forward takes no documents"
+    if problem is not None:
+        raise config_error(key, f'{problem}; set "concat"', "documents", also=(("model", "name"),))
+
+
+def _obstacle_in_transformers(model: Any, seq_len: int) -> str | None:
+    """Return the reason why a model does not separate documents by `position_ids`, or None.
+
+    A forward on the meta device shows whether all masks and learned positions are made from these positions.
+    """
+    from transformers import masking_utils
+
+    others = {*(getattr(model.config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        others.add("convolution")
+    if others:
+        return f"has layers that mix documents ({', '.join(sorted(others))})"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return "takes no position_ids"
+    is_separated: list[bool] = []
+    own_positions: list[str] = []
+
+    def find(position_ids: Tensor) -> Tensor | None:
+        documents = _documents_at(position_ids)
+        is_separated.append(documents is not None)
+        return documents
+
+    def look_up(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not any(isinstance(value, Tensor) and value.dtype == _DTYPE for value in (*args, *kwargs.values())):
+            own_positions.append(path)
+
+    tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+            if isinstance(module, nn.Embedding) and module is not model.get_input_embeddings():
+                hook = module.register_forward_pre_hook(partial(look_up, path), with_kwargs=True)
+                stack.callback(hook.remove)
+        stack.enter_context(replaced(masking_utils, "find_packed_sequence_indices", find))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(suppress(Exception))  # some layers fail without values, after the masks are made
+        model(tokens, position_ids=positions_in(tokens))
+    if own_positions:
+        return f"looks up {own_positions[0]} at positions of its own"
+    return None if is_separated and all(is_separated) else "makes attention masks without position_ids"
