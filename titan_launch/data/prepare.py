@@ -48,7 +48,7 @@ _BATCH = 1000
 _BATCH_BYTES = 1 << 20
 """Size of text that is tokenized at a time. The package tokenizers needs about 100 bytes for each token."""
 
-_NOT_IN_TOKENS = {"path", "packing", "shuffle", "num_workers", "name", "weight"}
+_NOT_IN_TOKENS = {"path", "packing", "shuffle", "num_workers", "name", "weight", "streaming"}
 """Keys that do not change the tokens. (The files that `path` names are compared instead.)"""
 
 

@@ -14,13 +14,14 @@ from titan_launch.config.sections.data import DataSource, MixtureData
 from titan_launch.core.errors import KeyPath
 from titan_launch.data.loader import Loader, build_train_loader, build_validation_loader, num_validation_batches
 from titan_launch.data.order import MixtureOrder, Order, SampleOrder
-from titan_launch.data.sources import Batch, MixtureSource, SampleSource, build_source
+from titan_launch.data.sources import Batch, MixtureSource, SampleSource, StreamSource, build_source
 from titan_launch.data.sources.mixture import single_sources
 from titan_launch.data.tokenizers import build_tokenizer
 from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
 from titan_launch.parallel.context_parallel import SequencePart, part_of, sequence_part
 from titan_launch.plan.layout import Layout
+from titan_launch.train.streams import StreamBatches
 
 
 class TrainBatches:
@@ -178,6 +179,24 @@ def build_train_batches(
         )
 
     batches = TrainBatches(build_loader, position)
+    stack.callback(batches.close)
+    return batches
+
+
+def build_stream_batches(
+    config: JobConfig, data: RunData, layout: Layout, ranks: Ranks, stack: ExitStack
+) -> StreamBatches | None:
+    """Return this rank's microbatches of a stream; None for data with an index. Closing `stack` ends the worker."""
+    if not isinstance(data.train, StreamSource):
+        return None
+    batches = StreamBatches(
+        data.train,
+        layout,
+        layout.data_rank(ranks.rank),
+        data.sequence_part,
+        num_workers=config.data.num_workers,
+        pin_memory=ranks.device.type == "cuda",
+    )
     stack.callback(batches.close)
     return batches
 

@@ -138,10 +138,9 @@ def test_errors_name_the_key_and_the_remedy(tmp_path: Path) -> None:
     )
     assert problem(TextData(path=(str(file), "nowhere/*.txt"))) == 'data.path: no file is found at "nowhere/*.txt"'
     empty_side = "train" if is_held_out("a.txt", 50) else "validation"
-    other_side = "validation" if empty_side == "train" else "train"
     assert problem(TextData(path=str(file), split=empty_side, validation_percent=50)) == (
-        f'data.split: is empty: with validation_percent = 50, the only file belongs to "{other_side}"; provide '
-        'more files (each file is one document), or a separate path with split = "all"'
+        "data.split: is empty: with validation_percent = 50, no document belongs to it; provide more documents (each "
+        'file is one document), or other data with split = "all"'
     )
 
 
@@ -151,7 +150,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     file = tmp_path / "a.txt"
     file.write_text("text")
-    monkeypatch.setattr("titan_launch.data.corpora.text.read_regular", refuse)  # chmod does not stop root
+    monkeypatch.setattr("titan_launch.data.corpora.files.open_regular", refuse)  # chmod does not stop root
     remedy = "correct the permissions, or name other files"
     assert problem(TextData(path=str(file))) == f"data.path: cannot read {file}: Permission denied; {remedy}"
 
@@ -178,20 +177,20 @@ def test_files_that_are_not_text_are_skipped_and_counted(tmp_path: Path) -> None
     assert alone.describe() == "1 file, 8 tokens, 1 sample of 4"
     (tmp_path / "a.bin").write_bytes(b"\x80\x81")
     assert build(TextData(path=str(tmp_path))).describe() == (
-        "1 file, 8 tokens, 1 sample of 4; skipped 1 file that is not UTF-8 text, first: a.bin"
+        "1 file, 8 tokens, 1 sample of 4; skipped 1 file: 1 not UTF-8 text; first: a.bin"
     )
     (tmp_path / "c.bin").write_bytes(b"c\0")
     source = build(TextData(path=str(tmp_path)))
-    assert source.describe().endswith("; skipped 2 files that are not UTF-8 text, first: a.bin")
+    assert source.describe().endswith("; skipped 2 files: 2 not UTF-8 text; first: a.bin")
     assert torch.equal(source[0][0], alone[0][0])
 
 
 def test_data_without_text_is_refused(tmp_path: Path) -> None:
     for name in ("a.bin", "b.bin"):
         (tmp_path / name).write_bytes(b"\xff\xfe\0")
-    rest = "without NUL bytes (first: a.bin); convert it to UTF-8, or name text files"
-    assert problem(TextData(path=str(tmp_path / "a.bin"))) == f"data.path: is not UTF-8 text {rest}"
-    assert problem(TextData(path=str(tmp_path))) == f"data.path: none of its 2 files is UTF-8 text {rest}"
+    rest = "not UTF-8 text; first: a.bin); convert files to UTF-8 without NUL bytes, or name text files"
+    assert problem(TextData(path=str(tmp_path / "a.bin"))) == f"data.path: has no documents (skipped 1 file: 1 {rest}"
+    assert problem(TextData(path=str(tmp_path))) == f"data.path: has no documents (skipped 2 files: 2 {rest}"
 
 
 JOB = """
@@ -240,7 +239,7 @@ def test_a_run_logs_how_much_data_it_has_and_goes_on_with_no_other_data(tmp_path
         tokens = sum(len(documents[name]) + 1 for name in names)
         expected[what] = f"{len(names)} files, {tokens:,} tokens, {(tokens - 1) // 16} samples of 16"
     skipping = "validation data" if is_held_out(picture, 30) else "data"
-    expected[skipping] += r"; skipped 1 file that is not UTF-8 text, first: \udce9.png"
+    expected[skipping] += r"; skipped 1 file: 1 not UTF-8 text; first: \udce9.png"
     expected["validation data"] += "; the first 2 samples are used"
     logged = [line.split(":", 1) for line in printed.splitlines() if "data: " in line]
     assert [(what, text.strip()) for what, text in logged] == list(expected.items())
@@ -262,6 +261,6 @@ def test_a_run_refuses_a_file_that_is_not_text(tmp_path: Path) -> None:
     status, _, reported = run_command(["train", "--config", "job.toml"], tmp_path)
     assert (status, reported) == (
         2,
-        'error: job.toml:14: data.path = "text": is not UTF-8 text without NUL bytes (first: text); convert it to '
-        "UTF-8, or name text files\n",
+        'error: job.toml:14: data.path = "text": has no documents (skipped 1 file: 1 not UTF-8 text; first: text); '
+        "convert files to UTF-8 without NUL bytes, or name text files\n",
     )

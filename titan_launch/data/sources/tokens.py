@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from titan_launch.config.sections.data import IGNORED_TARGET, CorpusData, TokenizedData, TokensData
-from titan_launch.core.errors import config_error
+from titan_launch.config.sections.data import IGNORED_TARGET, CorpusData, TokensData
+from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.fingerprint import Fingerprint
 from titan_launch.data.corpora import CORPORA
 from titan_launch.data.corpora.base import Corpus
@@ -76,15 +76,13 @@ def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource:
     corpus = CORPORA[config.kind](config, context.tokenizer, context.key)
     folder = cached_token_files(corpus)
     header = read_header(folder)
-    note = _skipped_note(header)
-    _check_split(corpus, header)
-    if not header.files:
-        is_single = len(corpus.files) == 1
-        found = "is not UTF-8 text" if is_single else f"none of its {len(corpus.files):,} files is UTF-8 text"
-        reason = f"{found} without NUL bytes (first: {header.first_skipped}); convert it to UTF-8, or name text files"
-        raise config_error((*context.key, "path"), reason, _path(config))
+    skipped = _skipped(corpus, header)
+    if not header.num_documents:
+        raise _without_documents(corpus, skipped)
+    documents = "" if corpus.unit == "file" else f", {_count(header.num_documents, 'document')}"
+    description = f"{_count(len(header.files), 'file')}{documents}"
     stream = _open(config, context, folder, header)
-    return _build(config, context, header, stream, _count(len(header.files), "file"), note)
+    return _build(config, context, header, stream, description, skipped and f"; {skipped}")
 
 
 def build_tokens(config: TokensData, context: SourceContext) -> TokenSource:
@@ -110,15 +108,20 @@ def build_tokens(config: TokensData, context: SourceContext) -> TokenSource:
     return _build(config, context, header, stream, _count(header.num_documents, "document"), "")
 
 
-def _open(config: TokenizedData, context: SourceContext, folder: Path, header: Header) -> TokenStream:
+def _open(config: CorpusData | TokensData, context: SourceContext, folder: Path, header: Header) -> TokenStream:
     try:
         return open_token_files(folder, header)
     except TokenFilesError as error:
-        raise config_error((*context.key, "path"), str(error), _path(config)) from None
+        raise config_error((*context.key, "path"), str(error), config.path) from None
 
 
 def _build(
-    config: TokenizedData, context: SourceContext, header: Header, stream: TokenStream, description: str, note: str
+    config: CorpusData | TokensData,
+    context: SourceContext,
+    header: Header,
+    stream: TokenStream,
+    description: str,
+    note: str,
 ) -> TokenSource:
     source = TokenSource(stream, context.seq_len, header.vocab_size, description, note)
     if not len(source):
@@ -127,40 +130,28 @@ def _build(
             f"has too few tokens for a sample of seq_len + 1 = {context.seq_len + 1} tokens: {found}; name more text, "
             "or set a smaller training.seq_len"
         )
-        raise config_error((*context.key, "path"), reason, _path(config))
+        raise config_error((*context.key, "path"), reason, config.path)
     return source
 
 
-def _check_split(corpus: Corpus, header: Header) -> None:
-    """Raise ConfigError if no document belongs to the split."""
-    config, num_files = corpus.config, len(corpus.files)
-    if config.split == "all" or header.files or header.skipped:
-        return
-    other = "train" if config.split == "validation" else "validation"
-    belongs = "the only file belongs" if num_files == 1 else f"all {num_files} files belong"
+def _without_documents(corpus: Corpus, skipped: str) -> ConfigError:
+    """Return the error for a corpus of which no document is used."""
+    config = corpus.config
+    if config.split == "all" or skipped:
+        reason = f"has no documents{f' ({skipped})' if skipped else ''}; {corpus.remedy}"
+        return config_error((*corpus.key, "path"), reason, config.path)
     reason = (
-        f'is empty: with validation_percent = {config.validation_percent}, {belongs} to "{other}"; provide more files '
-        '(each file is one document), or a separate path with split = "all"'
+        f"is empty: with validation_percent = {config.validation_percent}, no document belongs to it; provide more "
+        f'documents (each {corpus.unit} is one document), or other data with split = "all"'
     )
-    raise config_error((*corpus.key, "split"), reason, config.split)
+    return config_error((*corpus.key, "split"), reason, config.split)
 
 
-def _skipped_note(header: Header) -> str:
-    """Return the text of a log line about skipped files; "" if there are none."""
-    if not header.skipped:
-        return ""
-    counts = " and ".join(_plural(number, reason) for reason, number in header.skipped.items())
-    return f"; skipped {counts}, first: {header.first_skipped}"
-
-
-def _plural(number: int, reason: str) -> str:
-    """Return `2 files that are not UTF-8 text` for `file that is not UTF-8 text`."""
-    noun, _, rest = reason.partition(" that is ")
-    return f"{number:,} {reason}" if number == 1 else f"{number:,} {noun}s that are {rest}"
-
-
-def _path(config: TokenizedData) -> object:
-    return getattr(config, "path", None)
+def _skipped(corpus: Corpus, header: Header) -> str:
+    """Return a clause about the documents that the corpus has skipped; "" if there are none."""
+    reasons = ", ".join(f"{number:,} {reason}" for reason, number in header.skipped.items())
+    number = _count(sum(header.skipped.values()), corpus.unit)
+    return reasons and f"skipped {number}: {reasons}; first: {header.first_skipped}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -123,6 +123,7 @@ def training_state(
     optimizer: Optimizer,
     progress: Progress,
     order: Order,
+    stream: Part | None,
     guard: Part,
     ema: Part | None,
     statistics: LocalStatistics,
@@ -130,13 +131,16 @@ def training_state(
     ranks: Ranks,
 ) -> TrainingState:
     """Return the state that checkpoints save: model, optimizer, random generators, progress, consumed samples, the
-    skipped-step counters and history of `guard` (a StepGuard), and BatchNorm statistics of this rank."""
+    skipped-step counters and history of `guard` (a StepGuard), and BatchNorm statistics of this rank. `stream`: the
+    position in a stream of training data; None for data with an index."""
     parts: dict[str, Part] = {"progress": progress, "consumed": ConsumedSamples(order, progress), "guard": guard}
+    if stream is not None:
+        parts["stream"] = stream
     if ema is not None:
         parts["ema"] = ema
-    stream = random_stream(ranks.rank, config.parallelism)
+    random = random_stream(ranks.rank, config.parallelism)
     seed, pipeline = config.training.seed, mesh.pipeline_group
-    return TrainingState(model, optimizer, parts, statistics, ranks.device, seed, stream, pipeline)
+    return TrainingState(model, optimizer, parts, statistics, ranks.device, seed, random, pipeline)
 
 
 def how_to_resume(config: JobConfig) -> str:
