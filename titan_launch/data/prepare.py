@@ -46,7 +46,7 @@ _BATCH = 1000
 """Largest number of documents that are tokenized at a time."""
 
 _BATCH_BYTES = 1 << 20
-"""Size of text that is tokenized at a time. The package tokenizers needs about 100 bytes for each token."""
+"""Size of text that is tokenized at a time. The package tokenizers needs about 500 bytes for each token."""
 
 _LARGE_CORPUS = 1 << 26
 """Bytes of text above which a run starts processes to tokenize it. They take a second to start."""
