@@ -52,7 +52,7 @@ data
   packing               documents
   samples               3
   files                 4
-  skipped               1: file that is not UTF-8 text
+  skipped               1: not UTF-8 text
   documents             4
   tokens                22
   padding               25.00%
