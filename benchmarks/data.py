@@ -2,7 +2,7 @@
 
     python benchmarks/data.py --write docs/verification/cpu.md
     python benchmarks/data.py --steps configs/llama_bn.toml configs/resnet_bn.toml --write docs/verification/cpu.md
-    python benchmarks/data.py --prepare 150 --write docs/verification/cpu.md
+    python benchmarks/data.py --prepare 34 --write docs/verification/cpu.md
 
 The first command reads random tokens through the loader and compares it with copies from a plain memory map of the
 same file. The second trains each configuration for a few steps. The third tokenizes text with `titan-launch prepare`
