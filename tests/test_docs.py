@@ -30,9 +30,10 @@ from tests.test_layering import RANKS
 from tests.train.jobs import read_metrics, this_rank
 from titan_launch.cli import main, parse_arguments
 from titan_launch.config.loading.load import load_job
+from titan_launch.config.sections.tokenizer import TokenizerConfig
 from titan_launch.core.torch_release import CAN_SHARE_UNITS
 from titan_launch.data.sources import build_source
-from titan_launch.data.tokenizers import build_tokenizer
+from titan_launch.data.tokenizers import build_tokenizer, train_tokenizer
 from titan_launch.launch.options import LAUNCH_OPTIONS, plan_processes
 from titan_launch.metrics.tags import markdown_table
 from titan_launch.train.build import build_run
@@ -80,16 +81,39 @@ def test_every_toml_block_of_the_docs_passes_the_check(
     if path := re.search(r'^name = "huggingface"\npath = "(.*?)"', block, flags=re.MULTILINE):
         write_config(tmp_path / path[1], "llama", vocab_size=320, max_position_embeddings=2048)
         monkeypatch.chdir(tmp_path)
+    if 'kind = "tokens"' in block:
+        pytest.importorskip("tokenizers")
+        monkeypatch.chdir(tmp_path)
+        train_tokenizer(["text"], 300, tmp_path / "tokens/tokenizer")
+        for path in re.findall(r'^path = "(tokens/.*)"', block, flags=re.MULTILINE):
+            (tmp_path / path).mkdir(exist_ok=True)
     if re.search(r'^path = "(photos|shards)/', block, flags=re.MULTILINE):
         for folder in ("photos/train/cat", "photos/val/cat", "shards"):
             (tmp_path / folder).mkdir(parents=True)
         for number in range(2):
             (tmp_path / f"shards/train-00{number}.tar").touch()
         monkeypatch.chdir(tmp_path)
+    if re.search(r'^path = "corpus', block, flags=re.MULTILINE):
+        (tmp_path / "corpus").mkdir()
+        for suffix in ("jsonl", "parquet"):
+            (tmp_path / f"corpus/00.{suffix}").touch()
+        monkeypatch.chdir(tmp_path)
     job = tmp_path / "job.toml"
     job.write_text(block)
     command = ["check", "--config", str(job), "--world-size", "2", NO_EARLIER_RUN]
     assert main(command) == 0, capsys.readouterr().err
+
+
+def test_the_data_source_of_the_docs_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = (REPO / "docs/how_to/data.md").read_text().partition("## Your own source")[2]
+    code, job = re.findall(r"^```(?:python\n# my_data.py|toml)\n(.*?)^```", section, re.DOTALL | re.MULTILINE)[:2]
+    (tmp_path / "my_data.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "job.toml").write_text(job)
+    source = build_source(load_job("job.toml").config.data, build_tokenizer(TokenizerConfig()), 8)
+    assert len(source) == 1000
+    assert [tensor.tolist() for tensor in source[2]] == [list(range(2, 10)), list(range(3, 11))]
 
 
 RESULT = [  # smaller than the main job, and in fp32, so that the numbers are equal
@@ -159,8 +183,11 @@ def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys
     match words:
         case ["titan-launch" | "python", *rest] if words[0] == "titan-launch" or rest[:2] == ["-m", "titan_launch"]:
             arguments = rest if words[0] == "titan-launch" else rest[2:]
-            if arguments[0] in ("import", "export", "generate", "evaluate"):
+            if arguments[0] in ("import", "export", "generate", "evaluate", "prepare"):
                 assert parse_arguments(arguments).run
+            elif arguments[0] == "data":
+                parsed = parse_arguments(arguments)
+                check(["--config", parsed.config, *parsed.overrides], capsys)
             elif arguments[0] == "plan":
                 plan([str(tmp_path / "plan.png") if arg.endswith(".png") else arg for arg in arguments])
             else:

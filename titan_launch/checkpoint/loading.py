@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from titan_launch.checkpoint.manifest import DamagedCheckpointError, check, checkpoint_name, checkpoint_steps
 from titan_launch.checkpoint.retention import set_aside
-from titan_launch.checkpoint.state import TrainingState, Values, rank_key
+from titan_launch.checkpoint.state import SizedPart, TrainingState, Values, rank_key
 from titan_launch.core.errors import KeyPath, UserError, config_error, listed
 from titan_launch.core.globs import matches
 from titan_launch.distributed.collectives import on_all_ranks, on_rank_0, warn
@@ -148,7 +148,10 @@ def _load(checkpoint: Path, state: TrainingState, selection: Selection) -> None:
     target: dict[str, Any] = dict(state.weights.targets(names, updated))
     _check_optimizer(checkpoint, target["optimizer"], _below("optimizer", saved))
     for name, part in state.parts.items():
-        target[name] = _known(part.state_dict(), name, saved)
+        if isinstance(part, SizedPart):
+            target[name] = part.targets(_below(name, saved) if _takes(selection, name, "") else {})
+        else:
+            target[name] = _known(part.state_dict(), name, saved)
     own, stream = rank_key(), state.random_key
     has_random = selection.takes("random") and f"random.{stream}.torch" in saved
     if has_random:
@@ -193,7 +196,7 @@ def _takes(selection: Selection, part: str, key: str) -> bool:
     """Return True if the value `key` of a part of the training state is loaded."""
     if part == "ema":
         return selection.takes("ema") and selection.takes_tensor(key)
-    is_position = part == "consumed" or (part == "progress" and key in ("samples_seen", "samples_skipped"))
+    is_position = part in ("consumed", "stream") or (part == "progress" and key in ("samples_seen", "samples_skipped"))
     return selection.takes("data" if is_position else "step")
 
 

@@ -28,6 +28,14 @@ class Part(Protocol):
         """Load a state. Keys that did not exist when the state was saved may be missing."""
 
 
+class SizedPart(Part):
+    """A base class of parts whose tensors have other sizes in each checkpoint, and other keys on each rank."""
+
+    def targets(self, shapes: Mapping[str, tuple[int, ...]]) -> Values:
+        """Return the tensors into which a checkpoint is read. `shapes`: the saved shapes, by key."""
+        raise NotImplementedError
+
+
 @dataclass
 class Progress:
     """Progress of a run. The data order and the learning rate are pure functions of the progress and the seed."""

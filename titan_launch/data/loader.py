@@ -1,7 +1,8 @@
 """Loaders of batches. Which samples a step has does not depend on the number of ranks, microbatches or workers.
 
 Checkpoints save only the run's position in the stream of samples, one integer, so a run can resume with another world
-size. The state of torchdata's loader is not used, because it describes the workers of one rank.
+size. The state of torchdata's loader describes the worker of one rank. It is used only for data without an index
+(`StreamLoader`).
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_launch.config.sections.data import IGNORED_TARGET
 from titan_launch.core.errors import UserError
 from titan_launch.core.signals import ignore_stop_signals
 from titan_launch.data.order import Order
-from titan_launch.data.sources import Batch, Sample, SampleSource, read_batch
+from titan_launch.data.sources import Batch, Sample, SampleSource, StreamSource, read_batch
+from titan_launch.data.sources.stream import Reader
 from titan_launch.plan.layout import Layout
 
 
@@ -33,9 +35,9 @@ class Loader:
     Worker processes stay alive between iterations, until `close`. Call `close`, or use the loader as a context manager.
     """
 
-    def __init__(self, reader: BatchReader, batches: Iterable[Sequence[int]], *, num_workers: int, pin_memory: bool):
-        """`batches`: what `reader` turns into a batch, for each batch."""
-        self._loader = _build_data_loader(reader, batches, num_workers, pin_memory)
+    def __init__(self, data: Any, *, num_workers: int, pin_memory: bool, **options: Any):
+        """`data`, `options`: data set and further arguments of PyTorch's loader."""
+        self._loader = _build_data_loader(data, num_workers, pin_memory, options)
         # At exit, multiprocessing sends SIGTERM to its children and waits for them. Workers ignore SIGTERM, so
         # this call must end them before.
         atexit.register(self.close)
@@ -84,7 +86,7 @@ def build_train_loader(
     The next microbatch takes the next positions. So the samples of a step do not depend on ranks and microbatches.
     """
     reader, batches = _TrainReader(source, order), _TrainBatches(layout, dp_rank, start)
-    return Loader(reader, batches, num_workers=num_workers, pin_memory=pin_memory)
+    return _indexed_loader(reader, batches, num_workers, pin_memory)
 
 
 def samples_of_step(order: Order, layout: Layout, position: int) -> list[list[list[int]]]:
@@ -110,7 +112,7 @@ def build_validation_loader(
     targets are all `IGNORED_TARGET`, fill the last batches of a part. Every iteration starts with the first sample.
     """
     batches = _ValidationBatches(parts or [range(len(source))], local_batch_size, dp_rank, dp_size)
-    return Loader(_ValidationReader(source), batches, num_workers=num_workers, pin_memory=pin_memory)
+    return _indexed_loader(_ValidationReader(source), batches, num_workers, pin_memory)
 
 
 def num_validation_batches(part: range, local_batch_size: int, dp_size: int) -> int:
@@ -262,16 +264,84 @@ def _packed(batch: Sample | UserError) -> _Packed | UserError:
     return batch if isinstance(batch, UserError) else _Packed(batch)
 
 
-def _build_data_loader(
+class StreamLoader(Loader):
+    """Iterable over the batches of one part of a stream. Its state is that of torchdata's loader: plain data."""
+
+    def __init__(
+        self, source: StreamSource, part: int, parts: int, batch_size: int, *, num_workers: int, pin_memory: bool
+    ):
+        """`part`: number of the part, from 0 to `parts` - 1."""
+        super().__init__(
+            _StreamPart(source, part, parts),
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            batch_size=batch_size,
+            collate_fn=_stacked,
+            snapshot_every_n_steps=1,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last batch."""
+        state: dict[str, Any] = self._loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration continue after a position."""
+        self._loader.load_state_dict(state)
+
+
+class _StreamPart(IterableDataset[Any]):
+    """One part of a stream, as PyTorch's loader takes it."""
+
+    def __init__(self, source: StreamSource, part: int, parts: int):
+        self._source, self._part, self._parts = source, part, parts
+
+    def __iter__(self) -> Iterator[Sample | UserError]:
+        return _ErrorsAsSamples(self._source.open_part(self._part, self._parts))
+
+
+class _ErrorsAsSamples:
+    """A reader of a stream that returns a UserError in place of a sample, as `_ErrorsAsBatches`."""
+
+    def __init__(self, reader: Reader):
+        self._reader = reader
+        self.state_dict, self.load_state_dict = reader.state_dict, reader.load_state_dict
+
+    def __iter__(self) -> _ErrorsAsSamples:
+        return self
+
+    def __next__(self) -> Sample | UserError:
+        try:
+            return next(self._reader)
+        except UserError as error:
+            return UserError(str(error))
+
+
+def _stacked(samples: list[Sample | UserError]) -> _Packed | UserError:
+    error = next((sample for sample in samples if isinstance(sample, UserError)), None)
+    return error or _Packed(tuple(map(torch.stack, zip(*samples, strict=True))))
+
+
+def _indexed_loader(
     reader: BatchReader, batches: Iterable[Sequence[int]], num_workers: int, pin_memory: bool
-) -> Any:
+) -> Loader:
+    """Return a loader of batches that `reader` reads. `batches`: what `reader` turns into a batch, for each batch."""
+    return Loader(
+        _ErrorsAsBatches(reader),
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        batch_sampler=batches,
+        collate_fn=_packed,
+        snapshot_every_n_steps=None,  # its state is not used
+    )
+
+
+def _build_data_loader(data: Any, num_workers: int, pin_memory: bool, options: dict[str, Any]) -> Any:
     with warnings.catch_warnings():
         # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates. The user cannot change that.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         return StatefulDataLoader(
-            _ErrorsAsBatches(reader),
-            batch_sampler=batches,
-            collate_fn=_packed,
+            data,
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
@@ -280,7 +350,7 @@ def _build_data_loader(
             worker_init_fn=_ignore_stop_signals,
             # With the default generator, starting an iteration would change the random numbers of dropout.
             generator=torch.Generator(),
-            snapshot_every_n_steps=None,  # its state is not used
+            **options,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, TokenizerConfig, read_tokenizer_json, special_token
-from titan_launch.core.errors import config_error
+from titan_launch.core.errors import KeyPath, config_error
+from titan_launch.core.files import remove
 from titan_launch.data.token_files import Tokens, token_dtype
 
 
@@ -71,15 +73,21 @@ class HuggingFaceTokenizer:
 
     def __init__(self, config: TokenizerConfig):
         """Load the file. Raises ConfigError on `tokenizer.path`, or on the key of a special token that it lacks."""
+        self._config = config
+        end_of_document = special_token(config)  # also checks the token that begins a document
         content = read_tokenizer_json(config)
         self._tokenizer = _load(config, content)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._dtype = token_dtype(self.vocab_size)
         self._begin = [] if config.begin_of_document is None else [self.token(config.begin_of_document)]
-        self.end_of_document = self.token(special_token(config))
+        self.end_of_document = self.token(end_of_document)
         digest = hashlib.blake2b(content, digest_size=16)
         digest.update(f"{self._begin} {self.end_of_document}".encode())
         self.digest = digest.hexdigest()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Load the file again in another process. A pickle of the package's tokenizer would lose its options."""
+        return HuggingFaceTokenizer, (self._config,)
 
     def token(self, name: str) -> int:
         """Return the id of the token `name`, which `special_token` has checked."""
@@ -106,15 +114,50 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     return ByteTokenizer() if config.kind == "bytes" else HuggingFaceTokenizer(config)
 
 
+END_OF_DOCUMENT = "<|endoftext|>"
+"""Name of the special token of a trained tokenizer, as in GPT-2."""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> int:
+    """Train a byte-level BPE tokenizer and write it to a new folder, which `transformers` also loads. Return the number
+    of its tokens: `vocab_size`, or less for little text. The same texts always give the same files."""
+    tokenizers = _library(("tokenizer", "kind"), "huggingface")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(byte_level.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    partial = folder.with_name(f"{folder.name}.partial")
+    remove(partial)
+    partial.mkdir(parents=True)
+    (partial / TOKENIZER_FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
+    (partial / "tokenizer_config.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
+    partial.rename(folder)
+    return int(tokenizer.get_vocab_size())
+
+
+def _library(key: KeyPath, value: object) -> Any:
+    """Return the package `tokenizers`. Raises ConfigError on `key` if it is not installed."""
+    try:
+        import tokenizers  # optional, and slow to import
+    except ImportError:
+        reason = "needs the package tokenizers, which is not installed: pip install 'titan-launch[tokenizers]'"
+        raise config_error(key, reason, value) from None
+    return tokenizers
+
+
 def _load(config: TokenizerConfig, content: bytes) -> Any:
     key = ("tokenizer", "path")
+    library = _library(key, config.path)
     try:
-        from tokenizers import Tokenizer as Fast  # optional, and slow to import
-    except ImportError:
-        reason = "needs the package tokenizers, which is not installed: pip install 'titan-launch[hf]'"
-        raise config_error(key, reason, config.path) from None
-    try:
-        tokenizer = Fast.from_buffer(content)
+        tokenizer = library.Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises plain exceptions
         reason = f"cannot be used: {error}; name a tokenizer.json of Hugging Face"
         raise config_error(key, reason, config.path) from None

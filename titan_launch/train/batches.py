@@ -14,13 +14,13 @@ from titan_launch.config.sections.data import DataSource, MixtureData
 from titan_launch.core.errors import KeyPath
 from titan_launch.data.loader import Loader, build_train_loader, build_validation_loader, num_validation_batches
 from titan_launch.data.order import MixtureOrder, Order, SampleOrder
-from titan_launch.data.sources import Batch, MixtureSource, SampleSource, build_source
+from titan_launch.data.sources import Batch, MixtureSource, SampleSource, StreamSource, build_source
 from titan_launch.data.sources.mixture import single_sources
 from titan_launch.data.tokenizers import build_tokenizer
-from titan_launch.distributed.mesh import Mesh
 from titan_launch.distributed.process_group import Ranks
-from titan_launch.parallel.context_parallel import SequencePart, part_of, sequence_part
+from titan_launch.parallel.context_parallel import SequencePart, part_of
 from titan_launch.plan.layout import Layout
+from titan_launch.train.streams import StreamBatches
 
 
 class TrainBatches:
@@ -125,7 +125,7 @@ class RunData:
         return inputs.to("meta").expand(self.local_batch_size, *inputs.shape)
 
 
-def build_data(config: JobConfig, mesh: Mesh) -> RunData:
+def build_data(config: JobConfig, layout: Layout, part: SequencePart | None) -> RunData:
     """Open the data to train on and to validate on. Raises ConfigError for data that cannot be read."""
     tokenizer = build_tokenizer(config.tokenizer)
 
@@ -141,11 +141,11 @@ def build_data(config: JobConfig, mesh: Mesh) -> RunData:
             start += len(source)
     return RunData(
         train,
-        build_order(config.data, train, config.training.seed, mesh.layout.global_batch_size),
+        build_order(config.data, train, config.training.seed, layout.global_batch_size),
         validation,
         parts,
-        sequence_part(mesh.context, config.parallelism),
-        mesh.layout.local_batch_size,
+        part,
+        layout.local_batch_size,
     )
 
 
@@ -178,6 +178,24 @@ def build_train_batches(
         )
 
     batches = TrainBatches(build_loader, position)
+    stack.callback(batches.close)
+    return batches
+
+
+def build_stream_batches(
+    config: JobConfig, data: RunData, layout: Layout, ranks: Ranks, stack: ExitStack
+) -> StreamBatches | None:
+    """Return this rank's microbatches of a stream; None for data with an index. Closing `stack` ends the worker."""
+    if not isinstance(data.train, StreamSource):
+        return None
+    batches = StreamBatches(
+        data.train,
+        layout,
+        layout.data_rank(ranks.rank),
+        data.sequence_part,
+        num_workers=config.data.num_workers,
+        pin_memory=ranks.device.type == "cuda",
+    )
     stack.callback(batches.close)
     return batches
 

@@ -22,10 +22,11 @@ from titan_launch.optim.ema import WeightEMA
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import build_strategy
 from titan_launch.parallel.compile import cache_folder
+from titan_launch.parallel.context_parallel import sequence_part
 from titan_launch.parallel.float8 import scale_update
 from titan_launch.parallel.pipeline import pipeline_of
 from titan_launch.plan.report.unit_table import KeyLocator, describe_units
-from titan_launch.train.batches import build_data, build_train_batches, build_validation_batches
+from titan_launch.train.batches import build_data, build_stream_batches, build_train_batches, build_validation_batches
 from titan_launch.train.health.coordination import StepCoordinator, StopRequest
 from titan_launch.train.health.flight_recorder import create_nccl_folder
 from titan_launch.train.health.step_guard import StepGuard
@@ -81,7 +82,7 @@ def build_run(
     stack.enter_context(cache_folder(config.compile))
 
     mesh = build_mesh(job.layout, ranks.device.type)
-    data = build_data(config, mesh)
+    data = build_data(config, job.layout, sequence_part(mesh.context, config.parallelism))
     model = assemble_model(config, job.built, job.plan, mesh, data)
     if ranks.device.type == "cpu":
         dtypes = attention_dtypes(config.data, job.built, job.plan)
@@ -94,8 +95,9 @@ def build_run(
     folder = open_run_folder(job, ranks, log_file, watchdog, stack)
     progress, guard = Progress(), StepGuard(config.debug, ranks.device)
     step = build_step(config, model, optimizer, guard, ranks, data.num_classes)
+    stream = build_stream_batches(config, data, job.layout, ranks, stack)
     state = training_state(
-        config, model.module, optimizer, progress, data.order, guard, ema, step.statistics, mesh, ranks
+        config, model.module, optimizer, progress, data.order, stream, guard, ema, step.statistics, mesh, ranks
     )
     weights = weights_if_readable(config.model)
     sources: Sources = data.sources if weights is None else {**data.sources, "model.weights": weights}
@@ -124,7 +126,7 @@ def build_run(
         control=StepCoordinator(stop or StopRequest(), config.checkpoint.interval_minutes),
         first_step=first_step,
         order=data.order,
-        train_batches=build_train_batches(config, data, job.layout, ranks, progress.data_position, stack),
+        train_batches=stream or build_train_batches(config, data, job.layout, ranks, progress.data_position, stack),
         validation_batches=build_validation_batches(config, data, job.layout, ranks, stack),
         checkpoints=checkpoints,
         meter=build_meter(job, ranks),

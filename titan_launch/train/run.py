@@ -27,7 +27,7 @@ from titan_launch.plan.layout import Layout
 from titan_launch.plan.report.table import format_gib
 from titan_launch.plan.report.unit_table import KeyLocator, format_lines, format_plan, summary_of_job
 from titan_launch.plan.types import ModelPlan
-from titan_launch.train.batches import RunData, TrainBatches, ValidationBatches
+from titan_launch.train.batches import RunData, StreamBatches, TrainBatches, ValidationBatches
 from titan_launch.train.health.coordination import StepCoordinator
 from titan_launch.train.health.step_guard import StepGuard
 from titan_launch.train.health.watchdog import Watchdog
@@ -67,7 +67,7 @@ class Run:
     order: Order
     """The order of the training samples."""
 
-    train_batches: TrainBatches
+    train_batches: TrainBatches | StreamBatches
     """An endless iterator over this rank's microbatches."""
 
     validation_batches: ValidationBatches | None

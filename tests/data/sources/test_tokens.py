@@ -97,15 +97,17 @@ def test_a_fingerprint_changes_with_the_data_alone(tmp_path: Path) -> None:
     assert (before.samples, before.files) == (547, 60)
     assert change() == ""
     assert change(seed=1) != ""  # other samples are hashed
-    assert change(split="train") == "it now has 520 samples (before: 547) and 57 files (before: 60)"
+    assert change(split="train") == (
+        "it now has 520 samples (before: 547) and 57 files (before: 60); missing: sub/18.txt, sub/3.txt, sub/36.txt"
+    )
     (moved / "sub" / "9.txt").rename(moved / "sub" / "8.txt~")
-    assert change() == "the names or the sizes of its files differ"
+    assert change() == "missing: sub/9.txt; new: sub/8.txt~"
     (moved / "sub" / "8.txt~").rename(moved / "sub" / "9.txt")
     for document in (moved / "sub").iterdir():
         document.write_bytes(document.read_bytes().swapcase())
-    assert change() == "the names and sizes of its files are the same, but their content differs"
+    assert change() == "changed: sub/0.txt, sub/1.txt, sub/10.txt and 57 more"
     (moved / "sub" / "10.txt").write_text("longer" * 100)
-    assert change() == "it now has 688 samples (before: 547)"
+    assert change() == "it now has 688 samples (before: 547); changed: sub/0.txt, sub/1.txt, sub/10.txt and 57 more"
 
 
 def test_a_file_name_need_not_be_utf8(tmp_path: Path) -> None:
@@ -129,17 +131,16 @@ def test_errors_name_the_key_and_the_remedy(tmp_path: Path) -> None:
     file.write_text("short")
     too_few = "path: has too few tokens for a sample of seq_len + 1 = 257 tokens"
     remedy = "name more text, or set a smaller training.seq_len"
-    assert problem(TextData(path=str(file))) == f"data.{too_few}: 6 tokens in 1 file; {remedy}"
+    assert problem(TextData(path=str(file))) == f"data.{too_few}: 1 file, 6 tokens; {remedy}"
     (tmp_path / "b.txt").write_text("")
     assert problem(TextData(path=str(tmp_path)), key=("validation", "data")) == (
-        f"validation.data.{too_few}: 7 tokens in 2 files; {remedy}"
+        f"validation.data.{too_few}: 2 files, 7 tokens; {remedy}"
     )
     assert problem(TextData(path=(str(file), "nowhere/*.txt"))) == 'data.path: no file is found at "nowhere/*.txt"'
     empty_side = "train" if is_held_out("a.txt", 50) else "validation"
-    other_side = "validation" if empty_side == "train" else "train"
     assert problem(TextData(path=str(file), split=empty_side, validation_percent=50)) == (
-        f'data.split: is empty: with validation_percent = 50, the only file belongs to "{other_side}"; provide '
-        'more files (each file is one document), or a separate path with split = "all"'
+        "data.split: is empty: with validation_percent = 50, no document belongs to it; provide more documents (each "
+        'file is one document), or other data with split = "all"'
     )
 
 
@@ -149,7 +150,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     file = tmp_path / "a.txt"
     file.write_text("text")
-    monkeypatch.setattr("titan_launch.data.corpora.text.read_regular", refuse)  # chmod does not stop root
+    monkeypatch.setattr("titan_launch.data.corpora.files.open_regular", refuse)  # chmod does not stop root
     remedy = "correct the permissions, or name other files"
     assert problem(TextData(path=str(file))) == f"data.path: cannot read {file}: Permission denied; {remedy}"
 
@@ -176,20 +177,20 @@ def test_files_that_are_not_text_are_skipped_and_counted(tmp_path: Path) -> None
     assert alone.describe() == "1 file, 8 tokens, 1 sample of 4"
     (tmp_path / "a.bin").write_bytes(b"\x80\x81")
     assert build(TextData(path=str(tmp_path))).describe() == (
-        "1 file, 8 tokens, 1 sample of 4; skipped 1 file that is not UTF-8 text, first: a.bin"
+        "1 file, 8 tokens, 1 sample of 4; skipped 1 file: 1 not UTF-8 text; first: a.bin"
     )
     (tmp_path / "c.bin").write_bytes(b"c\0")
     source = build(TextData(path=str(tmp_path)))
-    assert source.describe().endswith("; skipped 2 files that are not UTF-8 text, first: a.bin")
+    assert source.describe().endswith("; skipped 2 files: 2 not UTF-8 text; first: a.bin")
     assert torch.equal(source[0][0], alone[0][0])
 
 
 def test_data_without_text_is_refused(tmp_path: Path) -> None:
     for name in ("a.bin", "b.bin"):
         (tmp_path / name).write_bytes(b"\xff\xfe\0")
-    rest = "without NUL bytes (first: a.bin); convert it to UTF-8, or name text files"
-    assert problem(TextData(path=str(tmp_path / "a.bin"))) == f"data.path: is not UTF-8 text {rest}"
-    assert problem(TextData(path=str(tmp_path))) == f"data.path: none of its 2 files is UTF-8 text {rest}"
+    rest = "not UTF-8 text; first: a.bin); convert files to UTF-8 without NUL bytes, or name text files"
+    assert problem(TextData(path=str(tmp_path / "a.bin"))) == f"data.path: has no documents (skipped 1 file: 1 {rest}"
+    assert problem(TextData(path=str(tmp_path))) == f"data.path: has no documents (skipped 2 files: 2 {rest}"
 
 
 JOB = """
@@ -238,7 +239,7 @@ def test_a_run_logs_how_much_data_it_has_and_goes_on_with_no_other_data(tmp_path
         tokens = sum(len(documents[name]) + 1 for name in names)
         expected[what] = f"{len(names)} files, {tokens:,} tokens, {(tokens - 1) // 16} samples of 16"
     skipping = "validation data" if is_held_out(picture, 30) else "data"
-    expected[skipping] += r"; skipped 1 file that is not UTF-8 text, first: \udce9.png"
+    expected[skipping] += r"; skipped 1 file: 1 not UTF-8 text; first: \udce9.png"
     expected["validation data"] += "; the first 2 samples are used"
     logged = [line.split(":", 1) for line in printed.splitlines() if "data: " in line]
     assert [(what, text.strip()) for what, text in logged] == list(expected.items())
@@ -248,8 +249,8 @@ def test_a_run_logs_how_much_data_it_has_and_goes_on_with_no_other_data(tmp_path
     status, printed, reported = run_command(again, tmp_path)
     assert status == 2 and "step 2/2" not in printed
     assert reported == (
-        'error: job.toml:14: data.path = "text": the data has changed since tiny/checkpoints/step-1 was saved: the '
-        "names and sizes of its files are the same, but their content differs; restore it, or use the new data with "
+        'error: job.toml:14: data.path = "text": the data has changed since tiny/checkpoints/step-1 was saved: '
+        "changed: sub/10.txt, sub/11.txt, sub/12.txt and 40 more; restore it, or use the new data with "
         "--checkpoint.accept_changes=true, or start anew with --checkpoint.load=none\n"
     )
 
@@ -260,6 +261,6 @@ def test_a_run_refuses_a_file_that_is_not_text(tmp_path: Path) -> None:
     status, _, reported = run_command(["train", "--config", "job.toml"], tmp_path)
     assert (status, reported) == (
         2,
-        'error: job.toml:14: data.path = "text": is not UTF-8 text without NUL bytes (first: text); convert it to '
-        "UTF-8, or name text files\n",
+        'error: job.toml:14: data.path = "text": has no documents (skipped 1 file: 1 not UTF-8 text; first: text); '
+        "convert files to UTF-8 without NUL bytes, or name text files\n",
     )

@@ -7,7 +7,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from titan_launch.config.sections.base import Section
-from titan_launch.config.sections.data import DATA_KINDS, KINDS, MIXED_KINDS, MixtureData
+from titan_launch.config.sections.data import DATA_KINDS, FACTORY, KINDS, MIXED_KINDS, MixtureData, data_kind
 from titan_launch.config.sections.training import SchedulerConfig
 from titan_launch.core.errors import KeyPath
 
@@ -89,7 +89,7 @@ def locate(location: Sequence[str | int], section: type[Section]) -> tuple[KeyPa
 def _names(label: str | int, kind: Any) -> bool:
     """Return True if `label` is pydantic's name of the union member `kind`: its tag, or the name of its type."""
     if is_section(kind):
-        return label in choices(kind.model_fields["kind"].annotation)
+        return label in (choices(kind.model_fields["kind"].annotation) or (FACTORY,))
     return str(label).startswith("tuple") == (get_origin(kind) is tuple)
 
 
@@ -128,7 +128,7 @@ class Kinds:
     def kind_of(self, table: Mapping[str, Any]) -> str:
         """Return the kind of a table that is not validated yet: the key `kind`, or else the default. `sources` makes a
         table of data a mixture."""
-        return str(table.get("kind", "mixture" if self._is_mixture(table) else self.default))
+        return data_kind(str(table.get("kind", "mixture" if self._is_mixture(table) else self.default)))
 
     def _is_mixture(self, table: Mapping[str, Any]) -> bool:
         return "sources" in table and MixtureData in self.variants.values()

@@ -67,7 +67,7 @@ def _reason(details: ErrorDetails, key: KeyPath) -> str:
             return _one_of(_listed(details, "expected"), value)
         case "value_error":
             return str(context["error"])
-        case "model_type" | "model_attributes_type" | "dict_type":
+        case "model_type" | "model_attributes_type" | "dict_type" | "union_tag_not_found":
             foreign = None if isinstance(value, list) else foreign_key(key)
             return f"must be a table{f'; {foreign[0]}' if foreign else _brackets_hint(key, value)}"
         case "tuple_type":

@@ -16,19 +16,23 @@ from titan_launch.config.sections.data import (
     DATA_KINDS,
     DIGITS,
     SKLEARN_DIGITS,
+    CorpusData,
     DataSource,
+    FactoryData,
+    FilesData,
+    HuggingFaceData,
     ImageData,
     MixtureData,
     MixtureEntry,
     SampleUnit,
     SyntheticData,
-    TextData,
     TokensData,
     class_folders,
     images_named,
     misfits,
     names_a_file,
     separates_documents,
+    stream_problems,
     tar_shards,
 )
 from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, special_token, vocabulary_size
@@ -37,7 +41,7 @@ from titan_launch.core.errors import UNSET, ConfigError, KeyPath, Problem, forma
 _SMALLEST_SHARE = 1 << 16
 """Largest ratio of the sum of all weights to one weight. The order of a mixture needs a table of as many positions."""
 
-_Split = TextData | ImageData
+_Split = CorpusData | ImageData
 _NAME: KeyPath = ("model", "name")
 
 
@@ -46,7 +50,8 @@ def data_suits_the_model(config: JobConfig) -> Iterator[Problem]:
     unit = unit_taken(config.model)
     for source, data in _sources(config):
         if unit is not None and data.unit != unit:
-            reason = f"the model {config.model.name} takes {unit}, not {data.unit}; set {_kinds_of(unit)}"
+            remedy = f'set samples = "{unit}"' if isinstance(data, FactoryData) else f"set {_kinds_of(unit)}"
+            reason = f"the model {config.model.name} takes {unit}, not {data.unit}; {remedy}"
             yield Problem((*source, "kind"), reason, data.kind, also=(_NAME,))
 
 
@@ -140,23 +145,30 @@ def vocabulary_is_large_enough(config: JobConfig) -> Iterator[Problem]:
             yield args_problem(config, ("vocab_size",), reason, also=(key, (*source, "kind")))
 
 
-def text_files_exist(config: JobConfig) -> Iterator[Problem]:
+def files_exist(config: JobConfig) -> Iterator[Problem]:
     """Report a problem for each entry of a `path` to texts that matches no file."""
     for source, data in _sources(config):
-        if isinstance(data, TextData):
+        if isinstance(data, FilesData):
             entries = [data.path] if isinstance(data.path, str) else data.path
             for index, entry in enumerate(entries):
                 key = (*source, "path") if isinstance(data.path, str) else (*source, "path", index)
-                if not names_a_file(entry):
-                    yield Problem(key, _why_no_file(entry), entry, also=((*source, "kind"),))
+                if not names_a_file(entry, data.suffixes):
+                    yield Problem(key, _why_no_file(entry, data.suffixes), entry, also=((*source, "kind"),))
 
 
 def token_files_exist(config: JobConfig) -> Iterator[Problem]:
-    """Report a problem for each `path` to token files that is not a folder."""
+    """Report a problem for each `path` to token files that names no folder or file, and for a `dtype` of a folder."""
     for source, data in _sources(config):
-        if isinstance(data, TokensData) and not os.path.isdir(data.path):
-            reason = "must be an existing folder of token files; write it with titan-launch prepare"
-            yield Problem((*source, "path"), reason, data.path, also=((*source, "kind"),))
+        if not isinstance(data, TokensData):
+            continue
+        also = ((*source, "kind"),)
+        if os.path.isdir(data.path):
+            if data.dtype is not None:
+                reason = "is only for flat files, but path is a folder; remove this key"
+                yield Problem((*source, "dtype"), reason, data.dtype, also=(*also, (*source, "path")))
+        elif not (names_a_file(data.path, ("",)) or os.path.isfile(f"{data.path}.bin")):
+            reason = "must be a folder that titan-launch prepare wrote, or files of another program, and must exist"
+            yield Problem((*source, "path"), reason, data.path, also=also)
 
 
 def image_files_exist(config: JobConfig) -> Iterator[Problem]:
@@ -170,6 +182,13 @@ def image_files_exist(config: JobConfig) -> Iterator[Problem]:
             reason = f"cannot be read: {error.strerror}; correct the permissions"
         if reason is not None:
             yield Problem((*source, "path"), reason, data.path, also=((*source, "kind"),))
+
+
+def streams_are_only_read_in_order(config: JobConfig) -> Iterator[Problem]:
+    """Report a problem for each key that a table with `streaming` does not support."""
+    for key, data in _sources(config):
+        if isinstance(data, HuggingFaceData) and data.streaming:
+            yield from stream_problems(data, key)
 
 
 def image_keys_have_an_effect(config: JobConfig) -> Iterator[Problem]:
@@ -231,11 +250,13 @@ def validation_samples_are_held_out(config: JobConfig) -> Iterator[Problem]:
     for (train_key, train), (key, held_out) in _pairs(config):
         if not (isinstance(train, _Split) and isinstance(held_out, _Split)):
             continue
-        if train.kind != held_out.kind or train.path != held_out.path or held_out.split != "validation":
+        names = ("kind", "path", "subset", "hf_split")
+        is_same = all(getattr(train, name, None) == getattr(held_out, name, None) for name in names)
+        if not is_same or held_out.split != "validation":
             continue
         also = (train_key, ("validation", "freq"), (*key, "path"))
         if train.split != "train":
-            what = "documents" if isinstance(held_out, TextData) else "images"
+            what = "documents" if isinstance(held_out, CorpusData) else "images"
             remedy = f'set {format_key((*train_key, "split"))} = "train"'
             reason = f"these {what} are also in the training data; {remedy}"
             yield Problem((*key, "split"), reason, held_out.split, also=also)
@@ -272,6 +293,9 @@ def validation_images_are_normalized_as_in_training(config: JobConfig) -> Iterat
                 yield Problem((*key, name), reason, ours, also=((*train_key, name), (*train_key, "kind")))
 
 
+CORPUS_RULES = (tokenizer_is_usable, files_exist)
+"""The rules for the text and the tokenizer that `titan-launch prepare` reads."""
+
 DATA_RULES = (
     data_suits_the_model,
     all_data_has_one_unit,
@@ -279,9 +303,10 @@ DATA_RULES = (
     mixture_weights_are_usable,
     tokenizer_is_usable,
     vocabulary_is_large_enough,
-    text_files_exist,
+    files_exist,
     token_files_exist,
     image_files_exist,
+    streams_are_only_read_in_order,
     image_keys_have_an_effect,
     class_folders_are_the_same,
     digits_suit_the_model,
@@ -385,9 +410,10 @@ def _why_no_images(path: str) -> str | None:
     return None
 
 
-def _why_no_file(entry: str) -> str:
+def _why_no_file(entry: str, suffixes: tuple[str, ...]) -> str:
     if os.path.isdir(entry):
-        return "this folder contains no files; name a folder with files, or a file"
+        ends = "" if "" in suffixes else f" that end in {' or '.join(suffixes)}"
+        return f"this folder contains no files{ends}; name a folder with such files, or a file"
     what = "no file matches this pattern" if any(char in entry for char in "*?[") else "no such file or folder"
     return f"{what} (paths are relative to the working directory)"
 

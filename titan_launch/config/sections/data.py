@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import Field, GetCoreSchemaHandler
+from pydantic import Discriminator, Field, GetCoreSchemaHandler, Tag
 from pydantic_core import CoreSchema
 
-from titan_launch.config.sections.base import Array, Section
+from titan_launch.config.sections.base import Array, Section, Table
+from titan_launch.core.errors import KeyPath, Problem
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -99,12 +100,34 @@ class DataSource(Section):
         """Return the schema of the kind, or of the union of all kinds."""
         if cls not in KINDS:
             return handler(source)
-        any_kind: Any = Union[tuple(KINDS[cls].values())]  # noqa: UP007 - the kinds are known at run time only
-        return handler.generate_schema(Annotated[any_kind, Field(discriminator="kind")])
+        tagged = tuple(Annotated[kind, Tag(tag)] for tag, kind in KINDS[cls].items())
+        any_kind: Any = Union[tagged]  # noqa: UP007 - the kinds are known at run time only
+        return handler.generate_schema(Annotated[any_kind, Discriminator(_tag)])
+
+
+FACTORY = "package.module:factory"
+"""Entry of `DATA_KINDS` for every `kind` that is an import string."""
+
+
+def data_kind(kind: str) -> str:
+    """Return the entry of `DATA_KINDS` for the value of a key `kind`."""
+    return FACTORY if ":" in kind else kind
+
+
+def _tag(table: Any) -> Any:
+    """Return the entry of `DATA_KINDS` for a table of a job file, or for a section."""
+    kind = table.get("kind") if isinstance(table, Mapping) else getattr(table, "kind", None)
+    return data_kind(kind) if isinstance(kind, str) else kind
 
 
 class TokenizedData(DataSource):
     """The keys of all kinds of data that become sequences of `training.seq_len` tokens."""
+
+    packing: Literal["concat", "documents"] = "concat"
+    """Division of the documents into samples. `concat`: all documents are one stream, which is cut every
+    `training.seq_len` tokens. Tokens attend to earlier documents of their sample. `documents`: a sample has whole
+    documents and at its end padding, as little as possible. Documents do not attend to each other, and positions begin
+    at 0 in each. Only documents of more than `training.seq_len` + 1 tokens are cut."""
 
 
 class CorpusData(TokenizedData):
@@ -113,15 +136,28 @@ class CorpusData(TokenizedData):
     there."""
 
     split: Literal["all", "train", "validation"] = "all"
-    """Documents to use. `validation`: `validation_percent` of the documents, chosen by a hash of their names. `train`:
-    all others. Training and validation can therefore use the same `path`."""
+    """Documents to use. `validation`: `validation_percent` of the documents, chosen by a hash of the names of files, or
+    of the texts of lines and rows. `train`: all others. Training and validation can therefore use the same `path`."""
 
     validation_percent: Annotated[int, Field(ge=1, le=99)] = 5
     """Percentage of the documents that belong to the validation split."""
 
+    path: str | Array[str]
+    """The data, relative to the working directory."""
 
-class TextData(CorpusData):
-    """Text files. They are tokenized, concatenated and cut into sequences of `training.seq_len` tokens."""
+
+class FilesData(CorpusData):
+    """The keys of all kinds of text in files."""
+
+    suffixes: ClassVar[tuple[str, ...]] = ("",)
+    """Ends of the names of the files that count in a folder, before `.gz` or `.zst`."""
+
+    path: str | Array[str]
+    """A file, a folder, a glob (`**` crosses folders), or an array of these, relative to the working directory."""
+
+
+class TextData(FilesData):
+    """Text files. Each file is one document."""
 
     kind: Literal["text"] = "text"
     """Kind of data source. It decides which other keys are valid."""
@@ -129,19 +165,95 @@ class TextData(CorpusData):
     path: str | Array[str] = PYTHON_STDLIB
     """A file, a folder (all files below it), a glob (`**` crosses folders), or an array of these, relative to the
     working directory. `python-stdlib` is the source code of the running Python's standard library: tens of MB of real
-    text that every machine has. Each file is one document, whose name is its path relative to the given folder. Files
-    that are not text (valid UTF-8 without NUL bytes) are skipped; the log reports their number."""
+    text that every machine has. The name of a document is its path relative to the given folder. Files that end in
+    `.gz` or `.zst` are decompressed. Files that are not text (valid UTF-8 without NUL bytes) are skipped; the log
+    reports their number."""
+
+
+class RecordsData(CorpusData):
+    """The keys of all kinds of text in records: lines or rows. Each record is one document."""
+
+    on_error: Literal["stop", "skip"] = "stop"
+    """Reaction to a record without text, or to a line that is not valid JSON. `stop`: refuse the data, and name the
+    record. `skip`: use the other records; the log reports the number of skipped ones."""
+
+
+class LinesData(FilesData, RecordsData):
+    """The keys of all kinds of data in JSON lines: files with one JSON object per line."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson", ".json")
+
+    path: str | Array[str]
+    """A file, a folder, a glob (`**` crosses folders), or an array of these, relative to the working directory. Of a
+    folder, the files below it that end in `.jsonl`, `.ndjson` or `.json` are read. All of these may also end in `.gz`
+    or `.zst`, and are then decompressed."""
+
+
+class JsonlData(LinesData):
+    """JSON lines: files with one JSON object per line. Each line is one document."""
+
+    kind: Literal["jsonl"]
+    """Kind of data source. It decides which other keys are valid."""
+
+    field: str = "text"
+    """Key of the text in each line's object. Dots select keys of inner objects: `meta.text`."""
+
+
+class ParquetData(FilesData, RecordsData):
+    """Parquet files. Each row is one document. They need `pip install 'titan-launch[parquet]'`."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".parquet",)
+
+    kind: Literal["parquet"]
+    """Kind of data source. It decides which other keys are valid."""
+
+    path: str | Array[str]
+    """A file, a folder (all files below it that end in `.parquet`), a glob (`**` crosses folders), or an array of
+    these, relative to the working directory."""
+
+    column: str = "text"
+    """Name of the column with the text."""
+
+
+class HuggingFaceData(RecordsData):
+    """A data set of the package `datasets`. Each row is one document. It needs `pip install
+    'titan-launch[datasets]'`."""
+
+    kind: Literal["huggingface"]
+    """Kind of data source. It decides which other keys are valid."""
+
+    path: str
+    """A folder that `save_to_disk` wrote, a folder of data files (Parquet, JSON lines, CSV, text), or the name of a
+    data set of the Hugging Face Hub, such as `roneneldan/TinyStories`, which is downloaded."""
+
+    column: str = "text"
+    """Name of the column with the text."""
+
+    subset: str | None = None
+    """Name of the subset (configuration) of a data set that has several, such as `wikitext-2-raw-v1`."""
+
+    hf_split: str = "train"
+    """Split of the data set, as its publisher names it. (`split` divides the rows of this split again.)"""
+
+    streaming: bool = False
+    """Read the rows as a stream while the run trains, instead of tokenizing all rows when it starts. A stream has no
+    random order and no epochs: see docs/how_to/data.md. Requires `shuffle = false`."""
 
 
 class TokensData(TokenizedData):
-    """Token files that `titan-launch prepare` wrote. They are mapped into memory."""
+    """Tokens in files: those that `titan-launch prepare` wrote, or those of other programs. They are mapped into
+    memory."""
 
     kind: Literal["tokens"]
     """Kind of data source. It decides which other keys are valid."""
 
     path: str
-    """Folder of token files, relative to the working directory. The job's `[tokenizer]` must be the one that prepared
-    them."""
+    """Folder of token files that `titan-launch prepare` wrote, relative to the working directory. Or files of another
+    program: a `.bin` of Megatron-LM with its `.idx` beside it (the suffix may be omitted), a file of llm.c, a flat file
+    of numbers as in nanoGPT, or a glob of these. `[tokenizer]` must be the tokenizer that made the tokens."""
+
+    dtype: Literal["uint16", "uint32"] | None = None
+    """Dtype of the numbers in a flat file. Files of all other formats say their dtype themselves."""
 
 
 class SyntheticData(DataSource):
@@ -233,6 +345,39 @@ class ImageData(DataSource):
 Weight = Annotated[float, Field(ge=0)]
 
 
+class FactoryData(DataSource):
+    """Samples of a function or class of yours, which `kind` names, such as `my_data:Sequences`. It is called with a
+    context and `args`. docs/how_to/data.md describes the object that it returns."""
+
+    kind: Annotated[str, Field(pattern="^[^:]+:[^:]+$")]
+    """Import string of the function or class. The working directory is importable."""
+
+    samples: Literal["tokens", "documents", "images"] = "tokens"
+    """Form of the samples. `tokens`: pairs of `training.seq_len` tokens and their targets. `documents`: the same, with
+    the number of each token's document as a third tensor. `images`: pairs of an image and its class."""
+
+    args: Table = Field(default_factory=dict)
+    """Keyword arguments of the function or class."""
+
+    @property
+    def unit(self) -> SampleUnit:  # type: ignore[override]
+        """Unit of the samples."""
+        return "images" if self.samples == "images" else "tokens"
+
+
+def stream_problems(data: DataSource, key: KeyPath) -> Iterator[Problem]:
+    """Yield the problems of a table at `key` whose data is a stream: it has keys that a stream does not support."""
+    if key != ("data",):
+        reason = "is a stream, which can only be [data] itself, without other sources; use data with an index"
+        yield Problem((*key, "kind"), reason, data.kind)
+    if data.shuffle:
+        reason = "a stream is read in its own order; set shuffle = false, and shuffle the data before"
+        yield Problem((*key, "shuffle"), reason, True, also=((*key, "kind"),))
+    if data.num_workers > 1:
+        reason = "a stream is read by at most one worker process per rank; set 0 or 1"
+        yield Problem((*key, "num_workers"), reason, data.num_workers, also=((*key, "kind"),))
+
+
 class MixtureEntry(DataSource):
     """A source of a mixture. It has the keys of its `kind` except `num_workers`, and the keys below."""
 
@@ -293,10 +438,14 @@ class MixtureData(DataSource):
 
 DATA_KINDS: dict[str, type[DataSource]] = {
     "text": TextData,
+    "jsonl": JsonlData,
+    "parquet": ParquetData,
+    "huggingface": HuggingFaceData,
     "tokens": TokensData,
     "synthetic": SyntheticData,
     "images": ImageData,
     "mixture": MixtureData,
+    FACTORY: FactoryData,
 }
 """The config class of each kind of data. The first kind is the default. `titan_launch.data.sources.SOURCES` has the
 classes that read the data."""
@@ -321,7 +470,11 @@ def single_sources(data: DataSource) -> dict[str, DataSource]:
     return {source.effective_name(): source for source in data.sources}
 
 
-def expand_text_paths(path: str | tuple[str, ...]) -> list[tuple[str, Path]]:
+COMPRESSED = (".gz", ".zst")
+"""Ends of the names of compressed files."""
+
+
+def expand_paths(config: FilesData) -> list[tuple[str, Path]]:
     """Return (name, file) for each file that `path` names: one entry or several, each a file, a folder or a glob.
 
     The order is the same on every machine: the order of the entries, and by name within an entry. A name is relative to
@@ -329,8 +482,8 @@ def expand_text_paths(path: str | tuple[str, ...]) -> list[tuple[str, Path]]:
     FileNotFoundError(entry) for the first entry that matches no file.
     """
     files: dict[Path, str] = {}
-    for entry in (path,) if isinstance(path, str) else path:
-        found = sorted(_files_of(entry))
+    for entry in (config.path,) if isinstance(config.path, str) else config.path:
+        found = sorted(_files_of(entry, config.suffixes))
         if not found:
             raise FileNotFoundError(entry)
         for name, file in found:
@@ -338,21 +491,25 @@ def expand_text_paths(path: str | tuple[str, ...]) -> list[tuple[str, Path]]:
     return [(name, file) for file, name in files.items()]
 
 
-def names_a_file(entry: str) -> bool:
+def names_a_file(entry: str, suffixes: tuple[str, ...] = ("",)) -> bool:
     """Return True if an entry of a `path` names at least one file. The search stops at the first file. The standard
     library is assumed to exist."""
-    return entry == PYTHON_STDLIB or next(_files_of(entry), None) is not None
+    return entry == PYTHON_STDLIB or next(_files_of(entry, suffixes), None) is not None
 
 
-def _files_of(entry: str) -> Iterator[tuple[str, Path]]:
+def _files_of(entry: str, suffixes: tuple[str, ...] = ("",)) -> Iterator[tuple[str, Path]]:
     """Return the files that one entry names, in no particular order."""
     if entry == PYTHON_STDLIB:
         return _python_stdlib()
     if Path(entry).is_dir():
-        return _files_below(Path(entry), "*")
+        return (found for found in _files_below(Path(entry), "*") if _uncompressed(found[0]).endswith(suffixes))
     if Path(entry).is_file():
         return iter([(Path(entry).name, Path(entry))])
     return _files_like(entry)
+
+
+def _uncompressed(name: str) -> str:
+    return str(Path(name).with_suffix("")) if name.endswith(COMPRESSED) else name
 
 
 def _python_stdlib() -> Iterator[tuple[str, Path]]:
@@ -420,7 +577,9 @@ def resized_size(height: int, width: int, resize: int) -> tuple[int, int]:
 
 def separates_documents(data: DataSource) -> bool:
     """Return True if samples have document numbers, which separate attention and positions of documents."""
-    return any(getattr(source, "packing", "concat") == "documents" for source in single_sources(data).values())
+    sources = single_sources(data).values()
+    packed = ("documents" in (getattr(source, "packing", None), getattr(source, "samples", None)) for source in sources)
+    return any(packed)
 
 
 class ValidationConfig(Section):

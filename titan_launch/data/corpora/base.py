@@ -32,33 +32,31 @@ class File:
 
 @dataclass(frozen=True)
 class Part:
-    """The unit of work of one process, and one shard of the token files: some files, or a range of one file."""
+    """The unit of work of one process, and one shard of the token files: some files, or a range of one data set."""
 
     files: tuple[File, ...]
+    num_bytes: int
+    """Approximate size, for the progress bar."""
+
     start: int = 0
-    """First byte or row of the file. What a range counts depends on the corpus."""
+    """First byte, row or group of rows. The corpus decides which of them a range counts."""
 
     stop: int | None = None
-    """End of the range; None: the end of the file."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the files in bytes, for the progress bar."""
-        return sum(file.size for file in self.files) if self.stop is None else self.stop - self.start
+    """End of the range; None: the end of the files."""
 
 
 @dataclass(frozen=True)
 class Document:
     """A document before its tokenization."""
 
-    name: str
+    name: str | bytes
     """Name or content that decides to which split the document belongs."""
 
     content: Any
-    """What the corpus encodes: UTF-8 bytes, unless it has an `encode` of its own."""
+    """The input of `Corpus.encode`: UTF-8 bytes, unless the corpus has an `encode` of its own."""
 
-    file: tuple[str, int] | None = None
-    """Name and size of the file, given with the first document of each file."""
+    file: tuple[str, int]
+    """Name and size of the document's file."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +64,22 @@ class Skipped:
     """A file or a document that is not used."""
 
     reason: str
-    """Such as `file that is not UTF-8 text`; counted by reason."""
+    """Such as `not UTF-8 text`; skipped documents are counted by reason."""
 
     name: str
 
 
 class Corpus(ABC):
     """Documents in files. Instances are sent to worker processes."""
+
+    unit = "file"
+    """Noun for messages: the part of the data that is one document."""
+
+    remedy = "name other files"
+    """Advice for data of which no document can be used."""
+
+    part_bytes = 1 << 24
+    """Approximate size of a part."""
 
     has_targets = False
     """True if some tokens of the documents do not count as targets."""
@@ -99,25 +106,12 @@ class Corpus(ABC):
         return [Encoded(tokens) for tokens in self.tokenizer.encode_documents(contents)]
 
 
-def in_split(name: str, config: CorpusData) -> bool:
+def in_split(name: str | bytes, config: CorpusData) -> bool:
     """Return True if the split that `config` names contains document `name`."""
     return config.split == "all" or is_held_out(name, config.validation_percent) == (config.split == "validation")
 
 
-def is_held_out(name: str, percent: int) -> bool:
+def is_held_out(name: str | bytes, percent: int) -> bool:
     """Return True if document `name` belongs to the `percent` % of validation documents. Only the arguments decide."""
-    return zlib.crc32(name.encode(errors="surrogateescape")) % 100 < percent
-
-
-def grouped(files: Sequence[File], num_bytes: int) -> list[Part]:
-    """Return parts of consecutive files that together have about `num_bytes` bytes."""
-    parts: list[Part] = []
-    group: list[File] = []
-    size = 0
-    for file in files:
-        group.append(file)
-        size += file.size
-        if size >= num_bytes:
-            parts.append(Part(tuple(group)))
-            group, size = [], 0
-    return [*parts, Part(tuple(group))] if group else parts
+    data = name if isinstance(name, bytes) else name.encode(errors="surrogateescape")
+    return zlib.crc32(data) % 100 < percent

@@ -6,35 +6,55 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from titan_launch.config.sections.data import DataSource, ImageFormat, MixtureData, single_sources
+from titan_launch.config.sections.data import (
+    FACTORY,
+    DataSource,
+    HuggingFaceData,
+    ImageFormat,
+    MixtureData,
+    data_kind,
+    single_sources,
+)
 from titan_launch.core.errors import KeyPath
 from titan_launch.data.sources.base import Batch, Sample, SampleSource, SourceContext, read_batch
+from titan_launch.data.sources.factory import build_factory
 from titan_launch.data.sources.images import build_images
 from titan_launch.data.sources.mixture import MixtureSource
+from titan_launch.data.sources.stream import StreamSource, build_text_stream
 from titan_launch.data.sources.synthetic import build_synthetic
 from titan_launch.data.sources.tokens import build_corpus, build_tokens
 from titan_launch.data.tokenizers import Tokenizer
 
-__all__ = ["Batch", "MixtureSource", "Sample", "SampleSource", "build_source", "read_batch"]
+__all__ = ["Batch", "MixtureSource", "Sample", "SampleSource", "StreamSource", "build_source", "read_batch"]
+
+
+def build_huggingface(config: HuggingFaceData, context: SourceContext) -> SampleSource:
+    """Build the source of a data set of Hugging Face: its token files, or with `streaming` a stream."""
+    return build_text_stream(config, context) if config.streaming else build_corpus(config, context)
 
 
 def build_mixture(config: MixtureData, context: SourceContext) -> MixtureSource:
     """Build the sources of a mixture."""
     key = (*context.key, "sources")
     built = (
-        SOURCES[entry.kind](entry, replace(context, key=(*key, index))) for index, entry in enumerate(config.sources)
+        SOURCES[data_kind(entry.kind)](entry, replace(context, key=(*key, index)))
+        for index, entry in enumerate(config.sources)
     )
     return MixtureSource(dict(zip(single_sources(config), built, strict=True)), key)
 
 
 SOURCES: dict[str, Callable[[Any, SourceContext], SampleSource]] = {
     "text": build_corpus,
+    "jsonl": build_corpus,
+    "parquet": build_corpus,
+    "huggingface": build_huggingface,
     "tokens": build_tokens,
     "synthetic": build_synthetic,
     "images": build_images,
     "mixture": build_mixture,
+    FACTORY: build_factory,
 }
-"""Functions of (section, context) that build a source, by the section's `kind`. The keys equal `DATA_KINDS`."""
+"""Functions of (section, context) that build a source, by the section's `data_kind`. The keys equal `DATA_KINDS`."""
 
 
 def build_source(
@@ -51,4 +71,4 @@ def build_source(
 
     Raises ConfigError if data is missing, unreadable or too small, or if it does not fit the model.
     """
-    return SOURCES[config.kind](config, SourceContext(tokenizer, seq_len, images_taken, key))
+    return SOURCES[data_kind(config.kind)](config, SourceContext(tokenizer, seq_len, images_taken, key))

@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from titan_launch.config.sections.data import IGNORED_TARGET, CorpusData, TokenizedData, TokensData
-from titan_launch.core.errors import config_error
-from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
+from titan_launch.config.sections.data import IGNORED_TARGET, CorpusData, TokensData
+from titan_launch.core.errors import ConfigError, config_error
+from titan_launch.core.fingerprint import Fingerprint
+from titan_launch.data.corpora import CORPORA
 from titan_launch.data.corpora.base import Corpus
-from titan_launch.data.corpora.text import TextCorpus
+from titan_launch.data.foreign_tokens import open_foreign_tokens
+from titan_launch.data.packing import cached_packing
 from titan_launch.data.prepare import cached_token_files
-from titan_launch.data.sources.base import Sample, SourceContext
+from titan_launch.data.sources.base import Details, Sample, SourceContext
+from titan_launch.data.sources.packed import PackedSource, token_details
 from titan_launch.data.token_files import Header, TokenFilesError, Tokens, TokenStream, open_token_files, read_header
-
-CORPORA: dict[str, type[Corpus]] = {"text": TextCorpus}
-"""The corpus of each kind of data that is tokenized when a run starts."""
 
 
 class TokenSource:
@@ -28,19 +28,22 @@ class TokenSource:
     first are also a target once.
     """
 
-    def __init__(self, stream: TokenStream, seq_len: int, num_classes: int, description: str, note: str = ""):
-        """`description`: the files, for the log line; `note`: its end."""
+    def __init__(self, stream: TokenStream, seq_len: int, header: Header, description: str, note: str = ""):
+        """`description`: the data, for the log line; `note`: its end."""
         self._stream, self._seq_len = stream, seq_len
-        self.num_classes = num_classes
-        self._description, self._note = description, note
+        self.num_classes = header.vocab_size
+        self._header, self._description, self._note = header, description, note
 
     def __len__(self) -> int:
         return max(0, len(self._stream) - 1) // self._seq_len
 
     def describe(self) -> str:
         """Return the amount of data as part of a log line."""
-        size = f"{self._description}, {_count(len(self._stream), 'token')}"
-        return f"{size}, {_count(len(self), 'sample')} of {self._seq_len}{self._note}"
+        return f"{self._description}, {_count(len(self), 'sample')} of {self._seq_len}{self._note}"
+
+    def details(self) -> Details:
+        """Return the contents of the token files."""
+        return token_details(self._header, self._stream)
 
     def fingerprint(self, seed: int) -> Fingerprint:
         """Return the fingerprint of the tokens and their files, without skipped files."""
@@ -48,7 +51,7 @@ class TokenSource:
         def content(index: int) -> bytes:
             return self._window(index).astype(np.int64).tobytes()
 
-        return fingerprint_of(self._stream.files, len(self), content, seed)
+        return self._stream.fingerprint(len(self), content, seed)
 
     def __getitem__(self, index: int) -> Sample:
         """Return inputs and targets, both int64 `[seq_len]`. The targets are the inputs shifted by one position."""
@@ -72,87 +75,93 @@ class TokenSource:
         return self._stream.read(start, start + self._seq_len + 1)
 
 
-def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource:
+def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource | PackedSource:
     """Tokenize a corpus, unless the cache has its tokens, and open them. Raises ConfigError on a key below
     `context.key`."""
     corpus = CORPORA[config.kind](config, context.tokenizer, context.key)
     folder = cached_token_files(corpus)
     header = read_header(folder)
-    note = _skipped_note(header)
-    _check_split(corpus, header)
-    if not header.files:
-        is_single = len(corpus.files) == 1
-        found = "is not UTF-8 text" if is_single else f"none of its {len(corpus.files):,} files is UTF-8 text"
-        reason = f"{found} without NUL bytes (first: {header.first_skipped}); convert it to UTF-8, or name text files"
-        raise config_error((*context.key, "path"), reason, _path(config))
-    return _build(config, context, folder, header, _count(len(header.files), "file"), note)
+    skipped = _skipped(corpus, header)
+    if not header.num_documents:
+        raise _without_documents(corpus, skipped)
+    documents = "" if corpus.unit == "file" else f", {_count(header.num_documents, 'document')}"
+    description = f"{_count(len(header.files), 'file')}{documents}"
+    stream = _open(config, context, folder, header)
+    return _build(config, context, header, stream, description, skipped and f"; {skipped}")
 
 
-def build_tokens(config: TokensData, context: SourceContext) -> TokenSource:
-    """Open token files that `prepare` wrote. Raises ConfigError on a key below `context.key`."""
+def build_tokens(config: TokensData, context: SourceContext) -> TokenSource | PackedSource:
+    """Open token files of `prepare` or of another program. Raises ConfigError on a key below `context.key`."""
     folder, key = Path(config.path), (*context.key, "path")
     try:
+        if not folder.is_dir():
+            header, stream = open_foreign_tokens(config, context.tokenizer, context.key)
+            return _build(config, context, header, stream, _count(header.num_documents, "document"), "")
         header = read_header(folder)
     except TokenFilesError as error:
         raise config_error(key, str(error), config.path) from None
+    except OSError as error:
+        reason = f"cannot read {error.filename}: {error.strerror}; correct the permissions, or name other files"
+        raise config_error(key, reason, config.path) from None
     if header.tokenizer != context.tokenizer.digest:
         reason = (
             f"was prepared with another tokenizer (digest {header.tokenizer}; that of [tokenizer] is "
             f"{context.tokenizer.digest}); set [tokenizer] as for titan-launch prepare, or prepare the text again"
         )
         raise config_error(key, reason, config.path, also=(("tokenizer",),))
-    return _build(config, context, folder, header, _count(header.num_documents, "document"), "")
+    stream = _open(config, context, folder, header)
+    return _build(config, context, header, stream, _count(header.num_documents, "document"), "")
+
+
+def _open(config: CorpusData | TokensData, context: SourceContext, folder: Path, header: Header) -> TokenStream:
+    try:
+        return open_token_files(folder, header)
+    except TokenFilesError as error:
+        raise config_error((*context.key, "path"), str(error), config.path) from None
 
 
 def _build(
-    config: TokenizedData, context: SourceContext, folder: Path, header: Header, description: str, note: str
-) -> TokenSource:
-    key = (*context.key, "path")
-    try:
-        stream = open_token_files(folder, header)
-    except TokenFilesError as error:
-        raise config_error(key, str(error), _path(config)) from None
-    source = TokenSource(stream, context.seq_len, header.vocab_size, description, note)
+    config: CorpusData | TokensData,
+    context: SourceContext,
+    header: Header,
+    stream: TokenStream,
+    description: str,
+    note: str,
+) -> TokenSource | PackedSource:
+    description = f"{description}, {_count(len(stream), 'token')}"
+    source: TokenSource | PackedSource
+    if config.packing == "documents":
+        packing = cached_packing(stream, header, context.seq_len)
+        source = PackedSource(stream, packing, header, description, note)
+        needed, remedy = "one document of at least 2 tokens", "name more text"
+    else:
+        source = TokenSource(stream, context.seq_len, header, description, note)
+        needed = f"a sample of seq_len + 1 = {context.seq_len + 1} tokens"
+        remedy = "name more text, or set a smaller training.seq_len"
     if not len(source):
-        found = f"{len(stream)} tokens in {description}{note}"
-        reason = (
-            f"has too few tokens for a sample of seq_len + 1 = {context.seq_len + 1} tokens: {found}; name more text, "
-            "or set a smaller training.seq_len"
-        )
-        raise config_error(key, reason, _path(config))
+        reason = f"has too few tokens for {needed}: {description}{note}; {remedy}"
+        raise config_error((*context.key, "path"), reason, config.path)
     return source
 
 
-def _check_split(corpus: Corpus, header: Header) -> None:
-    """Raise ConfigError if no document belongs to the split."""
-    config, num_files = corpus.config, len(corpus.files)
-    if config.split == "all" or header.files or header.skipped:
-        return
-    other = "train" if config.split == "validation" else "validation"
-    belongs = "the only file belongs" if num_files == 1 else f"all {num_files} files belong"
+def _without_documents(corpus: Corpus, skipped: str) -> ConfigError:
+    """Return the error for a corpus of which no document is used."""
+    config = corpus.config
+    if config.split == "all" or skipped:
+        reason = f"has no documents{f' ({skipped})' if skipped else ''}; {corpus.remedy}"
+        return config_error((*corpus.key, "path"), reason, config.path)
     reason = (
-        f'is empty: with validation_percent = {config.validation_percent}, {belongs} to "{other}"; provide more files '
-        '(each file is one document), or a separate path with split = "all"'
+        f"is empty: with validation_percent = {config.validation_percent}, no document belongs to it; provide more "
+        f'documents (each {corpus.unit} is one document), or other data with split = "all"'
     )
-    raise config_error((*corpus.key, "split"), reason, config.split)
+    return config_error((*corpus.key, "split"), reason, config.split)
 
 
-def _skipped_note(header: Header) -> str:
-    """Return the text of a log line about skipped files; "" if there are none."""
-    if not header.skipped:
-        return ""
-    counts = " and ".join(_plural(number, reason) for reason, number in header.skipped.items())
-    return f"; skipped {counts}, first: {header.first_skipped}"
-
-
-def _plural(number: int, reason: str) -> str:
-    """Return `2 files that are not UTF-8 text` for `file that is not UTF-8 text`."""
-    noun, _, rest = reason.partition(" that is ")
-    return f"{number:,} {reason}" if number == 1 else f"{number:,} {noun}s that are {rest}"
-
-
-def _path(config: TokenizedData) -> object:
-    return getattr(config, "path", None)
+def _skipped(corpus: Corpus, header: Header) -> str:
+    """Return a clause about the documents that the corpus has skipped; "" if there are none."""
+    reasons = ", ".join(f"{number:,} {reason}" for reason, number in header.skipped.items())
+    number = _count(sum(header.skipped.values()), corpus.unit)
+    return reasons and f"skipped {number}: {reasons}; first: {header.first_skipped}"
 
 
 def _count(number: int, noun: str) -> str:

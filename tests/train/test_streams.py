@@ -1,0 +1,85 @@
+"""Runs on data that can only be read in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.distributed import run_ranks
+from tests.tensors import assert_equal
+from tests.train.jobs import run_job, run_job_until, tiny_job
+from titan_launch.config.sections.data import FactoryData
+from titan_launch.core.errors import ConfigError, RunError
+from titan_launch.data.sources import StreamSource, build_source
+from titan_launch.data.tokenizers import ByteTokenizer
+from titan_launch.plan.layout import Layout
+from titan_launch.train.streams import StreamBatches
+
+
+def stream_job(folder: Path, name: str = "StatefulStream", **sections: Any) -> dict[str, Any]:
+    data = {"kind": f"tests.data.sources.test_factory:{name}", "shuffle": False, "args": {"number": 11}}
+    schedule = {"kind": "constant", "warmup_steps": 1}
+    sections = {"checkpoint": {"enable": True, "interval": 3}, "lr_scheduler": schedule, **sections}
+    job = tiny_job(folder, training={"steps": 7}, **sections)
+    return {**job, "data": data, "model": {"args": {**job["model"]["args"], "vocab_size": 257}}}
+
+
+def resumed(config: dict[str, Any]) -> dict[str, Tensor]:
+    """Train until step 5, resume from step 3, and return the parameters."""
+    run_job_until(config, 5)
+    return run_job(config)
+
+
+def refusal(config: dict[str, Any]) -> str:
+    with pytest.raises((ConfigError, RunError)) as caught:
+        run_job(config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "num_workers"), [("Stream", 1), ("StatefulStream", 0)])
+def test_a_run_on_a_stream_resumes_bitwise_on_as_many_ranks(name: str, num_workers: int, tmp_path: Path) -> None:
+    job = stream_job(tmp_path / "whole", name)
+    job["data"]["num_workers"] = num_workers
+    whole = run_ranks(run_job, 2, job)
+    job["job"]["dump_folder"] = str(tmp_path / "resumed")
+    for ours, theirs in zip(whole, run_ranks(resumed, 2, job), strict=True):
+        assert_equal(ours, theirs)
+
+
+def test_the_position_in_a_stream_fits_only_as_many_ranks_and_workers(tmp_path: Path) -> None:
+    job = stream_job(tmp_path)
+    run_ranks(run_job_until, 2, job, 5)
+    remedy = (
+        "resume with the same numbers, or load a step (--checkpoint.load=1000) and begin the stream again with "
+        "--checkpoint.exclude_from_loading='[\"data\"]'"
+    )
+    saved = "data.kind: the checkpoint has the positions of a stream on 2 data-parallel ranks with 0 workers, which"
+    assert run_ranks(refusal, 1, job) == [f"{saved} 1 data-parallel ranks with 0 workers cannot continue; {remedy}"]
+    job["data"]["num_workers"] = 1
+    assert run_ranks(refusal, 2, job) == [f"{saved} 2 data-parallel ranks with 1 workers cannot continue; {remedy}"] * 2
+    job["checkpoint"] |= {"load": 3, "exclude_from_loading": ["data"]}
+    run_ranks(run_job, 1, job)
+
+
+def test_a_stream_goes_on_after_a_rollback() -> None:
+    config = FactoryData(kind="tests.data.sources.test_factory:Stream", shuffle=False, args={"number": 9})
+    source = build_source(config, ByteTokenizer(), 4)
+    assert isinstance(source, StreamSource)
+    layout = Layout(replicate=1, shard=1, local_batch_size=2, num_microbatches=1)
+    batches = StreamBatches(source, layout, 0, None, num_workers=0, pin_memory=False)
+    firsts = [next(batches).inputs[:, 0].tolist()]
+    saved = batches.state_dict()
+    firsts.append(next(batches).inputs[:, 0].tolist())
+    batches.load_state_dict(saved)
+    batches.move_to(4)
+    firsts.append(next(batches).inputs[:, 0].tolist())
+    batches.close()
+    assert firsts == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_state_that_is_not_plain_data_stops_the_run(tmp_path: Path) -> None:
+    (message,) = run_ranks(refusal, 1, stream_job(tmp_path, "StreamOfTensors"))
+    assert message.startswith("the state_dict of the stream must consist of dicts, lists, strings, finite numbers and")

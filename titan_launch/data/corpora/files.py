@@ -1,0 +1,82 @@
+"""Corpora of files: the files that `path` names, which may be compressed."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from typing import Any, BinaryIO
+
+from titan_launch.config.sections.data import FilesData, expand_paths
+from titan_launch.core.errors import ConfigError, config_error
+from titan_launch.core.files import open_regular
+from titan_launch.data.corpora.base import Corpus, File, Part
+
+
+class FileCorpus(Corpus):
+    """A corpus whose `path` names files."""
+
+    config: FilesData
+
+    @cached_property
+    def files(self) -> list[File]:
+        """All files. Raises ConfigError if an entry of `path` matches none."""
+        try:
+            found = expand_paths(self.config)
+        except FileNotFoundError as error:
+            reason = f'no file is found at "{error.args[0]}"'
+            raise config_error((*self.key, "path"), reason, self.config.path) from None
+        stats = ((name, path, path.stat()) for name, path in found)
+        return [File(name, path, stat.st_size, stat.st_mtime_ns) for name, path, stat in stats]
+
+    def parts(self) -> list[Part]:
+        """Return groups of files."""
+        return self.grouped(self.files)
+
+    def grouped(self, files: Sequence[File]) -> list[Part]:
+        """Return parts of consecutive files that together have about `part_bytes` bytes."""
+        parts: list[Part] = []
+        group: list[File] = []
+        size = 0
+        for file in files:
+            group.append(file)
+            size += file.size
+            if size >= self.part_bytes:
+                parts.append(Part(tuple(group), size))
+                group, size = [], 0
+        return [*parts, Part(tuple(group), size)] if group else parts
+
+    @contextmanager
+    def opened(self, file: File) -> Iterator[BinaryIO]:
+        """Open a file for the block, which reads decompressed content. Raises ConfigError if it cannot be read."""
+        decompress, damage = self._decompressor(file)
+        try:
+            with open_regular(file.path) as raw, decompress(raw) as stream:
+                yield stream
+        except damage as error:
+            raise self.unreadable(file, f"it is damaged ({error}); compress or copy it again") from None
+        except OSError as error:
+            remedy = "correct the permissions, or name other files"
+            raise self.unreadable(file, f"{error.strerror or error}; {remedy}") from None
+
+    def unreadable(self, file: File, reason: str) -> ConfigError:
+        """Return the error for a file that cannot be read."""
+        return config_error((*self.key, "path"), f"cannot read {file.path}: {reason}")
+
+    def _decompressor(self, file: File) -> tuple[Callable[[BinaryIO], Any], tuple[type[Exception], ...]]:
+        """Return a function that decompresses a file, and the exceptions that it raises for damaged files."""
+        if file.path.suffix == ".gz":
+            return gzip.open, (gzip.BadGzipFile, zlib.error, EOFError)
+        if file.path.suffix != ".zst":
+            return nullcontext, ()
+        try:
+            from compression import zstd  # Python 3.14
+        except ImportError:
+            try:
+                from backports import zstd
+            except ImportError:
+                reason = "it needs the package backports.zstd: pip install 'titan-launch[zst]'"
+                raise self.unreadable(file, reason) from None
+        return zstd.open, (zstd.ZstdError, EOFError)

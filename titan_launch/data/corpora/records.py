@@ -1,0 +1,112 @@
+"""Corpora of records: lines, or rows of columns. Each record is one document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from titan_launch.config.sections.data import HuggingFaceData, ParquetData, RecordsData
+from titan_launch.core.errors import config_error, did_you_mean, format_key, listed
+from titan_launch.data.corpora.base import Corpus, Document, Skipped
+
+BATCH_ROWS = 1000
+"""Rows that are read at a time."""
+
+
+class RecordError(Exception):
+    """A record that cannot be used."""
+
+    def __init__(self, reason: str, detail: str = "", key: str = "path"):
+        """`reason`: text after "is", by which skipped records are counted: `not valid JSON`. `detail`: further words
+        for the error. `key`: key of the section that may be wrong."""
+        self.reason, self.detail, self.key = reason, detail, key
+        super().__init__(reason)
+
+
+class RecordCorpus(Corpus):
+    """A corpus whose documents are records. `on_error` decides what happens to those without text."""
+
+    config: RecordsData
+    unit = "row"
+
+    def text_document(self, text: object, file: tuple[str, int], key: str) -> Document:
+        """Return the document of a record's text. Raises RecordError. `key`: key of the section that names the
+        text."""
+        name = getattr(self.config, key)
+        if not isinstance(text, str):
+            raise RecordError(f'without a string in "{name}"', f"it is {_TYPES.get(type(text), 'another type')}", key)
+        try:
+            content = text.encode()
+        except UnicodeEncodeError:
+            raise RecordError("not valid Unicode", "it has a part of a surrogate pair") from None
+        return Document(content, content, file)
+
+    def failed(self, error: RecordError, where: str) -> Skipped:
+        """Return the skipped record of an error. Raises ConfigError if `on_error` is "stop"."""
+        if self.config.on_error == "skip":
+            return Skipped(error.reason, where)
+        detail = f" ({error.detail})" if error.detail else ""
+        skip = f'{format_key((*self.key, "on_error"))} = "skip"'
+        reason = f"{where} is {error.reason}{detail}; correct this {self.unit}, or set {skip}"
+        raise config_error((*self.key, error.key), reason, getattr(self.config, error.key))
+
+
+_TYPES: dict[type, str] = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    list: "an array",
+    dict: "an object",
+}
+
+
+class ColumnCorpus(RecordCorpus):
+    """A corpus of rows in tables of Arrow. The key `column` names the column with the text. Rows count from 0."""
+
+    config: ParquetData | HuggingFaceData
+
+    def check_column(self, schema: Any, where: str) -> None:
+        """Raise ConfigError if a `pyarrow.Schema` has no such column, or if the column is not text."""
+        key, column, types = (
+            (*self.key, "column"),
+            self.config.column,
+            dict(zip(schema.names, schema.types, strict=True)),
+        )
+        if column not in types:
+            columns = f"its columns are {listed(list(types), most=12)}{did_you_mean(column, types)}"
+            raise config_error(key, f"is not a column of {where}; {columns}", column)
+        if not _is_text(types[column]):
+            texts = listed([name for name in types if _is_text(types[name])], most=12) or "none"
+            reason = f"is a column of {types[column]} in {where}, not of text; columns of text: {texts}"
+            raise config_error(key, reason, column)
+
+    def rows(
+        self, batches: Iterable[Any], file: tuple[str, int], where: str, first_row: int
+    ) -> Iterator[Document | Skipped]:
+        """Yield the documents of record batches or tables. `first_row`: number of their first row in `where`."""
+        row = first_row
+        for batch in batches:
+            for content in _bytes_of(batch.column(self.config.column)):
+                try:
+                    yield self.text_document(_decoded(content), file, "column")
+                except RecordError as error:
+                    yield self.failed(error, f"row {row} of {where}")
+                row += 1
+
+
+def _is_text(kind: Any) -> bool:
+    return str(kind) in ("string", "large_string")
+
+
+def _bytes_of(column: Any) -> Sequence[bytes | None]:
+    """Return the values of a column of text. Arrow does not check that they are UTF-8."""
+    values: Sequence[bytes | None] = column.cast("large_binary").to_pylist()
+    return values
+
+
+def _decoded(content: bytes | None) -> str | None:
+    try:
+        return None if content is None else content.decode()
+    except UnicodeDecodeError:
+        raise RecordError("not UTF-8 text", key="column") from None

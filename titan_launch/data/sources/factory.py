@@ -1,0 +1,192 @@
+"""Samples of the user's own code: `kind = "package.module:factory"`.
+
+A factory is called as `factory(context, **args)`, with a `SourceContext`. It returns one of:
+
+- an object with `__len__` and `__getitem__`, and optionally `__getitems__(indices) -> list of samples`. The same index
+  always returns the same sample;
+- an iterable of samples: a stream.
+
+Both may have the attribute `num_classes` and the method `describe() -> str`. The first may have `fingerprint() -> str`,
+which changes when the data changes. The second may have `state_dict` and `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_launch.config.sections.data import IGNORED_TARGET, FactoryData, ImageFormat, misfits, stream_problems
+from titan_launch.core.errors import ConfigError, UserError, config_error
+from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
+from titan_launch.core.import_string import import_factory, user_traceback
+from titan_launch.data.sources.base import Sample, SampleSource, SourceContext
+from titan_launch.data.sources.stream import SampleReader, StreamSource
+
+
+class FactorySource:
+    """The samples of an object with `__len__` and `__getitem__`. Each sample is checked when it is read."""
+
+    def __init__(self, data: Any, check: SampleCheck, description: str):
+        self._data, self._check, self._description = data, check, description
+        self.num_classes = check.num_classes
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def describe(self) -> str:
+        """Return the amount of data as part of a log line."""
+        return f"{len(self):,} samples of {self._description}"
+
+    def fingerprint(self, seed: int) -> Fingerprint:
+        """Return the fingerprint of samples, or of the text that the object's own `fingerprint` returns."""
+        if hasattr(self._data, "fingerprint"):
+            content = str(self._data.fingerprint()).encode()
+            return fingerprint_of([], len(self), lambda index: content, seed)
+        return fingerprint_of([], len(self), lambda index: _bytes_of(self[index]), seed)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Return sample `index`. Raises UserError if it does not have the form of the first sample."""
+        return self._check(self._data[index], f"sample {index}")
+
+    def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> Sample:
+        """Return samples, stacked."""
+        if hasattr(self._data, "__getitems__"):
+            found = self._data.__getitems__(list(indices))
+            samples = [self._check(sample, f"sample {index}") for index, sample in zip(indices, found, strict=True)]
+        else:
+            samples = [self[index] for index in indices]
+        return tuple(map(torch.stack, zip(*samples, strict=True)))
+
+
+def build_factory(config: FactoryData, context: SourceContext) -> SampleSource:
+    """Call the user's factory, and build a source of the object that it returns. Raises ConfigError on `kind`."""
+    key = (*context.key, "kind")
+    factory = import_factory(config.kind, key)
+
+    def call() -> Any:
+        try:
+            return factory(context, **config.args)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise config_error(key, f"failed:\n{user_traceback(error)}", config.kind) from error
+
+    data = call()
+    has_index = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if not has_index and not hasattr(data, "__iter__"):
+        reason = (
+            f"must return an object with __len__ and __getitem__, or an iterable, but returns a {type(data).__name__}"
+        )
+        raise config_error(key, reason, config.kind)
+    if has_index and not len(data):
+        raise config_error(key, "returns an object without samples: its length is 0", config.kind)
+    try:
+        first = data[0] if has_index else next(iter(data))
+        check = SampleCheck.of(first, config, context, getattr(data, "num_classes", None))
+        description = str(data.describe()) if hasattr(data, "describe") else config.kind
+        if has_index:
+            check(data[len(data) - 1], f"sample {len(data) - 1}")
+            return FactorySource(data, check, description)
+    except ConfigError:
+        raise
+    except UserError as error:
+        raise config_error(key, str(error).removeprefix(f"{config.kind}: "), config.kind) from None
+    except StopIteration:
+        raise config_error(key, "returns an iterable without samples", config.kind) from None
+    except Exception as error:
+        raise config_error(key, f"cannot be read:\n{user_traceback(error)}", config.kind) from error
+    if problems := list(stream_problems(config, context.key)):
+        raise ConfigError(problems)
+
+    def open_part(part: int, parts: int) -> SampleReader:
+        return SampleReader(call, check, part, parts)
+
+    return StreamSource(open_part, first, check.num_classes, description)
+
+
+@dataclass(frozen=True)
+class SampleCheck:
+    """The form of samples that models and the loss rely on."""
+
+    name: str
+    """Import string of the factory, for errors."""
+
+    forms: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    """Name, shape and dtype of each tensor of a sample."""
+
+    num_tokens: int | None
+    """Size of the vocabulary of the inputs; None for images."""
+
+    num_classes: int
+    """Number of classes of the targets."""
+
+    @classmethod
+    def of(cls, first: Any, config: FactoryData, context: SourceContext, num_classes: int | None) -> SampleCheck:
+        """Return the check of a factory's samples. `num_classes`: the number that its object has, if any. Raises
+        ConfigError for images that do not fit the model, and UserError for other first samples."""
+        key = (*context.key, "kind")
+        if config.unit == "tokens":
+            tokens = num_classes or context.tokenizer.vocab_size
+            names = ("input", "target", "documents")[: 2 + (config.samples == "documents")]
+            dtypes = (torch.int64, torch.int64, torch.int32)
+            forms = tuple((name, (context.seq_len,), dtype) for name, dtype in zip(names, dtypes, strict=False))
+            check = cls(config.kind, forms, tokens, tokens)
+        else:
+            taken = context.images_taken
+            classes = num_classes or (None if taken is None else taken.num_classes)
+            if classes is None:
+                raise config_error(key, "returns images without the attribute num_classes; add it", config.kind)
+            shape = tuple(first[0].shape) if isinstance(first, tuple) and isinstance(first[0], Tensor) else ()
+            if len(shape) != 3:
+                wanted = "a pair of a float32 image [channels, height, width] and an int64 class"
+                raise config_error(key, f"sample 0 must be {wanted}, but is {_form(first)}", config.kind)
+            held = ImageFormat(*shape, num_classes=classes)
+            for problem in misfits(held, taken) if taken is not None else ():
+                found = problem.partition(";")[0]
+                reason = f"{found}; return images that fit the model, or change model.args"
+                raise config_error(key, reason, config.kind)
+            check = cls(config.kind, (("input", shape, torch.float32), ("target", (), torch.int64)), None, classes)
+        check(first, "sample 0")
+        return check
+
+    def __call__(self, sample: Any, where: str) -> Sample:
+        """Return a sample. Raises UserError if its form, its tokens or its targets are wrong."""
+        if not isinstance(sample, tuple) or len(sample) != len(self.forms):
+            names = ", ".join(name for name, *_ in self.forms)
+            raise self._error(where, f"must be a tuple ({names}), but is {_form(sample)}")
+        for (name, shape, dtype), tensor in zip(self.forms, sample, strict=True):
+            if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+                raise self._error(where, f"{name} must be a tensor {list(shape)} of {dtype}, but is {_form(tensor)}")
+        inputs, targets, *documents = sample
+        if self.num_tokens is not None and not _in_range(inputs, self.num_tokens):
+            raise self._error(where, f"input has tokens outside of the vocabulary, 0 to {self.num_tokens - 1}")
+        if not _in_range(targets[targets != IGNORED_TARGET], self.num_classes):
+            allowed = f"0 to {self.num_classes - 1}, or {IGNORED_TARGET} for a target that does not count"
+            raise self._error(where, f"target must be {allowed}")
+        if documents and not bool((documents[0].diff() >= 0).all()):
+            raise self._error(where, "documents must be numbers that never fall along the sequence")
+        return sample
+
+    def _error(self, where: str, reason: str) -> UserError:
+        return UserError(f"{self.name}: {where}: {reason}")
+
+
+def _in_range(values: Tensor, limit: int) -> bool:
+    return not values.numel() or (int(values.min()) >= 0 and int(values.max()) < limit)
+
+
+def _form(value: Any) -> str:
+    """Return a short description of a value for an error."""
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {value.dtype}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+def _bytes_of(sample: Sample) -> bytes:
+    return b"".join(tensor.numpy().tobytes() for tensor in sample)
