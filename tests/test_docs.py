@@ -185,6 +185,9 @@ def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys
             arguments = rest if words[0] == "titan-launch" else rest[2:]
             if arguments[0] in ("import", "export", "generate", "evaluate", "prepare"):
                 assert parse_arguments(arguments).run
+            elif arguments[0] == "data":
+                parsed = parse_arguments(arguments)
+                check(["--config", parsed.config, *parsed.overrides], capsys)
             elif arguments[0] == "plan":
                 plan([str(tmp_path / "plan.png") if arg.endswith(".png") else arg for arg in arguments])
             else:

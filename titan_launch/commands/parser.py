@@ -93,7 +93,7 @@ class Parser(ArgumentParser):
             **{f"--{launch_option}": "launch" for launch_option in LAUNCH_OPTIONS},
             "--fake-world-size": "train and launch",
             "--fake-rank": "train and launch",
-            "--world-size": "check and plan",
+            "--world-size": "check, plan and data",
         }
         option, known = name.replace("_", "-"), {*self._option_string_actions} - {"-h", "--help"}
         if owner := owners.get(option):

@@ -37,6 +37,7 @@ ROLES: Mapping[str, Role | Mapping[str, Role]] = {
         "dtype": "operation",
         "split": "experiment",
         "validation_percent": "experiment",
+        "packing": "experiment",
         "field": "experiment",
         "column": "experiment",
         "on_error": "experiment",

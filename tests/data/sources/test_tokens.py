@@ -131,10 +131,10 @@ def test_errors_name_the_key_and_the_remedy(tmp_path: Path) -> None:
     file.write_text("short")
     too_few = "path: has too few tokens for a sample of seq_len + 1 = 257 tokens"
     remedy = "name more text, or set a smaller training.seq_len"
-    assert problem(TextData(path=str(file))) == f"data.{too_few}: 6 tokens in 1 file; {remedy}"
+    assert problem(TextData(path=str(file))) == f"data.{too_few}: 1 file, 6 tokens; {remedy}"
     (tmp_path / "b.txt").write_text("")
     assert problem(TextData(path=str(tmp_path)), key=("validation", "data")) == (
-        f"validation.data.{too_few}: 7 tokens in 2 files; {remedy}"
+        f"validation.data.{too_few}: 2 files, 7 tokens; {remedy}"
     )
     assert problem(TextData(path=(str(file), "nowhere/*.txt"))) == 'data.path: no file is found at "nowhere/*.txt"'
     empty_side = "train" if is_held_out("a.txt", 50) else "validation"

@@ -123,6 +123,12 @@ def _tag(table: Any) -> Any:
 class TokenizedData(DataSource):
     """The keys of all kinds of data that become sequences of `training.seq_len` tokens."""
 
+    packing: Literal["concat", "documents"] = "concat"
+    """Division of the documents into samples. `concat`: all documents are one stream, which is cut every
+    `training.seq_len` tokens. Tokens attend to earlier documents of their sample. `documents`: a sample has whole
+    documents and at its end padding, as little as possible. Documents do not attend to each other, and positions begin
+    at 0 in each. Only documents of more than `training.seq_len` + 1 tokens are cut."""
+
 
 class CorpusData(TokenizedData):
     """The keys of all kinds of text. When a run starts, one process of each host tokenizes the text into the cache
@@ -147,12 +153,11 @@ class FilesData(CorpusData):
     """Ends of the names of the files that count in a folder, before `.gz` or `.zst`."""
 
     path: str | Array[str]
-    """A file, a folder (all files below it), a glob (`**` crosses folders), or an array of these, relative to the
-    working directory."""
+    """A file, a folder, a glob (`**` crosses folders), or an array of these, relative to the working directory."""
 
 
 class TextData(FilesData):
-    """Text files. They are tokenized, concatenated and cut into sequences of `training.seq_len` tokens."""
+    """Text files. Each file is one document."""
 
     kind: Literal["text"] = "text"
     """Kind of data source. It decides which other keys are valid."""
@@ -160,9 +165,9 @@ class TextData(FilesData):
     path: str | Array[str] = PYTHON_STDLIB
     """A file, a folder (all files below it), a glob (`**` crosses folders), or an array of these, relative to the
     working directory. `python-stdlib` is the source code of the running Python's standard library: tens of MB of real
-    text that every machine has. Each file is one document, whose name is its path relative to the given folder. Files
-    that end in `.gz` or `.zst` are decompressed. Files that are not text (valid UTF-8 without NUL bytes) are skipped;
-    the log reports their number."""
+    text that every machine has. The name of a document is its path relative to the given folder. Files that end in
+    `.gz` or `.zst` are decompressed. Files that are not text (valid UTF-8 without NUL bytes) are skipped; the log
+    reports their number."""
 
 
 class RecordsData(CorpusData):
@@ -486,7 +491,7 @@ def expand_paths(config: FilesData) -> list[tuple[str, Path]]:
     return [(name, file) for file, name in files.items()]
 
 
-def names_a_file(entry: str, suffixes: tuple[str, ...]) -> bool:
+def names_a_file(entry: str, suffixes: tuple[str, ...] = ("",)) -> bool:
     """Return True if an entry of a `path` names at least one file. The search stops at the first file. The standard
     library is assumed to exist."""
     return entry == PYTHON_STDLIB or next(_files_of(entry, suffixes), None) is not None
@@ -572,10 +577,9 @@ def resized_size(height: int, width: int, resize: int) -> tuple[int, int]:
 
 def separates_documents(data: DataSource) -> bool:
     """Return True if samples have document numbers, which separate attention and positions of documents."""
-    return any(
-        "documents" in (getattr(source, "packing", None), getattr(source, "samples", None))
-        for source in single_sources(data).values()
-    )
+    sources = single_sources(data).values()
+    packed = ("documents" in (getattr(source, "packing", None), getattr(source, "samples", None)) for source in sources)
+    return any(packed)
 
 
 class ValidationConfig(Section):
