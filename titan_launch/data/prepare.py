@@ -65,7 +65,8 @@ def prepare_part(corpus: Corpus, part: Part, folder: Path, name: str) -> tuple[S
 def cached_token_files(corpus: Corpus) -> Path:
     """Return the folder of a corpus's token files in the cache, and write it if it does not exist."""
     files = [(file.name, str(file.path.resolve()), file.size, file.modified_ns) for file in corpus.files]
-    identity = [VERSION, corpus.tokenizer.digest, corpus.config.model_dump(mode="json", exclude=_ORDER), files]
+    keys = corpus.config.model_dump(mode="json", exclude=_ORDER)
+    identity = [VERSION, corpus.tokenizer.digest, keys, files, *corpus.identity]
     return built_once("tokens", identity, partial(prepare, corpus))
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from titan_launch.config.sections.tokenizer import TokenizerConfig, read_tokenizer_json, special_token
+from titan_launch.config.sections.tokenizer import TokenizerConfig, read_tokenizer_json, special_token, tokenizer_file
 from titan_launch.core.errors import config_error
 from titan_launch.data.token_files import Tokens, token_dtype
 
@@ -39,6 +39,18 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of `tokens`. Invalid text becomes U+FFFD; special tokens are dropped."""
 
+    @property
+    def folder(self) -> Path | None:
+        """Folder of the tokenizer's files; None if it has none."""
+
+    @property
+    def special_tokens(self) -> Sequence[str]:
+        """Names of the special tokens."""
+
+    def encode_template(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of a chat that a template has rendered, and the index of each token's first character. Names
+        of special tokens become these tokens."""
+
 
 class ByteTokenizer:
     """A tokenizer in which every byte is a token (0 to 255). Token 256 ends a document."""
@@ -46,6 +58,8 @@ class ByteTokenizer:
     vocab_size = 257
     end_of_document = 256
     digest = "bytes"
+    folder = None
+    special_tokens = ()
 
     def encode(self, text: str) -> list[int]:
         """Return the bytes of `text` in UTF-8."""
@@ -59,6 +73,11 @@ class ByteTokenizer:
         """Return the text of `tokens`. Invalid UTF-8 becomes U+FFFD; end-of-document tokens are dropped."""
         return bytes(int(token) for token in tokens if token < self.end_of_document).decode("utf-8", errors="replace")
 
+    def encode_template(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the bytes of a text, and the index of each byte's character."""
+        starts = [index for index, character in enumerate(text) for _ in character.encode()]
+        return self.encode(text), starts
+
     def _encode(self, data: bytes) -> npt.NDArray[np.uint16]:
         tokens = np.empty(len(data) + 1, dtype=np.uint16)
         tokens[:-1] = np.frombuffer(data, dtype=np.uint8)
@@ -71,6 +90,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, config: TokenizerConfig):
         """Load the file. Raises ConfigError on `tokenizer.path`, or on the key of a special token that it lacks."""
+        self._config = config
         content = read_tokenizer_json(config)
         self._tokenizer = _load(config, content)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
@@ -80,6 +100,26 @@ class HuggingFaceTokenizer:
         digest = hashlib.blake2b(content, digest_size=16)
         digest.update(f"{self._begin} {self.end_of_document}".encode())
         self.digest = digest.hexdigest()
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the `tokenizer.json`."""
+        return tokenizer_file(self._config).parent
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """Names of the special tokens."""
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+
+    def encode_template(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of a chat that a template has rendered, and the index of each token's first character. Names
+        of special tokens become these tokens."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return list(encoding.ids), [start for start, _ in encoding.offsets]
 
     def token(self, name: str) -> int:
         """Return the id of the token `name`, which `special_token` has checked."""

@@ -193,6 +193,28 @@ class JsonlData(LinesData):
     """Key of the text in each line's object. Dots select keys of inner objects: `meta.text`."""
 
 
+class ChatData(LinesData):
+    """Chats in JSON lines: one chat per line, for fine-tuning. A chat template turns it into text, and the tokens of the
+    assistant's turns are the targets. A line has `messages` with `role` and `content`, `conversations` with `from` and
+    `value`, `prompt` and `response` (or `completion`), or `instruction`, `input` and `output`."""
+
+    kind: Literal["chat"]
+    """Kind of data source. It decides which other keys are valid."""
+
+    template: str | None = None
+    """`chatml`, or the path of a Jinja template. Default: the template of the tokenizer, in `chat_template.jinja` or
+    `tokenizer_config.json` beside its file. It needs `pip install jinja2`, which PyTorch also needs."""
+
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """Tokens that are targets. `assistant`: all turns of the assistant, each with the token that ends it. `last`: the
+    last of these turns. `all`: all tokens."""
+
+    truncation: Literal["skip", "stop", "right", "left"] = "skip"
+    """Use of chats with more than `training.seq_len` + 1 tokens. `skip`: they are not used; the log reports their number.
+    `stop`: the run ends with an error that names the line. `right`, `left`: tokens are removed at the end or at the
+    beginning."""
+
+
 class ParquetData(FilesData, RecordsData):
     """Parquet files. Each row is one document. They need `pip install 'titan-launch[parquet]'`."""
 
@@ -398,6 +420,7 @@ class MixtureData(DataSource):
 DATA_KINDS: dict[str, type[DataSource]] = {
     "text": TextData,
     "jsonl": JsonlData,
+    "chat": ChatData,
     "parquet": ParquetData,
     "huggingface": HuggingFaceData,
     "tokens": TokensData,

@@ -12,6 +12,7 @@ from titan_launch.config.sections.data import IGNORED_TARGET, CorpusData, Tokens
 from titan_launch.core.errors import ConfigError, config_error
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
 from titan_launch.data.corpora.base import Corpus
+from titan_launch.data.corpora.chat import ChatCorpus
 from titan_launch.data.corpora.huggingface import HuggingFaceCorpus
 from titan_launch.data.corpora.jsonl import JsonlCorpus
 from titan_launch.data.corpora.parquet import ParquetCorpus
@@ -23,6 +24,7 @@ from titan_launch.data.token_files import Header, TokenFilesError, Tokens, Token
 CORPORA: dict[str, type[Corpus]] = {
     "text": TextCorpus,
     "jsonl": JsonlCorpus,
+    "chat": ChatCorpus,
     "parquet": ParquetCorpus,
     "huggingface": HuggingFaceCorpus,
 }
@@ -83,7 +85,7 @@ class TokenSource:
 def build_corpus(config: CorpusData, context: SourceContext) -> TokenSource:
     """Tokenize a corpus, unless the cache has its tokens, and open them. Raises ConfigError on a key below
     `context.key`."""
-    corpus = CORPORA[config.kind](config, context.tokenizer, context.key)
+    corpus = CORPORA[config.kind](config, context.tokenizer, context.key, context.seq_len)
     folder = cached_token_files(corpus)
     header = read_header(folder)
     skipped = _skipped(corpus, header)
