@@ -32,7 +32,7 @@ from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.plan.layout import Layout
 
 SEQ_LEN, BATCH_SIZES, WORKERS = 2048, (8, 64), (0, 2)
-REPEATS, TRAINED_STEPS, FIRST_STEPS = 5, 12, 2
+REPEATS, TRAINED_STEPS, FIRST_STEPS = 5, 6, 2
 
 
 def write_tokens(folder: Path, num_tokens: int) -> None:

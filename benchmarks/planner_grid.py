@@ -111,12 +111,6 @@ def random_job(seed: int) -> tuple[dict[str, Any], int, Kernels]:
     return job, shard * replicate, kernels
 
 
-def _random_options(pick: random.Random, family: str) -> dict[str, Any]:
-    options = {"norm": pick.choice(["rmsnorm", "layernorm", "batchnorm"])} if family == "llama3" else {}
-    has_window = "sliding_window" in FAMILIES[family]["debug"]
-    return {**options, "sliding_window": pick.choice([4, 20, 200])} if has_window else options
-
-
 def _random_precision(pick: random.Random, mode: str) -> dict[str, Any]:
     compute = pick.choice(["bfloat16", "bfloat16", "float32"])
     rules = [

@@ -80,6 +80,12 @@ def test_every_toml_block_of_the_docs_passes_the_check(
     if path := re.search(r'^name = "huggingface"\npath = "(.*?)"', block, flags=re.MULTILINE):
         write_config(tmp_path / path[1], "llama", vocab_size=320, max_position_embeddings=2048)
         monkeypatch.chdir(tmp_path)
+    if re.search(r'^path = "(photos|shards)/', block, flags=re.MULTILINE):
+        for folder in ("photos/train/cat", "photos/val/cat", "shards"):
+            (tmp_path / folder).mkdir(parents=True)
+        for number in range(2):
+            (tmp_path / f"shards/train-00{number}.tar").touch()
+        monkeypatch.chdir(tmp_path)
     job = tmp_path / "job.toml"
     job.write_text(block)
     command = ["check", "--config", str(job), "--world-size", "2", NO_EARLIER_RUN]
@@ -153,7 +159,7 @@ def test_every_command_of_the_docs_is_valid(command: str, tmp_path: Path, capsys
     match words:
         case ["titan-launch" | "python", *rest] if words[0] == "titan-launch" or rest[:2] == ["-m", "titan_launch"]:
             arguments = rest if words[0] == "titan-launch" else rest[2:]
-            if arguments[0] in ("import", "export"):
+            if arguments[0] in ("import", "export", "generate", "evaluate"):
                 assert parse_arguments(arguments).run
             elif arguments[0] == "plan":
                 plan([str(tmp_path / "plan.png") if arg.endswith(".png") else arg for arg in arguments])

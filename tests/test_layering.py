@@ -29,6 +29,7 @@ RANKS = {
     "train": 6,
     "trace": 7,
     "launch": 7,
+    "inference": 7,
     "commands": 8,
     "cli": 9,
     "__main__": 10,

@@ -19,6 +19,8 @@ COMMANDS = {
     "plan": "predict dtypes of modules, memory, communication and step time, without a GPU",
     "import": "convert a Hugging Face folder to the names of this package, and write a job that starts from it",
     "export": "write the weights of a run in the format of Hugging Face, or as one file",
+    "generate": "continue a text with a trained model, and print it as it is generated",
+    "evaluate": "measure a trained model on tasks of lm-evaluation-harness",
     "launch": "check the job file, then train with torchrun: one rank per GPU, or 2 ranks without a GPU",
 }
 """The commands, each with a description. The module `titan_launch.commands.NAME` has `add_arguments(parser)` and

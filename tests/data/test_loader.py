@@ -45,9 +45,8 @@ def global_batches(split: Layout, steps: int, start: int = 0, num_workers: int =
     by_rank = []
     for rank in range(split.data_parallel):
         with train_loader(split, rank, start, num_workers) as loader:
-            batches = itertools.islice(loader, steps * split.num_microbatches)
-            microbatches = [batch.targets.tolist() for batch in batches]
-        n = split.num_microbatches
+            n = split.num_microbatches
+            microbatches = [batch.targets.tolist() for batch in itertools.islice(loader, steps * n)]
         by_rank.append([list(itertools.chain(*microbatches[k * n : (k + 1) * n])) for k in range(steps)])
     return [list(step) for step in zip(*by_rank, strict=True)]
 

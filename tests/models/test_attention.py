@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from titan_launch.models import attention
-from titan_launch.models.attention import Documents, ScoreOptions, attend, causal_attention, make_block_mask
+from titan_launch.models.attention import (
+    Documents,
+    KeyValueCache,
+    ScoreOptions,
+    attend,
+    causal_attention,
+    make_block_mask,
+)
 
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 3 + [2] * 2, [7] * 10])
 
@@ -123,6 +130,17 @@ def _make_block_masks(documents: Documents | None, window: int | None) -> None:
     """Make the block masks that documents have on CUDA only."""
     if documents is not None:
         documents.block_masks = {window: make_block_mask(10, window, documents.numbers, documents.numbers.device)}
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if "documents" not in OPTIONS[name]])
+def test_the_last_tokens_attend_to_a_cache_as_in_the_whole_sequence(name: str) -> None:
+    q, k, v = _inputs(n_kv_heads=2)
+    cache, (options, _) = KeyValueCache(max_tokens=12), arguments(name)
+    parts = [slice(0, 5), slice(5, 8), slice(8, 9), slice(9, 10)]
+    with torch.no_grad():
+        cached = [(q[:, :, part], *cache.append(k[:, :, part], v[:, :, part], options.window)) for part in parts]
+        actual = torch.cat([attend(*tensors, options) for tensors in cached], dim=2)
+        torch.testing.assert_close(actual, attend(q, k, v, options))
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.parity import CASES, VOCABULARY, parity, random_model, read_model, samples, tensors_of
+from tests.models.parity import CASES, VOCABULARY, parity, random_model, read_model, same_tensors, samples, tensors_of
 from titan_launch.cli import main
 from titan_launch.config.architectures import ALL_IN_ARGS, ARCHITECTURES, resolve_args
 from titan_launch.config.architectures.decoder import DecoderArgs
@@ -182,6 +182,17 @@ def test_a_model_that_no_class_computes_is_not_written(changes: dict[str, Any], 
         WeightsError, match=f"LlamaForCausalLM of transformers has no counterpart of model.args.{argument} "
     ):
         config_of("llama3", args, "float32", 64)
+
+
+def test_a_hugging_face_folder_is_exported_without_an_import(tmp_path: Path) -> None:
+    random_model("Qwen 3, tied", tmp_path / "hf")
+    assert main(["import", str(tmp_path / "hf"), str(tmp_path / "imported")]) == 0
+    for name, options in (("plain", ["--format=plain"]), ("bf16", ["--dtype=bfloat16"])):
+        assert main(["export", str(tmp_path / "hf"), str(tmp_path / name), *options]) == 0
+    assert same_tensors(tmp_path / "imported", tmp_path / "plain")
+    original, rounded = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "bf16")
+    assert original.keys() == rounded.keys()
+    assert all(torch.equal(rounded[name], tensor.to(torch.bfloat16)) for name, tensor in original.items())
 
 
 def test_files_without_prefix_with_unused_tensors_and_a_tied_head_are_read(tmp_path: Path) -> None:

@@ -22,10 +22,15 @@ class Chain(nn.Module):
     """A model with an embedding, linear layers, and a head."""
 
     def __init__(
-        self, n_layers: int, does: str | None = None, counts: bool = False, dense: bool = False, twice: bool = False
+        self,
+        n_layers: int,
+        does: str | None = None,
+        counts: bool = False,
+        dense: str | None = None,
+        twice: bool = False,
     ):
-        """Set what the forward does. `counts`: it reads its number of layers. `dense`: every layer reads the outputs of
-        all earlier ones. `twice`: every layer runs two times."""
+        """Set what the forward does. `counts`: it reads its number of layers. `dense`: every layer reads the `outputs`
+        of all earlier ones, or only their `values`, without gradients. `twice`: every layer runs two times."""
         super().__init__()
         self.embedding = nn.Embedding(61, 8)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(n_layers))
@@ -36,9 +41,11 @@ class Chain(nn.Module):
         x = self.embedding(tokens)
         if self.does is not None:
             UNFIT[self.does](tokens, x)
-        before = [x]
+        before = [x.detach() if self.dense == "values" else x]
         for layer in [self.layers[i] for i in range(self.n_layers)] if self.counts else self.layers:
-            x = torch.tanh(layer(torch.cat(before).view(len(before), *x.shape).tanh().sum(0) if self.dense else x))
+            if self.dense is not None:
+                x = (x * torch.stack(before)).tanh().sum(0)
+            x = torch.tanh(layer(x))
             x = torch.tanh(layer(x)) if self.twice else x
-            before.append(x)
+            before.append(x.detach() if self.dense == "values" else x)
         return self.head(x)

@@ -22,8 +22,6 @@ ARGS = {"dim": 48, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 1
 FP32_NORMS = {"rules": [{"match": ["layers.*.*_norm", "norm"], "param_dtype": "float32"}]}
 SGD = {"name": "SGD", "weight_decay": 1e-4}
 FULL, SELECTIVE = {"mode": "full"}, {"mode": "selective"}
-
-
 WINDOW = {"sliding_window": 8}
 
 
@@ -71,6 +69,17 @@ JOBS: dict[str, tuple[tuple[int, int], int, Kernels, dict[str, Any], dict[str, A
         {"batchnorm": {"statistics": "synchronized"}, "precision": {"param_dtype": "float32"}},
     ),
     "deep": ((1, 4), 2, "cuda", {"n_layers": 9}, {"activation_checkpoint": SELECTIVE, "precision": FP32_NORMS}),
+    "deep, one unit for attention": (
+        (1, 8),
+        2,
+        "cuda",
+        {"n_layers": 9},
+        {
+            "activation_checkpoint": FULL,
+            "gradient_accumulation": accumulation("immediate", unsharded=True),
+            "precision": {"rules": [{"match": "layers.*.attention", "param_dtype": "float32"}]},
+        },
+    ),
     "every second block": (
         (1, 4),
         2,

@@ -76,7 +76,7 @@ def test_flash_attention_keeps_inputs_output_and_a_number_for_each_query() -> No
 
 
 def test_fp32_attention_repeats_keys_and_values() -> None:
-    """`models.layers.attention` does so on CUDA, where the fused kernel needs as many heads of keys as of queries."""
+    """`causal_attention` repeats them on CUDA: the fused kernel needs as many heads of keys as of queries."""
     tokens = B * T * HEAD * 4
     assert attention(causal_attention, FP32, K) == pytest.approx(tokens * 4 * H + 4 * B * H * T, abs=64)
 

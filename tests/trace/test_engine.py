@@ -26,6 +26,13 @@ DEEP: dict[str, dict[str, Any]] = {
         "gradient_accumulation": {"mode": "deferred"},
         "training": {"global_batch_size": 8},
     },
+    "Llama, one unit for attention, whose reduction is the peak only in a deep model": {
+        "model": LLAMA,
+        "activation_checkpoint": {"mode": "full"},
+        "gradient_accumulation": {"mode": "immediate", "keep_params_unsharded": True},
+        "precision": {"rules": [{"match": "layers.*.attention", "param_dtype": "float32"}]},
+        "training": {"global_batch_size": 8},
+    },
     "Llama, every second block checkpointed": {
         "model": {"args": {"n_layers": 13}},
         "training": {"global_batch_size": 4},
@@ -88,11 +95,17 @@ def test_a_model_that_counts_its_blocks_is_traced_with_all_blocks(traced_blocks:
     assert counted.peak_bytes == plain.peak_bytes
 
 
-def test_a_model_that_grows_unevenly_is_traced_with_all_blocks(traced_blocks: list[int]) -> None:
-    """The input of every layer has the outputs of all earlier layers, so memory grows with the square of the depth."""
-    dense = {"name": "tests.trace.models:Chain", "args": {"n_layers": 12, "dense": True}}
-    ask({"model": dense, "training": {"seq_len": 512}})
-    assert traced_blocks == [5, 6, 7, 12]
+@pytest.mark.parametrize(("dense", "blocks"), [("outputs", [5, 6, 12]), ("values", [5, 6, 7, 12])])
+def test_a_model_that_grows_unevenly_is_traced_with_all_blocks(
+    dense: str, blocks: list[int], traced_blocks: list[int]
+) -> None:
+    """The input of every layer has the outputs of all earlier layers, so memory grows with the square of the depth.
+
+    Gradients of the outputs make each backward longer, which two depths show. Their values only make it larger.
+    """
+    model = {"name": "tests.trace.models:Chain", "args": {"n_layers": 12, "dense": dense}}
+    ask({"model": model, "training": {"seq_len": 512}})
+    assert traced_blocks == blocks
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 from contextlib import ExitStack
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,11 @@ from tests.train.jobs import read_metrics, run_job, run_job_until, this_rank
 from titan_launch.config.job import JobConfig
 from titan_launch.core.patches import replaced
 from titan_launch.data.sources import Batch
+from titan_launch.inference.export import ExportOptions, export
 from titan_launch.models import huggingface
 from titan_launch.models.build import recorded_model
 from titan_launch.train import build
 from titan_launch.train.build import build_run
-from titan_launch.train.export import ExportOptions, export
 from titan_launch.train.run_folder.records import AUDIT_FILE
 
 SEED, TOKENS, STEPS, RATE, EPS = 3, 16, 4, 1e-2, 1e-3
@@ -152,6 +154,9 @@ def train_everything(folder: Path, images: str) -> dict[str, dict[str, list[floa
     """Return the losses of every model, trained in several ways on the ranks of the test."""
     import transformers  # noqa: F401
 
+    logged = BufferingHandler(capacity=1000)
+    for name in ("torchao", "torch.utils._pytree"):  # which each rank would print
+        logging.getLogger(name).addHandler(logged)
     gc.freeze()  # a garbage collection would visit all objects of the library
     losses: dict[str, dict[str, list[float]]] = {}
     with replaced(build, "MemoryCheck", lambda *_: None):  # another process would trace the memory
@@ -169,6 +174,7 @@ def train_everything(folder: Path, images: str) -> dict[str, dict[str, list[floa
                 losses[name]["resumed"] = resume(folder / "resumed" / name, name, images)
             if name in ("qwen2", "vit", "resnet"):
                 losses[f"{name} with weights"] = train_with_weights(folder, name, images, batches)
+    assert not logged.buffer
     return losses
 
 

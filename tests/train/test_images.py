@@ -149,3 +149,51 @@ def test_throughput_is_in_images(tmp_path: Path, images: str) -> None:
     assert last["throughput/images_per_second"] == pytest.approx(32 / last["time/step_s"])
     assert last["throughput/images_per_second_per_device"] == last["throughput/images_per_second"]
     assert not any("tokens" in tag for tag in last)
+
+
+VIT = {
+    "name": "vit",
+    "args": {
+        "dim": 16,
+        "n_layers": 2,
+        "n_heads": 2,
+        "hidden_dim": 24,
+        "patch_size": 4,
+        "image_size": 8,
+        "num_classes": 3,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def class_folders(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Write images of several sizes, of three classes."""
+    Image = pytest.importorskip("PIL.Image")  # noqa: N806 - the name of the module
+    root, generator = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    for number in range(45):
+        folder = root / "abc"[number % 3]
+        folder.mkdir(exist_ok=True)
+        pixels = generator.integers(0, 256, (8 + number % 5, 12, 3)).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    return str(root)
+
+
+@pytest.mark.parametrize("name", ["resnet", "vit"])
+def test_augmented_images_of_a_folder_train_alike_on_any_number_of_ranks_and_workers(
+    tmp_path: Path, class_folders: str, name: str
+) -> None:
+    model = VIT if name == "vit" else {**RESNET, "args": {**RESNET["args"], "image_size": 8, "in_channels": 3}}
+    size = {"resize": 9, "crop": 8}
+    reports = []
+    for world_size, num_workers in ((1, 0), (2, 1)):
+        folder = tmp_path / str(world_size)
+        job = image_job(folder, class_folders, model, batchnorm={"statistics": "synchronized"})
+        job["data"] |= {**size, "augment": ["crop", "flip"], "padding": 1, "num_workers": num_workers}
+        job["validation"]["data"] |= size
+        job["training"] |= {"local_batch_size": 8 // world_size, "global_batch_size": 16, "steps": 4}
+        job["validation"]["freq"] = 2
+        run_ranks(run_job, world_size, job)
+        reports.append(read_metrics(folder))
+    for tag in ("train/loss", "train/grad_norm", "validation/loss", "validation/accuracy"):
+        one, two = ([report[tag] for report in of_run if tag in report] for of_run in reports)
+        assert one and one == pytest.approx(two, rel=1e-5), tag

@@ -21,7 +21,9 @@ from tests.tensors import assert_equal, full_state
 from tests.train.jobs import read_metrics, run_job, this_rank, tiny_job
 from titan_launch.cli import main
 from titan_launch.config.loading.load import load_job
+from titan_launch.core.patches import replaced
 from titan_launch.models.init import load_weights
+from titan_launch.models.weights import folder as weights_folder
 from titan_launch.models.weights.folder import find_weights
 from titan_launch.train.build import build_run
 
@@ -45,10 +47,18 @@ def job_file(folder: Path, weights: Path, **sections: Any) -> str:
 def whole_states(jobs: list[tuple[str, str]]) -> list[tuple[dict[str, Tensor], int, int]]:
     """Build a run of each job and override on this rank. Return its gathered parameters, and the bytes that this rank
     reads, out of how many."""
-    states = []
+    states, headers_read, original = [], list[Path](), weights_folder._read_header
+
+    def read_header(path: Path) -> dict[str, Any]:
+        headers_read.append(path)
+        return original(path)
+
     for path, override in jobs:
         with ExitStack() as stack:
-            run = build_run(load_job(path, [override]).config, this_rank(), stack)
+            with replaced(weights_folder, "_read_header", read_header):
+                run = build_run(load_job(path, [override]).config, this_rank(), stack)
+            assert len(headers_read) == 1
+            headers_read.clear()
             weights = find_weights(run.config.model, run.plan.inventory)
             states.append((full_state(run.model), load_weights(run.model, weights), weights.num_bytes))
     return states

@@ -5,22 +5,19 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from titan_launch.commands.parser import Parser, at_least
+from titan_launch.commands.parser import Parser, add_source, at_least
 from titan_launch.core.errors import UserError
 from titan_launch.core.process import OK
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of `export`."""
-    parser.usage = "titan-launch export RUN OUT [options]"
+    parser.usage = "titan-launch export SOURCE OUT [options]"
     parser.epilog = "example:\n  titan-launch export outputs/llama_bn exported --format plain"
-    parser.add_argument("source", metavar="RUN", help="run folder, or a folder that `import` wrote")
+    add_source(parser)
     parser.add_argument("out", metavar="OUT", help="folder to write, which must not exist")
-    parser.add_argument("--step", type=at_least(0), metavar="N", help="checkpoint of this step (default: the newest)")
     text = "hf: config.json, *.safetensors and tokenizer of Hugging Face (the default); plain: one model.safetensors "
     parser.add_argument("--format", choices=("hf", "plain"), default="hf", help=f"{text}in the names of this package")
-    text = "the moving average of the weights (`[ema]`) in place of each parameter that has one"
-    parser.add_argument("--ema", action="store_true", help=text)
     text = "dtype of the weights (default: that of the parameters in the checkpoint)"
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
     text = "largest size of a file with format hf (default: 5GB)"
@@ -33,7 +30,7 @@ def run(arguments: Namespace) -> int:
     """Write the folder, and print what it holds."""
     from titan_launch.checkpoint.manifest import DamagedCheckpointError
     from titan_launch.config.huggingface.features import WeightsError
-    from titan_launch.train.export import DEFAULT_SHARD_SIZE, ExportOptions, export
+    from titan_launch.inference.export import DEFAULT_SHARD_SIZE, ExportOptions, export
 
     if arguments.format == "plain":
         for option in ("max_shard_size", "vocab_size"):

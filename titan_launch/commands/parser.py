@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -114,6 +115,28 @@ def at_least(minimum: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def number_from(minimum: float, maximum: float = math.inf) -> Callable[[str], float]:
+    """Return an argparse type for numbers from `minimum` to `maximum`."""
+
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if minimum <= float(text) <= maximum and math.isfinite(float(text)):
+                return float(text)
+        wanted = f"from {minimum:g} to {maximum:g}" if math.isfinite(maximum) else f"of at least {minimum:g}"
+        raise ArgumentTypeError(f'must be a number {wanted}, not "{text}"')
+
+    return parse
+
+
+def add_source(parser: Parser) -> None:
+    """Add the positional argument SOURCE, which names a trained model, and the options that choose its weights."""
+    text = "run folder, folder that `import` wrote, or Hugging Face folder"
+    parser.add_argument("source", metavar="SOURCE", help=text)
+    parser.add_argument("--step", type=at_least(0), metavar="N", help="checkpoint of this step (default: the newest)")
+    text = "the moving average of the weights (`[ema]`) in place of each parameter that has one"
+    parser.add_argument("--ema", action="store_true", help=text)
 
 
 def _is_key(name: str) -> bool:

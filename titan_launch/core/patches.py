@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 
@@ -52,6 +52,14 @@ def loggers_silenced(*names: str, below: int = logging.CRITICAL) -> Iterator[Non
             stack.callback(logger.setLevel, logger.level)
             logger.setLevel(below)
         yield
+
+
+def torchao_import_silenced() -> AbstractContextManager[None]:
+    """Drop the warnings that torchao logs when it is imported: they are about kernels that training does not use.
+
+    `transformers` imports torchao, if it is installed, together with a model's class.
+    """
+    return loggers_silenced("torchao", "torch.utils._pytree", below=logging.ERROR)
 
 
 @contextmanager

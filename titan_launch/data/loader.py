@@ -21,9 +21,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_launch.config.sections.data import IGNORED_TARGET
+from titan_launch.core.errors import UserError
 from titan_launch.core.signals import ignore_stop_signals
 from titan_launch.data.order import Order
 from titan_launch.data.sources import Batch, Sample, SampleSource, StreamSource, read_batch
+from titan_launch.data.sources.stream import Reader
 from titan_launch.plan.layout import Layout
 
 
@@ -41,7 +43,11 @@ class Loader:
         atexit.register(self.close)
 
     def __iter__(self) -> Iterator[Batch]:
-        return (batch if isinstance(batch, Batch) else batch.unpacked() for batch in self._loader)
+        """Yield batches. Raises UserError if a sample cannot be read, such as a damaged image."""
+        for batch in self._loader:
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch if isinstance(batch, Batch) else batch.unpacked()
 
     def close(self) -> None:
         """End the worker processes and wait for them. Further calls do nothing."""
@@ -135,8 +141,9 @@ def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Bat
         (batch, is_copied), ahead = ahead, next(copies, None)
         compute = torch.cuda.current_stream(device)
         compute.wait_event(is_copied)
-        for tensor in filter(lambda tensor: tensor is not None, batch):
-            tensor.record_stream(compute)  # its memory is not used again before `compute` has read it
+        for tensor in batch:
+            if tensor is not None:
+                tensor.record_stream(compute)  # its memory is not used again before `compute` has read it
         yield batch
 
 
@@ -215,6 +222,19 @@ class _ValidationReader:
         return inputs, targets, *documents
 
 
+@dataclass(frozen=True)
+class _ErrorsAsBatches:
+    """A reader that returns a UserError in place of a batch. PyTorch would add the worker's traceback to its text."""
+
+    reader: BatchReader
+
+    def __getitems__(self, numbers: Sequence[int]) -> Sample | UserError:
+        try:
+            return self.reader.__getitems__(numbers)
+        except UserError as error:
+            return UserError(str(error))  # a ConfigError cannot be pickled
+
+
 _SENT_BY_VALUE = 1 << 20
 """Largest batch in bytes that a worker sends through its pipe. A larger one is sent in shared memory."""
 
@@ -238,6 +258,10 @@ class _Packed:
     def pin_memory(self) -> Batch:
         """Return the batch in pinned memory. PyTorch's loader calls this method."""
         return Batch._make(None if tensor is None else tensor.pin_memory() for tensor in self.unpacked())
+
+
+def _packed(batch: Sample | UserError) -> _Packed | UserError:
+    return batch if isinstance(batch, UserError) else _Packed(batch)
 
 
 class StreamLoader(Loader):
@@ -266,18 +290,36 @@ class StreamLoader(Loader):
         self._loader.load_state_dict(state)
 
 
-class _StreamPart(IterableDataset[Sample]):
+class _StreamPart(IterableDataset[Any]):
     """One part of a stream, as PyTorch's loader takes it."""
 
     def __init__(self, source: StreamSource, part: int, parts: int):
         self._source, self._part, self._parts = source, part, parts
 
-    def __iter__(self) -> Iterator[Sample]:
-        return self._source.open_part(self._part, self._parts)
+    def __iter__(self) -> Iterator[Sample | UserError]:
+        return _ErrorsAsSamples(self._source.open_part(self._part, self._parts))
 
 
-def _stacked(samples: list[Sample]) -> _Packed:
-    return _Packed(tuple(map(torch.stack, zip(*samples, strict=True))))
+class _ErrorsAsSamples:
+    """A reader of a stream that returns a UserError in place of a sample, as `_ErrorsAsBatches`."""
+
+    def __init__(self, reader: Reader):
+        self._reader = reader
+        self.state_dict, self.load_state_dict = reader.state_dict, reader.load_state_dict
+
+    def __iter__(self) -> _ErrorsAsSamples:
+        return self
+
+    def __next__(self) -> Sample | UserError:
+        try:
+            return next(self._reader)
+        except UserError as error:
+            return UserError(str(error))
+
+
+def _stacked(samples: list[Sample | UserError]) -> _Packed | UserError:
+    error = next((sample for sample in samples if isinstance(sample, UserError)), None)
+    return error or _Packed(tuple(map(torch.stack, zip(*samples, strict=True))))
 
 
 def _indexed_loader(
@@ -285,11 +327,11 @@ def _indexed_loader(
 ) -> Loader:
     """Return a loader of batches that `reader` reads. `batches`: what `reader` turns into a batch, for each batch."""
     return Loader(
-        reader,
+        _ErrorsAsBatches(reader),
         num_workers=num_workers,
         pin_memory=pin_memory,
         batch_sampler=batches,
-        collate_fn=_Packed,
+        collate_fn=_packed,
         snapshot_every_n_steps=None,  # its state is not used
     )
 

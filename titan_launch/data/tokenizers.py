@@ -10,7 +10,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from titan_launch.config.sections.tokenizer import TokenizerConfig, read_tokenizer_json, special_token, tokenizer_file
+from titan_launch.config.sections.tokenizer import (
+    TOKENIZER_FILE,
+    TokenizerConfig,
+    read_tokenizer_json,
+    special_token,
+    tokenizer_file,
+)
 from titan_launch.core.errors import config_error
 from titan_launch.data.token_files import Tokens, token_dtype
 
@@ -165,5 +171,11 @@ def _load(config: TokenizerConfig, content: bytes) -> Any:
 
 
 def tokenizer_beside(folder: Path) -> TokenizerConfig | None:
-    """Return the configuration of the tokenizer in a Hugging Face folder; None if it has none."""
-    return TokenizerConfig(kind="huggingface", path=str(folder)) if (folder / "tokenizer.json").is_file() else None
+    """Return the configuration of the tokenizer in a Hugging Face folder, with the token that it puts before a text;
+    None if the folder has none. Raises ConfigError."""
+    if not (folder / TOKENIZER_FILE).is_file():
+        return None
+    config = TokenizerConfig(kind="huggingface", path=str(folder))
+    encoding = _load(config, read_tokenizer_json(config)).encode("a")
+    begin = encoding.tokens[0] if encoding.special_tokens_mask[0] else None
+    return config.model_copy(update={"begin_of_document": begin})

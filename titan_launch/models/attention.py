@@ -4,6 +4,7 @@
     plain causal                       scaled_dot_product_attention with is_causal, on both
     sliding window, documents          FlexAttention, compiled   scaled_dot_product_attention with a mask
     soft cap, with or without these    FlexAttention, compiled   explicit scores in fp32, for some queries at a time
+    new tokens, to those of a cache    the paths of the CPU, on both
 
 FlexAttention (arXiv:2412.05496) skips blocks of tokens that a mask excludes, and never stores the scores. On a CPU it
 has no backward. The paths for CPUs are exact, and serve small models and tests.
@@ -48,7 +49,7 @@ class Documents:
 
     A decoder makes one object for each microbatch and passes it to all layers. On CUDA it holds a block mask for each
     window, so the layers, and the second forward of activation checkpointing, share the masks. The class is no
-    dataclass, because FSDP2 would copy that for each unit.
+    dataclass, because each FSDP2 unit copies the dataclasses among its inputs.
     """
 
     def __init__(self, numbers: Tensor, windows: Iterable[int | None]):
@@ -71,8 +72,11 @@ def attend(
 ) -> Tensor:
     """Return the causal attention of `q` (batch, heads, tokens, head_dim); `k` and `v` may have fewer heads.
 
+    `k` and `v` may have more tokens than `q` (those of a `KeyValueCache`). The tokens of `q` are then the last ones.
     The result has the dtype of `q`. Soft cap and softmax are computed in fp32.
     """
+    if q.shape[2] < k.shape[2]:
+        return _attention_to_cache(q, k, v, options)
     is_cut = options.window is not None and options.window < q.shape[2]
     if is_cut or options.soft_cap is not None or documents is not None:
         return masked_attention(q, k, v, options, documents)
@@ -108,6 +112,39 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, doc
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scale, enable_gqa=is_grouped)
 
 
+def _attention_to_cache(q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions) -> Tensor:
+    """Return the attention of the last tokens of a sequence to all its tokens. There are few queries, so the mask and
+    the scores are small."""
+    if options.soft_cap is not None:
+        return _capped_attention(q, k, v, options, options.soft_cap, None)
+    queries, keys = slice(k.shape[2] - q.shape[2], k.shape[2]), slice(0, k.shape[2])
+    mask, is_grouped = _allowed(queries, keys, options.window, None, q.device)[:, None], q.shape[1] > k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scale, enable_gqa=is_grouped)
+
+
+class KeyValueCache:
+    """Keys and values of one layer, for all tokens of a sequence so far. Generation attaches a cache to a layer."""
+
+    def __init__(self, max_tokens: int):
+        """`max_tokens`: number of tokens for which memory is allocated."""
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._tensors: tuple[Tensor, ...] = ()
+
+    def append(self, k: Tensor, v: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+        """Add the keys and values of new tokens, (batch, heads, tokens, head_dim). Return those of all tokens to which
+        the new tokens attend."""
+        if not self._tensors:
+            self._tensors = tuple(x.new_empty(*x.shape[:2], self._max_tokens, x.shape[3]) for x in (k, v))
+        start, stop = self._num_tokens, self._num_tokens + k.shape[2]
+        for kept, new in zip(self._tensors, (k, v), strict=True):
+            kept[:, :, start:stop] = new
+        self._num_tokens = stop
+        first = 0 if window is None else max(0, start - window + 1)
+        keys, values = (kept[:, :, first:stop] for kept in self._tensors)
+        return keys, values
+
+
 def _allowed(
     queries: slice, keys: slice, window: int | None, documents: Documents | None, device: torch.device
 ) -> Tensor:
@@ -127,14 +164,15 @@ def _capped_attention(
 ) -> Tensor:
     """Return attention with a soft cap, from explicit scores in fp32, without the keys that no query attends to."""
     (num_heads, num_tokens, width), num_kv_heads, window = q.shape[1:], k.shape[1], options.window
-    scale = width**-0.5 if options.scale is None else options.scale
+    scale, first = width**-0.5 if options.scale is None else options.scale, k.shape[2] - num_tokens
     wide_q, wide_k, wide_v = (x.float() for x in (q, k, v))
     results = []
     for start in range(0, num_tokens, _QUERIES):
-        queries = slice(start, min(start + _QUERIES, num_tokens))
-        keys = slice(0 if window is None else max(0, start - window + 1), queries.stop)
+        stop = min(start + _QUERIES, num_tokens)
+        queries = slice(first + start, first + stop)
+        keys = slice(0 if window is None else max(0, queries.start - window + 1), queries.stop)
         # [batch, key heads, query heads of a key head x queries, width]
-        rows = wide_q[:, :, queries].unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
+        rows = wide_q[:, :, start:stop].unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
         scores = soft_cap * torch.tanh((rows @ wide_k[:, :, keys].mT) * (scale / soft_cap))
         scores = scores.unflatten(2, (num_heads // num_kv_heads, -1))
         allowed = _allowed(queries, keys, window, documents, q.device)[:, None, None]

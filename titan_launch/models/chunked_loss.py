@@ -37,7 +37,7 @@ class Classes:
     start: int = 0
     total: int = 0
     group: dist.ProcessGroup | None = None
-    """The ranks that together hold all classes; None if this rank holds them all."""
+    """The ranks that together hold all classes; None if this rank holds all classes."""
 
     @staticmethod
     def of(divided: DTensor, count: int) -> Classes:

@@ -1,4 +1,4 @@
-"""Calls of a user's model factory: on the host, where its values are kept, or on the meta device."""
+"""Calls of a user's model factory: on the host, with values, or on the meta device, without values."""
 
 from __future__ import annotations
 

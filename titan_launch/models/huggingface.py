@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from titan_launch.config.architectures.huggingface import class_name, image_format, unit_of
 from titan_launch.core.errors import config_error, did_you_mean, listed
 from titan_launch.core.globs import matches
+from titan_launch.core.patches import torchao_import_silenced
 from titan_launch.models.documents import separate_by_positions
 from titan_launch.models.spec import TensorStyle
 from titan_launch.models.weights.folder import NamesInFiles
@@ -87,7 +88,8 @@ def _class_and_config(args: Mapping[str, Any]) -> tuple[Any, Any]:
     except Exception as error:  # each class checks its own keys, with errors of many types
         reason = f"{CONFIG_MAPPING[kind].__name__} refuses them: {' '.join(str(error).split())}"
         raise config_error(("model", "args"), reason) from None
-    return getattr(transformers, name), config
+    with torchao_import_silenced():
+        return getattr(transformers, name), config
 
 
 def _check_length(config: Any, seq_len: int) -> None:
@@ -102,7 +104,7 @@ def _check_length(config: Any, seq_len: int) -> None:
 def _declare_tensor_parallel(module: Any) -> None:
     """Give a module the styles of this package for its own plan, or the reason why it cannot be divided.
 
-    The plan of `transformers` leaves out the modules that every rank computes alike.
+    The plan of `transformers` omits the modules that every rank computes alike.
     """
     name, plan = type(module).__name__, getattr(module, "tp_plan", None)
     if not plan:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_launch.config.architectures.decoder import Activation, DecoderArgs, RopeScaling
-from titan_launch.models.attention import Documents, ScoreOptions, attend
+from titan_launch.models.attention import Documents, KeyValueCache, ScoreOptions, attend
 
 
 class RotaryEmbedding(nn.Module):
@@ -21,6 +21,9 @@ class RotaryEmbedding(nn.Module):
     of a wrapped module to the compute dtype, and bf16 cannot distinguish position 8000 from 8001. Checkpoints do not
     contain the table. `reset_parameters` computes it for a model that was built on the meta device.
     """
+
+    position: int = 0
+    """Position of the first token of the input. It is not 0 while a cache has earlier tokens."""
 
     table: Tensor
     """Cosine and sine of each angle: (max_seq_len, head_dim / 2, 2)."""
@@ -47,10 +50,10 @@ class RotaryEmbedding(nn.Module):
 
         `positions`: (batch, tokens); None for 0, 1, 2, ... Raise ValueError for more tokens than the table has.
         """
-        num_tokens, max_tokens = x.shape[1], self.table.shape[0]
-        if num_tokens > max_tokens:
-            raise ValueError(f"{num_tokens} tokens, but the rotary table has {max_tokens} (training.seq_len)")
-        rows = self.table[:num_tokens] if positions is None else self.table[positions]
+        stop, max_tokens = self.position + x.shape[1], self.table.shape[0]
+        if stop > max_tokens:
+            raise ValueError(f"{stop} tokens, but the rotary table has {max_tokens} (training.seq_len)")
+        rows = self.table[self.position : stop] if positions is None else self.table[positions]
         table = rows.unsqueeze(-3).float()  # [1 or batch, tokens, 1, head_dim / 2, 2]; the first axis may be missing
         pairs = x.float().unflatten(-1, (-1, 2))
         rotated = _rotated_by_parts(pairs, table) if torch.compiler.is_compiling() else _rotated(pairs, table)
@@ -98,6 +101,9 @@ class LearnedPositions(nn.Embedding):
     The rows of the stream's tokens are a buffer. Ranks that share sequences divide the buffer like the tokens.
     """
 
+    position: int = 0
+    """Position of the first token of the input. It is not 0 while a cache has earlier tokens."""
+
     rows: Tensor
     """The row of each token of a sequence: (max_positions)."""
 
@@ -107,7 +113,8 @@ class LearnedPositions(nn.Embedding):
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Map (batch, tokens, dim) to the same shape. `positions`: (batch, tokens); None for 0, 1, 2, ..."""
-        return x + super().forward(self.rows[: x.shape[1]] if positions is None else positions)
+        rows = self.rows[self.position : self.position + x.shape[1]] if positions is None else positions
+        return x + super().forward(rows)
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -137,6 +144,9 @@ class CappedLinear(nn.Linear):
 class Attention(nn.Module):
     """Causal self-attention in which groups of query heads share a key and value head (arXiv:2305.13245)."""
 
+    cache: KeyValueCache | None = None
+    """Keys and values of earlier tokens, during generation."""
+
     def __init__(self, args: DecoderArgs, window: int | None, rope: RotaryEmbedding | None):
         """Make the layers. `window`: the sliding window of this layer, or None."""
         super().__init__()
@@ -160,6 +170,8 @@ class Attention(nn.Module):
             positions = None if documents is None else documents.positions
             q, k = self.rope(q, positions), self.rope(k, positions)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if self.cache is not None:
+            k, v = self.cache.append(k, v, self.options.window)
         attended = attend(q, k, v, self.options, documents)
         return self.wo(attended.transpose(1, 2).flatten(-2))
 

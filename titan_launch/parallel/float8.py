@@ -12,7 +12,7 @@ from torch import nn
 
 from titan_launch.config.sections.precision import Float8Config
 from titan_launch.core.errors import config_error
-from titan_launch.core.patches import loggers_silenced
+from titan_launch.core.patches import torchao_import_silenced
 from titan_launch.plan.module_selection import describe_float8
 from titan_launch.plan.types import ModelPlan
 
@@ -27,8 +27,7 @@ def convert_to_float8(model: nn.Module, plan: ModelPlan, config: Float8Config) -
     """
     if not plan.float8:
         return
-    # At import torchao logs about kernels that float8 training does not use.
-    with loggers_silenced("torchao", "torch.utils._pytree", below=logging.ERROR):
+    with torchao_import_silenced():
         try:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         except ImportError as error:

@@ -72,21 +72,22 @@ def _trace_short(
 ) -> TracedStep | None:
     """Trace the model at two depths and extrapolate.
 
-    Return None if the model does not run without some of its blocks. Also return None if memory at a third depth shows
-    that memory is not affine in depth; for example, if blocks read the outputs of all earlier blocks. The third depth
-    is not traced for models of this package, because their memory is affine.
+    Return None if the model does not run without some of its blocks. Also return None if the two depths, or memory at a
+    third depth, show that memory is not affine in depth; for example, if blocks read the outputs of all earlier blocks.
+    The third depth is not traced for models of this package, because their memory is affine.
     """
     try:
         shorter = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_from_shorter)
         longer = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_from_longer)
-        if not config.model.is_of_package:
+        whole = _extrapolated(shorter, longer, shortcut.factor)
+        if whole is not None and not config.model.is_of_package:
             seen = _trace_without(config, plan, layout, kernels, rank, shortcut.removed_for_check)
-            if not _are_alike(_extrapolated(shorter, longer, 2), seen):
-                _log.warning(
-                    "all blocks are traced, which takes longer: the model's memory does not grow linearly with its "
-                    "depth"
-                )
-                return None
+            whole = whole if _are_alike(_extrapolated(shorter, longer, 2), seen) else None
+        if whole is None:
+            _log.warning(
+                "all blocks are traced, which takes longer: the model's memory does not grow linearly with its depth"
+            )
+        return whole
     except ConfigError:  # the trace of all blocks most likely raises the same error
         return None
     except (
@@ -96,11 +97,12 @@ def _trace_short(
             "all blocks are traced, which takes longer: the model does not run without some of its blocks (%s)", error
         )
         return None
-    return _extrapolated(shorter, longer, shortcut.factor)
 
 
-def _are_alike(a: TracedStep, b: TracedStep) -> bool:
-    return a.traffic == b.traffic and abs(a.footprint.peak_bytes / b.footprint.peak_bytes - 1) < _ON_THE_LINE
+def _are_alike(a: TracedStep | None, b: TracedStep) -> bool:
+    if a is None or a.traffic != b.traffic:
+        return False
+    return abs(a.footprint.peak_bytes / b.footprint.peak_bytes - 1) < _ON_THE_LINE
 
 
 def _trace_without(
@@ -111,8 +113,10 @@ def _trace_without(
     return trace_step(config, built, without_blocks(plan, removed), layout, kernels, rank)
 
 
-def _extrapolated(shorter: TracedStep, longer: TracedStep, factor: float) -> TracedStep:
+def _extrapolated(shorter: TracedStep, longer: TracedStep, factor: float) -> TracedStep | None:
     footprint = extrapolate(shorter.footprint, longer.footprint, factor)
+    if footprint is None:
+        return None
     return TracedStep(footprint, on_line(shorter.traffic, longer.traffic, factor))
 
 

@@ -17,6 +17,7 @@ from titan_launch.distributed.collectives import on_rank_0
 from titan_launch.distributed.mesh import build_mesh
 from titan_launch.distributed.process_group import Ranks, set_timeouts
 from titan_launch.metrics.sinks import ConsoleSink
+from titan_launch.models.weights.folder import WeightsFolder
 from titan_launch.optim.ema import WeightEMA
 from titan_launch.optim.registry import build_optimizer
 from titan_launch.parallel.accumulation import build_strategy
@@ -37,7 +38,7 @@ from titan_launch.train.model import (
     assemble_model,
     begin_with_weights,
     build_loss,
-    weights_source,
+    weights_if_readable,
 )
 from titan_launch.train.resolve_job import ResolvedJob, resolve_job
 from titan_launch.train.run import Run, build_meter, build_sinks, log_job, log_run
@@ -97,9 +98,10 @@ def build_run(
     state = training_state(
         config, model.module, optimizer, progress, data.order, stream, guard, ema, step.statistics, mesh, ranks
     )
-    sources: Sources = {**data.sources, **weights_source(config.model)}
+    weights = weights_if_readable(config.model)
+    sources: Sources = data.sources if weights is None else {**data.sources, "model.weights": weights}
     checkpoints = open_checkpoints(job.requested, folder.path, state, progress, sources, ranks, stack)
-    load_or_begin(job, folder.path, state, progress, sources, data.order, model.module, ema, stack)
+    load_or_begin(job, folder.path, state, progress, sources, data.order, weights, model.module, ema, stack)
     on_rank_0(lambda: record_units(folder.path, describe_units(job.plan, job.layout, locate_key)))
     memory_check = MemoryCheck(config, job.layout, job.hardware, stack) if ranks.is_rank_0 else None
     log_run(job, ranks.device, memory_check, data, folder.path)
@@ -167,6 +169,7 @@ def load_or_begin(
     progress: Progress,
     sources: Sources,
     order: Order,
+    weights: WeightsFolder | None,
     model: nn.Module,
     ema: WeightEMA | None,
     stack: ExitStack,
@@ -176,7 +179,7 @@ def load_or_begin(
     load = on_rank_0(lambda: effective_load(folder, job.requested, job.attempt))
     is_loaded = load_run(job.requested, folder, load, state, progress, sources, order)
     if not is_loaded and job.config.model.weights is not None:
-        begin_with_weights(model, job.config.model, job.plan.inventory)
+        begin_with_weights(model, job.config.model, job.plan.inventory, weights)
         if ema is not None:
             ema.load_state_dict({})  # the average begins with these weights
     on_rank_0(lambda: record_run(folder, job.requested, job.attempt, stack))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -297,28 +296,32 @@ def build_loss(model: nn.Module, plan: ModelPlan, config: JobConfig, num_classes
     return loss
 
 
-def weights_source(config: ModelConfig) -> Mapping[str, WeightsFolder]:
-    """Return the folder of `model.weights` by its key; empty if there is none, or if it cannot be read."""
+def weights_if_readable(config: ModelConfig) -> WeightsFolder | None:
+    """Return the folder of `model.weights`; None if there is none, or if it cannot be read. A run that resumes does not
+    need it."""
     with suppress(ConfigError):
-        return {} if config.weights is None else {"model.weights": open_weights(config)}
-    return {}
+        return None if config.weights is None else open_weights(config)
+    return None
 
 
-def begin_with_weights(model: nn.Module, config: ModelConfig, inventory: Inventory) -> None:
+def begin_with_weights(
+    model: nn.Module, config: ModelConfig, inventory: Inventory, folder: WeightsFolder | None
+) -> None:
     """Copy the weights that `model.weights` names into an allocated model; collective. Each rank reads its own parts.
 
-    Raises ConfigError, on all ranks alike, if the folder does not hold the model's tensors.
+    `folder`: result of `weights_if_readable`. Raises ConfigError, on all ranks alike, if the folder does not hold the
+    model's tensors.
     """
     start = time.perf_counter()
     found: list[Weights] = []
 
     def load() -> int:
-        found.append(find_weights(config, inventory, getattr(model, "names_in_files", None)))
+        found.append(find_weights(config, inventory, getattr(model, "names_in_files", None), folder))
         return load_weights(model, found[0])
 
-    loaded, folder = on_all_ranks(load)[0], found[0].folder.config
-    for note in folder.notes:
+    loaded, source = on_all_ranks(load)[0], found[0].folder.config
+    for note in source.notes:
         _log.info("weights: %s", note)
     message = "weights: from %s (%s); this rank read %s in %.1f s"
     seconds = time.perf_counter() - start
-    _log.info(message, config.weights, folder.model_type or folder.name, _format_bytes(loaded), seconds)
+    _log.info(message, config.weights, source.model_type or source.name, _format_bytes(loaded), seconds)

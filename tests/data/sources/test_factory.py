@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_launch.config.sections.data import IGNORED_TARGET, FactoryData, ImageFormat
-from titan_launch.core.errors import ConfigError, RunError
+from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.data.loader import build_train_loader
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import SampleSource, StreamSource, build_source, read_batch
@@ -200,7 +200,7 @@ def test_a_sample_of_another_form_is_refused(sample: Any, reason: str) -> None:
     for index, samples in enumerate([[sample, GOOD], [GOOD, sample]]):
         assert problem("Given", args={"samples": samples}) == f"data.kind: sample {index}: {reason}"
     source = build("Given", args={"samples": [GOOD, sample, GOOD]})
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(UserError) as caught:
         read_batch(source, [0, 1])
     assert str(caught.value) == f"tests.data.sources.test_factory:Given: sample 1: {reason}"
 

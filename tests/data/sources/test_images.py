@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch import Tensor
 
 from titan_launch.config.sections.data import IGNORED_TARGET, ImageData, ImageFormat
-from titan_launch.core.errors import ConfigError
+from titan_launch.core.errors import ConfigError, UserError
+from titan_launch.data.images.arrays import map_npz
 from titan_launch.data.loader import build_train_loader, build_validation_loader
 from titan_launch.data.order import SampleOrder
 from titan_launch.data.sources import SampleSource, build_source
-from titan_launch.data.sources.images import is_validation_image
+from titan_launch.data.sources.base import AugmentedSource
 from titan_launch.data.tokenizers import ByteTokenizer
 from titan_launch.plan.layout import Layout
 
@@ -84,7 +87,7 @@ def test_a_split_has_the_number_of_classes_of_the_data_set(tmp_path: Path) -> No
 
 def test_the_split_is_disjoint_and_complete(tmp_path: Path) -> None:
     path = numbered(tmp_path / "a.npz", 300)
-    held_out = [i for i in range(300) if is_validation_image(i, 20)]
+    held_out = [i for i in range(300) if zlib.crc32(str(i).encode()) % 100 < 20]
     assert 40 < len(held_out) < 80
     sides = {
         split: labels_of(build(path=path, split=split, validation_percent=20)) for split in ("train", "validation")
@@ -94,9 +97,10 @@ def test_the_split_is_disjoint_and_complete(tmp_path: Path) -> None:
     assert labels_of(build(path=path)) == list(range(300))
 
 
-def test_a_larger_validation_share_contains_a_smaller_one() -> None:
-    small = {i for i in range(500) if is_validation_image(i, 5)}
-    assert small < {i for i in range(500) if is_validation_image(i, 20)}
+def test_a_larger_validation_share_contains_a_smaller_one(tmp_path: Path) -> None:
+    path = numbered(tmp_path / "a.npz", 500)
+    small, large = (set(labels_of(build(path=path, split="validation", validation_percent=n))) for n in (5, 20))
+    assert small < large
 
 
 def global_batches(source: SampleSource, ranks: int, local: int, steps: int, num_workers: int = 0) -> list[list[int]]:
@@ -118,6 +122,30 @@ def test_global_batches_do_not_depend_on_ranks_microbatches_or_workers(tmp_path:
     for ranks, local in ((1, 2), (2, 2), (4, 2)):
         assert global_batches(source, ranks, local, steps=7) == expected
     assert global_batches(source, 2, 2, steps=7, num_workers=1) == expected
+
+
+def test_augmented_samples_follow_from_their_position_in_the_stream(tmp_path: Path) -> None:
+    """They depend on neither ranks nor microbatches nor workers, nor on where a run was resumed. They differ in every
+    epoch."""
+    images = np.random.default_rng(0).normal(size=(6, 4, 4))
+    source = build(path=write(tmp_path / "a.npz", images, np.arange(6)), augment=["crop", "flip"], padding=2)
+    assert isinstance(source, AugmentedSource)
+    order = SampleOrder(6, seed=1, shuffle=True)
+    expected = [source.at(order(position), position)[0] for position in range(24)]
+    assert len({tuple(image.flatten().tolist()) for image in expected}) > 20
+
+    def stream(ranks: int, local: int, start: int, num_workers: int = 0) -> list[Tensor]:
+        layout = Layout(replicate=1, shard=ranks, local_batch_size=local, num_microbatches=4 // (ranks * local))
+        microbatches: list[list[Tensor]] = []
+        for rank in range(ranks):
+            with build_train_loader(source, order, layout, rank, start=start, num_workers=num_workers) as loader:
+                count = (24 - start) // 4 * layout.num_microbatches
+                microbatches.append([batch.inputs for batch in itertools.islice(loader, count)])
+        return [image for of_ranks in zip(*microbatches, strict=True) for inputs in of_ranks for image in inputs]
+
+    for ranks, local, start, num_workers in ((1, 4, 0, 0), (2, 1, 8, 0), (4, 1, 4, 0), (2, 2, 0, 1)):
+        found = stream(ranks, local, start, num_workers)
+        assert len(found) == 24 - start and all(map(torch.equal, found, expected[start:]))
 
 
 def test_validation_pads_with_images_without_a_class(tmp_path: Path) -> None:
@@ -174,15 +202,32 @@ IMAGES, LABELS = np.zeros((4, 8, 8), np.float32), np.arange(4)
         (IMAGES, LABELS[:3], "holds 4 images, but 3 labels; save one label for each image"),
         (IMAGES[:0], LABELS[:0], "holds no images; save at least one image with its label"),
         (IMAGES, LABELS - 1, "labels must be 0 or more, but the smallest is -1; number the classes from 0"),
-        (
-            np.full_like(IMAGES, np.nan),
-            LABELS,
-            "some pixels of the images are not finite (NaN or infinity); remove or repair these images",
-        ),
     ],
 )
 def test_arrays_that_are_not_images_are_refused(tmp_path: Path, images: Any, labels: Any, reason: str) -> None:
     assert problem(path=write(tmp_path / "a.npz", images, labels)) == f"data.path: {reason}"
+
+
+def test_pixels_that_are_not_finite_are_refused_when_their_image_is_read(tmp_path: Path) -> None:
+    images = IMAGES.copy()
+    images[2, 3, 3] = np.nan
+    source = build(path=write(tmp_path / "a.npz", images, LABELS))
+    source[1]
+    with pytest.raises(UserError, match=r"^image 2 of .*a.npz has pixels that are not finite"):
+        source[2]
+
+
+def test_arrays_are_mapped_unless_they_are_compressed(tmp_path: Path) -> None:
+    """Both give the same samples, also those in Fortran order, or of the other byte order."""
+    images = np.arange(240, dtype=np.uint8).reshape(5, 4, 12)
+    np.savez_compressed(tmp_path / "b.npz", images=images, labels=LABELS[[0, 1, 2, 3, 3]])
+    expected = build(path=str(tmp_path / "b.npz"))
+    for stored in (images, np.asfortranarray(images)):
+        path = write(tmp_path / "a.npz", stored, np.array([0, 1, 2, 3, 3], dtype=">i4"))
+        assert isinstance(map_npz(Path(path), ["images"])["images"], np.memmap)
+        assert not isinstance(map_npz(tmp_path / "b.npz", ["images"])["images"], np.memmap)
+        for mine, theirs in zip(build(path=path), expected, strict=True):
+            assert torch.equal(mine[0], theirs[0]) and mine[1] == theirs[1]
 
 
 def test_files_that_are_not_images_are_refused(tmp_path: Path) -> None:
@@ -211,12 +256,13 @@ def test_images_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
     build(path=path, taken=ImageFormat(3, 8, 8, num_classes=13))
     assert problem(path=path, taken=ImageFormat(1, 9, 9, num_classes=12)).splitlines() == [
         "data.path: holds images with 3 channels, but the model takes 1; set model.args.in_channels = 3",
-        "data.path: holds images of 8 x 8 pixels, but the model takes 9 x 9; set model.args.image_size = 8",
+        "data.path: holds images of 8 x 8 pixels, but the model takes 9 x 9; set model.args.image_size = 8, "
+        "or the keys resize and crop",
         "data.path: holds labels up to 12, but the model has 12 classes; set model.args.num_classes to 13 or more",
     ]
     oblong = write(tmp_path / "b.npz", np.zeros((4, 8, 9), np.uint8), LABELS)
     assert problem(path=oblong, taken=ImageFormat(1, 8, 8, num_classes=4)) == (
-        "data.path: holds images of 8 x 9 pixels, but the model takes square ones; crop or pad them"
+        "data.path: holds images of 8 x 9 pixels, but the model takes square ones; set the keys resize and crop"
     )
     last = write(tmp_path / "c.npz", np.zeros((4, 8, 8, 3), np.uint8), LABELS)
     assert problem(path=last, taken=ImageFormat(3, 8, 8, num_classes=4)) == (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from titan_launch.config.sections.data import FactoryData, HuggingFaceData
-from titan_launch.core.errors import ConfigError, RunError
+from titan_launch.core.errors import ConfigError, UserError
 from titan_launch.data.cache import VARIABLE
 from titan_launch.data.corpora.base import is_held_out
 from titan_launch.data.loader import StreamLoader
@@ -49,7 +49,7 @@ def test_parts_take_turns_and_repeat() -> None:
     source = stream("Stream")
     firsts = [[sample[0] for sample in inputs(source, part, 3, 8)] for part in range(3)]
     assert firsts == [[0, 3, 6, 9, 0, 3, 6, 9], [1, 4, 7, 1, 4, 7, 1, 4], [2, 5, 8, 2, 5, 8, 2, 5]]
-    with pytest.raises(RunError, match="fewer samples than the 12 ranks need"):
+    with pytest.raises(UserError, match="fewer samples than the 12 ranks need"):
         inputs(source, 11, 12, 1)
 
 

@@ -74,11 +74,45 @@ def test_extrapolation_of_an_affine_footprint_is_exact() -> None:
         ledger.allocate(8, Category.ALL_GATHER)
         return ledger.footprint()
 
-    assert extrapolate(held(4), held(5), 76).peaks == held(80).peaks
+    assert extrapolated(held(4), held(5), 76).peaks == held(80).peaks
+
+
+def extrapolated(shorter: Footprint, longer: Footprint, factor: float) -> Footprint:
+    footprint = extrapolate(shorter, longer, factor)
+    assert footprint is not None
+    return footprint
+
+
+def test_the_highest_maximum_of_a_point_may_be_another_one_at_another_depth() -> None:
+    """The first block's backward needs memory of its own, or ends with a buffer that all blocks share."""
+
+    def held(depth: int) -> Footprint:
+        ledger = Ledger()
+        ledger.enter(BACKWARD)
+        for num_bytes, category in ((100, Category.BACKWARD), (10 * depth, Category.ALL_GATHER)):
+            ledger.allocate(num_bytes, category)
+            ledger.free(num_bytes, category)
+        return ledger.footprint()
+
+    assert [held(depth).peak_bytes for depth in (4, 5, 80)] == [100, 100, 800]
+    whole = extrapolated(held(4), held(5), 76)
+    assert (whole.peaks, whole.stream_bytes) == (held(80).peaks, 100 + 800)
+
+
+def test_a_point_with_more_maxima_in_a_deeper_model_is_not_extrapolated() -> None:
+    def held(depth: int) -> Footprint:
+        ledger = Ledger()
+        ledger.enter(BACKWARD)
+        for _ in range(depth):
+            ledger.allocate(1, Category.BACKWARD)
+            ledger.free(1, Category.BACKWARD)
+        return ledger.footprint()
+
+    assert extrapolate(held(4), held(5), 76) is None
 
 
 def test_step_points_in_the_middle_are_skipped() -> None:
-    points = extrapolate(of_depth(4), of_depth(5), 3).peaks
+    points = extrapolated(of_depth(4), of_depth(5), 3).peaks
     assert [point.unit for point in points] == ["layers.0", "layers.1", "layers.98", "layers.99"]
 
 

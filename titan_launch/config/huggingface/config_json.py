@@ -76,6 +76,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return table
 
 
+def longest_sequence(config: Config) -> int | None:
+    """Return the length of the longest sequence that a Hugging Face `config.json` names; None if it names none."""
+    found = config.get("max_position_embeddings", config.get("n_positions"))
+    return found if isinstance(found, int) else None
+
+
 def arguments_of(config: Config) -> dict[str, Any]:
     """Return the `[model.args]` of a Hugging Face `config.json`, without those that have their default.
 

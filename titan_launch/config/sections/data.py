@@ -52,11 +52,12 @@ def misfits(held: ImageFormat, taken: ImageFormat) -> Iterator[str]:
     if taken.height is None:
         pass
     elif held.height != held.width:
-        yield f"holds images of {held.height} x {held.width} pixels, but the model takes square ones; crop or pad them"
+        pixels = f"{held.height} x {held.width} pixels"
+        yield f"holds images of {pixels}, but the model takes square ones; set the keys resize and crop"
     elif held.height != taken.height:
         pixels = f"{held.height} x {held.width} pixels"
         reason = f"holds images of {pixels}, but the model takes {taken.height} x {taken.width}"
-        yield f"{reason}; set model.args.{size_argument} = {held.height}"
+        yield f"{reason}; set model.args.{size_argument} = {held.height}, or the keys resize and crop"
     if held.num_classes > taken.num_classes:
         reason = f"holds labels up to {held.num_classes - 1}, but the model has {taken.num_classes} classes"
         yield f"{reason}; set model.args.{classes_argument} to {held.num_classes} or more"
@@ -294,8 +295,11 @@ class SyntheticData(DataSource):
 Positive = Annotated[float, Field(gt=0)]
 
 
+Augmentation = Literal["flip", "crop", "resized_crop"]
+
+
 class ImageData(DataSource):
-    """Images, each with a class. They are read into memory."""
+    """Images, each with a class. An image is read and decoded when a step needs it."""
 
     unit: ClassVar[SampleUnit] = "images"
 
@@ -303,16 +307,43 @@ class ImageData(DataSource):
     """Kind of data source. It decides which other keys are valid."""
 
     path: str = SKLEARN_DIGITS
-    """An `.npz` file, relative to the working directory. It holds `images` of shape (N, height, width) or (N, channels,
-    height, width), uint8 or floating point, and `labels` of shape (N), whole numbers from 0. `sklearn-digits`: 1,797
-    handwritten digits of 8x8 pixels from scikit-learn (`pip install scikit-learn`)."""
+    """The images, relative to the working directory. A folder: each folder in it is a class, and the classes are
+    numbered by name; all image files below a class folder belong to the class. A `.tar` file, a glob, or braces
+    (`train-{000..099}.tar`): WebDataset shards with members KEY.jpg (or another image format) and KEY.cls. An `.npz`
+    file: `images` of shape (N, height, width) or (N, channels, height, width), uint8 or floating point, and `labels` of
+    shape (N), whole numbers from 0. `sklearn-digits`: 1,797 handwritten digits of 8x8 pixels from scikit-learn (`pip
+    install scikit-learn`). Folders and shards need Pillow (`pip install pillow`)."""
+
+    label_field: str | None = None
+    """Only for WebDataset shards: field of `KEY.json` that contains the class. Default: the class is in `KEY.cls`."""
 
     split: Literal["all", "train", "validation"] = "all"
-    """Images to use. `validation`: `validation_percent` of the images, chosen by a hash of their indices. `train`: all
-    others. Training and validation can therefore use the same `path`."""
+    """Images to use. `validation`: `validation_percent` of the images, chosen by a hash of their names (in a folder) or
+    of their indices. `train`: all others. Training and validation can therefore use the same `path`."""
 
     validation_percent: Annotated[int, Field(ge=1, le=99)] = 5
     """Percentage of the images that belong to the validation split."""
+
+    resize: Annotated[int, Field(ge=1)] | None = None
+    """Length in pixels to which the shorter side of an image is scaled. The aspect ratio stays. Default: no scaling."""
+
+    crop: Annotated[int, Field(ge=1)] | None = None
+    """Height and width in pixels of the part that is cut out of an image after `resize`: the center, or a random part
+    with `augment`. Default: the whole image."""
+
+    augment: Array[Augmentation] = ()
+    """Random changes of training images, which differ in every epoch. `flip`: mirror half of the images left to right.
+    `crop`: cut at a random place, after a border of `padding` pixels was added. `resized_crop`: scale a random part to
+    `crop` x `crop` pixels; the part has 8 % to 100 % of the image's area and an aspect ratio of 3/4 to 4/3."""
+
+    padding: Annotated[int, Field(ge=0)] = 0
+    """Width in pixels of the black border for `augment = ["crop"]`."""
+
+    transform: str | None = None
+    """`package.module:factory` of a transform of your own. `factory(train=True)` (for validation data: `train=False`)
+    must return a callable, for example of `torchvision.transforms.v2`. It is called after `augment` with a tensor
+    [channels, height, width], which is uint8 unless the path contains floating-point arrays. It returns such a tensor.
+    The random generators of PyTorch, Python and NumPy are seeded for each image."""
 
     mean: float | Array[float] = 0.5
     """Value to subtract from the pixels: one number, or an array with one number per channel. Pixels of uint8 images
@@ -479,7 +510,7 @@ def names_a_file(entry: str, suffixes: tuple[str, ...]) -> bool:
     return entry == PYTHON_STDLIB or next(_files_of(entry, suffixes), None) is not None
 
 
-def _files_of(entry: str, suffixes: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
+def _files_of(entry: str, suffixes: tuple[str, ...] = ("",)) -> Iterator[tuple[str, Path]]:
     """Return the files that one entry names, in no particular order."""
     if entry == PYTHON_STDLIB:
         return _python_stdlib()
@@ -509,6 +540,52 @@ def _files_like(pattern: str) -> Iterator[tuple[str, Path]]:
     import glob
 
     return ((name, Path(name)) for name in glob.iglob(pattern, recursive=True) if Path(name).is_file())
+
+
+def images_named(path: str) -> Literal["digits", "folder", "shards", "npz"]:
+    """Return the kind of storage that a `path` to images names."""
+    if path == SKLEARN_DIGITS:
+        return "digits"
+    if Path(path).is_dir():
+        return "folder"
+    return "shards" if path.endswith(".tar") else "npz"
+
+
+def class_folders(path: str) -> list[str]:
+    """Return the sorted names of the class folders in a folder. Names that begin with a dot are ignored."""
+    with os.scandir(path) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+def tar_shards(path: str) -> list[Path]:
+    """Return the files that a path with globs and braces names: in the order of the braces, and by name within a glob.
+
+    Raises FileNotFoundError(entry) for the first entry that matches no file.
+    """
+    shards: list[Path] = []
+    for entry in _expand_braces(path):
+        found = sorted(file for _, file in _files_of(entry))
+        if not found:
+            raise FileNotFoundError(entry)
+        shards += found
+    return shards
+
+
+def _expand_braces(text: str) -> list[str]:
+    """Return the strings that a pattern like `{a,b}-{00..12}` stands for, as in a shell."""
+    found = re.search(r"\{([^{}]*,[^{}]*|(\d+)\.\.(\d+))\}", text)
+    if found is None:
+        return [text]
+    items, first, last = found.groups()
+    words = items.split(",") if first is None else [f"{n:0{len(first)}}" for n in range(int(first), int(last) + 1)]
+    expanded = (text[: found.start()] + word + text[found.end() :] for word in words)
+    return [string for each in expanded for string in _expand_braces(each)]
+
+
+def resized_size(height: int, width: int, resize: int) -> tuple[int, int]:
+    """Return height and width of an image after its shorter side was scaled to `resize` pixels."""
+    shorter = min(height, width)
+    return resize * height // shorter, resize * width // shorter
 
 
 def separates_documents(data: DataSource) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from titan_launch.config.sections.data import IGNORED_TARGET, FactoryData, ImageFormat, misfits, stream_problems
-from titan_launch.core.errors import ConfigError, RunError, config_error
+from titan_launch.core.errors import ConfigError, UserError, config_error
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
 from titan_launch.core.import_string import import_factory, user_traceback
 from titan_launch.data.sources.base import Sample, SampleSource, SourceContext
@@ -49,7 +49,7 @@ class FactorySource:
         return fingerprint_of([], len(self), lambda index: _bytes_of(self[index]), seed)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return sample `index`. Raises RunError if it does not have the form of the first sample."""
+        """Return sample `index`. Raises UserError if it does not have the form of the first sample."""
         return self._check(self._data[index], f"sample {index}")
 
     def read_batch(self, indices: Sequence[int], positions: Sequence[int] | None) -> Sample:
@@ -93,7 +93,7 @@ def build_factory(config: FactoryData, context: SourceContext) -> SampleSource:
             return FactorySource(data, check, description)
     except ConfigError:
         raise
-    except RunError as error:
+    except UserError as error:
         raise config_error(key, str(error).removeprefix(f"{config.kind}: "), config.kind) from None
     except StopIteration:
         raise config_error(key, "returns an iterable without samples", config.kind) from None
@@ -127,7 +127,7 @@ class SampleCheck:
     @classmethod
     def of(cls, first: Any, config: FactoryData, context: SourceContext, num_classes: int | None) -> SampleCheck:
         """Return the check of a factory's samples. `num_classes`: the number that its object has, if any. Raises
-        ConfigError for images that do not fit the model, and RunError for other first samples."""
+        ConfigError for images that do not fit the model, and UserError for other first samples."""
         key = (*context.key, "kind")
         if config.unit == "tokens":
             tokens = num_classes or context.tokenizer.vocab_size
@@ -152,7 +152,7 @@ class SampleCheck:
         return check
 
     def __call__(self, sample: Any, where: str) -> Sample:
-        """Return a sample. Raises RunError if its form, its tokens or its targets are wrong."""
+        """Return a sample. Raises UserError if its form, its tokens or its targets are wrong."""
         if not isinstance(sample, tuple) or len(sample) != len(self.forms):
             names = ", ".join(name for name, *_ in self.forms)
             raise self._error(where, f"must be a tuple ({names}), but is {_form(sample)}")
@@ -169,8 +169,8 @@ class SampleCheck:
             raise self._error(where, "documents must be numbers that never fall along the sequence")
         return sample
 
-    def _error(self, where: str, reason: str) -> RunError:
-        return RunError(f"{self.name}: {where}: {reason}")
+    def _error(self, where: str, reason: str) -> UserError:
+        return UserError(f"{self.name}: {where}: {reason}")
 
 
 def _in_range(values: Tensor, limit: int) -> bool:

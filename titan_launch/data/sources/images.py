@@ -1,160 +1,145 @@
-"""Images and their classes, held in memory in their stored dtype."""
+"""Images and their classes, as samples."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from titan_launch.config.sections.data import SKLEARN_DIGITS, ImageData, ImageFormat, misfits
-from titan_launch.core.errors import ConfigError, KeyPath, Problem, config_error
+from titan_launch.config.sections.data import ImageData, ImageFormat, images_named, misfits
+from titan_launch.core.errors import ConfigError, KeyPath, Problem, UserError, config_error
 from titan_launch.core.fingerprint import Fingerprint, fingerprint_of
+from titan_launch.data.images.arrays import Labels, open_digits, open_npz
+from titan_launch.data.images.encoded import open_folder, open_shards
+from titan_launch.data.images.transform import Transform
 from titan_launch.data.sources.base import SourceContext
 
-Pixels = npt.NDArray[np.uint8] | npt.NDArray[np.floating]
-Labels = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 
-_DIGITS_MAXIMUM = 16
-_UINT8_MAXIMUM = 255
+
+class Images(Protocol):
+    """Stored images, by index."""
+
+    labels: Labels
+    """Class of each image."""
+
+    note: str
+    """Text for a log line, such as the number of skipped files."""
+
+    def as_file(self, chosen: Indices) -> tuple[str, int]:
+        """Return the chosen images as if they were one file: a name that follows from what they are, and bytes."""
+
+    def hashes(self) -> npt.NDArray[np.uint32]:
+        """Return a number for each image that decides to which split the image belongs."""
+
+    def name(self, index: int) -> str:
+        """Return the name of an image for messages."""
+
+    def content(self, index: int) -> bytes:
+        """Return the stored bytes of an image."""
+
+    def pixels(self, index: int, resize: int | None) -> Tensor:
+        """Return an image, uint8 or float32 `[channels, height, width]`. `resize`: the size to which its shorter side
+        will be scaled."""
 
 
 class ImageSource:
-    """Images `[N, channels, height, width]` and labels `[N]`; `__getitem__` scales the pixels."""
+    """Images with transforms. All samples have one shape."""
 
-    def __init__(self, images: Pixels, labels: Labels, num_classes: int, mean: Tensor, std: Tensor):
-        """`num_classes` must be larger than every label. `mean` and `std`: float32 `[1 or channels, 1, 1]`. For uint8
-        images they refer to pixels divided by 255."""
-        self.num_classes = num_classes
-        unit = _UINT8_MAXIMUM if images.dtype == np.uint8 else 1
-        self._images, self._labels = images, labels
-        self._mean, self._std = mean * unit, std * unit
+    def __init__(self, images: Images, chosen: Indices, transform: Transform):
+        """`chosen`: indices of the images of the split. Reads the first of them. Raises UserError if that fails."""
+        self.num_classes = int(images.labels.max()) + 1
+        self._images, self._chosen, self._transform = images, chosen, transform
+        self._shape: torch.Size | None = None
+        self._shape = self.shape = self._read(0, None).shape
 
     def __len__(self) -> int:
-        return len(self._images)
+        return len(self._chosen)
 
     def describe(self) -> str:
         """Return the amount of data as part of a log line."""
-        return f"{len(self):,} images {self._images.shape[1:]} of {self.num_classes:,} classes"
+        return f"{len(self):,} images {tuple(self.shape)} of {self.num_classes:,} classes{self._images.note}"
 
     def fingerprint(self, seed: int) -> Fingerprint:
         """Return the fingerprint of the stored images and labels, which count as one file."""
-        images, labels = self._images, self._labels
-        files = [(f"{images.dtype} {images.shape[1:]}", images.nbytes + labels.nbytes)]
-        return fingerprint_of(files, len(self), lambda index: images[index].tobytes() + labels[index].tobytes(), seed)
+        images = self._images
+
+        def sample(index: int) -> bytes:
+            image = self._chosen[index]
+            return images.content(image) + images.labels[image].tobytes()
+
+        return fingerprint_of([images.as_file(self._chosen)], len(self), sample, seed)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return a float32 image `[channels, height, width]` and its class, an int64 scalar."""
+        """Return a float32 image `[channels, height, width]` without augmentation, and its class, an int64 scalar.
+
+        Raises UserError if the image cannot be read, or if its shape differs from that of the first image.
+        """
+        return self._sample(index, None)
+
+    def at(self, index: int, position: int) -> tuple[Tensor, Tensor]:
+        """Return sample `index`, augmented with random numbers that follow from `index` and `position`."""
+        return self._sample(index, position)
+
+    def _sample(self, index: int, position: int | None) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        pixels = torch.from_numpy(self._images[index].astype(np.float32))
-        return (pixels - self._mean) / self._std, torch.tensor(self._labels[index])
+        return self._read(index, position), torch.tensor(self._images.labels[self._chosen[index]])
+
+    def _read(self, index: int, position: int | None) -> Tensor:
+        image = int(self._chosen[index])
+        pixels = self._images.pixels(image, self._transform.geometry.resize)
+        sample = self._transform(pixels, image, position)
+        if self._shape is not None and sample.shape != self._shape:
+            raise UserError(
+                f"{self._images.name(image)} becomes a sample {tuple(sample.shape)}, but other samples are "
+                f"{tuple(self._shape)}; set resize and crop, so that images of all sizes become samples of one size"
+            )
+        return sample
 
 
 def build_images(config: ImageData, context: SourceContext) -> ImageSource:
-    """Read the images of `config` and choose its split. Raises ConfigError that names a key below `context.key`."""
+    """Open the images of `config` and choose its split. Raises ConfigError that names a key below `context.key`."""
     key, taken = context.key, context.images_taken
-    path_key = (*key, "path")
-    images, labels = _read_digits(path_key) if config.path == SKLEARN_DIGITS else _read_npz(config.path, path_key)
-    _, channels, height, width = images.shape
-    held = ImageFormat(channels, height, width, num_classes=int(labels.max()) + 1)
+    images = _open(config, 3 if taken is None else taken.channels, (*key, "path"))
+    chosen = _choose_split(images, config, key)
+    source = ImageSource(images, chosen, Transform(config, key))
+    channels, height, width = source.shape
     if taken is not None:
-        problems = [Problem(path_key, reason, config.path) for reason in misfits(held, taken)]
+        held = ImageFormat(channels, height, width, num_classes=source.num_classes)
+        problems = [Problem((*key, "path"), reason, config.path) for reason in misfits(held, taken)]
         if problems:
             raise ConfigError(problems)
-    mean = _per_channel(config.mean, channels, (*key, "mean"))
-    std = _per_channel(config.std, channels, (*key, "std"))
-    if config.split != "all":
-        chosen = _choose_split(len(images), config, key)
-        images, labels = images[chosen], labels[chosen]
-    return ImageSource(images, labels, held.num_classes, mean, std)
+    return source
 
 
-def is_validation_image(index: int, percent: int) -> bool:
-    """Return True if image `index` belongs to the `percent` % of validation images. Only the arguments decide."""
-    return zlib.crc32(str(index).encode()) % 100 < percent
+def _open(config: ImageData, channels: int, path_key: KeyPath) -> Images:
+    match images_named(config.path):
+        case "digits":
+            return open_digits(path_key)
+        case "folder":
+            return open_folder(config.path, channels, path_key)
+        case "shards":
+            return open_shards(config.path, config.label_field, channels, path_key)
+        case "npz":
+            return open_npz(config.path, path_key)
 
 
-def _read_digits(path_key: KeyPath) -> tuple[Pixels, Labels]:
-    try:
-        from sklearn.datasets import load_digits  # optional, and slow to import
-    except ImportError:
-        reason = "needs scikit-learn, which is not installed: pip install scikit-learn"
-        raise config_error(path_key, reason, SKLEARN_DIGITS) from None
-    digits = load_digits()
-    return (digits.images[:, None] / _DIGITS_MAXIMUM).astype(np.float32), digits.target.astype(np.int64)
-
-
-def _read_npz(path: str, path_key: KeyPath) -> tuple[Pixels, Labels]:
-    arrays = _load_arrays(path, path_key)
-    problem = next(_problems(arrays), None)
-    if problem is not None:
-        raise config_error(path_key, problem, path)
-    images, labels = arrays["images"], arrays["labels"]
-    return images[:, None] if images.ndim == 3 else images, labels.astype(np.int64)
-
-
-def _load_arrays(path: str, path_key: KeyPath) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays `images` and `labels` of an .npz file. An array that the file does not contain is absent from
-    the result."""
-    try:
-        with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
-            return {name: np.asarray(file[name]) for name in ("images", "labels") if name in file.files}
-    except OSError as error:
-        raise config_error(
-            path_key, f"cannot be read: {error.strerror or error}; correct the path or the permissions", path
-        ) from None
-    except Exception:  # numpy raises many types for damaged files and other formats
-        raise config_error(
-            path_key,
-            "is not a valid .npz file of plain arrays; write the file with numpy.savez(path, images=..., labels=...)",
-            path,
-        ) from None
-
-
-def _problems(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[str]:
-    """Yield the problems of the arrays. Only the first is meaningful: later checks assume that earlier ones passed."""
-    for name in ("images", "labels"):
-        if name not in arrays:
-            yield f"holds no array named {name}; save the file with numpy.savez(path, images=..., labels=...)"
-    images, labels = arrays["images"], arrays["labels"]
-    if images.ndim not in (3, 4):
-        yield f"images have the shape {images.shape}; save them as (N, height, width) or (N, channels, height, width)"
-    if images.dtype != np.uint8 and not np.issubdtype(images.dtype, np.floating):
-        yield f"images are {images.dtype}; save them as uint8 or floating point"
-    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-        yield f"labels are {labels.dtype} of the shape {labels.shape}; save them as integers of the shape (N)"
-    if len(images) != len(labels):
-        yield f"holds {len(images)} images, but {len(labels)} labels; save one label for each image"
-    if not images.size:
-        yield "holds no images; save at least one image with its label"
-    if labels.min() < 0:
-        yield f"labels must be 0 or more, but the smallest is {labels.min()}; number the classes from 0"
-    if not np.isfinite(images).all():
-        yield "some pixels of the images are not finite (NaN or infinity); remove or repair these images"
-
-
-def _per_channel(value: float | tuple[float, ...], channels: int, key: KeyPath) -> Tensor:
-    """Return `value`, one number or one per channel, as a float32 tensor `[1 or channels, 1, 1]`."""
-    if isinstance(value, tuple) and len(value) != channels:
-        reason = f"must be one number, or one number for each of the {channels} channels of the images"
-        raise config_error(key, reason, value)
-    return torch.tensor(value, dtype=torch.float32).view(-1, 1, 1)
-
-
-def _choose_split(num_images: int, config: ImageData, key: KeyPath) -> npt.NDArray[np.int64]:
+def _choose_split(images: Images, config: ImageData, key: KeyPath) -> Indices:
     """Return the indices of the images in the split, in order."""
+    if config.split == "all":
+        return np.arange(len(images.labels))
     wanted = config.split == "validation"
-    chosen = [i for i in range(num_images) if is_validation_image(i, config.validation_percent) == wanted]
-    if not chosen:
+    is_validation = images.hashes() % 100 < config.validation_percent
+    chosen = np.flatnonzero(is_validation == wanted)
+    if not len(chosen):
         other = "train" if wanted else "validation"
         reason = (
-            f"is empty: with validation_percent = {config.validation_percent}, all {num_images} images belong to "
-            f'"{other}"; provide more images, or a separate path with split = "all"'
+            f"is empty: with validation_percent = {config.validation_percent}, all {len(images.labels)} images belong "
+            f'to "{other}"; provide more images, or a separate path with split = "all"'
         )
         raise config_error((*key, "split"), reason, config.split)
-    return np.array(chosen)
+    return chosen

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from titan_launch.config.sections.data import HuggingFaceData
-from titan_launch.core.errors import RunError, config_error, listed
+from titan_launch.core.errors import UserError, config_error, listed
 from titan_launch.data.corpora.base import in_split
 from titan_launch.data.corpora.huggingface import HuggingFaceCorpus, load_rows
 from titan_launch.data.corpora.records import RecordError
@@ -80,7 +80,7 @@ class _Cursor:
             item = next(self._items)
         except StopIteration:
             if not self.count:
-                raise RunError("the stream of the training data has no samples for this rank") from None
+                raise UserError("the stream of the training data has no samples for this rank") from None
             self.epoch, self.count = self.epoch + 1, 0
             self._begin()
             return next(self)
@@ -124,7 +124,7 @@ class SampleReader:
             if index % self._parts == self._part:
                 return self._check(sample, f"sample {index} of the stream")
             if self._cursor.epoch > start + 1:
-                raise RunError(f"the stream of the training data has fewer samples than the {self._parts} ranks need")
+                raise UserError(f"the stream of the training data has fewer samples than the {self._parts} ranks need")
         raise AssertionError("a cursor is endless")
 
     def state_dict(self) -> State:
@@ -174,7 +174,7 @@ class TextReader:
         corpus, start = self._corpus, self._cursor.epoch
         for row in self._cursor:
             if self._cursor.epoch > start + 1:
-                raise RunError("the stream of the training data has no usable rows for this rank")
+                raise UserError("the stream of the training data has no usable rows for this rank")
             where = f"row {self._cursor.count - 1} of this rank"
             try:
                 document = corpus.text_document(_text(row, corpus), self._file, "column")
@@ -196,7 +196,7 @@ def build_text_stream(config: HuggingFaceData, context: SourceContext) -> Stream
 
     try:
         first = next(open_part(0, 1))
-    except RunError:
+    except UserError:
         reason = "the stream has no rows of the split with text"
         raise config_error((*context.key, "path"), reason, config.path) from None
     description = f"{config.path}, sequences of {context.seq_len} tokens"

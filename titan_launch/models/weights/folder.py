@@ -198,14 +198,20 @@ NamesInFiles = Callable[[Collection[str], Collection[str]], Mapping[str, str]]
 the folder; empty for a tensor without effect."""
 
 
-def find_weights(config: ModelConfig, inventory: Inventory, names_in_files: NamesInFiles | None = None) -> Weights:
+def find_weights(
+    config: ModelConfig,
+    inventory: Inventory,
+    names_in_files: NamesInFiles | None = None,
+    folder: WeightsFolder | None = None,
+) -> Weights:
     """Return the weights that `model.weights` names, compared with the tensors of the model.
 
-    `names_in_files`: the model's own names for the tensors in its files, for a class of `transformers`.
+    `names_in_files`: the model's own names for the tensors in its files, for a class of `transformers`. `folder`: the
+    result of `open_weights`, if the files have already been read.
 
     Raises ConfigError, with all missing, unexpected and misshapen tensors at once. Reads no values, and needs no torch.
     """
-    folder = open_weights(config)
+    folder = open_weights(config) if folder is None else folder
     excluded, own = config.exclude_from_weights, dict(_own_tensors(inventory))
     _check_globs(excluded, [*own, *folder.tensors])
     shapes = {name: tensor.shape for name, tensor in own.items()}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from titan_launch.config.optimizers import ALGORITHMS, GroupSizes, has_master
@@ -93,7 +94,7 @@ class StepPoint(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """Peak memory at one point of a step."""
+    """A maximum of memory at one point of a step: the highest one, or a local one, after which memory is freed."""
 
     total: float
     """Bytes of all categories."""
@@ -102,12 +103,12 @@ class Peak(NamedTuple):
     """Bytes of each `Category` at the peak. Their sum is `total`."""
 
     by_stream: tuple[float, ...]
-    """Peak bytes of each stream at this point of the step. The streams may have their peaks at different times within
-    the point."""
+    """Peak bytes of each stream. The streams may have their peaks at different times before the maximum, or, for the
+    highest maximum, within the point."""
 
 
 class Ledger:
-    """Live bytes by category, with the peak at every point of a step.
+    """Live bytes by category, with all local maxima at every point of a step.
 
     ledger.enter(StepPoint(0, "forward", "layers.0"))
     ledger.allocate(4096, Category.ACTIVATIONS)
@@ -121,31 +122,31 @@ class Ledger:
         self.live = [0] * len(Category)
         self.total = 0
         self._streams = [0, 0, 0]
-        self._point: StepPoint | None = None
-        self._peak = Peak(0, (), ())
-        self._stream_peaks: list[float] = [0, 0, 0]
+        self._stream_peaks = [0, 0, 0]
         self._is_rising = False
-        self._peaks: dict[StepPoint, Peak] = {}
+        self._maxima: dict[StepPoint, list[Peak]] = {}
+        self._maxima_here: list[Peak] = []
 
     def allocate(self, num_bytes: int, category: Category) -> None:
         """Count allocated bytes."""
         if category in self.on_host:
             return
-        self.live[category] += num_bytes
-        self.total += num_bytes
         stream = _STREAM_OF[category]
         streams = self._streams
+        if not self._is_rising:
+            self._is_rising = True
+            self._stream_peaks = list(streams)
+        self.live[category] += num_bytes
+        self.total += num_bytes
         streams[stream] += num_bytes
         if streams[stream] > self._stream_peaks[stream]:
             self._stream_peaks[stream] = streams[stream]
-        self._is_rising = True
 
     def free(self, num_bytes: int, category: Category) -> None:
         """Count freed bytes."""
         if category in self.on_host:
             return
-        if self._is_rising:
-            self._look()
+        self._end_rise()
         self.live[category] -= num_bytes
         self.total -= num_bytes
         self._streams[_STREAM_OF[category]] -= num_bytes
@@ -164,40 +165,39 @@ class Ledger:
             self.allocate(num_bytes, new)
 
     def enter(self, point: StepPoint) -> None:
-        """Begin a point of the step. From now on, the total memory counts for the peak of this point."""
-        self._leave()
-        self._point = point
-        known = self._peaks.get(point)
-        self._peak = known or Peak(0, (), ())
-        before = known.by_stream if known else (0, 0, 0)
-        self._stream_peaks = [max(pair) for pair in zip(self._streams, before, strict=True)]
+        """Begin a point of the step. From now on, the total memory counts for the maxima of this point."""
+        self._end_rise()
+        self._maxima_here = self._maxima.setdefault(point, [])
+        self._stream_peaks = list(self._streams)
         self._is_rising = True
 
     def footprint(self) -> Footprint:
-        """Return the peaks of all points so far."""
-        self._leave()
-        return Footprint(dict(self._peaks))
+        """Return the maxima of all points so far."""
+        self._end_rise()
+        return Footprint({point: tuple(maxima) for point, maxima in self._maxima.items()})
 
-    def _leave(self) -> None:
-        if self._point is not None:
-            self._look()
-            self._peaks[self._point] = self._peak._replace(by_stream=tuple(self._stream_peaks))
-
-    def _look(self) -> None:
-        """Update the peak. This is needed only before memory is freed, because memory rises until then."""
-        self._is_rising = False
-        if self.total > self._peak.total:
-            self._peak = Peak(self.total, tuple(self.live), ())
+    def _end_rise(self) -> None:
+        """Note a local maximum if memory has risen. This is needed only before memory is freed."""
+        if self._is_rising:
+            self._is_rising = False
+            self._maxima_here.append(Peak(self.total, tuple(self.live), tuple(self._stream_peaks)))
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Active memory of one rank in a step: the peak at every point. `report.comparison.estimate_reserved` gives
-    the larger memory that the allocator reserves."""
+    """Active memory of one rank in a step. `report.comparison.estimate_reserved` gives the larger memory that the
+    allocator reserves."""
 
-    peaks: Mapping[StepPoint, Peak]
+    maxima: Mapping[StepPoint, Sequence[Peak]]
+    """All local maxima of memory at every point, in order. The extrapolation to another depth needs them."""
+
     pipeline_rank: int | None = None
     """Pipeline rank; None without pipeline parallelism."""
+
+    @cached_property
+    def peaks(self) -> Mapping[StepPoint, Peak]:
+        """The peak at every point of the step."""
+        return {point: _highest(maxima) for point, maxima in self.maxima.items()}
 
     @property
     def peak_point(self) -> StepPoint:
@@ -228,26 +228,39 @@ class Footprint:
         return phases
 
 
-def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footprint:
-    """Return the footprint at another depth: `shorter + factor * (longer - shorter)`.
+def extrapolate(shorter: Footprint, longer: Footprint, factor: float) -> Footprint | None:
+    """Return the footprint at another depth: `shorter + factor * (longer - shorter)` for each local maximum of memory.
 
-    At each step point, memory is an affine function of the number of repeated blocks. This requires that
-    blocks at the front and blocks at the back have the same names at all depths. Points in the middle, which only one
-    of the two footprints has, are skipped. Memory there is between that of the neighbouring points.
+    Memory at a local maximum is an affine function of the number of repeated blocks. The peak of a step point is not:
+    which local maximum is the highest may depend on the depth. An example is the backward of the first block, if it
+    ends with the reduce-scatter of a unit with modules of all blocks. Return None if a point has another number of
+    local maxima in the two footprints, so that they cannot be paired.
+
+    This requires that blocks at the front and blocks at the back have the same names at all depths. Points in the
+    middle, which only one of the two footprints has, are skipped. Memory there is between that of the neighbouring
+    points.
     """
-    return Footprint({point: _along(peak, longer.peaks[point], factor) for point, peak in _shared(shorter, longer)})
+    maxima = {}
+    for point in (point for point in shorter.maxima if point in longer.maxima):
+        pairs = [shorter.maxima[point], longer.maxima[point]]
+        if len(pairs[0]) != len(pairs[1]):
+            return None
+        maxima[point] = [_along(a, b, factor) for a, b in zip(*pairs, strict=True)]
+    return Footprint(maxima)
 
 
 def with_growth(footprint: Footprint, longer: Footprint, factor: float) -> Footprint:
     """Return the footprint of a step with more microbatches, extrapolated from two steps. `footprint`: the step with
     the fewest microbatches. `longer`: a step with some more.
 
-    Every peak of a phase grows by `factor` times the difference between the peaks of that phase in `longer` and in
+    Every maximum of a phase grows by `factor` times the difference between the peaks of that phase in `longer` and in
     `footprint`. The growth counts as activations.
     """
     before, after = footprint.by_phase(), longer.by_phase()
     growth = {phase: factor * (after[phase] - peak) for phase, peak in before.items()}
-    return Footprint({point: _grown(peak, growth[point.phase]) for point, peak in footprint.peaks.items()})
+    return Footprint(
+        {point: [_grown(x, growth[point.phase]) for x in maxima] for point, maxima in footprint.maxima.items()}
+    )
 
 
 def _grown(peak: Peak, num_bytes: float) -> Peak:
@@ -258,8 +271,10 @@ def _grown(peak: Peak, num_bytes: float) -> Peak:
     return Peak(peak.total + num_bytes, tuple(held), tuple(streams))
 
 
-def _shared(shorter: Footprint, longer: Footprint) -> Iterator[tuple[StepPoint, Peak]]:
-    return ((point, peak) for point, peak in shorter.peaks.items() if point in longer.peaks)
+def _highest(maxima: Sequence[Peak]) -> Peak:
+    """Return the highest of a point's maxima, with the peak of each stream over all of them."""
+    streams = zip(*(maximum.by_stream for maximum in maxima), strict=True)
+    return max(maxima, key=lambda maximum: maximum.total)._replace(by_stream=tuple(map(max, streams)))
 
 
 def _along(a: Peak, b: Peak, factor: float) -> Peak:

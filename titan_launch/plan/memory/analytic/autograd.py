@@ -38,8 +38,8 @@ class _Saved:
 
 
 class _Block:
-    """One run of a checkpointed block in forward: the function that backward runs again, and the tensors of the second
-    run."""
+    """One run of a checkpointed block in forward: the function that backward runs a second time, and the tensors of
+    that run."""
 
     def __init__(self, compute: Callable[[Tensor], Tensor], x: Tensor, keeps: Keeps | None):
         self.compute = compute

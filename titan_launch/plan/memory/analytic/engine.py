@@ -55,7 +55,7 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
     checkpointing.
 
     `kernels`: the device family whose memory is predicted. If many blocks are equal, the function replays two shallower
-    models and extrapolates their footprints, because memory is an affine function of depth.
+    models and extrapolates their footprints.
     """
     inventory, args, model = model_inventory(config), _args(config), ANALYTIC_MODELS[config.model.name]
 
@@ -79,7 +79,7 @@ def analytic_engine(config: JobConfig, layout: Layout, kernels: Kernels) -> Call
         if shortcut is None:
             return replay()
         shorter, longer = replay(shortcut.removed_from_shorter), replay(shortcut.removed_from_longer)
-        return extrapolate(shorter, longer, shortcut.factor)
+        return extrapolate(shorter, longer, shortcut.factor) or replay()
 
     return footprint
 

@@ -129,7 +129,7 @@ def activation(autograd: Autograd, x: Tensor) -> Tensor:
 
 
 def rotate(autograd: Autograd, x: Tensor, angles: int = 0) -> Tensor:
-    """Apply the rotary embedding (`models.layers.rope`): a product of complex numbers in fp32.
+    """Apply the rotary embedding (`models.layers.RotaryEmbedding`): a product of complex numbers in fp32.
 
     Backward needs the angles. They are saved if they are rows of the table for the positions in documents; `angles` is
     then their number of elements. Otherwise they are the table itself, which is a buffer.

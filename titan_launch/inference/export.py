@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 import torch
-from pydantic import ValidationError
-from torch import Tensor
 
-from titan_launch.checkpoint.index import check_step, model_tensors, read_tensor
-from titan_launch.checkpoint.manifest import check, checkpoint_name, complete_steps
 from titan_launch.config.architectures import ARCHITECTURES, resolve_args
 from titan_launch.config.architectures.decoder import DecoderArgs
 from titan_launch.config.huggingface.config_json import config_of, model_type_of, read_json
 from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
-from titan_launch.config.job import JobConfig
 from titan_launch.config.sections.model import HUGGINGFACE
-from titan_launch.models.weights.folder import FLOATS, VOCABULARY, WeightsFolder
+from titan_launch.inference.saved_model import SavedModel, open_saved_model
+from titan_launch.models.weights.folder import VOCABULARY
 from titan_launch.models.weights.tensor_names import Shape, pieces_of, tensor_shapes
 from titan_launch.models.weights.writing import (
     COMPANIONS,
     Entry,
-    companions_of,
     copy_companions,
     in_file_layout,
     new_folder,
@@ -32,7 +26,6 @@ from titan_launch.models.weights.writing import (
     write_json,
     write_tensors,
 )
-from titan_launch.train.run_folder.folder import checkpoint_folder
 
 DEFAULT_SHARD_SIZE = "5GB"
 
@@ -52,84 +45,34 @@ class ExportOptions:
     """Write the moving average of the weights in place of each parameter that has one."""
 
 
-@dataclass(frozen=True)
-class _Source:
-    """The tensors to export, in the names of this package."""
-
-    job: JobConfig
-    entries: Mapping[str, Entry]
-    read: Callable[[str], Tensor]
-    """Function that returns a whole tensor."""
-
-    description: str
-    companions: Path | None
-    """Folder with the Hugging Face `config.json` and tokenizer that the weights came with; None without it."""
-
-
 def export(run: Path, out: Path, options: ExportOptions) -> str:
-    """Write the weights of a run, or of a folder that `import` wrote. Return a line about the result.
+    """Write the weights of a run, or of a folder that `open_saved_model` takes. Return a line about the result.
 
     Host memory stays near twice the largest tensor. Raises WeightsError, DamagedCheckpointError and UserError.
     """
-    source = _open(run, options.step, options.ema)
+    source = open_saved_model(run, options.step, options.ema)
     if options.dtype is not None:
         dtype = getattr(torch, options.dtype)
         entries = {
             name: Entry(name, entry.shape, dtype if entry.dtype.is_floating_point else entry.dtype)
             for name, entry in source.entries.items()
         }
-        source = _Source(source.job, entries, source.read, source.description, source.companions)
+        source = replace(source, entries=entries)
     write = _write_plain if options.is_plain else _write_huggingface
     with new_folder(out) as folder:
-        num_tensors, num_bytes = write(source, run, folder, options)
+        num_tensors, num_bytes = write(source, folder, options)
     return f"wrote {num_tensors} tensors ({num_bytes / 1e6:,.1f} MB) of {source.description} to {out}"
 
 
-def _open(run: Path, step: int | None, ema: bool) -> _Source:
-    try:
-        job = JobConfig.model_validate(read_json(run / CONFIG_FILE))
-    except ValidationError:
-        raise WeightsError(f"its {CONFIG_FILE} is not that of a run, or of a folder that import wrote") from None
-    steps = complete_steps(checkpoint_folder(run))
-    if step is None and not steps and not ema:
-        return _open_folder(run, job)
-    if not steps or (step is not None and step not in steps):
-        wanted = "" if step is None else f" of step {step}"
-        raise WeightsError(f"it has no checkpoint{wanted}; steps: {', '.join(map(str, sorted(steps))) or 'none'}")
-    checkpoint = checkpoint_folder(run) / checkpoint_name(max(steps) if step is None else step)
-    check_step(checkpoint, check(checkpoint).step)
-    tensors = model_tensors(checkpoint, ema)
-    entries = {name: Entry(name, t.shape, getattr(torch, t.dtype)) for name, t in tensors.items()}
-    began_with = job.model.weights or job.model.path
-    companions = None if began_with is None else companions_of(Path(began_with))
-    return _Source(job, entries, lambda name: read_tensor(checkpoint, tensors[name]), checkpoint.name, companions)
-
-
-def _open_folder(run: Path, job: JobConfig) -> _Source:
-    if not any(run.glob("*.safetensors")):
-        raise WeightsError("it has neither checkpoints nor *.safetensors")
-    folder = WeightsFolder(run)
-    entries = {
-        name: Entry(name, tensor.shape, getattr(torch, FLOATS.get(tensor.dtype, "int64")))
-        for name, tensor in folder.tensors.items()
-    }
-
-    def read(name: str) -> Tensor:
-        shape = entries[name].shape
-        return folder.read(name, (0,) * len(shape), shape)
-
-    return _Source(job, entries, read, "the imported weights", companions_of(run))
-
-
-def _write_plain(source: _Source, run: Path, folder: Path, options: ExportOptions) -> tuple[int, int]:
-    write_json(folder / CONFIG_FILE, read_json(run / CONFIG_FILE))
+def _write_plain(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:
+    write_json(folder / CONFIG_FILE, source.record)
     if source.companions is not None:
         copy_companions(source.companions, folder / COMPANIONS)
     entries = list(_without_shared(source).values())
     return len(entries), write_tensors(folder, entries, lambda entry: source.read(entry.name).to(entry.dtype))
 
 
-def _write_huggingface(source: _Source, run: Path, folder: Path, options: ExportOptions) -> tuple[int, int]:
+def _write_huggingface(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:
     model, entries = source.job.model, _without_shared(source)
     if model.name == HUGGINGFACE:
         return _write_class(source, folder, options)
@@ -141,7 +84,7 @@ def _write_huggingface(source: _Source, run: Path, folder: Path, options: Export
     if options.vocab_size is not None and options.vocab_size > rows:
         raise WeightsError(f"--vocab-size {options.vocab_size} is larger than the model's vocab_size, {rows}")
     args = args.model_copy(update={"vocab_size": kept})
-    config = config_of(model.name, args, _widest_dtype(entries.values()), source.job.training.seq_len, original)
+    config = config_of(model.name, args, _dtype_name(source), source.job.training.seq_len, original)
     shapes: dict[str, Shape] = {name: entry.shape for name, entry in entries.items()}
     shapes |= {name: (kept, *shapes[name][1:]) for name in VOCABULARY if name in shapes}
     pieces = pieces_of(model_type, shapes, args.head_width)
@@ -163,7 +106,7 @@ def _write_huggingface(source: _Source, run: Path, folder: Path, options: Export
     return len(files), num_bytes
 
 
-def _write_class(source: _Source, folder: Path, options: ExportOptions) -> tuple[int, int]:
+def _write_class(source: SavedModel, folder: Path, options: ExportOptions) -> tuple[int, int]:
     """Write the tensors of a class of `transformers` in its own names, and the `config.json` that it was built from."""
     if options.vocab_size is not None:
         raise WeightsError("--vocab-size is for the models of this package; this run trains a class of transformers")
@@ -172,16 +115,15 @@ def _write_class(source: _Source, folder: Path, options: ExportOptions) -> tuple
     num_bytes = write_tensors(folder, entries, lambda entry: source.read(entry.name).to(entry.dtype), shard)
     if source.companions is not None:
         copy_companions(source.companions, folder)
-    write_json(folder / CONFIG_FILE, {**source.job.model.args, "dtype": _widest_dtype(entries)})
+    write_json(folder / CONFIG_FILE, {**source.job.model.args, "dtype": _dtype_name(source)})
     return len(entries), num_bytes
 
 
-def _widest_dtype(entries: Iterable[Entry]) -> str:
-    floating = {entry.dtype for entry in entries if entry.dtype.is_floating_point}
-    return str(max(floating, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
+def _dtype_name(source: SavedModel) -> str:
+    return str(source.widest_dtype).removeprefix("torch.")
 
 
-def _without_shared(source: _Source) -> dict[str, Entry]:
+def _without_shared(source: SavedModel) -> dict[str, Entry]:
     """Return the tensors without the output layer's if it is the embedding's."""
     model = source.job.model
     if model.name in ARCHITECTURES and resolve_args(model.name, model.flavor, model.args).tied_by() is not None:

@@ -1,0 +1,53 @@
+"""The command `evaluate`: tasks of lm-evaluation-harness on a trained model."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from importlib.util import find_spec
+from pathlib import Path
+
+from titan_launch.commands.generate import add_model, load_model
+from titan_launch.commands.parser import Parser, at_least
+from titan_launch.core.errors import UserError
+from titan_launch.core.process import OK
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of `evaluate`."""
+    parser.usage = "titan-launch evaluate SOURCE --tasks NAME[,NAME ...] [options]"
+    parser.epilog = "example:\n  titan-launch evaluate outputs/llama --tasks hellaswag,arc_easy --limit 100"
+    add_model(parser)
+    group = parser.add_argument_group("evaluation")
+    group.add_argument("--tasks", required=True, metavar="NAMES", help="tasks or groups, divided by commas (required)")
+    group.add_argument("--limit", type=at_least(1), metavar="N", help="documents of each task (default: all)")
+    text = "examples in each prompt (default: those of the task)"
+    group.add_argument("--num-fewshot", type=at_least(0), metavar="N", help=text)
+    text = "sequences of a forward (default: 8)"
+    group.add_argument("--batch-size", type=at_least(1), default=8, metavar="N", help=text)
+    group.add_argument("--include-path", metavar="FOLDER", help="folder with tasks of your own, as YAML files")
+    group.add_argument("--out", metavar="FILE", help="also write all results as JSON")
+
+
+def run(arguments: Namespace) -> int:
+    """Print the results as tables. Raises UserError if the library is missing."""
+    tasks = [name for name in arguments.tasks.split(",") if name]
+    if not tasks:
+        raise UserError("error: --tasks names no task; write --tasks hellaswag,arc_easy")
+    if find_spec("lm_eval") is None:
+        raise UserError("error: evaluate needs lm-evaluation-harness: pip install 'titan-launch[eval]'")
+    include = None if arguments.include_path is None else Path(arguments.include_path)
+    if include is not None and not include.is_dir():
+        raise UserError(f"error: --include-path {include}: there is no such folder")
+    out = None if arguments.out is None else Path(arguments.out)
+    if out is not None and not out.parent.is_dir():
+        raise UserError(f"error: --out {out}: there is no folder {out.parent}")
+    model = load_model(arguments)
+
+    from titan_launch.inference.evaluation import as_json, evaluate, tables
+
+    results = evaluate(model, tasks, arguments.limit, arguments.num_fewshot, arguments.batch_size, include)
+    for table in tables(results):
+        print(table)
+    if out is not None:
+        out.write_text(as_json(results), encoding="utf-8")
+    return OK

@@ -1,0 +1,320 @@
+"""Images in files: folders of class folders and WebDataset shards, with an index that a host builds once.
+
+The index tells where each image is, so that any image can be read at once. It is an uncompressed `.npz` file in the
+cache folder, and is mapped into memory: ranks and workers share its pages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import tarfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from titan_launch.config.sections.data import class_folders, resized_size, tar_shards
+from titan_launch.core.errors import KeyPath, UserError, config_error, listed
+from titan_launch.core.files import open_regular
+from titan_launch.data.cache import built_once
+from titan_launch.data.images.arrays import Labels, map_npz
+
+_log = logging.getLogger(__name__)
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+"""Endings of the names of image files, in lower case."""
+
+_INDEX_VERSION = 1
+_INDEX_FILE = "index.npz"
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+"""Pillow's modes by number of channels."""
+
+
+@dataclass
+class _Listing:
+    """Lists of an index while it is built. An image is a range of bytes in a file."""
+
+    names: list[str] = field(default_factory=list)
+    """Names of the files."""
+    files: list[int] = field(default_factory=list)
+    """File of each image, as an index into `names`."""
+    offsets: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+    """Hash of each image's name, or of its index. It decides to which split the image belongs."""
+    skipped: list[str] = field(default_factory=list)
+    """Names of the files that are not images."""
+
+    def add_image(self, offset: int, size: int, label: int, hashed: str) -> None:
+        """Add an image of the last file."""
+        self.files.append(len(self.names) - 1)
+        self.offsets.append(offset)
+        self.sizes.append(size)
+        self.labels.append(label)
+        self.hashes.append(zlib.crc32(os.fsencode(hashed)))
+
+    def save(self, folder: Path) -> None:
+        """Write the index. All names are stored as one array of bytes, with the end of each name."""
+        names = [os.fsencode(name) for name in self.names]
+        arrays: dict[str, Any] = {
+            name: np.array(getattr(self, name), np.int64) for name in ("offsets", "sizes", "labels")
+        }
+        np.savez(
+            folder / _INDEX_FILE,
+            **arrays,
+            files=np.array(self.files, np.int32),
+            hashes=np.array(self.hashes, np.uint32),
+            names=np.frombuffer(b"".join(names), np.uint8),
+            name_ends=np.cumsum([len(name) for name in names], dtype=np.int64),
+            note=np.frombuffer(os.fsencode(self._note()), np.uint8),
+        )
+
+    def _note(self) -> str:
+        if not self.skipped:
+            return ""
+        files = (
+            "1 file that is not an image"
+            if len(self.skipped) == 1
+            else f"{len(self.skipped):,} files that are not images"
+        )
+        return f"; skipped {files}, first: {self.skipped[0]}"
+
+
+class EncodedImages:
+    """Images that Pillow decodes. Each read opens a file, so that processes share nothing."""
+
+    def __init__(self, root: Path, index: Path, channels: int):
+        """`root`: the folder to which the names in the index are relative."""
+        arrays = map_npz(index, _ARRAYS)
+        self.labels: Labels = arrays["labels"]
+        self.note = os.fsdecode(arrays["note"].tobytes())
+        self._root, self._index_file, self._mode = root, index, _MODES[channels]
+        self._arrays = arrays
+
+    def as_file(self, chosen: npt.NDArray[np.int64]) -> tuple[str, int]:
+        """Return the chosen images as if they were one file: a digest of their names, sizes and classes, and bytes."""
+        digest = hashlib.blake2b(digest_size=16)
+        for column in ("hashes", "sizes", "labels"):
+            digest.update(self._arrays[column][chosen].tobytes())
+        return digest.hexdigest(), int(self._arrays["sizes"][chosen].sum())
+
+    def hashes(self) -> npt.NDArray[np.uint32]:
+        """Return a hash of each image: of its name in a folder, and of its index in shards."""
+        return self._arrays["hashes"]
+
+    def name(self, index: int) -> str:
+        """Return the name of an image for messages."""
+        path = self._path(index)
+        offset = int(self._arrays["offsets"][index])
+        if not offset:
+            return str(path)
+        try:
+            with open_regular(path) as file:
+                file.seek(offset - tarfile.BLOCKSIZE)
+                member = tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), "utf-8", "surrogateescape").name
+        except (OSError, tarfile.TarError):
+            member = f"the image at byte {offset}"
+        return f"{member} in {path}"
+
+    def content(self, index: int) -> bytes:
+        """Return the encoded image. Raises UserError if its file cannot be read, or has changed."""
+        size, offset = int(self._arrays["sizes"][index]), int(self._arrays["offsets"][index])
+        try:
+            with open_regular(self._path(index)) as file:
+                file.seek(offset)
+                content = file.read(size if offset else -1)
+        except OSError as error:
+            raise UserError(f"{self._path(index)} cannot be read: {error.strerror}; restore the file") from None
+        if len(content) != size:
+            raise UserError(
+                f"{self.name(index)} has {len(content)} bytes, but {size} when its data was indexed; restore the file, "
+                f"or delete the index {self._index_file.parent} and start again"
+            )
+        return content
+
+    def pixels(self, index: int, resize: int | None) -> Tensor:
+        """Return an image, uint8 `[channels, height, width]`. Raises UserError if Pillow cannot decode it.
+
+        `resize`: the size to which the shorter side will be scaled. A JPEG of more than four times this size is scaled
+        by 1/2, 1/4 or 1/8 while it is decoded, which is much faster.
+        """
+        from PIL import Image  # optional
+
+        content = self.content(index)
+        try:
+            with Image.open(BytesIO(content)) as image:
+                if resize is not None:
+                    height, width = resized_size(image.height, image.width, 2 * resize)
+                    image.draft(self._mode, (width, height))
+                pixels = np.array(image.convert(self._mode))
+        except Exception as error:  # Pillow raises many types for damaged images
+            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise UserError(f"{self.name(index)} is not a valid image ({reason}); replace or remove it") from None
+        return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).permute(2, 0, 1)
+
+    def _path(self, index: int) -> Path:
+        ends, file = self._arrays["name_ends"], int(self._arrays["files"][index])
+        return self._root / os.fsdecode(self._arrays["names"][ends[file - 1] if file else 0 : ends[file]].tobytes())
+
+
+_ARRAYS = ("labels", "files", "offsets", "sizes", "hashes", "names", "name_ends", "note")
+
+
+def open_folder(path: str, channels: int, path_key: KeyPath) -> EncodedImages:
+    """Return the images of a folder of class folders."""
+    root = Path(path).resolve()
+    classes = class_folders(path)
+    if not classes:
+        reason = "contains no class folders; put the images of each class into a folder of its own"
+        raise config_error(path_key, reason, path)
+    folders = [
+        (str(below.relative_to(root)), below.stat().st_mtime_ns) for name in classes for below in _folders(root / name)
+    ]
+
+    def build(folder: Path) -> None:
+        listing, empty = _Listing(), []
+        for label, name in enumerate(classes):
+            if not _list_class(root, name, label, listing):
+                empty.append(name)
+        if empty:
+            reason = (
+                f"{'this class folder contains' if len(empty) == 1 else 'these class folders contain'} no image: "
+                f"{listed(empty)}; add images ({', '.join(SUFFIXES)}), or remove the folder"
+            )
+            raise config_error(path_key, reason, path)
+        listing.save(folder)
+
+    return _open(root, folders, build, channels, path, path_key)
+
+
+def open_shards(path: str, label_field: str | None, channels: int, path_key: KeyPath) -> EncodedImages:
+    """Return the images of WebDataset shards. `label_field`: field of KEY.json with the class; None: KEY.cls has it."""
+    try:
+        shards = tar_shards(path)
+    except FileNotFoundError as error:
+        raise config_error(path_key, f"no file matches {error}", path) from None
+    root = Path(os.path.commonpath([shard.resolve().parent for shard in shards]))
+    names = [str(shard.resolve().relative_to(root)) for shard in shards]
+    states = [os.stat(shard) for shard in shards]
+
+    def build(folder: Path) -> None:
+        listing = _Listing()
+        for name in names:
+            listing.names.append(name)
+            try:
+                _list_shard(root / name, label_field, listing)
+            except _ShardError as error:
+                raise config_error(path_key, f"{name} {error}", path) from None
+            except OSError as error:
+                raise config_error(path_key, f"{name} cannot be read: {error.strerror or error}", path) from None
+            except tarfile.TarError as error:
+                reason = f"{name} is truncated, or not an uncompressed tar file ({error}); write or copy it again"
+                raise config_error(path_key, reason, path) from None
+        if not listing.labels:
+            raise config_error(path_key, f"contains no images ({listed(names)}); write KEY.jpg and KEY.cls", path)
+        listing.save(folder)
+
+    identity = [(name, state.st_size, state.st_mtime_ns) for name, state in zip(names, states, strict=True)]
+    return _open(root, [label_field, identity], build, channels, path, path_key)
+
+
+def _open(root: Path, identity: Any, build: Any, channels: int, path: str, path_key: KeyPath) -> EncodedImages:
+    try:
+        import PIL.Image  # noqa: F401 - optional; the error is raised before the index is built
+    except ImportError:
+        raise config_error(path_key, "needs Pillow, which is not installed: pip install pillow", path) from None
+    if channels not in _MODES:
+        reason = f"image files have 1, 3 or 4 channels, but the model takes {channels}; save arrays in an .npz file"
+        raise config_error(path_key, reason, path)
+
+    def build_and_log(folder: Path) -> None:
+        _log.info("images: indexing %s, once on this host", path)
+        build(folder)
+
+    folder = built_once("images", [_INDEX_VERSION, str(root), identity], build_and_log)
+    return EncodedImages(root, folder / _INDEX_FILE, channels)
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    """Yield a folder and the folders below it. A folder with two links has no folders in it (ext4, XFS), so it is not
+    listed: `.` and its own name are the two."""
+    yield folder
+    if folder.stat().st_nlink == 2:
+        return
+    with os.scandir(folder) as entries:
+        below = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name[0] != ".")
+    for name in below:
+        yield from _folders(folder / name)
+
+
+def _list_class(root: Path, name: str, label: int, listing: _Listing) -> int:
+    """Add the images of a class folder. Return their number."""
+    before = len(listing.labels)
+    for folder in _folders(root / name):
+        with os.scandir(folder) as entries:
+            files = sorted((entry for entry in entries if not entry.is_dir()), key=lambda entry: entry.name)
+        for entry in files:
+            path = str(Path(entry.path).relative_to(root))
+            if entry.is_file() and entry.name.lower().endswith(SUFFIXES) and entry.name[0] != ".":
+                size = entry.stat().st_size
+                listing.names.append(path)
+                listing.add_image(0, size, label, path)
+            else:
+                listing.skipped.append(path)
+    return len(listing.labels) - before
+
+
+class _ShardError(Exception):
+    """A problem of a shard, as the text after its name."""
+
+
+def _list_shard(path: Path, label_field: str | None, listing: _Listing) -> None:
+    """Add the images of a tar file. Raises _ShardError, OSError and tarfile.TarError."""
+    label_end = "cls" if label_field is None else "json"
+    with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+        regular = [member for member in tar if member.isreg() and not member.issparse()]
+        if not os.pread(file.fileno(), tarfile.BLOCKSIZE, tar.offset):
+            raise tarfile.ReadError("it has no end-of-archive block")
+        for key, group in itertools.groupby(regular, lambda member: _key_and_end(member)[0]):
+            members = {_key_and_end(member)[1]: member for member in group}
+            images = [end for end in members if f".{end.lower()}" in SUFFIXES]
+            if len(images) != 1:
+                raise _ShardError(f"has {len(images)} images with the key {key}; write one image for each key")
+            if label_end not in members:
+                remedy = "write it, or set label_field for KEY.json" if label_field is None else "write it"
+                raise _ShardError(f"has no member {key}.{label_end} with the class of the image; {remedy}")
+            image, label = members[images[0]], members[label_end]
+            content = os.pread(file.fileno(), label.size, label.offset_data)
+            index = len(listing.labels)
+            listing.add_image(image.offset_data, image.size, _label(content, label_field, label.name), str(index))
+
+
+def _key_and_end(member: tarfile.TarInfo) -> tuple[str, str]:
+    """Divide the name of a member at the first dot of its last part, as WebDataset does."""
+    folder, slash, name = member.name.rpartition("/")
+    stem, _, end = name.partition(".")
+    return f"{folder}{slash}{stem}", end
+
+
+def _label(content: bytes, label_field: str | None, name: str) -> int:
+    """Return the class in the content of KEY.cls or KEY.json."""
+    try:
+        label = int(content) if label_field is None else json.loads(content)[label_field]
+    except (ValueError, KeyError, TypeError):
+        what = "a whole number" if label_field is None else f"a field {label_field}"
+        raise _ShardError(f"contains {name} without {what}; write the class as a whole number from 0") from None
+    if type(label) is not int or label < 0:
+        raise _ShardError(f"contains {name} with the class {label!r}; number the classes from 0")
+    return label

@@ -1,0 +1,196 @@
+"""From a stored image to a sample: resize, crop, augmentation, the user's transform, and normalization.
+
+Random numbers follow from the index of an image and its position in the stream of samples. So they depend on neither
+ranks nor workers, and an image is augmented differently in every epoch.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_launch.config.sections.data import Augmentation, ImageData, resized_size
+from titan_launch.core.errors import KeyPath, UserError, config_error, format_key
+from titan_launch.core.import_string import import_factory, user_traceback
+
+_UINT8_MAXIMUM = 255
+
+_AREA, _RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
+"""Ranges of `resized_crop`: fraction of the image's area, and width divided by height (arXiv:1409.4842)."""
+
+_ATTEMPTS = 10
+"""Number of random parts that `resized_crop` draws until one lies inside of the image."""
+
+_UNIFORMS = 2 * _ATTEMPTS + 3
+"""Largest number of random numbers of one image: attempts, position of the crop, flip."""
+
+
+class Draw:
+    """Random numbers of one image at one position in the stream.
+
+    Philox is a counter-based generator with a key of two words. NumPy guarantees that its raw words never change (NEP
+    19).
+    """
+
+    def __init__(self, index: int, position: int):
+        self._words = iter(
+            np.random.Philox(key=np.array([index, position], np.uint64)).random_raw(_UNIFORMS + 1).tolist()
+        )
+        self.seed: int = next(self._words)
+
+    def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
+        """Return a number in [low, high)."""
+        return low + (high - low) * (next(self._words) >> 11) * 2.0**-53
+
+    def whole(self, count: int) -> int:
+        """Return a whole number from 0 to `count` - 1."""
+        return int(self.uniform(0, count))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Changes of an image's size and of its visible part. The fields are the keys of `ImageData`."""
+
+    resize: int | None
+    crop: int | None
+    padding: int
+    augment: tuple[Augmentation, ...]
+
+    def __call__(self, image: Tensor, draw: Draw | None) -> Tensor:
+        """Return the changed image, uint8 or float32 `[channels, height, width]`. Without `draw`, nothing is random."""
+        augment = () if draw is None else self.augment
+        if self.resize is not None:
+            image = _scale(image, *resized_size(*_size(image), self.resize))
+        if draw is not None and "resized_crop" in augment:
+            top, left, height, width = _random_part(*_size(image), draw)
+            image = image[:, top : top + height, left : left + width]
+            assert self.crop is not None, "config.rules demands crop with resized_crop"
+            image = _scale(image, self.crop, self.crop)
+        elif draw is not None and "crop" in augment:
+            height, width = (self.crop or size for size in image.shape[1:])
+            image = F.pad(image, [self.padding] * 4)
+            top, left = (
+                draw.whole(max(0, size - n) + 1) for size, n in zip(image.shape[1:], (height, width), strict=True)
+            )
+            image = image[:, top : top + height, left : left + width]
+        elif self.crop is not None:
+            top, left = (max(0, round((size - self.crop) / 2)) for size in image.shape[1:])
+            image = image[:, top : top + self.crop, left : left + self.crop]
+        if draw is not None and "flip" in augment and draw.uniform() < 0.5:
+            image = image.flip(-1)
+        return image
+
+
+def _size(image: Tensor) -> tuple[int, int]:
+    return image.shape[1], image.shape[2]
+
+
+def _scale(image: Tensor, height: int, width: int) -> Tensor:
+    """Scale an image with a bilinear filter, without aliasing."""
+    return F.interpolate(image[None], (height, width), mode="bilinear", antialias=True)[0]
+
+
+def _random_part(height: int, width: int, draw: Draw) -> tuple[int, int, int, int]:
+    """Return top, left, height and width of a random part. If no attempt fits, return the largest centered part whose
+    aspect ratio is allowed."""
+    low, high = (math.log(ratio) for ratio in _RATIO)
+    for _ in range(_ATTEMPTS):
+        area = height * width * draw.uniform(*_AREA)
+        ratio = math.exp(draw.uniform(low, high))
+        part_height, part_width = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+        if 0 < part_height <= height and 0 < part_width <= width:
+            return draw.whole(height - part_height + 1), draw.whole(width - part_width + 1), part_height, part_width
+    part_width = min(width, round(height * _RATIO[1]))
+    part_height = min(height, round(width / _RATIO[0]))
+    return (height - part_height) // 2, (width - part_width) // 2, part_height, part_width
+
+
+class Transform:
+    """All changes of an image, from a stored image to the float32 input of a model."""
+
+    def __init__(self, config: ImageData, key: KeyPath):
+        """Build the transforms of the section at `key`. Raises ConfigError if the user's factory fails."""
+        self.geometry = Geometry(config.resize, config.crop, config.padding, config.augment)
+        self._key, self._config = key, config
+        self._user = None if config.transform is None else self._build(config.transform, is_training=key[0] == "data")
+        self._mean, self._std = _per_channel(config.mean), _per_channel(config.std)
+
+    def __call__(self, image: Tensor, index: int, position: int | None) -> Tensor:
+        """Return a float32 image. `position`: the position in the stream; None: no augmentation.
+
+        Raises ConfigError if `mean` or `std` has another number of values than the image has channels, and UserError if
+        the user's transform fails.
+        """
+        draw = Draw(index, position) if position is not None and self.geometry.augment else None
+        image = self.geometry(image, draw)
+        if self._user is not None:
+            with _seeded(Draw(index, position or 0).seed):
+                image = self._call(self._user, image)
+        for name, values in (("mean", self._mean), ("std", self._std)):
+            if len(values) not in (1, len(image)):
+                reason = f"must be one number, or one number for each of the {len(image)} channels of the images"
+                raise config_error((*self._key, name), reason, list(getattr(self._config, name)))
+        unit = _UINT8_MAXIMUM if image.dtype == torch.uint8 else 1
+        return (image.float() - self._mean * unit) / (self._std * unit)
+
+    def _build(self, name: str, is_training: bool) -> Callable[[Tensor], Any]:
+        key = (*self._key, "transform")
+        factory = import_factory(name, key)
+        try:
+            transform = factory(train=is_training)
+        except Exception as error:
+            reason = f"factory(train={is_training}) failed:\n{user_traceback(error)}"
+            raise config_error(key, reason, name) from error
+        if not callable(transform):
+            reason = f"factory(train={is_training}) must return a callable, not {type(transform).__name__}"
+            raise config_error(key, reason, name)
+        return transform
+
+    def _call(self, transform: Callable[[Tensor], Any], image: Tensor) -> Tensor:
+        setting = f'{format_key((*self._key, "transform"))} = "{self._config.transform}"'
+        try:
+            result = transform(image.contiguous())
+        except Exception as error:
+            reason = f"failed for an image {list(image.shape)}:\n{user_traceback(error)}"
+            raise UserError(f"{setting}: {reason}") from error
+        if (
+            isinstance(result, Tensor)
+            and result.ndim == 3
+            and (result.dtype == torch.uint8 or result.is_floating_point())
+        ):
+            return result
+        found = f"{result.dtype} {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        reason = f"must return a uint8 or floating-point tensor [channels, height, width], not {found}"
+        raise UserError(f"{setting}: {reason}")
+
+
+def _per_channel(value: float | tuple[float, ...]) -> Tensor:
+    """Return one number, or one number per channel, as a float32 tensor `[1 or channels, 1, 1]`."""
+    return torch.tensor(value, dtype=torch.float32).view(-1, 1, 1)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the generators of PyTorch (CPU), Python and NumPy, and restore their states at the end.
+
+    `torch.manual_seed` would also seed the GPU, whose generator draws dropout masks.
+    """
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])

@@ -1,0 +1,161 @@
+"""Tasks of lm-evaluation-harness on a trained model, in this process. Only this module imports `lm_eval`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window, make_table
+from torch import Tensor
+from tqdm import tqdm
+
+from titan_launch.core.errors import UserError, did_you_mean
+from titan_launch.inference.generation import Sampling, generate_text, logits_of
+from titan_launch.inference.language_model import LanguageModel
+
+Scored = tuple[tuple[str, str] | None, list[int], list[int]]
+"""A request: texts, tokens of the context, and tokens of the continuation to score."""
+
+
+class EvaluatedModel(TemplateLM):
+    """A trained model as lm-evaluation-harness calls it.
+
+    Texts that are too long lose tokens at their beginning, as with the harness's own model `hf`.
+    """
+
+    def __init__(self, model: LanguageModel, batch_size: int):
+        super().__init__()
+        self.model = model
+        self.batch_size = batch_size
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end-of-document token."""
+        return self.model.tokenizer.end_of_document
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without context: the begin of a document, or else the end of the one before it."""
+        return self.model.begin[0] if self.model.begin else self.eot_token_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Return the tokens of a text."""
+        model = self.model
+        return model.tokenizer.encode(string) if add_special_tokens is False else model.encode(string)
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each text. Windows of the longest sequence score each token once."""
+        windows: list[Scored] = []
+        owners: list[int] = []
+        for index, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0])
+            for pair in get_rolling_token_windows(tokens, self.prefix_token_id, self.model.max_tokens, context_len=1):
+                windows.append((None, *make_disjoint_window(pair)))
+                owners.append(index)
+        sums = [0.0] * len(requests)
+        for index, (score, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            sums[index] += score
+        return sums
+
+    @torch.inference_mode()
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Scored], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation, and True if greedy generation would return it."""
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        longest_first = sorted(range(len(requests)), key=lambda index: -len(requests[index][1] + requests[index][2]))
+        bar = tqdm(total=len(requests), desc="log-likelihoods", disable=disable_tqdm)
+        for start in range(0, len(requests), self.batch_size):
+            batch = longest_first[start : start + self.batch_size]
+            tokens = [(requests[index][1] + requests[index][2])[-(self.model.max_tokens + 1) :] for index in batch]
+            # Sequences end with padding, to which no earlier token attends.
+            inputs = torch.zeros(len(batch), len(tokens[0]) - 1, dtype=torch.int64)
+            for row, sequence in zip(inputs, tokens, strict=True):
+                row[: len(sequence) - 1] = torch.tensor(sequence[:-1])
+            logits = logits_of(self.model.module, inputs.to(self.model.device))
+            for index, sequence, of_sequence in zip(batch, tokens, logits, strict=True):
+                wanted = torch.tensor(requests[index][2][-(len(sequence) - 1) :], device=logits.device)
+                results[index] = _score(of_sequence[len(sequence) - 1 - len(wanted) : len(sequence) - 1], wanted)
+            bar.update(len(batch))
+        bar.close()
+        return results
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Return the text after each context, up to a stop text."""
+        return [self._generate(*request.args) for request in tqdm(requests, desc="generation", disable=disable_tqdm)]
+
+    def _generate(self, context: str, options: Mapping[str, Any]) -> str:
+        given = normalize_gen_kwargs(dict(options))
+        most, longest = given["max_gen_toks"], self.model.max_tokens
+        if most >= longest:
+            reason = f"a task generates up to {most} tokens, but the model takes {longest} at most"
+            raise UserError(f"error: {reason}; set max_gen_toks in generation_kwargs of the task")
+        tokens = self.tok_encode(context)[most - longest :] or [self.prefix_token_id]
+        temperature = given.get("temperature", 1.0 if given["do_sample"] else 0.0)
+        sampling = Sampling(temperature, given.get("top_k") or None, given.get("top_p", 1.0))
+        stop = [text for text in given["until"] if text]
+        generator = torch.Generator().manual_seed(0)
+        return "".join(generate_text(self.model, tokens, most, sampling, generator, stop))
+
+
+def _score(logits: Tensor, wanted: Tensor) -> tuple[float, bool]:
+    logits = logits.float()
+    scores = logits.log_softmax(-1).gather(-1, wanted[:, None])
+    return float(scores.sum()), bool((logits.argmax(-1) == wanted).all())
+
+
+def evaluate(
+    model: LanguageModel,
+    tasks: Sequence[str],
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    batch_size: int = 8,
+    include_path: Path | None = None,
+) -> dict[str, Any]:
+    """Return the results of the harness on some tasks. `include_path`: a folder with tasks of the user, as YAML files.
+
+    Raises UserError for unknown tasks.
+    """
+    results: dict[str, Any] = simple_evaluate(
+        EvaluatedModel(model, batch_size),
+        tasks=list(tasks),
+        limit=limit,
+        num_fewshot=num_fewshot,
+        task_manager=_find_tasks(tasks, include_path),
+        log_samples=False,
+    )
+    results["config"]["model"] = model.description
+    return results
+
+
+def _find_tasks(tasks: Sequence[str], include_path: Path | None) -> TaskManager:
+    """Return the manager of tasks. Reading the harness's own 14,000 tasks takes seconds, so they are read only if the
+    folder of the user does not have all tasks."""
+    for has_defaults in (False, True):
+        manager = TaskManager(include_path=include_path, include_defaults=has_defaults)
+        unknown = [name for name in tasks if not manager.match_tasks([name])]
+        if not unknown:
+            return manager
+    hint = did_you_mean(unknown[0], manager.all_tasks)
+    reason = f'lm_eval has no task "{unknown[0]}"{hint}'
+    raise UserError(f"error: --tasks: {reason}; --include-path names a folder with tasks of your own")
+
+
+def tables(results: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the table of tasks, and the table of groups if there are groups, in Markdown."""
+    yield make_table(results)
+    if results.get("groups"):
+        yield make_table(results, "groups")
+
+
+def as_json(results: Mapping[str, Any]) -> str:
+    """Return all results as JSON."""
+    return json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False) + "\n"

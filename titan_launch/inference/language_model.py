@@ -1,0 +1,189 @@
+"""A trained language model in one process: its module, its tokenizer, and the length of its sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titan_launch.config.architectures import known_args, unit_taken, vocabulary_taken
+from titan_launch.config.huggingface.config_json import longest_sequence, read_json
+from titan_launch.config.huggingface.features import CONFIG_FILE, WeightsError
+from titan_launch.config.job import JobConfig
+from titan_launch.config.rules.model import flavor_exists, model_exists
+from titan_launch.config.sections.model import HUGGINGFACE
+from titan_launch.config.sections.tokenizer import TOKENIZER_FILE, TokenizerConfig
+from titan_launch.core.errors import UserError, listed
+from titan_launch.core.import_string import refuse_imports_from
+from titan_launch.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_beside
+from titan_launch.inference.saved_model import SavedModel
+from titan_launch.models.build import BuiltModel, build_model
+from titan_launch.models.factory import HostBuild
+from titan_launch.models.host_values import HostValues
+from titan_launch.models.init import initialize
+from titan_launch.models.initializers import own_tensors
+from titan_launch.plan.hardware import GIB, free_memory_gib
+from titan_launch.plan.types import full_name
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A model of tokens that is ready to compute."""
+
+    module: nn.Module
+    """The model in evaluation mode, without gradients."""
+
+    tokenizer: Tokenizer
+    begin: tuple[int, ...]
+    """Tokens before a text: none, or the one that begins a document."""
+
+    max_tokens: int
+    """Length of the longest sequence."""
+
+    end_tokens: frozenset[int]
+    """Tokens that end a text."""
+
+    device: torch.device
+    description: str
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, as those of a document begin."""
+        return [*self.begin, *self.tokenizer.encode(text)]
+
+
+def load_language_model(
+    saved: SavedModel, source: Path, device: torch.device, dtype: torch.dtype | None = None, model: str | None = None
+) -> LanguageModel:
+    """Build a saved model on a device, and read its weights. `source`: the folder of the model.
+
+    `dtype`: dtype of the parameters, by default the widest of the saved ones. `model`: name of the model by the user,
+    who may choose code; a folder may not. Raises WeightsError, ConfigError and UserError.
+    """
+    job = saved.job
+    _check_model(job, model)
+    refuse_imports_from([source], Path(job.job.dump_folder))
+    tokenizer = build_tokenizer(_tokenizer_config(saved))
+    vocabulary = vocabulary_taken(job.model)
+    if vocabulary is not None and vocabulary < tokenizer.vocab_size:
+        tokens = f"the tokenizer has {tokenizer.vocab_size} tokens"
+        raise WeightsError(f"its model has {vocabulary} tokens, but {tokens}; it was not trained on text")
+    max_tokens = _longest(saved)
+    module = _build(saved, source, device, dtype or saved.widest_dtype, max_tokens)
+    begin = tuple(map(int, tokenizer.encode_documents([b""])[0][:-1]))
+    dtype_name = str(dtype or saved.widest_dtype).removeprefix("torch.")
+    description = f"{source}, {saved.description}: {job.model.name}, {dtype_name} on {device}"
+    return LanguageModel(module, tokenizer, begin, max_tokens, _end_tokens(saved, tokenizer), device, description)
+
+
+def _check_model(job: JobConfig, model: str | None) -> None:
+    for problem in (*model_exists(job), *flavor_exists(job)):
+        raise WeightsError(f'its model.{problem.key[-1]} is "{problem.value}": {problem.reason}')
+    name = job.model.name
+    if ":" in name and name != model:
+        raise WeightsError(f"its model is code, and a folder may not choose code: add --model {name}")
+    if model not in (None, name):
+        raise WeightsError(f"its model is {name}, not {model}; remove --model")
+    if (unit_taken(job.model) or job.data.unit) == "images":
+        raise WeightsError(f"its model, {name}, takes images; name a model of text")
+    if job.data.own_vocabulary() is not None:
+        raise WeightsError(f'its model was trained on data.kind = "{job.data.kind}", which is not text')
+
+
+def _tokenizer_config(saved: SavedModel) -> TokenizerConfig:
+    """Return the tokenizer of the job. A folder without a job has that of Hugging Face."""
+    if "tokenizer" in saved.job.model_fields_set:
+        return saved.job.tokenizer
+    found = None if saved.companions is None else tokenizer_beside(saved.companions)
+    if found is None:
+        raise WeightsError(f"it has no {TOKENIZER_FILE}; copy that of its tokenizer into the folder")
+    return found
+
+
+def _end_tokens(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the end-of-document token, and those of the Hugging Face files that the weights came with."""
+    tokens = {tokenizer.end_of_document}
+    folder = saved.companions
+    files = [] if folder is None else [folder / "generation_config.json", folder / CONFIG_FILE]
+    for file in filter(Path.exists, files):
+        found: Any = read_json(file).get("eos_token_id")
+        tokens |= {token for token in (found if isinstance(found, list) else [found]) if isinstance(token, int)}
+    return frozenset(tokens)
+
+
+def _longest(saved: SavedModel) -> int:
+    """Return the length of the longest sequence: of the table of positions, else by `config.json` of Hugging Face, else
+    that of training."""
+    model = saved.job.model
+    args = known_args(model)
+    limit = None if args is None else args.longest_sequence()
+    config = model.args if model.name == HUGGINGFACE else {}
+    if not config and saved.companions is not None:
+        config = read_json(saved.companions / CONFIG_FILE)
+    return limit[1] if limit is not None else longest_sequence(config) or saved.job.training.seq_len
+
+
+def _build(saved: SavedModel, source: Path, device: torch.device, dtype: torch.dtype, max_tokens: int) -> nn.Module:
+    model = saved.job.model
+    if model.name == HUGGINGFACE:  # so that the class does not initialise its parameters
+        model = model.model_copy(update={"weights": str(source)})
+    built = build_model(model, max_tokens, HostBuild(seed=0, free_bytes=int(free_memory_gib() * GIB)))
+    _allocate(built.module, device, dtype)
+    _fill(built, saved, device)
+    return built.module.eval()
+
+
+def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Move a model from the meta device to `device`, in place, without values. Its parameters get `dtype`, except for
+    those of BatchNorm, which compute in the dtype of their statistics. Shared tensors stay shared."""
+    allocated: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        is_batchnorm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for name, tensor in own_tensors(module).items():
+            is_parameter = name in module._parameters
+            if tensor not in allocated:
+                is_cast = is_parameter and tensor.is_floating_point() and not is_batchnorm
+                new = torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device=device)
+                allocated[tensor] = nn.Parameter(new, requires_grad=False) if is_parameter else new
+            table: dict[str, Any] = module._parameters if is_parameter else module._buffers
+            table[name] = allocated[tensor]
+
+
+@torch.no_grad()
+def _fill(built: BuiltModel, saved: SavedModel, device: torch.device) -> None:
+    """Copy the saved tensors into an allocated model. Other tensors (tables of positions) get their initial values.
+
+    Raises WeightsError if a parameter is not saved, or if a saved tensor has another shape.
+    """
+    tensors = {
+        full_name(path, name): tensor
+        for path, module in built.module.named_modules(remove_duplicate=False)
+        for name, tensor in own_tensors(module).items()
+    }
+    if isinstance(built.initializer, HostValues):
+        initialize(built.module, built.initializer, 0, device)
+    else:
+        for path, module in built.module.named_modules():
+            if any(full_name(path, name) not in saved.entries for name in own_tensors(module)):
+                built.initializer(module, path)
+    filled: set[int] = set()
+    for name, entry in saved.entries.items():
+        if name not in tensors or tuple(tensors[name].shape) != entry.shape:
+            raise WeightsError(f"its tensor {name} {list(entry.shape)} is not one of the model")
+        tensors[name].copy_(saved.read(name))
+        filled.add(id(tensors[name]))
+    missing = [
+        name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter) and id(tensor) not in filled
+    ]
+    if missing:
+        raise WeightsError(f"it has no values for {listed(missing)}")
+
+
+def device_of(name: str | None) -> torch.device:
+    """Return the device with a name; by default the GPU if there is one. Raises UserError without such a device."""
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise UserError("error: --device cuda: PyTorch finds no GPU; use --device cpu")
+    return torch.device(name or ("cuda" if has_gpu else "cpu"))
